@@ -1,0 +1,75 @@
+"""Regular chunk grids: which box each chunk covers, and which chunks meet a box."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dtckpt.errors import RegionError
+from dtckpt.region import Region
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGrid:
+    """A tensor's shape cut by one chunk shape; the last chunk of a dim may reach beyond the tensor.
+
+    Args:
+        shape: Elements per dim, >= 0.
+        chunk_shape: Elements per dim of every chunk, >= 1.
+    """
+
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.chunk_shape) or min(self.chunk_shape, default=1) < 1:
+            raise RegionError(
+                f"chunk shape does not fit; got {self.chunk_shape} for shape {self.shape}, "
+                "expected one size >= 1 per dim"
+            )
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Chunks per dim."""
+        return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the whole grid; 1 for a scalar, 0 for a tensor without elements."""
+        return math.prod(self.counts)
+
+    def index(self, number: int) -> tuple[int, ...]:
+        """Return the chunk's position per dim; ``number`` counts the chunks row-major."""
+        index = []
+        for count in reversed(self.counts):
+            number, position = divmod(number, count)
+            index.append(position)
+        return tuple(reversed(index))
+
+    def number(self, index: tuple[int, ...]) -> int:
+        """Return the row-major number of the chunk at ``index``."""
+        number = 0
+        for position, count in zip(index, self.counts, strict=True):
+            number = number * count + position
+        return number
+
+    def region(self, index: tuple[int, ...]) -> Region:
+        """Return the box that a chunk covers inside the tensor."""
+        offset = tuple(position * chunk for position, chunk in zip(index, self.chunk_shape, strict=True))
+        shape = tuple(
+            min(chunk, size - start) for chunk, size, start in zip(self.chunk_shape, self.shape, offset, strict=True)
+        )
+        return Region(offset, shape)
+
+    def meeting(self, region: Region) -> Iterator[tuple[int, ...]]:
+        """Yield, row-major, the index of every chunk that shares an element with ``region``."""
+        if region.is_empty:
+            return iter(())
+        return itertools.product(
+            *(
+                range(start // chunk, -(-stop // chunk))
+                for start, stop, chunk in zip(region.offset, region.stop, self.chunk_shape, strict=True)
+            )
+        )

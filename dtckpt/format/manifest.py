@@ -1,0 +1,195 @@
+"""The manifest: a checkpoint's merged description, and its commit marker.
+
+`dtckpt.manifest` is a protobuf file (``protos/dtckpt/v1/checkpoint.proto``): an envelope of format version and
+digest around the `Manifest` proper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from dtckpt._proto import checkpoint_pb2
+from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError
+from dtckpt.format.digest import bytes_digest
+from dtckpt.format.dtypes import validate_dtype
+from dtckpt.format.grid import ChunkGrid
+from dtckpt.layout import Layout
+from dtckpt.mesh import Mesh
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "dtckpt.manifest"
+KVSTORES = ("ocdbt", "zarr")
+"""The two ways to keep the arrays, in the order of the `KvStore` enum (from 1)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayEntry:
+    """One tensor of a checkpoint.
+
+    Args:
+        name: Tensor name.
+        path: Array path below the root of the key-value store.
+        dtype: The tensor's element type.
+        stored_dtype: Element type on storage.
+        grid: Shape and chunk grid.
+        digests: Per chunk, row-major; see `dtckpt.format.digest`.
+        writers: Per chunk, row-major: the client that wrote it (-1 where missing).
+        layout: Layout at the time of the save, if the tensor was on a mesh.
+        missing: Row-major numbers of the chunks that were not saved.
+    """
+
+    name: str
+    path: str
+    dtype: str
+    stored_dtype: str
+    grid: ChunkGrid
+    digests: npt.NDArray[np.uint64]
+    writers: npt.NDArray[np.int32]
+    layout: Layout | None = None
+    missing: frozenset[int] = frozenset()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return self.grid.shape
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of the elements on storage."""
+        return math.prod(self.shape) * validate_dtype(self.stored_dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Manifest:
+    """A complete checkpoint. ``arrays`` is keyed by tensor name, sorted; ``tree`` is the state tree as JSON."""
+
+    kvstore: str
+    arrays: Mapping[str, ArrayEntry]
+    tree: bytes = b""
+    job: str = ""
+    num_clients: int = 1
+    attempt: str = ""
+    format_version: int = field(default=FORMAT_VERSION)
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content; equal manifests give equal bytes."""
+        meshes: dict[Mesh, int] = {}
+        message = checkpoint_pb2.Manifest(
+            job=self.job,
+            num_clients=self.num_clients,
+            attempt=self.attempt,
+            kvstore=checkpoint_pb2.KvStore.Value(f"KV_STORE_{self.kvstore.upper()}"),
+            tree=self.tree,
+            tensors=[_entry_proto(self.arrays[name], meshes) for name in sorted(self.arrays)],
+        )
+        message.meshes.extend(mesh.portable().as_proto() for mesh in meshes)
+        payload = message.SerializeToString(deterministic=True)
+        envelope = checkpoint_pb2.ManifestFile(
+            format_version=self.format_version, digest=bytes_digest(payload), manifest=payload
+        )
+        return envelope.SerializeToString(deterministic=True)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, origin: str) -> Manifest:
+        """Read a manifest file's content.
+
+        Args:
+            data: The file's bytes.
+            origin: Where they came from, for messages.
+
+        Raises:
+            CheckpointVersionError: Written by a newer version.
+            CheckpointCorruptError: Not the bytes that were written.
+        """
+        try:
+            envelope = checkpoint_pb2.ManifestFile.FromString(data)
+        except DecodeError as error:
+            raise CheckpointCorruptError(f"manifest {origin} cannot be read: {error}; restore another step") from error
+        if envelope.format_version > FORMAT_VERSION:
+            raise CheckpointVersionError(
+                f"manifest {origin} is of a newer format; got version {envelope.format_version}, expected at most "
+                f"{FORMAT_VERSION}; upgrade dtckpt"
+            )
+        if envelope.format_version == 0 or bytes_digest(envelope.manifest) != envelope.digest:
+            raise CheckpointCorruptError(f"manifest {origin} is damaged: its digest does not match; restore another step")
+        message = checkpoint_pb2.Manifest.FromString(envelope.manifest)
+        try:
+            meshes = [Mesh.from_proto(mesh) for mesh in message.meshes]
+            entries = [_entry(tensor, meshes) for tensor in message.tensors]
+            kvstore = KVSTORES[message.kvstore - 1]
+        except (DtckptError, IndexError, ValueError) as error:
+            raise CheckpointCorruptError(f"manifest {origin} contradicts itself: {error}") from error
+        return cls(
+            kvstore=kvstore,
+            arrays=MappingProxyType({entry.name: entry for entry in entries}),
+            tree=message.tree,
+            job=message.job,
+            num_clients=message.num_clients,
+            attempt=message.attempt,
+            format_version=envelope.format_version,
+        )
+
+    def with_arrays(self, arrays: Mapping[str, ArrayEntry]) -> Manifest:
+        """Return a copy with other arrays."""
+        return replace(self, arrays=arrays)
+
+
+def _entry_proto(entry: ArrayEntry, meshes: dict[Mesh, int]) -> checkpoint_pb2.TensorEntry:
+    message = checkpoint_pb2.TensorEntry(
+        name=entry.name,
+        path=entry.path,
+        shape=entry.shape,
+        dtype=entry.dtype,
+        stored_dtype="" if entry.stored_dtype == entry.dtype else entry.stored_dtype,
+        chunk_shape=entry.grid.chunk_shape,
+        digests=entry.digests.tolist(),
+        writers=[
+            checkpoint_pb2.WriterRun(client=client, count=len(list(run)))
+            for client, run in groupby(max(0, writer) for writer in entry.writers.tolist())
+        ],
+        missing=sorted(entry.missing),
+    )
+    if entry.layout is not None:
+        position = meshes.setdefault(entry.layout.mesh, len(meshes))
+        message.layout.mesh = position
+        message.layout.sharding_specs.extend(entry.layout.as_proto().sharding_specs)
+    return message
+
+
+def _entry(message: checkpoint_pb2.TensorEntry, meshes: Sequence[Mesh]) -> ArrayEntry:
+    grid = ChunkGrid(tuple(message.shape), tuple(message.chunk_shape))
+    missing = frozenset(message.missing)
+    writers = np.repeat(
+        np.array([run.client for run in message.writers], np.int32), [run.count for run in message.writers]
+    )
+    writers[sorted(missing)] = -1
+    if not len(message.digests) == len(writers) == grid.num_chunks:
+        raise CheckpointCorruptError(
+            f"tensor {message.name!r} has {len(message.digests)} digests and {len(writers)} writers, "
+            f"expected {grid.num_chunks} of each"
+        )
+    validate_dtype(message.dtype)
+    validate_dtype(message.stored_dtype or message.dtype)
+    layout = None
+    if message.HasField("layout"):
+        specs = [tuple(spec.axes) or spec.sharding_spec for spec in message.layout.sharding_specs]
+        layout = Layout(specs, meshes[message.layout.mesh])
+    return ArrayEntry(
+        name=message.name,
+        path=message.path,
+        dtype=message.dtype,
+        stored_dtype=message.stored_dtype or message.dtype,
+        grid=grid,
+        digests=np.array(message.digests, np.uint64),
+        writers=writers,
+        layout=layout,
+        missing=missing,
+    )

@@ -1,0 +1,108 @@
+"""Tensor names and the storage paths made from them.
+
+A name is a path of segments joined by ``/``. Each segment is percent-encoded on storage, so that it can neither
+escape the checkpoint nor collide with a file of the format; names that could only be abused are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from urllib.parse import quote, unquote
+
+from dtckpt.errors import TensorNameError, capped
+
+MAX_NAME_BYTES = 1024
+"""Longest name, in UTF-8; keeps error texts, manifests and object keys bounded."""
+MAX_SEGMENT_BYTES = 255
+"""Longest encoded segment: the limit of one file name on every common file system."""
+
+_RESERVED = re.compile(r"dtckpt\.manifest|manifest\.ocdbt|d|client_\d+|zarr\.json|edges|__.*", re.DOTALL)
+_SAFE = "!$'()+,;=@[]{}^&~ #"
+SELF_SEGMENT = "%self"
+"""Last path segment of an array whose name is also a folder of others; no encoded segment can equal it."""
+
+
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= 80 else name[:77] + "...")
+
+
+def validate_name(name: str) -> None:
+    """Check that a tensor name can be stored.
+
+    Raises:
+        TensorNameError: The name is empty, absolute or too long, or has an empty, ``.`` or ``..`` segment or a
+            control character.
+    """
+    if not isinstance(name, str):
+        raise TensorNameError(f"tensor name must be a str; got {type(name).__name__}")
+    try:
+        nbytes = len(name.encode())
+    except UnicodeEncodeError:
+        raise TensorNameError(f"tensor name {_shown(name)} is not valid Unicode") from None
+    if nbytes > MAX_NAME_BYTES:
+        raise TensorNameError(
+            f"tensor name {_shown(name)} is too long; got {nbytes} bytes, expected at most {MAX_NAME_BYTES}"
+        )
+    if any(ord(char) < 32 or ord(char) == 127 for char in name):
+        raise TensorNameError(f"tensor name {_shown(name)} holds a control character")
+    for segment in name.split("/"):
+        if segment in ("", ".", ".."):
+            raise TensorNameError(
+                f"tensor name {_shown(name)} cannot be stored; got segment {segment!r}, "
+                "expected non-empty segments other than '.' and '..', joined by '/'"
+            )
+        if len(encode_segment(segment)) > MAX_SEGMENT_BYTES:
+            raise TensorNameError(
+                f"a segment of tensor name {_shown(name)} is too long; got {len(encode_segment(segment))} bytes "
+                f"once encoded, expected at most {MAX_SEGMENT_BYTES}"
+            )
+
+
+def encode_segment(segment: str) -> str:
+    """Percent-encode one segment; the names that the format itself uses get their first character encoded."""
+    if _RESERVED.fullmatch(segment):
+        return f"%{ord(segment[0]):02X}{quote(segment[1:], safe=_SAFE)}"
+    return quote(segment, safe=_SAFE)
+
+
+def encode_key(key: str) -> str:
+    """Return one key of a state tree as a name segment: ``%`` and ``/`` are encoded, all else stays readable."""
+    return key.replace("%", "%25").replace("/", "%2F")
+
+
+def decode_path(path: str) -> str:
+    """Return the tensor name of an array path."""
+    return "/".join(unquote(segment) for segment in path.split("/") if segment != SELF_SEGMENT)
+
+
+def array_paths(names: Iterable[str]) -> dict[str, str]:
+    """Return the storage path of each tensor's array, relative to the checkpoint.
+
+    Zarr forbids arrays inside arrays, so a name that is also a prefix of others (``w`` beside ``w/m``) moves one
+    level down, to ``w/%self``.
+
+    Raises:
+        TensorNameError: A name cannot be stored, or occurs twice.
+    """
+    listed = list(names)
+    for name in listed:
+        validate_name(name)
+    if len(set(listed)) != len(listed):
+        twice = sorted({name for name in listed if listed.count(name) > 1})
+        raise TensorNameError(f"tensor names must differ; used more than once: {capped(map(_shown, twice))}")
+    folders = {parent for name in listed for parent in _parents(name)}
+    return {
+        name: "/".join([*map(encode_segment, name.split("/")), *([SELF_SEGMENT] if name in folders else [])])
+        for name in listed
+    }
+
+
+def _parents(name: str) -> Iterable[str]:
+    segments = name.split("/")
+    return ("/".join(segments[:depth]) for depth in range(1, len(segments)))
+
+
+def groups(paths: Iterable[str]) -> list[str]:
+    """Return the Zarr groups above some array paths, sorted, the root (``""``) first."""
+    return sorted({"", *(parent for path in paths for parent in _parents(path))})

@@ -1,0 +1,157 @@
+"""State trees: nested dicts, lists and tuples of tensors and plain values, and their JSON form.
+
+A tree is saved as its tensors, under names made from the path of keys, plus one JSON document that holds the
+structure and the plain values. Nodes are one-key objects: ``{"dict": [[key, node], …]}``, ``{"list": [node, …]}``,
+``{"tuple": [node, …]}``, ``{"tensor": name}``, ``{"value": JSON}``, ``{"float": text}`` for the floats that JSON
+lacks, ``{"bytes": base64}``. No class names, no pickle: reading a tree can run no code.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from dtckpt.errors import CheckpointCorruptError, TensorNotFoundError, TreeError
+from dtckpt.format.names import encode_key
+
+MAX_DEPTH = 64
+"""Deepest nesting; also what stops a tree that contains itself."""
+
+Node = dict[str, Any]
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[dict[str, Any], Node]:
+    """Take the tensors out of a tree.
+
+    Args:
+        tree: Nested dicts (str or int keys), lists, tuples; leaves are tensors and plain values.
+        is_leaf: Whether an object is a tensor, to be stored as an array.
+
+    Returns:
+        The tensors by name, and the structure for `dump`.
+
+    Raises:
+        TreeError: A node or key cannot be saved, or two paths give one name.
+    """
+    leaves: dict[str, Any] = {}
+
+    def visit(node: Any, path: tuple[str, ...]) -> Node:
+        where = "/".join(path)
+        if len(path) > MAX_DEPTH:
+            raise TreeError(f"state tree is deeper than {MAX_DEPTH} levels at {where[:200]!r}; does it contain itself?")
+        if is_leaf(node):
+            name = where or "value"
+            if name in leaves:
+                raise TreeError(f"two tensors of the state tree would both be named {name!r}; rename a key")
+            leaves[name] = node
+            return {"tensor": name}
+        if isinstance(node, Mapping):
+            for key in node:
+                if not (isinstance(key, str) or type(key) is int):
+                    raise TreeError(f"keys must be str or int; got {key!r} ({type(key).__name__}) at {where!r}")
+            return {"dict": [[key, visit(child, (*path, encode_key(str(key))))] for key, child in node.items()]}
+        if isinstance(node, list | tuple):
+            kind = "list" if isinstance(node, list) else "tuple"
+            return {kind: [visit(child, (*path, str(position))) for position, child in enumerate(node)]}
+        return _value_node(node, where)
+
+    return leaves, visit(tree, ())
+
+
+def _value_node(value: Any, where: str) -> Node:
+    if type(value) is float and not math.isfinite(value):
+        return {"float": repr(value)}
+    if value is None or type(value) in (bool, int, float, str):
+        return {"value": value}
+    if type(value) is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    raise TreeError(
+        f"cannot save {type(value).__name__} at {where!r}; expected a tensor, None, bool, int, float, str, bytes, "
+        "dict, list, tuple, or an object with state_dict() and load_state_dict()"
+    )
+
+
+def dump(node: Node) -> bytes:
+    """Return a structure as JSON; equal structures give equal bytes."""
+    return json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
+
+
+def load(data: bytes) -> Node:
+    """Read a structure from JSON."""
+    try:
+        node = json.loads(data)
+    except ValueError as error:
+        raise CheckpointCorruptError(f"the manifest's state tree cannot be read: {error}") from error
+    if not isinstance(node, dict):
+        raise CheckpointCorruptError("the manifest's state tree is not an object")
+    return node
+
+
+def build(node: Node, tensor: Callable[[str], Any]) -> Any:
+    """Rebuild a tree; ``tensor`` gives the leaf of a tensor name."""
+    kind, content = _only(node)
+    if kind == "tensor":
+        return tensor(content)
+    if kind == "dict":
+        return {key: build(child, tensor) for key, child in content}
+    if kind == "list":
+        return [build(child, tensor) for child in content]
+    if kind == "tuple":
+        return tuple(build(child, tensor) for child in content)
+    return _value(kind, content)
+
+
+def _value(kind: str, content: Any) -> Any:
+    if kind == "value":
+        return content
+    try:
+        if kind == "float":
+            return float(content)
+        if kind == "bytes":
+            return base64.b64decode(content, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise CheckpointCorruptError(f"the manifest's state tree holds a bad {kind}: {error}") from error
+    raise CheckpointCorruptError(f"the manifest's state tree holds an unknown node {kind!r}")
+
+
+def values(node: Node) -> Iterator[tuple[str, Any]]:
+    """Yield ``(path, value)`` of every plain value below a node."""
+    yield from _walk(node, ())
+
+
+def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    kind, content = _only(node)
+    if kind == "dict":
+        for key, child in content:
+            yield from _walk(child, (*path, encode_key(str(key))))
+    elif kind in ("list", "tuple"):
+        for position, child in enumerate(content):
+            yield from _walk(child, (*path, str(position)))
+    elif kind != "tensor":
+        yield "/".join(path), _value(kind, content)
+
+
+def child(node: Node, key: str | int, where: str) -> Node:
+    """Return the node below ``key`` of a dict, list or tuple node.
+
+    Raises:
+        TensorNotFoundError: There is none.
+    """
+    kind, content = _only(node)
+    if kind == "dict":
+        for name, below in content:
+            if name == key:
+                return dict(below)
+    elif kind in ("list", "tuple") and isinstance(key, int) and 0 <= key < len(content):
+        return dict(content[key])
+    raise TensorNotFoundError(f"the checkpoint has nothing at {where!r}", name=where)
+
+
+def _only(node: Node) -> tuple[str, Any]:
+    if not isinstance(node, dict) or len(node) != 1:
+        raise CheckpointCorruptError("the manifest's state tree holds a malformed node")
+    return next(iter(node.items()))

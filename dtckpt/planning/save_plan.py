@@ -1,0 +1,237 @@
+"""The global write plan of a save: every chunk of every tensor, and the one client that writes it.
+
+Each client computes the same plan from the layouts. Chunks that only one client holds are its own; copies are
+written once, by the least loaded of their holders, largest first. A chunk that no client holds whole gets an
+owner, and the other holders hand it their pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from dtckpt.errors import LayoutError, SliceError
+from dtckpt.format.digest import bytes_digest
+from dtckpt.format.dtypes import validate_dtype
+from dtckpt.format.grid import ChunkGrid
+from dtckpt.format.names import array_paths
+from dtckpt.layout import Layout
+from dtckpt.planning.chunking import choose_grid
+from dtckpt.region import Region
+
+NO_CLIENT = -1
+"""Owner of a chunk that nobody holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One distinct box of a tensor and the clients that hold a copy of it, ascending."""
+
+    region: Region
+    clients: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to be saved, as every client sees it.
+
+    Args:
+        name: The tensor's name.
+        shape: Global shape of the stored tensor.
+        dtype: Element type.
+        stored_dtype: Element type on storage.
+        holdings: Who holds what.
+        layout: Layout to be recorded, if there is one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stored_dtype: str
+    holdings: tuple[Holding, ...]
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a chunk and the client that provides it."""
+
+    region: Region
+    client: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorPlan:
+    """One tensor of the plan.
+
+    Args:
+        path: Array path below the root of the key-value store.
+        owners: The writing client per chunk, row-major; `NO_CLIENT` where nobody holds the chunk.
+        pieces: For each chunk that its owner does not hold whole: where its parts come from.
+    """
+
+    spec: TensorSpec
+    path: str
+    grid: ChunkGrid
+    owners: npt.NDArray[np.int32]
+    pieces: Mapping[int, tuple[Piece, ...]]
+
+    def owned_by(self, client: int) -> Iterator[int]:
+        """Yield the row-major numbers of the chunks that a client writes."""
+        return iter(np.flatnonzero(self.owners == client).tolist())
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Row-major numbers of the chunks that nobody holds."""
+        return tuple(np.flatnonzero(self.owners == NO_CLIENT).tolist())
+
+    def chunk_nbytes(self, number: int) -> int:
+        """Bytes of one chunk's elements on storage."""
+        return self.grid.region(self.grid.index(number)).numel * validate_dtype(self.spec.stored_dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavePlan:
+    """What all clients write; tensors are sorted by name."""
+
+    tensors: tuple[TensorPlan, ...]
+    topic: bytes = field(repr=False)
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether any chunk must be put together from several clients' pieces."""
+        return any(tensor.pieces for tensor in self.tensors)
+
+    def moves(self, source: int, owner: int) -> Iterator[tuple[int, int, Region]]:
+        """Yield ``(tensor, chunk, region)`` of every piece that ``source`` hands to ``owner``, in a fixed order."""
+        for position, tensor in enumerate(self.tensors):
+            for number, pieces in tensor.pieces.items():
+                if tensor.owners[number] == owner != source:
+                    yield from ((position, number, piece.region) for piece in pieces if piece.client == source)
+
+    def nbytes_of(self, client: int) -> int:
+        """Bytes that one client writes."""
+        return sum(tensor.chunk_nbytes(number) for tensor in self.tensors for number in tensor.owned_by(client))
+
+
+@lru_cache(maxsize=4096)
+def holdings_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Holding, ...]:
+    """Return who holds what of a tensor of ``shape`` under ``layout``; empty boxes are left out.
+
+    Raises:
+        LayoutError: A reduction is pending on the layout, so no client holds the tensor's values.
+    """
+    if layout.partial:
+        raise LayoutError(
+            f"a tensor with pending reductions cannot be saved; got partial axes {dict(layout.partial)}, "
+            "expected none; relayout it to sharded or replicated first"
+        )
+    clients: dict[Region, set[int]] = {}
+    for device in layout.mesh.device_ids:
+        region = layout.region(device, shape)
+        if not region.is_empty:
+            clients.setdefault(region, set()).add(layout.mesh.client_of(device))
+    return tuple(Holding(region, tuple(sorted(holders))) for region, holders in clients.items())
+
+
+def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = b"") -> SavePlan:
+    """Plan who writes what.
+
+    Args:
+        specs: The tensors; entries of one name are slices of one tensor and must agree in shape and dtype.
+        max_chunk_nbytes: Bound on a chunk's bytes; a box that cannot be cut evenly may exceed it.
+        salt: Whatever else clients must agree on; goes into `SavePlan.topic`.
+
+    Raises:
+        TensorNameError: A name cannot be stored.
+        SliceError: Slices of one tensor overlap or disagree.
+    """
+    merged = _merge_slices(specs)
+    paths = array_paths(merged)
+    loads: dict[int, int] = {}
+    drafts = [_draft(spec, paths[name], max_chunk_nbytes, loads) for name, spec in sorted(merged.items())]
+    shared = [
+        (-nbytes, position, number, clients)
+        for position, (_, choices) in enumerate(drafts)
+        for number, (nbytes, clients) in choices.items()
+    ]
+    for negative_nbytes, position, number, clients in sorted(shared):
+        owner = min(clients, key=lambda client: (loads.get(client, 0), client))
+        loads[owner] = loads.get(owner, 0) - negative_nbytes
+        drafts[position][0].owners[number] = owner
+    tensors = tuple(plan for plan, _ in drafts)
+    return SavePlan(tensors, _topic(tensors, salt))
+
+
+def _merge_slices(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+    merged: dict[str, TensorSpec] = {}
+    for spec in specs:
+        validate_dtype(spec.dtype)
+        validate_dtype(spec.stored_dtype)
+        other = merged.setdefault(spec.name, spec)
+        if other is spec:
+            continue
+        if (spec.shape, spec.dtype, spec.stored_dtype) != (other.shape, other.dtype, other.stored_dtype):
+            raise SliceError(
+                f"slices of tensor {spec.name!r} disagree; got shape {spec.shape} {spec.dtype} "
+                f"beside {other.shape} {other.dtype}"
+            )
+        clash = next(
+            ((a.region, b.region) for a in spec.holdings for b in other.holdings if a.region.intersect(b.region)), None
+        )
+        if clash:
+            raise SliceError(f"slices of tensor {spec.name!r} overlap; got {clash[0]} and {clash[1]}")
+        merged[spec.name] = TensorSpec(
+            spec.name, spec.shape, spec.dtype, spec.stored_dtype, other.holdings + spec.holdings
+        )
+    return merged
+
+
+def _draft(
+    spec: TensorSpec, path: str, max_chunk_nbytes: int, loads: dict[int, int]
+) -> tuple[TensorPlan, dict[int, tuple[int, tuple[int, ...]]]]:
+    """Plan one tensor, except the chunks that several clients could write: those are returned beside it."""
+    itemsize = validate_dtype(spec.stored_dtype).itemsize
+    is_whole = sum(holding.region.numel for holding in spec.holdings) == math.prod(spec.shape)
+    boxes = [holding.region for holding in spec.holdings]
+    grid = choose_grid(spec.shape, itemsize, boxes, max_chunk_nbytes, is_whole=is_whole)
+    owners = np.full(grid.num_chunks, NO_CLIENT, np.int32)
+    shared: dict[int, tuple[int, tuple[int, ...]]] = {}
+    split: dict[int, list[Holding]] = {}
+    for holding in spec.holdings:
+        for index in grid.meeting(holding.region):
+            chunk, number = grid.region(index), grid.number(index)
+            part = holding.region.intersect(chunk)
+            if part != chunk:
+                split.setdefault(number, []).append(Holding(part or chunk, holding.clients))
+            elif len(holding.clients) > 1:
+                shared[number] = chunk.numel * itemsize, holding.clients
+            else:
+                owners[number] = holding.clients[0]
+                loads[holding.clients[0]] = loads.get(holding.clients[0], 0) + chunk.numel * itemsize
+    pieces: dict[int, tuple[Piece, ...]] = {}
+    for number, parts in sorted(split.items()):
+        owner = max(parts, key=lambda part: part.region.numel).clients[0]
+        owners[number] = owner
+        loads[owner] = loads.get(owner, 0) + grid.region(grid.index(number)).numel * itemsize
+        # A piece that the owner holds itself stays at home.
+        pieces[number] = tuple(
+            Piece(part.region, owner if owner in part.clients else part.clients[0]) for part in parts
+        )
+    return TensorPlan(spec, path, grid, owners, pieces), shared
+
+
+def _topic(tensors: Sequence[TensorPlan], salt: bytes) -> bytes:
+    """Digest of all that clients must see alike before any of them writes."""
+    lines = [
+        f"{plan.spec.name}\0{plan.spec.shape}\0{plan.spec.dtype}\0{plan.spec.stored_dtype}\0{plan.grid.chunk_shape}"
+        f"\0{bytes_digest(plan.owners.tobytes()):x}"
+        for plan in tensors
+    ]
+    return bytes_digest("\n".join(lines).encode() + b"\0" + salt).to_bytes(8, "big")
+

@@ -1,0 +1,220 @@
+"""Zarr v3 arrays in a checkpoint directory, through TensorStore.
+
+Writing: each client opens its own `ArrayWriter`; the leader then calls `merge`. With the ``ocdbt`` key-value store a
+client writes one database under ``client_<i>/`` in one transaction, and the merge makes the root database refer to
+the clients' data without copying it. With ``zarr`` clients write chunk files straight into the array folders and
+the merge adds the metadata files. Either way only the leader writes metadata, so clients share no key.
+
+Facts that shape the code: a write copies its source unless it may refer to it; a read is fast only into ready
+memory with memory-mapped files; chunks of zeros are left out and read back as zeros unless told otherwise; a range
+copy between databases works only if all were opened with one context.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from dtckpt.format.dtypes import DTYPES, fill_value
+from dtckpt.format.grid import ChunkGrid
+from dtckpt.format.names import groups
+from dtckpt.region import Region
+from dtckpt.storage.failures import translated
+
+TARGET_DATA_FILE_NBYTES = 256 << 20
+MAX_INLINE_NBYTES = 512
+"""Values up to this size live inside the database's nodes; they are copied by a merge, so it stays small."""
+
+
+def client_folder(client: int) -> str:
+    """Return the name of the folder that one client writes."""
+    return f"client_{client}"
+
+
+def array_metadata(
+    grid: ChunkGrid, stored_dtype: str, attributes: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return an array's ``zarr.json`` (Zarr v3 core specification)."""
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(grid.shape),
+        "data_type": stored_dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": fill_value(stored_dtype),
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "attributes": dict(attributes or {}),
+    }
+
+
+def _file_kvstore(folder: Path, **options: Any) -> dict[str, Any]:
+    return {"driver": "file", "path": f"{folder.absolute()}/", **options}
+
+
+def _kvstore(kind: str, folder: Path, **options: Any) -> dict[str, Any]:
+    base = _file_kvstore(folder, **options)
+    if kind == "zarr":
+        return base
+    return {
+        "driver": "ocdbt",
+        "base": base,
+        "target_data_file_size": TARGET_DATA_FILE_NBYTES,
+        "config": {"max_inline_value_bytes": MAX_INLINE_NBYTES},
+    }
+
+
+def _context() -> Any:
+    return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+
+
+class ArrayWriter:
+    """One client's writes of one save.
+
+    Args:
+        kind: Key-value store, ``ocdbt`` or ``zarr``.
+        root: The checkpoint directory under construction; every client sees the same one.
+        client: Whose writes these are.
+        is_durable: Whether data is on the disk (fsync), not only handed to the kernel, when `commit` returns.
+    """
+
+    def __init__(self, kind: str, root: Path, client: int, *, is_durable: bool = True) -> None:
+        self._where = root
+        self._context = _context()
+        folder = root / client_folder(client) if kind == "ocdbt" else root
+        self._kvstore = _kvstore(kind, folder, file_io_sync=is_durable)
+        # The file driver has no transactions over several files; there each write is its own.
+        self._transaction = ts.Transaction(atomic=True) if kind == "ocdbt" else None
+        self._arrays: dict[str, Any] = {}
+        self._pending: list[Any] = []
+
+    def write(self, path: str, grid: ChunkGrid, stored_dtype: str, region: Region, elements: np.ndarray[Any, Any]) -> None:
+        """Start writing one whole chunk; ``elements`` must not change before `commit` returns."""
+        with translated(f"write array {path!r}", self._where):
+            array = self._arrays.get(path)
+            if array is None:
+                array = self._arrays[path] = ts.open(
+                    {
+                        "driver": "zarr3",
+                        "kvstore": {**self._kvstore, "path": self._array_path(path)},
+                        "metadata": array_metadata(grid, stored_dtype),
+                        "store_data_equal_to_fill_value": True,
+                    },
+                    open=True,
+                    assume_metadata=True,
+                    context=self._context,
+                    transaction=self._transaction,
+                ).result()
+            target = array[region.slices()] if region.ndim else array
+            write = target.write(elements, can_reference_source_data_indefinitely=True)
+            self._pending.append(write.copy if self._transaction else write)
+
+    def _array_path(self, path: str) -> str:
+        return f"{path}/" if self._transaction else f"{self._kvstore['path']}{path}/"
+
+    def commit(self) -> None:
+        """Wait until everything is written. Blocks: on storage."""
+        with translated("write chunks", self._where):
+            for write in self._pending:
+                write.result()
+            if self._transaction is not None:
+                self._transaction.commit_async().result()
+        self._pending.clear()
+
+    def abort(self) -> None:
+        """Drop what was not committed."""
+        if self._transaction is not None:
+            self._transaction.abort()
+
+
+def merge(
+    kind: str, root: Path, clients: Sequence[int], metadata: Mapping[str, dict[str, Any]], *, is_durable: bool = True
+) -> None:
+    """Make the clients' writes one hierarchy of arrays. Called by the leader, after all clients committed.
+
+    Args:
+        kind: Key-value store.
+        root: The checkpoint directory under construction.
+        clients: Clients that wrote chunks.
+        metadata: ``zarr.json`` by array path.
+        is_durable: As for `ArrayWriter`.
+    """
+    documents = {f"{path}/zarr.json" if path else "zarr.json": document for path, document in metadata.items()}
+    group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    documents |= {f"{path}/zarr.json" if path else "zarr.json": group for path in groups(metadata)}
+    with translated("merge what the clients wrote", root):
+        context = _context()
+        store = ts.KvStore.open(_kvstore(kind, root, file_io_sync=is_durable), context=context).result()
+        transaction = ts.Transaction(atomic=True) if kind == "ocdbt" else None
+        target = store.with_transaction(transaction) if transaction else store
+        if transaction:
+            for client in clients:
+                spec = _kvstore(kind, root / client_folder(client))
+                source = ts.KvStore.open(spec, context=context).result()
+                source.experimental_copy_range_to(target).result()
+        writes = [
+            target.write(path, json.dumps(document, indent=1).encode()) for path, document in sorted(documents.items())
+        ]
+        for write in writes:
+            write.result()
+        if transaction:
+            transaction.commit_async().result()
+
+
+class ArrayReader:
+    """Reads chunks of a committed checkpoint.
+
+    Args:
+        kind: Key-value store.
+        root: The checkpoint directory.
+    """
+
+    def __init__(self, kind: str, root: Path) -> None:
+        self._where = root
+        self._kvstore = _kvstore(kind, root, file_io_mode={"mode": "memmap"})
+        self._prefix = self._kvstore.get("path", "")
+        self._context = _context()
+        self._arrays: dict[str, Any] = {}
+
+    def start(self, path: str, grid: ChunkGrid, stored_dtype: str, region: Region, into: np.ndarray[Any, Any]) -> Any:
+        """Start reading ``region`` (global indices) into ready memory of its shape; `finish` waits for it."""
+        with translated(f"open array {path!r}", self._where, is_read=True):
+            array = self._arrays.get(path)
+            if array is None:
+                array = self._arrays[path] = ts.open(
+                    {
+                        "driver": "zarr3",
+                        "kvstore": {**self._kvstore, "path": f"{self._prefix}{path}/"},
+                        "metadata": array_metadata(grid, stored_dtype),
+                        "fill_missing_data_reads": False,
+                    },
+                    open=True,
+                    assume_metadata=True,
+                    context=self._context,
+                ).result()
+            source = array[region.slices()].translate_to[(0,) * region.ndim] if region.ndim else array
+            return ts.array(into, context=self._context).write(source)
+
+    def finish(self, read: Any, path: str, region: Region) -> None:
+        """Wait for a read. Blocks: on storage.
+
+        Raises:
+            CheckpointCorruptError: The chunk is missing or malformed.
+            StorageError: Storage refused.
+        """
+        with translated(f"read {region} of array {path!r}", self._where, is_read=True):
+            read.result()
+
+    def close(self) -> None:
+        """Forget the open arrays."""
+        self._arrays.clear()
+
+
+def stored_empty(stored_dtype: str, shape: Iterable[int]) -> np.ndarray[Any, Any]:
+    """Return uninitialised host memory for stored elements."""
+    return np.empty(tuple(shape), DTYPES[stored_dtype])
