@@ -1,0 +1,102 @@
+"""How one mesh axis treats a tensor."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+from dtckpt.errors import LayoutError, LayoutTypeError
+
+REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
+"""Reductions that a `Partial` may wait for; the last three are bitwise and for integers only."""
+
+
+def validate_reduce_op(reduce_op: object) -> str:
+    """Return the name of a reduction, or refuse what is none."""
+    if not isinstance(reduce_op, str) or reduce_op not in REDUCE_OPS:
+        raise LayoutError(f"reduce op: got {reduce_op!r}, expected one of {', '.join(REDUCE_OPS)}")
+    return reduce_op
+
+
+class Placement:
+    """Base of `Shard`, `Replicate` and `Partial`: values that are hashable and printable."""
+
+    __slots__ = ()
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Tell whether this is a `Shard` (of this dim, when one is given)."""
+        return isinstance(self, Shard) and dim in (None, self.dim)
+
+    def is_replicate(self) -> bool:
+        return isinstance(self, Replicate)
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Tell whether this is a `Partial` (of this reduction, when one is given)."""
+        return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(Placement):
+    """The axis splits tensor dim ``dim`` into chunks of ``ceil(size / devices)``; the last may be short or empty."""
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dim", _dim(self.dim))
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate(Placement):
+    """Every device along the axis holds the same values."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Partial(Placement):
+    """Devices along the axis hold contributions; reducing them with ``reduce_op`` gives the tensor."""
+
+    reduce_op: str = "sum"
+
+    def __post_init__(self) -> None:
+        validate_reduce_op(self.reduce_op)
+
+    def __repr__(self) -> str:
+        return f"Partial({self.reduce_op})"
+
+    def __str__(self) -> str:
+        return f"P({self.reduce_op})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _StridedShard(Placement):
+    """The axis splits dim ``dim`` after axes to its right in the mesh already cut it into ``split_factor`` pieces.
+
+    Each device along the axis holds its chunk of every one of these pieces. `Layout` says the same with an ordered
+    tuple of axes, which is what it turns this placement into.
+    """
+
+    dim: int
+    split_factor: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dim", _dim(self.dim))
+        if not isinstance(self.split_factor, int) or self.split_factor < 1:
+            raise LayoutError(f"split_factor: got {self.split_factor!r}, expected an integer of at least 1")
+
+    def __repr__(self) -> str:
+        return f"_StridedShard(dim={self.dim}, sf={self.split_factor})"
+
+    def __str__(self) -> str:
+        return f"_S({self.dim}, {self.split_factor})"
+
+
+def _dim(dim: object) -> int:
+    try:
+        return operator.index(dim)  # type: ignore[arg-type]
+    except TypeError:
+        raise LayoutTypeError(f"shard dim: got {dim!r}, expected an integer") from None

@@ -1,0 +1,133 @@
+"""Boxes of global tensor indices."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dtckpt.errors import RegionError
+
+_INTERVAL = re.compile(r"\s*([0-9]+)\s*:\s*([0-9]+)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A half-open box of global indices: ``offset[d] <= index[d] < offset[d] + shape[d]`` in every dim ``d``.
+
+    A region of rank 0 holds the one element of a scalar. A region with a zero in its shape holds none.
+
+    Raises:
+        RegionError: offset and shape differ in length, or a number is negative or no integer.
+
+    >>> Region((0, 4), (2, 4)).intersect(Region((1, 0), (4, 5)))
+    Region(offset=(1, 4), shape=(1, 1))
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        offset, shape = _integers("offset", self.offset), _integers("shape", self.shape)
+        if len(offset) != len(shape):
+            raise RegionError(
+                f"region: offset and shape must have one number per dim each; got offset {offset}, shape {shape}"
+            )
+        if min(offset, default=0) < 0 or min(shape, default=0) < 0:
+            raise RegionError(f"region: got offset {offset}, shape {shape}; expected numbers that are zero or greater")
+        object.__setattr__(self, "offset", offset)
+        object.__setattr__(self, "shape", shape)
+
+    @classmethod
+    def full(cls, shape: Sequence[int]) -> Region:
+        """Return the region of a whole tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def parse(cls, text: str) -> Region:
+        """Read the form that `str` writes, such as ``"[0:2, 3:5]"``."""
+        inner = text.strip()
+        if not (inner.startswith("[") and inner.endswith("]")):
+            raise RegionError(f"region: got {text!r}, expected a form such as '[0:2, 3:5]'")
+        intervals = [_INTERVAL.fullmatch(item) for item in inner[1:-1].split(",")] if inner[1:-1].strip() else []
+        bounds = [(int(found[1]), int(found[2])) for found in intervals if found]
+        if len(bounds) != len(intervals) or any(stop < start for start, stop in bounds):
+            raise RegionError(f"region: got {text!r}, expected 'start:stop' with start <= stop for every dim")
+        return cls(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
+
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(self.offset, self.stop, strict=True))}]"
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.shape
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """The first index behind the region in every dim."""
+        return tuple(map(operator.add, self.offset, self.shape))
+
+    def slices(self) -> tuple[slice, ...]:
+        """Return the index that cuts this region out of the whole tensor."""
+        return tuple(map(slice, self.offset, self.stop))
+
+    def intersect(self, other: Region) -> Region | None:
+        """Return the elements that both regions hold, or None when they share none."""
+        self._require_same_rank(other)
+        start = tuple(map(max, self.offset, other.offset))
+        shape = tuple(map(operator.sub, map(min, self.stop, other.stop), start))
+        return Region(start, shape) if min(shape, default=1) > 0 else None
+
+    def contains(self, other: Region) -> bool:
+        """Tell whether every element of the other region is in this one (true of one that holds none)."""
+        return other.is_empty or self.intersect(other) == other
+
+    def subtract(self, other: Region) -> list[Region]:
+        """Return disjoint regions that hold the elements of this region that the other one lacks."""
+        common = self.intersect(other)
+        if common is None:
+            return [] if self.is_empty else [self]
+        pieces: list[Region] = []
+        offset, shape = list(self.offset), list(self.shape)
+        for dim in range(self.ndim):
+            lo, hi, stop = common.offset[dim], common.stop[dim], offset[dim] + shape[dim]
+            for piece_start, piece_stop in ((offset[dim], lo), (hi, stop)):
+                if piece_start < piece_stop:
+                    offset[dim], shape[dim] = piece_start, piece_stop - piece_start
+                    pieces.append(Region(tuple(offset), tuple(shape)))
+            offset[dim], shape[dim] = lo, hi - lo
+        return pieces
+
+    def translate(self, by: Sequence[int]) -> Region:
+        """Return this region moved by an offset, which may be negative."""
+        if len(by) != self.ndim:
+            raise RegionError(f"region {self}: cannot move by {tuple(by)}; expected {self.ndim} numbers")
+        return Region(tuple(map(operator.add, self.offset, by)), self.shape)
+
+    def relative_to(self, origin: Region) -> Region:
+        """Return this region counted from the first index of another."""
+        self._require_same_rank(origin)
+        return self.translate([-start for start in origin.offset])
+
+    def _require_same_rank(self, other: Region) -> None:
+        if self.ndim != other.ndim:
+            raise RegionError(
+                f"region {self} has rank {self.ndim}, region {other} has rank {other.ndim}; expected equal"
+            )
+
+
+def _integers(what: str, numbers: Iterable[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, numbers))
+    except TypeError:
+        raise RegionError(f"region: got {what} {numbers!r}, expected a sequence of integers") from None
