@@ -130,7 +130,7 @@ class LayoutProto(_message.Message):
     def mesh_config(self) -> Global___MeshProto: ...
     @_builtins.property
     def partial(self) -> _containers.RepeatedCompositeFieldContainer[Global___AxisReduction]:
-        """Sorted by axis, each axis once."""
+        """In mesh order, each axis at most once."""
 
     def __init__(
         self,
