@@ -1,0 +1,136 @@
+"""What the environment says about this client and its job.
+
+Three sources, first match wins: TensorFlow's variables (``DTENSOR_JOBS``, ``DTENSOR_CLIENT_ID``,
+``DTENSOR_NUM_CLIENTS``), torchrun's (``RANK``, ``WORLD_SIZE`` and company), else one client alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dtckpt.errors import ConfigError, ConfigTypeError
+
+_BNS_PREFIX = "/bns/"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The variables as they were found (None: not set); properties interpret and check them.
+
+    A property raises `ConfigError` for a value that it cannot use, so one bad variable disturbs only what needs it.
+    """
+
+    jobs_text: str | None
+    client_id_text: str | None
+    num_clients_text: str | None
+    job_name_text: str | None
+    heartbeat_text: str
+    job: str | None
+    rank: str | None
+    world_size: str | None
+    local_rank_text: str | None
+    local_world_size_text: str | None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> Config:
+        """Read the variables, from the environment of the process unless another is given."""
+        get = (os.environ if environ is None else environ).get
+        return cls(
+            jobs_text=get("DTENSOR_JOBS"),
+            client_id_text=get("DTENSOR_CLIENT_ID"),
+            num_clients_text=get("DTENSOR_NUM_CLIENTS"),
+            job_name_text=get("DTENSOR_JOB_NAME"),
+            heartbeat_text=get("DTENSOR_ENABLE_HEARTBEAT", "true"),
+            job=get("DTCKPT_JOB"),
+            rank=get("RANK"),
+            world_size=get("WORLD_SIZE"),
+            local_rank_text=get("LOCAL_RANK"),
+            local_world_size_text=get("LOCAL_WORLD_SIZE"),
+        )
+
+    @property
+    def is_torchrun(self) -> bool:
+        """Whether client id and count come from torchrun's variables."""
+        tensorflow = (self.jobs_text, self.client_id_text, self.num_clients_text)
+        return tensorflow == (None, None, None) and (self.rank, self.world_size) != (None, None)
+
+    @property
+    def jobs(self) -> list[str]:
+        """One entry per client: the addresses of ``DTENSOR_JOBS``, else full job names; none for a client alone."""
+        if self.jobs_text is None:
+            count = self.num_clients
+            return [f"{self.job_name}/replica:0/task:{task}" for task in range(count)] if count > 1 else []
+        entries = self.jobs_text.split(",")
+        if any(entry.startswith(_BNS_PREFIX) for entry in entries):
+            _require_sorted(entries)
+        return entries
+
+    @property
+    def num_clients(self) -> int:
+        if self.is_torchrun:
+            return self._torchrun_position[1]
+        stated = None
+        if self.num_clients_text is not None:
+            stated = _integer("DTENSOR_NUM_CLIENTS", self.num_clients_text, 1, None)
+        if self.jobs_text is None:
+            return stated or 1
+        count = len(self.jobs)
+        if stated not in (None, count):
+            raise ConfigError(
+                f"DTENSOR_NUM_CLIENTS: got {stated}, expected {count}, the number of entries of DTENSOR_JOBS"
+            )
+        return count
+
+    @property
+    def client_id(self) -> int:
+        if self.is_torchrun:
+            return self._torchrun_position[0]
+        return _integer("DTENSOR_CLIENT_ID", self.client_id_text or "0", 0, self.num_clients)
+
+    @property
+    def job_name(self) -> str:
+        if self.job_name_text is not None:
+            return self.job_name_text
+        return "localhost" if self.num_clients == 1 else self.job or "worker"
+
+    @property
+    def heartbeat_enabled(self) -> bool:
+        return self.heartbeat_text.lower() in ("true", "1")
+
+    @property
+    def local_world_size(self) -> int:
+        """How many clients torchrun started on this machine; 1 where something else started them."""
+        if not self.is_torchrun or self.local_world_size_text is None:
+            return 1
+        return _integer("LOCAL_WORLD_SIZE", self.local_world_size_text, 1, self.num_clients + 1)
+
+    @property
+    def _torchrun_position(self) -> tuple[int, int]:
+        for name, text, other in (("RANK", self.rank, "WORLD_SIZE"), ("WORLD_SIZE", self.world_size, "RANK")):
+            if text is None:
+                raise ConfigError(f"{name}: got nothing though {other} is set, expected both or none of them")
+        count = _integer("WORLD_SIZE", self.world_size or "", 1, None)
+        return _integer("RANK", self.rank or "", 0, count), count
+
+
+def _integer(name: str, text: str, low: int, end: int | None) -> int:
+    """Read an integer with ``low <= n < end``."""
+    allowed = f"an integer of at least {low}" if end is None else f"an integer from {low} to {end - 1}"
+    try:
+        number = int(text)
+    except ValueError:
+        raise ConfigError(f"{name}: got {text!r}, expected {allowed}") from None
+    if number < low or (end is not None and number >= end):
+        raise ConfigError(f"{name}: got {number}, expected {allowed}")
+    return number
+
+
+def _require_sorted(entries: list[str]) -> None:
+    """Refuse BNS addresses whose task numbers do not ascend: position is client id."""
+    tasks = [entry.rpartition("/")[2].partition(":")[0] for entry in entries]
+    if not all(task.isdecimal() for task in tasks):
+        raise ConfigTypeError(f"DTENSOR_JOBS: got tasks {', '.join(tasks)}, expected a number behind the last '/'")
+    if [int(task) for task in tasks] != sorted(map(int, tasks)):
+        raise ConfigError(f"DTENSOR_JOBS: got tasks {', '.join(tasks)}, expected them in ascending order")
