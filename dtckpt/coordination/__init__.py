@@ -1,0 +1,152 @@
+"""How the clients of a job meet, and which way is chosen.
+
+``DTCKPT_COORDINATOR=host:port`` chooses the coordinator; else a single client meets nobody; else the clients meet at
+the store of `torch.distributed`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import secrets
+import threading
+from collections.abc import Mapping
+
+from dtckpt.coordination.local import LocalCoordination
+from dtckpt.coordination.protocol import (
+    DEFAULT_HEARTBEAT_TIMEOUT_S,
+    MAX_NAME_BYTES,
+    MAX_PAYLOAD_BYTES,
+    BarrierStatus,
+    Coordination,
+    JobStatus,
+    Member,
+    Progress,
+    TaskStatus,
+    Verdict,
+    Vote,
+)
+from dtckpt.errors import ConfigError
+
+__all__ = [
+    "MAX_NAME_BYTES",
+    "MAX_PAYLOAD_BYTES",
+    "BarrierStatus",
+    "Coordination",
+    "JobStatus",
+    "LocalCoordination",
+    "Member",
+    "Progress",
+    "TaskStatus",
+    "Verdict",
+    "Vote",
+    "connect",
+    "current_coordination",
+    "initialize_multi_client",
+    "set_coordination",
+    "shutdown_multi_client",
+]
+
+_lock = threading.RLock()
+_current: Coordination | None = None
+_owner = 0
+"""Process that `_current` belongs to; a forked process is another client, or none."""
+
+
+def connect(
+    env: Mapping[str, str] | None = None, *, coordinator: str | None = None, heartbeat_timeout_s: float | None = None
+) -> Coordination:
+    """Return this process's coordination, not yet registered, as arguments and environment describe it.
+
+    Raises:
+        ConfigError: A variable has a value that cannot be used, or the clients have no place to meet.
+        CoordinatorUnavailableError: The store of `torch.distributed` cannot be reached.
+    """
+    env = os.environ if env is None else env
+    member = _member(env)
+    timeout_s = _heartbeat_timeout_s(env) if heartbeat_timeout_s is None else heartbeat_timeout_s
+    if address := coordinator or env.get("DTCKPT_COORDINATOR"):
+        from dtckpt.coordination.remote import GrpcCoordination
+
+        return GrpcCoordination(address, member, heartbeat_timeout_s=timeout_s)
+    if member.num_clients == 1:
+        return LocalCoordination(member)
+    from dtckpt.coordination.process_group import from_environment
+
+    return from_environment(member, heartbeat_timeout_s=timeout_s)
+
+
+def _member(env: Mapping[str, str]) -> Member:
+    from dtckpt.clients import client_id, job_name, num_clients
+
+    job = env.get("DTCKPT_JOB") or env.get("DTENSOR_JOB_NAME") or env.get("TORCHELASTIC_RUN_ID") or job_name()
+    text = env.get("DTCKPT_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    if not text.isdecimal():
+        raise ConfigError(f"DTCKPT_ATTEMPT (or TORCHELASTIC_RESTART_COUNT) is {text!r}; expected a whole number")
+    return Member(job, client_id(), num_clients(), incarnation=secrets.randbits(63), attempt=int(text))
+
+
+def _heartbeat_timeout_s(env: Mapping[str, str]) -> float:
+    text = env.get("DTCKPT_HEARTBEAT_TIMEOUT_S")
+    if not text:
+        return DEFAULT_HEARTBEAT_TIMEOUT_S
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"DTCKPT_HEARTBEAT_TIMEOUT_S is {text!r}; expected a positive number of seconds")
+    return timeout_s
+
+
+def current_coordination() -> Coordination:
+    """Return this process's coordination; connects on first use and leaves when the process exits."""
+    with _lock:
+        if _current is None or _owner != os.getpid():
+            set_coordination(connect())
+        assert _current is not None  # noqa: S101  set just above
+        return _current
+
+
+def set_coordination(coordination: Coordination | None) -> None:
+    """Make ``coordination`` this process's. The one before is not left; that is its owner's business."""
+    global _current, _owner
+    with _lock:
+        _current, _owner = coordination, os.getpid()
+
+
+def initialize_multi_client(coordinator: str | None = None, *, heartbeat_timeout_s: float | None = None) -> None:
+    """Connect this process to the other clients of its job and register it.
+
+    Args:
+        coordinator: ``host:port`` of a running ``dtckpt-coordinator serve``; default ``DTCKPT_COORDINATOR``, else the
+            store of `torch.distributed`.
+        heartbeat_timeout_s: Silence after which a client counts as lost; default ``DTCKPT_HEARTBEAT_TIMEOUT_S`` or 60.
+
+    Raises:
+        ConfigError: It was called before, or the environment cannot be used.
+        FencedError: Another process has this client's place.
+        CoordinatorUnavailableError: The meeting point cannot be reached.
+    """
+    with _lock:
+        if _current is not None and _owner == os.getpid():
+            raise ConfigError(
+                "multi-client is already initialized (by an earlier call, or by first use); call it once, before "
+                "anything that coordinates, or call shutdown_multi_client() in between"
+            )
+        coordination = connect(coordinator=coordinator, heartbeat_timeout_s=heartbeat_timeout_s)
+        coordination.register()
+        set_coordination(coordination)
+
+
+def shutdown_multi_client() -> None:
+    """Leave the job, if this process is part of one. Idempotent; runs by itself when the process exits."""
+    with _lock:
+        coordination = _current if _owner == os.getpid() else None
+        set_coordination(None)
+    if coordination is not None:
+        coordination.leave()
+
+
+atexit.register(shutdown_multi_client)

@@ -1,0 +1,62 @@
+"""Coordination of a single client: nobody to wait for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from dtckpt.coordination.protocol import (
+    DEFAULT_HEARTBEAT_TIMEOUT_S,
+    YES,
+    JobStatus,
+    Member,
+    Progress,
+    TaskStatus,
+    Verdict,
+    Vote,
+)
+from dtckpt.coordination.rules import validate_barrier, voted_no
+from dtckpt.errors import ConfigError
+
+
+class LocalCoordination:
+    """One client, so a barrier passes at once or raises the caller's own no-vote."""
+
+    def __init__(self, member: Member | None = None) -> None:
+        self.member = member or Member(job="local", client=0, num_clients=1, incarnation=0)
+        if self.member.num_clients != 1:
+            raise ConfigError(f"LocalCoordination is for one client; got {self.member}")
+        self.heartbeat_timeout_s = DEFAULT_HEARTBEAT_TIMEOUT_S
+        self._generations: Counter[str] = Counter()
+        self._progress = Progress()
+        self._state = "unknown"
+
+    def register(self) -> None:
+        self._state = "registered"
+
+    def heartbeat(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def barrier(
+        self,
+        name: str,
+        vote: Vote = YES,
+        *,
+        timeout_s: float,
+        participants: Sequence[int] | None = None,
+        collect: bool = False,
+    ) -> Verdict:
+        validate_barrier(self.member, name, timeout_s, participants)
+        self.register()
+        generation = self._generations[name]
+        self._generations[name] += 1
+        if not vote.ok:
+            voted_no(self.member.client, vote).raise_failure()
+        return Verdict(name, generation, {self.member.client: vote.payload} if collect else {})
+
+    def leave(self) -> None:
+        self._state = "left"
+
+    def status(self) -> JobStatus:
+        task = TaskStatus(self.member.client, self._state, self.member.incarnation, 0.0, self._progress)
+        return JobStatus(self.member.job, self.member.num_clients, (task,), ())

@@ -1,0 +1,195 @@
+"""What clients say to each other while they work together: the `Coordination` Protocol and its values.
+
+One barrier with votes is the whole vocabulary. A client that fails says so when it arrives, so the others learn the
+reason at once instead of waiting for a deadline. All implementations keep the same rules:
+
+* A barrier passes when every participant has arrived with an ok vote and the same topic.
+* The verdict is decided once, is the same for everyone, and stays: late and repeated arrivals get the stored one.
+* An arrival belongs to one incarnation of one client. Nothing is decided by counting.
+* A client that is silent for longer than the heartbeat timeout is lost, and so is every open barrier it belongs to.
+  Silence is judged by the observer's monotonic clock. A client that never registered is not lost but missing.
+* Names may be used again: each client counts generations by (name, participants). One name is one open barrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from dtckpt import errors
+
+MAX_PAYLOAD_BYTES = 4096
+MAX_NAME_BYTES = 256
+MAX_TOPIC_BYTES = 256
+DEFAULT_HEARTBEAT_TIMEOUT_S = 60.0
+
+
+def printable(text: str) -> str:
+    """Return ``text`` cut to what may travel; lone surrogates (from odd file names) are escaped, as UTF-8 has none."""
+    return text[: errors.MAX_MESSAGE_CHARS].encode("utf-8", "backslashreplace").decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What a client says when it arrives.
+
+    Args:
+        ok: False fails the barrier for everyone, at once.
+        payload: At most `MAX_PAYLOAD_BYTES`, handed to the participants that ask with ``collect=True``.
+        topic: Digest of what the client believes the barrier is about; all topics must be equal.
+        code: With ``ok=False``: the error class of `errors.to_wire`.
+        reason: With ``ok=False``: its message.
+    """
+
+    ok: bool = True
+    payload: bytes = b""
+    topic: bytes = b""
+    code: str = ""
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        for field, value, limit in (
+            ("payload", self.payload, MAX_PAYLOAD_BYTES),
+            ("topic", self.topic, MAX_TOPIC_BYTES),
+        ):
+            if len(value) > limit:
+                raise errors.ConfigError(f"vote's {field} is too long: got {len(value)} bytes, at most {limit} fit")
+        object.__setattr__(self, "code", printable(self.code)[:64])
+        object.__setattr__(self, "reason", printable(self.reason))
+
+    @classmethod
+    def of_error(cls, error: BaseException) -> Vote:
+        """Return the no-vote that makes every participant raise this error."""
+        code, reason = errors.to_wire(error)
+        return cls(ok=False, code=code, reason=reason)
+
+
+YES = Vote()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A passed barrier. ``payloads`` is filled for callers that asked with ``collect=True``."""
+
+    name: str
+    generation: int
+    payloads: Mapping[int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Who a client is: its place in the job and, by ``incarnation``, which life of the process this is."""
+
+    job: str
+    client: int
+    num_clients: int
+    incarnation: int
+    attempt: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.client < self.num_clients:
+            raise errors.ConfigError(
+                f"client {self.client} does not fit job {self.job!r}: expected an id from 0 to {self.num_clients - 1}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a client is doing. Heartbeats go on while it is stuck, so only this tells slow from hung."""
+
+    phase: str = ""
+    step: int = 0
+    bytes_done: int = 0
+    bytes_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStatus:
+    """One client as seen by the others; ``state`` is unknown, registered, suspect, lost, left or fenced."""
+
+    client: int
+    state: str
+    incarnation: int = 0
+    heartbeat_age_s: float | None = None
+    progress: Progress = Progress()
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierStatus:
+    """One open barrier and the participants that have not arrived."""
+
+    name: str
+    generation: int
+    num_participants: int
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """The job as seen from this client."""
+
+    job: str
+    num_clients: int
+    tasks: tuple[TaskStatus, ...]
+    barriers: tuple[BarrierStatus, ...]
+
+
+@runtime_checkable
+class Coordination(Protocol):
+    """A client's way to the others. Thread-safe; barriers of different names may be waited for at the same time."""
+
+    heartbeat_timeout_s: float
+
+    @property
+    def member(self) -> Member:
+        """Who this client is."""
+        ...
+
+    def register(self) -> None:
+        """Announce this client and start its heartbeats. Idempotent; `barrier` does it when nobody has.
+
+        Raises:
+            FencedError: Another live process, or a newer attempt, has this client's place.
+            CoordinatorUnavailableError: The meeting point cannot be reached.
+        """
+        ...
+
+    def heartbeat(self, progress: Progress) -> None:
+        """Note progress for the next heartbeat. Never blocks; that heartbeats are sent is not the caller's duty."""
+        ...
+
+    def barrier(
+        self,
+        name: str,
+        vote: Vote = YES,
+        *,
+        timeout_s: float,
+        participants: Sequence[int] | None = None,
+        collect: bool = False,
+    ) -> Verdict:
+        """Wait until all participants (default: all clients) have arrived.
+
+        Collective: Over ``participants``. Returns for all, or raises the same error class and text for all.
+        Blocks: At most about ``timeout_s``; the shortest timeout among those that arrived decides.
+
+        Raises:
+            ConfigError: The arguments cannot be used (this caller only).
+            BarrierConflictError: This client is no participant (this caller only); or topics, participants or
+                generations differ.
+            BarrierTimeoutError: The clients in ``missing`` did not arrive in time.
+            ClientLostError: The clients in ``clients`` fell silent or left.
+            BarrierCancelledError: A participant was interrupted while it waited.
+            FencedError: Another process has taken this client's place.
+            CoordinatorUnavailableError: The meeting point cannot be reached.
+            DtckptError: Any class that a no-vote named, else ClientFailedError.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Say goodbye, stop threads and close connections. Idempotent."""
+        ...
+
+    def status(self) -> JobStatus:
+        """Return who is alive and which open barriers wait for whom."""
+        ...
