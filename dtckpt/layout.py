@@ -9,7 +9,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +96,7 @@ class Layout:
         fits = mesh.is_single_device() if record.kind == LayoutType.SINGLE_DEVICE.name else mesh == Mesh.empty()
         if not fits or record.specs or record.partial:
             raise LayoutError(
-                f"layout: got type {record.kind} with mesh {mesh.to_string()!r:.80} and specs {list(record.specs)}, "
+                f"layout: got type {record.kind} with mesh {mesh!r:.80} and specs {list(record.specs)}, "
                 f"expected {wanted} and no specs"
             )
         kind = LayoutType.SINGLE_DEVICE if mesh.is_single_device() else None
@@ -261,10 +261,18 @@ class Layout:
 
     def is_batch_parallel(self) -> bool:
         """Tell whether axes split the first dim and no other."""
-        return self._specs[:1] not in ((), (UNSHARDED,)) and all(spec == UNSHARDED for spec in self._specs[1:])
+        first, rest = self._specs[:1], self._specs[1:]
+        return first not in ((), (UNSHARDED,), *zip(_OPEN_SPECS)) and all(spec == UNSHARDED for spec in rest)
 
     def delete(self, dims: int | Sequence[int]) -> Layout:
-        """Return the layout of the tensor without these dims; numbers that are no dims are ignored."""
+        """Return the layout of the tensor without these dims; numbers that are no dims are ignored.
+
+        Raises:
+            LayoutError: the layout is not STATIC.
+        """
+        if self._type is not LayoutType.STATIC:
+            kind = self._type.name if self._type else "empty"
+            raise LayoutError(f"{self._label}: cannot delete dims; got a layout of type {kind}, expected STATIC")
         gone = {dims} if isinstance(dims, int) else set(dims)
         kept = [spec for dim, spec in enumerate(self._specs) if dim not in gone]
         return Layout(kept, self._mesh, self.partial)
@@ -289,12 +297,20 @@ class Layout:
 
     # --- shards ---------------------------------------------------------------------------------------------------
 
+    def _axes_of(self, spec: Spec) -> tuple[str, ...]:
+        if spec in _OPEN_SPECS:
+            raise LayoutError(
+                f"{self._label} has no shards: got {spec!r}, expected an axis of the mesh {self._mesh.dim_names}, "
+                "a tuple of axes or 'unsharded'"
+            )
+        return () if spec == UNSHARDED else (spec,) if isinstance(spec, str) else spec
+
     @cached_property
     def _axes(self) -> tuple[tuple[str, ...], ...]:
         """Axes that split every dim, major first."""
-        if self._mesh.is_single_device() or any(spec in _OPEN_SPECS for spec in self._specs):
-            self._refuse("shards")
-        return tuple(() if spec == UNSHARDED else (spec,) if isinstance(spec, str) else spec for spec in self._specs)
+        if not self._mesh.device_ids:
+            raise LayoutError(f"{self._label} has no shards: got a mesh without a grid, expected one that has axes")
+        return tuple(map(self._axes_of, self._specs))
 
     @cached_property
     def _splits(self) -> tuple[tuple[int, ...], ...]:
@@ -310,12 +326,15 @@ class Layout:
         """Return the number of shards along a dim."""
         if not -self.rank <= idx < self.rank:
             raise LayoutError(f"{self._label}: got dim {idx}, expected one below the rank {self.rank}")
-        return self.shard_grid[idx]
+        return math.prod(self._split_of(idx))
+
+    def _split_of(self, dim: int) -> tuple[int, ...]:
+        return tuple(map(self._mesh.dim_size, self._axes_of(self._specs[dim])))
 
     def shards(self, dim: int, size: int) -> tuple[tuple[int, int], ...]:
         """Return ``(start, stop)`` of every shard along a dim of this global size, by shard index."""
         self.num_shards(dim)
-        return _nested_chunks(_valid_size(size), self._splits[dim])
+        return _nested_chunks(_valid_size(size), self._split_of(dim))
 
     @cached_property
     def _shard_indices(self) -> npt.NDArray[np.int64]:
@@ -402,12 +421,6 @@ class Layout:
     def _label(self) -> str:
         return f"layout {','.join(map(wire.spec_to_text, self._specs))!r} on {self._mesh.axis_sizes}"
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise LayoutError(
-            f"{self._label}: a layout of type {self._type.name if self._type else 'empty'} has no {what}; "
-            "got specs that leave the split open or a mesh without axes, expected axes of a mesh or 'unsharded'"
-        )
-
 
 # --- what makes a layout valid -------------------------------------------------------------------------------------
 
@@ -425,7 +438,7 @@ def _normal_spec(spec: object) -> Spec:
 
 def _validate(specs: tuple[Spec, ...], mesh: Mesh, partial: tuple[tuple[str, str], ...]) -> None:
     if mesh.is_single_device() or not mesh.device_ids:
-        raise LayoutError(f"layout: got mesh {mesh.to_string()!r}, expected one with a grid of devices")
+        raise LayoutError(f"layout: got mesh {mesh!r}, expected one with a grid of devices")
     used = [axis for spec in specs if spec != UNSHARDED for axis in ([spec] if isinstance(spec, str) else spec)]
     used += [axis for axis, _ in partial]
     known = {*mesh.mesh_dim_names, *(spec for spec in specs if spec in _OPEN_SPECS)}

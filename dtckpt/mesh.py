@@ -102,10 +102,7 @@ class Mesh:
     @classmethod
     def from_string(cls, mesh_str: str) -> Mesh:
         """Read the text form: full, compact (``name|x=2,y=4|*CPU``), one device's name, or ``empty_mesh``."""
-        record = wire.mesh_from_text(mesh_str)
-        if record.single_device:
-            full_name(record.single_device)
-        return cls.from_record(record)
+        return cls.from_record(wire.mesh_from_text(mesh_str))
 
     @classmethod
     def from_proto(cls, proto: layout_pb2.MeshProto) -> Mesh:

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from dtckpt._proto import layout_pb2
+from dtckpt.devices import full_name
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError, MeshTypeError
 
 Spec = str | tuple[str, ...]
@@ -91,6 +92,7 @@ def mesh_from_text(text: str) -> MeshRecord:
         return MeshRecord()
     parts = text.split("|")
     if len(parts) == 1:
+        full_name(text)
         return MeshRecord(single_device=text)
     if len(parts) == 3:
         return _mesh_from_compact(text, *parts)
