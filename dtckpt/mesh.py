@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +137,14 @@ class Mesh:
     def record(self) -> wire.MeshRecord:
         """The fields of the mesh, for `dtckpt.wire`."""
         return self._record
+
+    def portable(self) -> Mesh:
+        """Return the equal mesh that names all devices and holds nothing of the client it is seen from."""
+        if not self._record.global_device_ids:
+            return self
+        return Mesh.from_record(
+            replace(self._record, local_device_ids=(), local_devices=(), global_devices=self._device_names)
+        )
 
     # --- being a value --------------------------------------------------------------------------------------------
 
@@ -331,7 +339,7 @@ class Mesh:
         """Return the position of every local device, by axis name."""
         if self.device_ids and self._first_id != 0:
             raise MeshError(
-                f"{self._label}: local_device_locations counts ids from 0, got ids from {self._first_id}; "
+                f"{self._label}: local_device_locations got ids from {self._first_id}, expected ids from 0; "
                 "use coordinate(device_id)"
             )
         places = map(self.coordinate, self._record.local_device_ids)
