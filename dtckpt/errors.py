@@ -97,6 +97,10 @@ class TreeError(DtckptError, TypeError):
     """A state tree holds something that cannot be saved, or does not have the structure that was saved."""
 
 
+class SaveDisagreementError(DtckptError, ValueError):
+    """Clients came to one save with different state."""
+
+
 # --- checkpoints ----------------------------------------------------------------------------------------------
 
 
@@ -122,6 +126,10 @@ class CheckpointCorruptError(CheckpointError, ValueError):
 
 class CheckpointVersionError(CheckpointError, ValueError):
     """The checkpoint was written in a format that this version does not read."""
+
+
+class CheckpointConflictError(CheckpointError, RuntimeError):
+    """Clients see different checkpoints at one path."""
 
 
 class TensorNotFoundError(CheckpointError, KeyError):

@@ -232,27 +232,56 @@ class ClientChunks(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ATTEMPT_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
-    attempt: _builtins.str
+    COPIES_FIELD_NUMBER: _builtins.int
     client: _builtins.int
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorChunks]: ...
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___CopyDigest]: ...
     def __init__(
         self,
         *,
-        attempt: _builtins.str = ...,
         client: _builtins.int = ...,
         tensors: _abc.Iterable[Global___TensorChunks] | None = ...,
+        copies: _abc.Iterable[Global___CopyDigest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "client", b"client", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "copies", b"copies", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClientChunks: _TypeAlias = ClientChunks  # noqa: Y015
+
+@_typing.final
+class CopyDigest(_message.Message):
+    """Digest of a client's copy of one box of a tensor, to compare copies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_FIELD_NUMBER: _builtins.int
+    BOX_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    tensor: _builtins.int
+    box: _builtins.int
+    """Position among the tensor's distinct boxes."""
+    digest: _builtins.int
+    def __init__(
+        self,
+        *,
+        tensor: _builtins.int = ...,
+        box: _builtins.int = ...,
+        digest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["box", b"box", "digest", b"digest", "tensor", b"tensor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyDigest: _TypeAlias = CopyDigest  # noqa: Y015
 
 @_typing.final
 class TensorChunks(_message.Message):

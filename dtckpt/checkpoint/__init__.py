@@ -1,0 +1,1 @@
+"""Whole checkpoints: save, restore, open."""

@@ -1,0 +1,17 @@
+"""The DTensor runtime: tensors of global shape whose components live on the devices of a mesh."""
+
+from dtckpt.dtensor.packing import pack, unpack
+from dtckpt.dtensor.tensor import DTensor, check_layout, fetch_layout
+from dtckpt.placement import Partial, Placement, Replicate, Shard
+
+__all__ = [
+    "DTensor",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "check_layout",
+    "fetch_layout",
+    "pack",
+    "unpack",
+]

@@ -81,41 +81,52 @@ class ArrayWriter:
         root: The checkpoint directory under construction; every client sees the same one.
         client: Whose writes these are.
         is_durable: Whether data is on the disk (fsync), not only handed to the kernel, when `commit` returns.
+        max_pending_nbytes: Elements that may wait to be written; more are written out before `write` returns.
     """
 
-    def __init__(self, kind: str, root: Path, client: int, *, is_durable: bool = True) -> None:
+    def __init__(
+        self,
+        kind: str,
+        root: Path,
+        client: int,
+        *,
+        is_durable: bool = True,
+        max_pending_nbytes: int | None = None,
+    ) -> None:
         self._where = root
         self._context = _context()
-        folder = root / client_folder(client) if kind == "ocdbt" else root
+        self._is_database = kind == "ocdbt"
+        folder = root / client_folder(client) if self._is_database else root
         self._kvstore = _kvstore(kind, folder, file_io_sync=is_durable)
-        # The file driver has no transactions over several files; there each write is its own.
-        self._transaction = ts.Transaction(atomic=True) if kind == "ocdbt" else None
         self._arrays: dict[str, Any] = {}
-        self._pending: list[Any] = []
+        self._max_pending_nbytes = max_pending_nbytes
+        self._reset()
 
-    def write(self, path: str, grid: ChunkGrid, stored_dtype: str, region: Region, elements: np.ndarray[Any, Any]) -> None:
+    def _reset(self) -> None:
+        # The file driver has no transactions over several files; there each write is its own.
+        self._transaction = ts.Transaction(atomic=True) if self._is_database else None
+        self._pending: list[Any] = []
+        self._pending_nbytes = 0
+
+    def write(
+        self, path: str, grid: ChunkGrid, stored_dtype: str, region: Region, elements: np.ndarray[Any, Any]
+    ) -> None:
         """Start writing one whole chunk; ``elements`` must not change before `commit` returns."""
         with translated(f"write array {path!r}", self._where):
-            array = self._arrays.get(path)
-            if array is None:
-                array = self._arrays[path] = ts.open(
-                    {
-                        "driver": "zarr3",
-                        "kvstore": {**self._kvstore, "path": self._array_path(path)},
-                        "metadata": array_metadata(grid, stored_dtype),
-                        "store_data_equal_to_fill_value": True,
-                    },
-                    open=True,
-                    assume_metadata=True,
-                    context=self._context,
-                    transaction=self._transaction,
-                ).result()
+            array = self._open(path, grid, stored_dtype).with_transaction(self._transaction)
             target = array[region.slices()] if region.ndim else array
             write = target.write(elements, can_reference_source_data_indefinitely=True)
             self._pending.append(write.copy if self._transaction else write)
+        self._pending_nbytes += elements.nbytes
+        if self._max_pending_nbytes is not None and self._pending_nbytes > self._max_pending_nbytes:
+            self.commit()
 
-    def _array_path(self, path: str) -> str:
-        return f"{path}/" if self._transaction else f"{self._kvstore['path']}{path}/"
+    def _open(self, path: str, grid: ChunkGrid, stored_dtype: str) -> Any:
+        if path not in self._arrays:
+            self._arrays[path] = _open_array(
+                self._kvstore, path, grid, stored_dtype, self._context, store_data_equal_to_fill_value=True
+            )
+        return self._arrays[path]
 
     def commit(self) -> None:
         """Wait until everything is written. Blocks: on storage."""
@@ -124,12 +135,25 @@ class ArrayWriter:
                 write.result()
             if self._transaction is not None:
                 self._transaction.commit_async().result()
-        self._pending.clear()
+        self._reset()
 
     def abort(self) -> None:
         """Drop what was not committed."""
         if self._transaction is not None:
             self._transaction.abort()
+
+
+def _open_array(
+    kvstore: Mapping[str, Any], path: str, grid: ChunkGrid, stored_dtype: str, context: Any, **options: Any
+) -> Any:
+    """Open an array whose metadata is known, without reading it."""
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {**kvstore, "path": f"{kvstore.get('path', '')}{path}/"},
+        "metadata": array_metadata(grid, stored_dtype),
+        **options,
+    }
+    return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
 
 def merge(
@@ -177,26 +201,17 @@ class ArrayReader:
     def __init__(self, kind: str, root: Path) -> None:
         self._where = root
         self._kvstore = _kvstore(kind, root, file_io_mode={"mode": "memmap"})
-        self._prefix = self._kvstore.get("path", "")
         self._context = _context()
         self._arrays: dict[str, Any] = {}
 
     def start(self, path: str, grid: ChunkGrid, stored_dtype: str, region: Region, into: np.ndarray[Any, Any]) -> Any:
         """Start reading ``region`` (global indices) into ready memory of its shape; `finish` waits for it."""
         with translated(f"open array {path!r}", self._where, is_read=True):
-            array = self._arrays.get(path)
-            if array is None:
-                array = self._arrays[path] = ts.open(
-                    {
-                        "driver": "zarr3",
-                        "kvstore": {**self._kvstore, "path": f"{self._prefix}{path}/"},
-                        "metadata": array_metadata(grid, stored_dtype),
-                        "fill_missing_data_reads": False,
-                    },
-                    open=True,
-                    assume_metadata=True,
-                    context=self._context,
-                ).result()
+            if path not in self._arrays:
+                self._arrays[path] = _open_array(
+                    self._kvstore, path, grid, stored_dtype, self._context, fill_missing_data_reads=False
+                )
+            array = self._arrays[path]
             source = array[region.slices()].translate_to[(0,) * region.ndim] if region.ndim else array
             return ts.array(into, context=self._context).write(source)
 

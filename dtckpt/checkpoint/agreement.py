@@ -1,0 +1,103 @@
+"""Do all clients save the same thing? Compared before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from dtckpt.errors import BarrierConflictError, ComponentError, SaveDisagreementError
+from dtckpt.format.digest import bytes_digest
+from dtckpt.planning.save_plan import SavePlan
+
+MAX_FINGERPRINTS = 600
+"""Tensors that are compared one by one, so that the odd one can be named; the rest are compared together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What one client is about to save, small enough for a barrier's payload.
+
+    Args:
+        path: The target.
+        token: The attempt's token, from the leader; else empty.
+        names: Digest of all tensor names.
+        tree: Digest of structure and plain values.
+        options: Digest of the options.
+        plan: Digest of the whole plan.
+        fingerprints: Four hex digits per tensor.
+    """
+
+    path: str
+    token: str
+    names: int
+    tree: int
+    options: int
+    plan: str
+    fingerprints: str
+
+    @classmethod
+    def of(cls, path: str, token: str, plan: SavePlan, tree: bytes, options: object) -> Summary:
+        """Summarise a client's side of a save."""
+        prints = (
+            bytes_digest(f"{item.spec.shape}{item.spec.dtype}{item.grid}".encode() + item.owners.tobytes()) & 0xFFFF
+            for item in plan.tensors[:MAX_FINGERPRINTS]
+        )
+        names = "\0".join(item.spec.name for item in plan.tensors).encode()
+        return cls(
+            path=path[-1000:],
+            token=token,
+            names=bytes_digest(names),
+            tree=bytes_digest(tree),
+            options=bytes_digest(repr(options).encode()),
+            plan=plan.topic.hex(),
+            fingerprints="".join(f"{value:04x}" for value in prints),
+        )
+
+    def to_bytes(self) -> bytes:
+        """Return the payload."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Summary:
+        """Read a payload."""
+        return cls(**json.loads(data))
+
+
+def validate_agreement(payloads: Mapping[int, bytes], plan: SavePlan) -> str:
+    """Check that all clients save the same; every client comes to the same result.
+
+    Returns:
+        The attempt's token.
+
+    Raises:
+        BarrierConflictError: Clients save to different paths.
+        SaveDisagreementError: Clients save different tensors, values or layouts.
+    """
+    summaries = {client: Summary.from_bytes(data) for client, data in sorted(payloads.items())}
+    first_client, first = next(iter(summaries.items()))
+    for client, other in summaries.items():
+        pair = f"client {client} and client {first_client}"
+        if other.path != first.path:
+            raise BarrierConflictError(f"{pair} save to different paths; got {other.path!r} and {first.path!r}")
+        if other.names != first.names:
+            raise SaveDisagreementError(f"{pair} save tensors of different names; every client must pass the same tree")
+        if other.options != first.options:
+            raise SaveDisagreementError(f"{pair} save with different options; pass the same on every client")
+        if other.fingerprints != first.fingerprints:
+            count = min(len(other.fingerprints), len(first.fingerprints)) // 4
+            odd = next(
+                i for i in range(count) if other.fingerprints[4 * i :][:4] != first.fingerprints[4 * i :][:4]
+            )
+            raise ComponentError(
+                f"{pair} disagree on tensor {plan.tensors[odd].spec.name!r}: its global shape, dtype, layout or mesh "
+                "differs; pass the same tensor on every client"
+            )
+        if other.plan != first.plan:
+            raise SaveDisagreementError(f"{pair} disagree on shapes, dtypes or layouts of the tensors")
+        if other.tree != first.tree:
+            raise SaveDisagreementError(
+                f"{pair} save different structure or plain values; values that differ by client belong into a "
+                "tensor sharded over clients, or outside the tree"
+            )
+    return first.token

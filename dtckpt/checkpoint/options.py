@@ -1,0 +1,69 @@
+"""Options of saves and restores: frozen, validated when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtckpt.errors import ConfigError
+from dtckpt.format.manifest import KVSTORES
+
+CASTS = ("exact", "lossless", "any")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How a checkpoint is written.
+
+    Args:
+        kvstore: ``ocdbt`` (few files, any number of tensors) or ``zarr`` (a plain Zarr v3 tree).
+        save_as_bf16: Store float32 tensors as bfloat16, rounded to nearest even; they come back as float32.
+        chunk_nbytes: Bound on the bytes of one chunk, where shards can be cut evenly.
+        overwrite: Replace a checkpoint at the path; the old one stays until the new one is durable.
+        check_replicas: Compare all copies of a value, on one client and across clients, before committing.
+        fsync: Whether a finished save survives a power loss.
+        timeout_s: Longest wait, in seconds, for other clients at each barrier.
+    """
+
+    kvstore: str = "ocdbt"
+    save_as_bf16: bool = False
+    chunk_nbytes: int = 16 << 20
+    overwrite: bool = False
+    check_replicas: bool = False
+    fsync: bool = True
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        _validate_choice("kvstore", self.kvstore, KVSTORES)
+        _validate_positive("chunk_nbytes", self.chunk_nbytes)
+        _validate_positive("timeout_s", self.timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """How a checkpoint is read.
+
+    Args:
+        cast: Which dtype conversions are fine: none (``exact``), those that keep every value (``lossless``), ``any``.
+        allow_missing: Leave tensors and values of the target as they are where the checkpoint has none.
+        allow_unexpected: Pass over tensors and values of the checkpoint that the target does not ask for.
+        timeout_s: Longest wait, in seconds, for other clients at each barrier.
+    """
+
+    cast: str = "lossless"
+    allow_missing: bool = False
+    allow_unexpected: bool = False
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        _validate_choice("cast", self.cast, CASTS)
+        _validate_positive("timeout_s", self.timeout_s)
+
+
+def _validate_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"option {name} is unknown; got {value!r}, expected one of {', '.join(choices)}")
+
+
+def _validate_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"option {name} must be positive; got {value!r}")

@@ -1,0 +1,379 @@
+"""Restore checkpoints: into the tensors of a target tree, or as new tensors on any mesh."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_tensor, shares_host_memory
+from dtckpt.checkpoint.options import RestoreOptions
+from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
+from dtckpt.checkpoint.rounds import Rounds
+from dtckpt.coordination import Coordination, current_coordination
+from dtckpt.dtensor import DTensor
+from dtckpt.dtensor.packing import device_of
+from dtckpt.errors import (
+    CheckpointConflictError,
+    DTypeError,
+    LayoutError,
+    LayoutTypeError,
+    ShapeMismatchError,
+    TensorNotFoundError,
+    TreeError,
+    UnexpectedTensorError,
+    capped,
+)
+from dtckpt.format import tree as trees
+from dtckpt.format.dtypes import is_lossless
+from dtckpt.format.names import encode_key
+from dtckpt.layout import UNSHARDED, Layout
+from dtckpt.mesh import Mesh
+
+LayoutChoice = Layout | Callable[[str, TensorInfo], Layout]
+Layouts = Mapping[str, LayoutChoice] | Callable[[str, TensorInfo], Layout]
+"""Layouts by tensor name or glob (first match wins), each a Layout or a function of (name, info); or one function."""
+
+
+def restore(
+    path: str | Path,
+    target: Any = None,
+    *,
+    mesh: Mesh | None = None,
+    layouts: Layouts | None = None,
+    options: RestoreOptions | None = None,
+) -> Any:
+    """Restore a checkpoint, into any layout on any mesh, whatever it was saved from.
+
+    With ``target``, tensors and DTensors of that tree are filled in place, plain values in its dicts and lists are
+    replaced, stateful objects get their state. Without, the saved tree comes back, with plain CPU tensors, or with
+    new DTensors where ``mesh`` or ``layouts`` say so.
+
+    Every client reads only the chunks that meet its regions, straight into the destination, and verifies them.
+
+    Collective: Over all clients of the job if any of the tensors lies on a mesh of several clients; barriers
+    ``restore/planned`` (before anything is written) and ``restore/read``. Otherwise local.
+
+    Args:
+        path: The checkpoint.
+        target: Tree to be filled.
+        mesh: Mesh for new DTensors. Tensors that no entry of ``layouts`` matches keep their saved sharding specs as
+            far as the mesh has those axes, and are unsharded otherwise.
+        layouts: See `Layouts`.
+        options: See `RestoreOptions`.
+
+    Returns:
+        ``target``, or the new tree.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint; `CheckpointIncompleteError`: only an unfinished one.
+        TensorNotFoundError: The target asks for something that the checkpoint lacks.
+        UnexpectedTensorError: The checkpoint has something that the target does not ask for.
+        ShapeMismatchError: A tensor's shape differs.
+        DTypeError: A dtype conversion is not allowed by ``options.cast``.
+        CheckpointCorruptError: Stored bytes are not the bytes that were saved.
+    """
+    options = options or RestoreOptions()
+    if target is not None and (mesh is not None or layouts is not None):
+        raise TreeError("restore takes a target, or mesh and layouts for new tensors; got both")
+    meshes = _meshes_of(target) if target is not None else _meshes_asked(mesh, layouts)
+    coordination = current_coordination()
+    is_shared = any(set(item.clients) - {coordination.member.client} for item in meshes)
+    participants = None if is_shared else (coordination.member.client,)
+
+    def plan(checkpoint: Checkpoint) -> Filling:
+        if target is not None:
+            return plan_target(checkpoint, target, options)
+        return plan_new(checkpoint, mesh, layouts)
+
+    return run_restore(path, plan, options, coordination, participants)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filling:
+    """What a restore will do: memory to be filled, by tensor name, and what to do and return afterwards."""
+
+    leaves: Sequence[tuple[str, Leaf]]
+    finish: Callable[[], Any] = field(repr=False)
+
+
+def run_restore(
+    path: str | Path,
+    plan: Callable[[Checkpoint], Filling],
+    options: RestoreOptions,
+    coordination: Coordination,
+    participants: Sequence[int] | None,
+) -> Any:
+    """Run the restore protocol. Collective: Over ``participants`` (default: all clients of the job)."""
+    rounds = Rounds(coordination, "restore", options.timeout_s, participants)
+    opened: list[tuple[Checkpoint, Filling]] = []
+
+    def prepare() -> bytes:
+        checkpoint = open_checkpoint(path)
+        filling = plan(checkpoint)
+        for name, leaf in filling.leaves:
+            _validate_fit(checkpoint.info(name), leaf, options)
+        opened.append((checkpoint, filling))
+        return checkpoint.manifest.attempt.encode()
+
+    attempts = set(rounds.run("planned", prepare).values())
+    checkpoint, filling = opened[0]
+    with checkpoint:
+        if len(attempts) > 1:
+            raise CheckpointConflictError(
+                f"clients opened different checkpoints at {path}; a save replaced it meanwhile: restore again, and use "
+                "one shared file system"
+            )
+        rounds.run("read", lambda: _read(checkpoint, filling))
+        return filling.finish()
+
+
+def _validate_fit(info: TensorInfo, leaf: Leaf, options: RestoreOptions) -> None:
+    if leaf.shape != info.shape:
+        raise ShapeMismatchError(
+            f"tensor {info.name!r} has another shape; got {leaf.shape} in the target, expected {info.shape}"
+        )
+    stored = str(info.dtype).removeprefix("torch.")
+    allowed = {"exact": stored == leaf.dtype, "lossless": is_lossless(stored, leaf.dtype), "any": True}
+    if not allowed[options.cast]:
+        raise DTypeError(
+            f"tensor {info.name!r} would be converted; got {leaf.dtype} in the target, saved as {stored}; "
+            f"conversions allowed now: {options.cast}; RestoreOptions(cast='any') allows all"
+        )
+
+
+def _read(checkpoint: Checkpoint, filling: Filling) -> None:
+    with torch.no_grad():
+        for name, leaf in filling.leaves:
+            for region, (first, *copies) in leaf.distinct_parts().items():
+                if shares_host_memory(first):
+                    checkpoint.read_into(name, region, host_array(first))
+                else:
+                    staged = torch.empty(first.shape, dtype=first.dtype)
+                    checkpoint.read_into(name, region, host_array(staged))
+                    first.copy_(staged)
+                for copy in copies:
+                    copy.copy_(first)
+
+
+# --- into a target tree ---------------------------------------------------------------------------------------------
+
+
+def _meshes_of(target: Any) -> set[Mesh]:
+    leaves = _tensors(target)
+    return {leaf.layout.mesh for leaf in map(as_leaf, leaves) if leaf.layout is not None}
+
+
+def _tensors(node: Any) -> Iterable[torch.Tensor]:
+    if is_tensor(node):
+        yield node
+    elif isinstance(node, Mapping):
+        for child in node.values():
+            yield from _tensors(child)
+    elif isinstance(node, list | tuple):
+        for child in node:
+            yield from _tensors(child)
+    elif isinstance(node, Stateful):
+        yield from _tensors(node.state_dict())
+
+
+def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions) -> Filling:
+    """Match a target tree with a checkpoint."""
+    matcher = _Matcher(checkpoint, options)
+    replacement = matcher.visit(target, checkpoint.structure, ())
+    matcher.validate_all_used()
+
+    def finish() -> Any:
+        result = replacement()
+        for load in matcher.loads:
+            load()
+        return result
+
+    return Filling(matcher.leaves, finish)
+
+
+class _Matcher:
+    """Walks target and saved structure side by side."""
+
+    def __init__(self, checkpoint: Checkpoint, options: RestoreOptions) -> None:
+        self._checkpoint = checkpoint
+        self._options = options
+        self._wanted: set[str] = set()
+        self.leaves: list[tuple[str, Leaf]] = []
+        self.loads: list[Callable[[], object]] = []
+
+    def visit(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
+        """Plan one node; what it returns gives, after the reads, the node's new value."""
+        where = "/".join(path)
+        kind, content = next(iter(node.items()))
+        if is_tensor(target):
+            if kind != "tensor":
+                raise TensorNotFoundError(f"the checkpoint has a {kind} at {where!r}; the target wants a tensor")
+            self._wanted.add(content)
+            self.leaves.append((content, as_leaf(target)))
+            return lambda: target
+        if isinstance(target, Mapping):
+            return self._visit_dict(target, self._expect(node, ("dict",), "dict", where), path)
+        if isinstance(target, list | tuple):
+            return self._visit_sequence(target, self._expect(node, ("list", "tuple"), "sequence", where), path)
+        if isinstance(target, Stateful):
+            state = target.state_dict()
+            renewed = self.visit(state, node, path)
+            self.loads.append(lambda: target.load_state_dict(renewed()))
+            return lambda: target
+        return self._take(node, where)
+
+    def _take(self, node: trees.Node, where: str) -> Callable[[], Any]:
+        """Plan a node that the target holds no tensor for: its plain values, and new tensors."""
+        if where:
+            self._wanted.add(where)
+        names: list[str] = []
+        trees.build(node, names.append)
+        new = {name: torch.empty(self._checkpoint.info(name).shape, dtype=self._checkpoint.info(name).dtype)
+               for name in names}
+        self._wanted.update(names)
+        self.leaves.extend((name, as_leaf(tensor)) for name, tensor in new.items())
+        return lambda: trees.build(node, new.__getitem__)
+
+    def _expect(self, node: trees.Node, kinds: tuple[str, ...], wanted: str, where: str) -> Any:
+        kind, content = next(iter(node.items()))
+        if kind not in kinds:
+            raise TensorNotFoundError(f"the checkpoint has a {kind} at {where!r}; the target wants a {wanted}")
+        return content
+
+    def _visit_dict(self, target: Mapping[Any, Any], saved: Any, path: tuple[str, ...]) -> Callable[[], Any]:
+        nodes = {key: child for key, child in saved}
+        # A dict of optimizer state that is still empty is filled with what was saved.
+        if not target:
+            nodes_plan = {key: self._take_all(child, (*path, encode_key(str(key)))) for key, child in nodes.items()}
+        else:
+            nodes_plan = {}
+            for key, child in target.items():
+                below = (*path, encode_key(str(key)))
+                if key in nodes:
+                    nodes_plan[key] = self.visit(child, nodes[key], below)
+                else:
+                    self._miss("/".join(below))
+        return lambda: _update_dict(target, {key: renew() for key, renew in nodes_plan.items()})
+
+    def _take_all(self, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
+        self._wanted.update("/".join((*path, below)) if below else "/".join(path) for below, _ in trees.values(node))
+        return self._take(node, "/".join(path))
+
+    def _visit_sequence(self, target: Sequence[Any], saved: Any, path: tuple[str, ...]) -> Callable[[], Any]:
+        if len(target) != len(saved):
+            raise ShapeMismatchError(
+                f"the sequence at {'/'.join(path)!r} has another length; got {len(target)} in the target, expected "
+                f"{len(saved)}"
+            )
+        plans = [
+            self.visit(child, node, (*path, str(position)))
+            for position, (child, node) in enumerate(zip(target, saved, strict=True))
+        ]
+        return lambda: _update_sequence(target, [renew() for renew in plans])
+
+    def _miss(self, where: str) -> None:
+        if not self._options.allow_missing:
+            raise TensorNotFoundError(
+                f"checkpoint {self._checkpoint.path} has nothing at {where!r}; "
+                "RestoreOptions(allow_missing=True) leaves the target as it is there",
+                name=where,
+            )
+
+    def validate_all_used(self) -> None:
+        """Refuse a checkpoint that holds more than the target asks for."""
+        unused = sorted({*self._checkpoint.tensors, *self._checkpoint.values} - self._wanted)
+        if unused and not self._options.allow_unexpected:
+            raise UnexpectedTensorError(
+                f"checkpoint {self._checkpoint.path} holds what the target does not ask for: "
+                f"{capped(map(repr, unused))}; RestoreOptions(allow_unexpected=True) passes over it",
+                names=tuple(unused),
+            )
+
+
+def _update_dict(target: Mapping[Any, Any], renewed: Mapping[Any, Any]) -> Any:
+    if isinstance(target, MutableMapping):
+        for key, value in renewed.items():
+            if target.get(key) is not value:
+                target[key] = value
+        return target
+    return {**target, **renewed}
+
+
+def _update_sequence(target: Sequence[Any], renewed: list[Any]) -> Any:
+    if isinstance(target, MutableSequence):
+        target[:] = renewed
+        return target
+    return tuple(renewed)
+
+
+# --- as new tensors -------------------------------------------------------------------------------------------------
+
+
+def _meshes_asked(mesh: Mesh | None, layouts: Layouts | None) -> set[Mesh]:
+    found = set() if mesh is None else {mesh}
+    if isinstance(layouts, Mapping):
+        found |= {choice.mesh for choice in layouts.values() if isinstance(choice, Layout)}
+    return found
+
+
+def plan_new(checkpoint: Checkpoint, mesh: Mesh | None, layouts: Layouts | None) -> Filling:
+    """Make memory for every tensor of a checkpoint, in the layouts asked for."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, info in checkpoint.tensors.items():
+        layout = choose_layout(name, info, mesh, layouts)
+        tensors[name] = (
+            torch.empty(info.shape, dtype=info.dtype) if layout is None else empty(info.shape, info.dtype, layout)
+        )
+    leaves = [(name, as_leaf(tensor)) for name, tensor in tensors.items()]
+    return Filling(leaves, lambda: trees.build(checkpoint.structure, tensors.__getitem__))
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> DTensor:
+    """Return a DTensor with uninitialised components."""
+    components = [
+        torch.empty(layout.region(device, shape).shape, dtype=dtype, device=device_of(name))
+        for device, name in zip(layout.mesh.local_device_ids(), layout.mesh.local_devices(), strict=True)
+    ]
+    return DTensor(components, layout, shape, dtype)
+
+
+def choose_layout(name: str, info: TensorInfo, mesh: Mesh | None, layouts: Layouts | None) -> Layout | None:
+    """Return the layout that a tensor is restored into; None for a plain tensor.
+
+    Raises:
+        LayoutError: The chosen layout does not have the tensor's rank.
+        LayoutTypeError: What was chosen is no Layout.
+    """
+    choice: Any = None
+    if callable(layouts) and not isinstance(layouts, Mapping):
+        choice = layouts
+    elif layouts is not None:
+        choice = layouts.get(name) or next(
+            (chosen for pattern, chosen in layouts.items() if fnmatch.fnmatchcase(name, pattern)), None
+        )
+    if callable(choice):
+        choice = choice(name, info)
+    if choice is None:
+        return None if mesh is None else kept_layout(info, mesh)
+    if not isinstance(choice, Layout):
+        raise LayoutTypeError(f"layout for tensor {name!r} must be a Layout; got {type(choice).__name__}")
+    if choice.rank != len(info.shape):
+        raise LayoutError(
+            f"layout for tensor {name!r} does not fit; got rank {choice.rank}, expected {len(info.shape)} dims"
+        )
+    return choice
+
+
+def kept_layout(info: TensorInfo, mesh: Mesh) -> Layout:
+    """Return the saved sharding specs on another mesh: axes that it lacks are left out."""
+    specs: list[str | tuple[str, ...]] = []
+    for spec in info.layout.sharding_specs if info.layout else [UNSHARDED] * len(info.shape):
+        axes = [axis for axis in ((spec,) if isinstance(spec, str) else spec) if axis in mesh]
+        specs.append(tuple(axes) if axes else UNSHARDED)
+    return Layout(specs, mesh)
+

@@ -1,0 +1,91 @@
+"""Collective work in rounds: each client does its part, then all agree at a barrier whether everyone's went well."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from dtckpt.coordination import Coordination, Progress, Vote
+from dtckpt.errors import DtckptError, MeshError
+
+
+class Rounds:
+    """The rounds of one collective operation, as one client goes through them.
+
+    Args:
+        coordination: The way to the other clients.
+        operation: First part of the barriers' names.
+        timeout_s: Longest wait for the others, per round.
+        participants: Clients that take part; default all clients of the job.
+
+    Raises:
+        MeshError: A participant is no client of the job.
+    """
+
+    def __init__(
+        self, coordination: Coordination, operation: str, timeout_s: float, participants: Sequence[int] | None = None
+    ) -> None:
+        self._coordination = coordination
+        self._operation = operation
+        self._timeout_s = timeout_s
+        self.client = coordination.member.client
+        everyone = range(coordination.member.num_clients)
+        self.participants = tuple(everyone if participants is None else participants)
+        strangers = sorted(set(self.participants) - set(everyone))
+        if strangers or self.client not in self.participants:
+            raise MeshError(
+                f"{operation} cannot run over clients {list(self.participants)} from client {self.client}; the job "
+                f"{coordination.member.job!r} has clients 0 to {len(everyone) - 1}; the mesh must be made of those, "
+                "and only its members take part"
+            )
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this client does what only one may do."""
+        return self.client == self.leader
+
+    @property
+    def leader(self) -> int:
+        """The client that does what only one may do: the lowest participant."""
+        return min(self.participants)
+
+    def run(self, name: str, work: Callable[[], bytes | None]) -> Mapping[int, bytes]:
+        """Do this client's part of a round and learn how it went for all.
+
+        Collective: Over the participants, barrier ``<operation>/<name>``. Passes for all or raises the same error
+        for all, at once when any client's part fails. With a single participant there is no barrier.
+
+        Args:
+            name: Name of the round.
+            work: This client's part; what it returns is handed to all participants.
+
+        Returns:
+            What every participant's part returned.
+        """
+        self._coordination.heartbeat(Progress(phase=f"{self._operation}/{name}"))
+        start = time.monotonic()
+        failure: BaseException | None = None
+        payload = b""
+        try:
+            payload = work() or b""
+        except BaseException as error:
+            if len(self.participants) == 1:
+                raise
+            failure = error
+        try:
+            if len(self.participants) == 1:
+                return {self.client: payload}
+            return self._coordination.barrier(
+                f"{self._operation}/{name}",
+                Vote(payload=payload) if failure is None else Vote.of_error(failure),
+                timeout_s=self._timeout_s,
+                participants=self.participants,
+                collect=True,
+            ).payloads
+        except DtckptError as verdict:
+            if failure is not None and not isinstance(failure, Exception):
+                raise failure from verdict
+            raise verdict from failure
+        finally:
+            self.seconds[name] = time.monotonic() - start

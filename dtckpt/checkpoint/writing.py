@@ -1,0 +1,303 @@
+"""One client's side of writing a planned checkpoint, and the leader's side of finishing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from dtckpt._proto import checkpoint_pb2
+from dtckpt.checkpoint.reader import convert
+from dtckpt.errors import CheckpointCorruptError, ReplicaMismatchError, StorageError, capped
+from dtckpt.format.digest import as_bytes, bytes_digest, chunk_digest
+from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.manifest import ArrayEntry, Manifest
+from dtckpt.planning.save_plan import NO_CLIENT, SavePlan, TensorPlan
+from dtckpt.region import Region
+from dtckpt.storage import directory
+from dtckpt.storage.arrays import ArrayWriter, array_metadata, client_folder, merge, stored_empty
+from dtckpt.storage.failures import translated
+
+class Source(Protocol):
+    """Where the elements of this client's part of the state come from."""
+
+    def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
+        """Return the elements of a region that this client holds, in the tensor's dtype."""
+        ...
+
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[np.ndarray[Any, Any]]:
+        """Return all of this client's copies of one of its boxes."""
+        ...
+
+
+CHUNKS_NAME = "chunks.pb"
+_DIGEST_NBYTES = 8
+
+
+class ClientWriter:
+    """What one client writes of one attempt.
+
+    Args:
+        plan: The global plan.
+        root: The directory under construction.
+        client: This client.
+        source: Where the elements come from.
+        kvstore: Key-value store.
+        is_durable: Whether to fsync.
+        max_pending_nbytes: Bound on the elements that wait to be written; default none.
+    """
+
+    def __init__(
+        self, plan: SavePlan, root: Path, client: int, source: Source, *, kvstore: str, is_durable: bool,
+        max_pending_nbytes: int | None = None,
+    ) -> None:
+        self._plan = plan
+        self._root = root
+        self._client = client
+        self._source = source
+        self._kvstore = kvstore
+        self._is_durable = is_durable
+        self._max_pending_nbytes = max_pending_nbytes
+        self._folder = root / client_folder(client)
+
+    def open(self) -> None:
+        """Make this client's folder.
+
+        Raises:
+            StorageError: The directory that the leader made cannot be seen from here.
+        """
+        with translated("create the client's folder", self._folder):
+            if not self._root.is_dir():
+                raise StorageError(
+                    f"client {self._client} does not see {self._root}, which the leader made; every client must see "
+                    "one shared file system"
+                )
+            self._folder.mkdir(exist_ok=True)
+
+    def hand_over(self) -> None:
+        """Write the pieces of chunks that other clients own, one file per owner, in the plan's order."""
+        owners = {int(plan.owners[number]) for plan in self._plan.tensors for number in plan.pieces}
+        for owner in sorted(owners - {self._client}):
+            pieces = [
+                as_bytes(self._stored(self._plan.tensors[position], region)).tobytes()
+                for position, _, region in self._plan.moves(self._client, owner)
+            ]
+            if pieces:
+                data = b"".join(pieces)
+                digest = bytes_digest(data).to_bytes(_DIGEST_NBYTES, "big")
+                directory.write_file(self._folder / _edges_name(owner), data + digest, is_durable=False)
+
+    def write(self, *, check_replicas: bool) -> tuple[bytes, int]:
+        """Write this client's chunks and its chunk list.
+
+        Args:
+            check_replicas: Compare this client's copies, and note digests of those that others have too.
+
+        Returns:
+            Digest of the chunk list's file, and the bytes of the chunks.
+        """
+        received = self._receive()
+        writer = ArrayWriter(
+            self._kvstore,
+            self._root,
+            self._client,
+            is_durable=self._is_durable,
+            max_pending_nbytes=self._max_pending_nbytes,
+        )
+        message = checkpoint_pb2.ClientChunks(client=self._client)
+        nbytes = 0
+        try:
+            for position, plan in enumerate(self._plan.tensors):
+                numbers: list[int] = []
+                digests: list[int] = []
+                for number in plan.owned_by(self._client):
+                    index = plan.grid.index(number)
+                    region = plan.grid.region(index)
+                    if number in plan.pieces:
+                        elements = self._assemble(position, plan, number, region, received)
+                    else:
+                        elements = self._stored(plan, region)
+                    digests.append(chunk_digest(plan.spec.name, index, elements))
+                    numbers.append(number)
+                    nbytes += elements.nbytes
+                    writer.write(plan.path, plan.grid, plan.spec.stored_dtype, region, elements)
+                if numbers:
+                    message.tensors.add(tensor=position, chunks=numbers, digests=digests)
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
+        if check_replicas:
+            message.copies.extend(self._copy_digests())
+        data = message.SerializeToString(deterministic=True)
+        directory.write_file(self._folder / CHUNKS_NAME, data, is_durable=False)
+        return bytes_digest(data).to_bytes(_DIGEST_NBYTES, "big"), nbytes
+
+    def _copy_digests(self) -> Iterator[checkpoint_pb2.CopyDigest]:
+        for position, plan in enumerate(self._plan.tensors):
+            for box, holding in enumerate(plan.spec.holdings):
+                if self._client not in holding.clients:
+                    continue
+                digests = [bytes_digest(as_bytes(copy).data) for copy in self._source.copies(plan, holding.region)]
+                if len(set(digests)) > 1:
+                    raise ReplicaMismatchError(
+                        f"copies of {holding.region} of tensor {plan.spec.name!r} differ between the devices of client "
+                        f"{self._client}"
+                    )
+                if len(holding.clients) > 1:
+                    yield checkpoint_pb2.CopyDigest(tensor=position, box=box, digest=digests[0])
+
+    def _stored(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
+        """Return the elements of a region in the stored dtype."""
+        elements = self._source.fetch(plan, region)
+        if elements.dtype == DTYPES[plan.spec.stored_dtype]:
+            return elements
+        stored = stored_empty(plan.spec.stored_dtype, region.shape)
+        convert(elements, stored)
+        return stored
+
+    def _receive(self) -> dict[tuple[int, int, Region], np.ndarray[Any, Any]]:
+        """Read the pieces that other clients handed over: by tensor, chunk and region."""
+        received: dict[tuple[int, int, Region], np.ndarray[Any, Any]] = {}
+        givers = {piece.client for plan in self._plan.tensors for parts in plan.pieces.values() for piece in parts}
+        for giver in sorted(givers - {self._client}):
+            moves = list(self._plan.moves(giver, self._client))
+            if not moves:
+                continue
+            file = self._root / client_folder(giver) / _edges_name(self._client)
+            with translated("read the pieces of another client", file):
+                data = file.read_bytes()
+            body = memoryview(data)[:-_DIGEST_NBYTES]
+            if bytes_digest(body) != int.from_bytes(data[-_DIGEST_NBYTES:], "big"):
+                raise CheckpointCorruptError(f"pieces from client {giver} in {file} are damaged; save again")
+            start = 0
+            for position, number, region in moves:
+                dtype = DTYPES[self._plan.tensors[position].spec.stored_dtype]
+                elements = np.frombuffer(body, dtype, region.numel, start).reshape(region.shape)
+                received[position, number, region] = elements
+                start += elements.nbytes
+        return received
+
+    def _assemble(
+        self,
+        position: int,
+        plan: TensorPlan,
+        number: int,
+        chunk: Region,
+        received: Mapping[tuple[int, int, Region], np.ndarray[Any, Any]],
+    ) -> np.ndarray[Any, Any]:
+        whole = stored_empty(plan.spec.stored_dtype, chunk.shape)
+        for piece in plan.pieces[number]:
+            is_mine = piece.client == self._client
+            source = self._stored(plan, piece.region) if is_mine else received[position, number, piece.region]
+            whole[piece.region.relative_to(chunk).slices()] = source
+        return whole
+
+
+def _edges_name(owner: int) -> str:
+    return f"edges_{owner}"
+
+
+def merge_clients(
+    plan: SavePlan,
+    root: Path,
+    payloads: Mapping[int, bytes],
+    manifest: Manifest,
+    *,
+    is_durable: bool,
+) -> Manifest:
+    """Make what the clients wrote one checkpoint, up to and with its manifest. Called by the leader.
+
+    Args:
+        plan: The global plan.
+        root: The directory under construction.
+        payloads: Digest of every client's chunk list.
+        manifest: The manifest without its arrays.
+        is_durable: Whether to fsync.
+
+    Returns:
+        The complete manifest, as written.
+    """
+    digests = [np.zeros(item.grid.num_chunks, np.uint64) for item in plan.tensors]
+    writers = [np.full(item.grid.num_chunks, NO_CLIENT, np.int32) for item in plan.tensors]
+    copies: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for client, expected in sorted(payloads.items()):
+        chunk_list = _chunk_list(root / client_folder(client), client, expected)
+        for part in chunk_list.tensors:
+            digests[part.tensor][list(part.chunks)] = np.array(part.digests, np.uint64)
+            writers[part.tensor][list(part.chunks)] = client
+        for copy in chunk_list.copies:
+            copies.setdefault((copy.tensor, copy.box), {}).setdefault(copy.digest, []).append(client)
+    _validate_copies(plan, copies)
+    entries: dict[str, ArrayEntry] = {}
+    for item, item_digests, item_writers in zip(plan.tensors, digests, writers, strict=True):
+        if not np.array_equal(item_writers, item.owners):
+            raise CheckpointCorruptError(
+                f"chunks of tensor {item.spec.name!r} were not written as planned; nothing was committed, save again"
+            )
+        entries[item.spec.name] = ArrayEntry(
+            name=item.spec.name,
+            path=item.path,
+            dtype=item.spec.dtype,
+            stored_dtype=item.spec.stored_dtype,
+            grid=item.grid,
+            digests=item_digests,
+            writers=item_writers,
+            layout=item.spec.layout,
+            missing=frozenset(item.missing),
+        )
+    complete = manifest.with_arrays(entries)
+    clients = sorted({client for item in plan.tensors for client in np.unique(item.owners).tolist()} - {NO_CLIENT})
+    metadata = {
+        entry.path: array_metadata(entry.grid, entry.stored_dtype, _attributes(entry)) for entry in entries.values()
+    }
+    merge(manifest.kvstore, root, clients, metadata, is_durable=is_durable)
+    _clean(root, sorted(payloads))
+    directory.write_file(root / directory.MANIFEST_NAME, complete.to_bytes(), is_durable=is_durable)
+    return complete
+
+
+def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[int, Sequence[int]]]) -> None:
+    for (position, box), by_digest in sorted(copies.items()):
+        if len(by_digest) > 1:
+            spec = plan.tensors[position].spec
+            sides = " differs from ".join(f"that of clients {capped(clients)}" for clients in by_digest.values())
+            raise ReplicaMismatchError(
+                f"copies of {spec.holdings[box].region} of tensor {spec.name!r} must be equal: {sides}; "
+                "nothing was committed"
+            )
+
+
+def _chunk_list(folder: Path, client: int, expected: bytes) -> checkpoint_pb2.ClientChunks:
+    with translated(f"read the chunk list of client {client}", folder):
+        data = (folder / CHUNKS_NAME).read_bytes()
+    if bytes_digest(data).to_bytes(_DIGEST_NBYTES, "big") != expected:
+        raise CheckpointCorruptError(
+            f"the chunk list of client {client} is not the one that it announced; nothing was committed, save again"
+        )
+    return checkpoint_pb2.ClientChunks.FromString(data)
+
+
+def _clean(root: Path, clients: Sequence[int]) -> None:
+    """Remove what clients left for each other; it is no part of the checkpoint."""
+    with translated("remove working files", root):
+        for client in clients:
+            folder = root / client_folder(client)
+            (folder / CHUNKS_NAME).unlink()
+            for file in folder.glob("edges_*"):
+                file.unlink()
+            if not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def _attributes(entry: ArrayEntry) -> dict[str, Any]:
+    """Return what an array's ``zarr.json`` says beyond Zarr: the name, the dtype, the layout."""
+    facts: dict[str, Any] = {"name": entry.name, "dtype": entry.dtype}
+    if entry.layout is not None:
+        facts["mesh"] = {"name": entry.layout.mesh.name, "axes": dict(entry.layout.mesh.axis_sizes)}
+        facts["sharding_specs"] = [
+            list(spec) if isinstance(spec, tuple) else spec for spec in entry.layout.sharding_specs
+        ]
+    return {"dtckpt": facts}

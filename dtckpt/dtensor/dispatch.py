@@ -1,0 +1,53 @@
+"""Operators on DTensors.
+
+Only operators that work on each component alone and leave layout and shape as they are have an entry; any other is
+refused with a message that says how to get at plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtckpt.errors import OperatorError
+
+if TYPE_CHECKING:
+    from dtckpt.dtensor.tensor import DTensor
+
+_aten = torch.ops.aten
+
+COMPONENTWISE = frozenset(
+    {
+        _aten.alias.default,
+        _aten.clone.default,
+        _aten.detach.default,
+        _aten.empty_like.default,
+        _aten.zeros_like.default,
+        _aten.zero_.default,
+        _aten._to_copy.default,
+    }
+)
+"""Operators that map each component to the result's component, whatever the layout."""
+
+
+def dispatch(
+    cls: type[DTensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run ``func``; ``cls`` is `DTensor`.
+
+    Raises:
+        OperatorError: There is no rule for the operator.
+    """
+    source = args[0] if args else None
+    if func not in COMPONENTWISE or not isinstance(source, cls):
+        raise OperatorError(
+            f"operator {func} has no rule for a DTensor; use to_local(), unpack() or full_tensor() and work on plain "
+            "tensors"
+        )
+    results = [func(component, *args[1:], **kwargs) for component in source.components]
+    if func is _aten.zero_.default:
+        return source
+    dtype = results[0].dtype if results else kwargs.get("dtype") or source.dtype
+    return cls(results, source.layout, source.shape, dtype)

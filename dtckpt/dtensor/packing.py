@@ -1,0 +1,207 @@
+"""Components in, components out: `pack` and `unpack`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtckpt.dtensor import transport
+from dtckpt.dtensor.tensor import DTensor
+from dtckpt.errors import (
+    ComponentError,
+    DtckptError,
+    LayoutError,
+    LayoutTypeError,
+    ReplicaMismatchError,
+    from_wire,
+    to_wire,
+)
+from dtckpt.layout import Layout
+
+
+def pack(
+    tensors: Sequence[Any], layout: Layout, shape: Sequence[int] | None = None, *, run_check: bool = False
+) -> DTensor:
+    """Make a DTensor from the components of this client's devices.
+
+    Component ``i`` belongs to ``layout.mesh.local_devices()[i]`` and is that device's region of the global tensor.
+    Components share memory with the result where they are on the right device already.
+
+    Collective: Over the mesh's clients if ``shape`` is None, the mesh spans several clients and a process group
+    connects them: they exchange shapes and dtypes. Otherwise no communication.
+
+    Args:
+        tensors: One tensor, array, scalar or nested sequence of numbers per local device.
+        layout: The layout; every tensor dim needs a spec.
+        shape: Global shape. Without it the shape is found from the components.
+        run_check: Compare the values of local components that are copies of each other.
+
+    Raises:
+        LayoutTypeError: ``layout`` is no Layout, or ``tensors`` no sequence.
+        LayoutError: The layout cannot hold a tensor (MATCH, single device, empty mesh).
+        ComponentError: Count, rank, shapes or dtypes do not fit the layout or each other.
+        ReplicaMismatchError: Copies differ (with ``run_check``).
+    """
+    _validate_layout(layout)
+    clients = layout.mesh.clients
+    components: list[torch.Tensor] = []
+    failure: DtckptError | None = None
+    try:
+        components = _components(tensors, layout)
+    except DtckptError as error:
+        failure = error
+    facts = Facts.of(components, layout, failure)
+    if shape is None and len(clients) > 1 and transport.is_connected(clients):
+        facts = Facts.merged(transport.all_gather_object(facts, clients))
+    whole = facts.global_shape(layout) if shape is None else tuple(shape)
+    facts.validate(layout, whole)
+    if run_check:
+        _validate_replicas(components, layout, whole)
+    dtype = components[0].dtype if components else getattr(torch, facts.dtype or "float32")
+    return DTensor(components, layout, whole, dtype)
+
+
+def unpack(tensor: DTensor) -> list[torch.Tensor]:
+    """Return the components of this client's devices, in `Mesh.local_devices` order; they share memory.
+
+    Raises:
+        LayoutTypeError: The argument is no DTensor.
+    """
+    if not isinstance(tensor, DTensor):
+        raise LayoutTypeError(f"unpack needs a DTensor; got {type(tensor).__name__}")
+    return list(tensor.components)
+
+
+def _validate_layout(layout: Layout) -> None:
+    if not isinstance(layout, Layout):
+        raise LayoutTypeError(f"pack needs a Layout; got {type(layout).__name__}")
+    if layout.mesh.is_single_device() or not layout.mesh.device_ids:
+        raise LayoutError(f"pack needs a layout on a mesh of devices; got {layout.to_string()}")
+    if "match" in layout.sharding_specs:
+        raise LayoutError(f"pack needs a spec for every dim; got 'match' in {layout.sharding_specs}")
+
+
+def _components(tensors: Sequence[Any], layout: Layout) -> list[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor | np.ndarray | str | bytes) or not isinstance(tensors, Sequence):
+        raise LayoutTypeError(f"pack needs a sequence of components; got {type(tensors).__name__}")
+    devices = [device_of(name) for name in layout.mesh.local_devices()]
+    made = []
+    for position, value in enumerate(tensors):
+        if isinstance(value, DTensor) or value is None:
+            raise ComponentError(f"component {position} must be a plain tensor; got {type(value).__name__}")
+        try:
+            component = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ComponentError(f"component {position} cannot become a tensor: {error}") from error
+        if component.layout != torch.strided:
+            raise ComponentError(f"component {position} must be dense; got {component.layout}")
+        made.append(component.to(devices[position]) if position < len(devices) else component)
+    if len(made) != len(devices):
+        raise ComponentError(f"pack needs one component per local device; got {len(made)}, expected {len(devices)}")
+    for position, component in enumerate(made):
+        if component.ndim != layout.rank:
+            raise ComponentError(
+                f"component {position} does not fit the layout's rank; got shape {tuple(component.shape)}, "
+                f"expected {layout.rank} dims"
+            )
+    return made
+
+
+def device_of(name: str) -> torch.device:
+    """Return the torch device of a mesh device name; mesh GPUs beyond the cards share them."""
+    kind, _, index = name.rpartition("device:")[2].partition(":")
+    if kind.upper() == "CPU":
+        return torch.device("cpu")
+    if kind.upper() == "GPU" and torch.cuda.is_available():
+        return torch.device("cuda", int(index or 0) % torch.cuda.device_count())
+    raise LayoutError(f"there is no torch device for mesh device {name!r} on this client")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What `pack` must know about components, of this client's devices or of all clients'.
+
+    Args:
+        shapes: Component shape by global device id.
+        dtypes: Component dtype by global device id.
+        failure: ``(code, message)`` of an error that kept a client from having components.
+    """
+
+    shapes: Mapping[int, tuple[int, ...]]
+    dtypes: Mapping[int, str]
+    failure: tuple[str, str] | None
+
+    @classmethod
+    def of(cls, components: Sequence[torch.Tensor], layout: Layout, failure: DtckptError | None) -> Facts:
+        """Describe this client's components."""
+        named = dict(zip(layout.mesh.local_device_ids(), components, strict=False))
+        return cls(
+            {device: tuple(component.shape) for device, component in named.items()},
+            {device: str(component.dtype).removeprefix("torch.") for device, component in named.items()},
+            to_wire(failure) if failure else None,
+        )
+
+    @classmethod
+    def merged(cls, facts: Sequence[Facts]) -> Facts:
+        """Put the facts of all clients together; the first client's failure counts."""
+        shapes = {device: shape for fact in facts for device, shape in fact.shapes.items()}
+        dtypes = {device: dtype for fact in facts for device, dtype in fact.dtypes.items()}
+        return cls(shapes, dtypes, next((fact.failure for fact in facts if fact.failure), None))
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype of any component, if one is in sight."""
+        return next(iter(self.dtypes.values()), None)
+
+    def global_shape(self, layout: Layout) -> tuple[int, ...]:
+        """Find the global shape.
+
+        Where shards are out of sight they are taken to be as long as the longest in sight.
+        """
+        sizes = []
+        for dim in range(layout.rank):
+            seen = {layout.shard_index(device)[dim]: shape[dim] for device, shape in self.shapes.items()}
+            is_complete = len(seen) == layout.num_shards(dim)
+            sizes.append(sum(seen.values()) if is_complete else max(seen.values(), default=0) * layout.num_shards(dim))
+        return tuple(sizes)
+
+    def validate(self, layout: Layout, shape: tuple[int, ...]) -> None:
+        """Check that the components are those of a tensor of ``shape``."""
+        if self.failure:
+            raise from_wire(*self.failure)
+        if len(set(self.dtypes.values())) > 1:
+            raise ComponentError(f"components must have one dtype; got {', '.join(sorted(set(self.dtypes.values())))}")
+        if len(shape) != layout.rank:
+            raise ComponentError(f"global shape does not fit the layout; got {shape}, expected {layout.rank} dims")
+        for device, have in sorted(self.shapes.items()):
+            expected = layout.region(device, shape).shape
+            if have != expected:
+                raise ComponentError(
+                    f"component of device {device} does not fit global shape {shape}; got {have}, expected {expected} "
+                    "(shards follow torch.chunk: ceil(size / shards) each, the last ones shorter or empty)"
+                )
+
+
+def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...]) -> None:
+    if layout.partial:
+        return
+    first: dict[Any, tuple[str, torch.Tensor]] = {}
+    for device, name, component in zip(
+        layout.mesh.local_device_ids(), layout.mesh.local_devices(), components, strict=True
+    ):
+        other_name, other = first.setdefault(layout.region(device, shape), (name, component))
+        if not same_bits(component, other):
+            raise ReplicaMismatchError(f"components of {other_name} and {name} must be copies of each other but differ")
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal bit for bit (so NaN equals itself)."""
+    if math.prod(one.shape) == 0:
+        return True
+    left, right = (item.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for item in (one, other))
+    return torch.equal(left, right)

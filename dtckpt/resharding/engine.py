@@ -1,0 +1,237 @@
+"""Lay a checkpoint out for another mesh, in bounded memory, on one machine."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
+from dtckpt.checkpoint.restore import Layouts, choose_layout
+from dtckpt.checkpoint.save import SaveReport, State, save_state
+from dtckpt.coordination import LocalCoordination, Member
+from dtckpt.errors import ConfigError, MeshError, MeshTypeError
+from dtckpt.format.dtypes import DTYPES, is_floating
+from dtckpt.layout import Layout
+from dtckpt.mesh import Mesh
+from dtckpt.planning.save_plan import Holding, SavePlan, TensorPlan, TensorSpec, holdings_of, plan_save
+from dtckpt.region import Region
+
+DEFAULT_MAX_MEMORY = 1 << 30
+_SHARE = 4
+"""Memory is split in four: reads in flight, the block being written, blocks waiting to be written, and slack."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReshardedTensor:
+    """What resharding does to one tensor; bytes are those of the elements on storage."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    new_dtype: str
+    layout: Layout | None
+    new_layout: Layout
+    num_chunks: int
+    new_num_chunks: int
+    nbytes: int
+    new_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReshardReport:
+    """What resharding did, or would do (``save`` is None then)."""
+
+    source: Path
+    target: Path
+    tensors: Sequence[ReshardedTensor]
+    max_memory: int
+    save: SaveReport | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data in the new checkpoint."""
+        return sum(tensor.new_nbytes for tensor in self.tensors)
+
+
+Progress = Callable[[str, int], None]
+"""Called with the tensor's name and the bytes of its new chunks that were handed to storage since the last call."""
+
+
+def reshard(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    mesh: Mesh,
+    layouts: Layouts | None = None,
+    dtype: torch.dtype | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    options: SaveOptions | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> ReshardReport:
+    """Write checkpoint ``src`` anew as ``dst``, chunked for the shards of another mesh.
+
+    Values, names and structure stay. Runs in this process alone and needs none of the mesh's devices. The new
+    checkpoint appears whole or not at all.
+
+    Blocks: On storage.
+
+    Args:
+        src: The checkpoint to read.
+        dst: Directory of the new one.
+        mesh: Target mesh, as from `dtckpt.clients.abstract_mesh`.
+        layouts: As for `dtckpt.restore`: layouts on ``mesh`` by name or glob; others keep their saved specs as far as
+            the mesh has those axes.
+        dtype: New dtype of the floating-point tensors; rounded to nearest even.
+        max_memory: Bound on the bytes of tensor data in memory.
+        options: How ``dst`` is written.
+        dry_run: Plan and report only.
+        progress: See `Progress`.
+
+    Raises:
+        MeshError: A layout is on another mesh.
+        ConfigError: ``max_memory`` is less than one chunk needs, or ``dtype`` is no floating-point type.
+        CheckpointError: As for `dtckpt.open_checkpoint` and `dtckpt.save`.
+    """
+    options = options or SaveOptions()
+    new_dtype = _validate_arguments(mesh, dtype, max_memory)
+    chunk_nbytes = min(options.chunk_nbytes, max(1, max_memory // _SHARE))
+    with open_checkpoint(src) as checkpoint:
+        specs = [_spec(name, info, mesh, layouts, new_dtype) for name, info in checkpoint.tensors.items()]
+        plan = plan_save(specs, chunk_nbytes)
+        tensors = [_describe(checkpoint.info(item.spec.name), item) for item in plan.tensors]
+        _validate_memory(checkpoint, plan, max_memory)
+        saved = None
+        if not dry_run:
+            source = CheckpointSource(checkpoint, max_memory // _SHARE, progress)
+            state = State(specs, source, checkpoint.manifest.tree, max_pending_nbytes=max_memory // _SHARE)
+            alone = LocalCoordination(Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63)))
+            saved = save_state(dst, lambda: state, options=replace(options, chunk_nbytes=chunk_nbytes), coordination=alone)
+        return ReshardReport(checkpoint.path, Path(dst), tensors, max_memory, saved)
+
+
+def _validate_arguments(mesh: Mesh, dtype: torch.dtype | None, max_memory: int) -> str | None:
+    if not isinstance(mesh, Mesh):
+        raise MeshTypeError(f"reshard needs a Mesh; got {type(mesh).__name__}")
+    if max_memory <= 0:
+        raise ConfigError(f"max_memory must be positive; got {max_memory}")
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    if name is not None and not is_floating(name):
+        raise ConfigError(f"dtype for floating-point tensors must be a floating-point type; got {name}")
+    return name
+
+
+def _spec(name: str, info: TensorInfo, mesh: Mesh, layouts: Layouts | None, new_dtype: str | None) -> TensorSpec:
+    layout = choose_layout(name, info, mesh, layouts)
+    if layout is None or layout.mesh != mesh:
+        raise MeshError(f"layout for tensor {name!r} is on another mesh; expected {mesh.to_string()}")
+    dtype, stored = str(info.dtype).removeprefix("torch."), str(info.stored_dtype).removeprefix("torch.")
+    if new_dtype is not None and is_floating(dtype):
+        dtype = stored = new_dtype
+    # All shards are written by this process, whichever client will read them.
+    boxes = tuple(Holding(holding.region, (0,)) for holding in holdings_of(layout, info.shape))
+    return TensorSpec(name, info.shape, dtype, stored, _saved_only(boxes, info), layout)
+
+
+def _saved_only(boxes: Sequence[Holding], info: TensorInfo) -> tuple[Holding, ...]:
+    """Cut boxes down to what a tensor that was saved in part has."""
+    if info.is_whole:
+        return tuple(boxes)
+    parts = (
+        Holding(part, box.clients) for box in boxes for chunk in info.chunks if (part := box.region.intersect(chunk.region))
+    )
+    return tuple(parts)
+
+
+def _describe(info: TensorInfo, plan: TensorPlan) -> ReshardedTensor:
+    assert plan.spec.layout is not None  # noqa: S101  (_spec gives every tensor one)
+    return ReshardedTensor(
+        name=info.name,
+        shape=info.shape,
+        dtype=str(info.dtype).removeprefix("torch."),
+        new_dtype=plan.spec.dtype,
+        layout=info.layout,
+        new_layout=plan.spec.layout,
+        num_chunks=info.num_chunks,
+        new_num_chunks=plan.grid.num_chunks - len(plan.missing),
+        nbytes=info.nbytes,
+        new_nbytes=math.prod(info.shape) * DTYPES[plan.spec.stored_dtype].itemsize,
+    )
+
+
+def _validate_memory(checkpoint: Checkpoint, plan: SavePlan, max_memory: int) -> None:
+    """Refuse a bound that the largest chunks alone would break."""
+    needed, name = 0, ""
+    for item in plan.tensors:
+        info = checkpoint.info(item.spec.name)
+        new = math.prod(item.grid.chunk_shape) * DTYPES[item.spec.dtype].itemsize
+        tensor_needs = info.max_chunk_nbytes + 2 * new
+        if tensor_needs > needed:
+            needed, name = tensor_needs, item.spec.name
+    if needed > max_memory:
+        raise ConfigError(
+            f"max_memory is too small; got {max_memory} bytes, expected at least {needed} for the chunks of {name!r}"
+        )
+
+
+class CheckpointSource:
+    """Elements read from a checkpoint, a block of neighbouring chunks at a time.
+
+    Reading block by block means that a stored chunk is read once per block, not once per new chunk that meets it.
+
+    Args:
+        checkpoint: Where from.
+        max_nbytes: Bytes of a block, and of the reads in flight.
+        progress: See `Progress`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, max_nbytes: int, progress: Progress | None) -> None:
+        self._checkpoint = checkpoint
+        self._max_nbytes = max_nbytes
+        self._progress = progress
+        self._name = ""
+        self._block: Region | None = None
+        self._elements: np.ndarray[Any, Any] | None = None
+
+    def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
+        """Return the elements of one new chunk."""
+        name = plan.spec.name
+        if self._elements is None or self._block is None or self._name != name or not self._block.contains(region):
+            self._name, self._block, self._elements = name, block_of(plan, region, self._max_nbytes), None
+            self._elements = np.empty(self._block.shape, DTYPES[plan.spec.dtype])
+            self._checkpoint.read_into(name, self._block, self._elements, max_in_flight=self._max_nbytes)
+        if self._progress is not None:
+            self._progress(name, region.numel * DTYPES[plan.spec.stored_dtype].itemsize)
+        return self._elements[region.relative_to(self._block).slices()] if region.ndim else self._elements
+
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[np.ndarray[Any, Any]]:
+        """Return the one copy of a box."""
+        return [self.fetch(plan, region)]
+
+
+def block_of(plan: TensorPlan, region: Region, max_nbytes: int) -> Region:
+    """Return the box of whole chunks, from ``region`` on in row-major order, that fits ``max_nbytes``.
+
+    It grows from the last dim to the first, so that a walk over the chunks in row-major order enters each block once.
+    """
+    if plan.missing:
+        return region
+    offset, shape = list(region.offset), list(region.shape)
+    itemsize = DTYPES[plan.spec.dtype].itemsize
+    for dim in reversed(range(region.ndim)):
+        size, chunk = plan.grid.shape[dim], plan.grid.chunk_shape[dim]
+        line = itemsize * math.prod(shape[:dim] + shape[dim + 1 :])
+        room = max(shape[dim], max_nbytes // max(1, line) // chunk * chunk)
+        if offset[dim] == 0 or room < size:
+            shape[dim] = min(room, size - offset[dim])
+        if shape[dim] < size:
+            break
+    return Region(tuple(offset), tuple(shape))
