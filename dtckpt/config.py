@@ -30,7 +30,6 @@ class Config:
     job: str | None
     rank: str | None
     world_size: str | None
-    local_rank_text: str | None
     local_world_size_text: str | None
 
     @classmethod
@@ -46,7 +45,6 @@ class Config:
             job=get("DTCKPT_JOB"),
             rank=get("RANK"),
             world_size=get("WORLD_SIZE"),
-            local_rank_text=get("LOCAL_RANK"),
             local_world_size_text=get("LOCAL_WORLD_SIZE"),
         )
 
@@ -87,7 +85,8 @@ class Config:
     def client_id(self) -> int:
         if self.is_torchrun:
             return self._torchrun_position[0]
-        return _integer("DTENSOR_CLIENT_ID", self.client_id_text or "0", 0, self.num_clients)
+        text = "0" if self.client_id_text is None else self.client_id_text
+        return _integer("DTENSOR_CLIENT_ID", text, 0, self.num_clients)
 
     @property
     def job_name(self) -> str:
