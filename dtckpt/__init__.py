@@ -1,0 +1,130 @@
+"""Mesh-aware distributed checkpointing and resharding of sharded training state.
+
+Names are loaded when they are first used, so ``import dtckpt`` costs next to nothing and the coordinator, which
+needs the messages only, starts without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtckpt.checkpoint.named import name_based_restore, name_based_save, sharded_save
+    from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
+    from dtckpt.checkpoint.reader import Checkpoint, open_checkpoint
+    from dtckpt.checkpoint.restore import restore
+    from dtckpt.checkpoint.save import save
+    from dtckpt.clients import (
+        abstract_mesh,
+        client_id,
+        configure_virtual_devices,
+        create_distributed_mesh,
+        create_mesh,
+        device_name,
+        full_job_name,
+        heartbeat_enabled,
+        job_name,
+        jobs,
+        local_devices,
+        num_clients,
+        num_global_devices,
+        num_local_devices,
+    )
+    from dtckpt.coordination import initialize_multi_client, shutdown_multi_client
+    from dtckpt.dtensor import DTensor, check_layout, fetch_layout, pack, unpack
+    from dtckpt.layout import MATCH, UNSHARDED, Layout
+    from dtckpt.mesh import Mesh
+    from dtckpt.placement import Partial, Placement, Replicate, Shard
+    from dtckpt.region import Region
+    from dtckpt.resharding.engine import reshard
+
+_MODULES = {
+    "checkpoint.named": ("name_based_restore", "name_based_save", "sharded_save"),
+    "checkpoint.options": ("RestoreOptions", "SaveOptions"),
+    "checkpoint.reader": ("Checkpoint", "open_checkpoint"),
+    "checkpoint.restore": ("restore",),
+    "checkpoint.save": ("save",),
+    "clients": (
+        "abstract_mesh",
+        "client_id",
+        "configure_virtual_devices",
+        "create_distributed_mesh",
+        "create_mesh",
+        "device_name",
+        "full_job_name",
+        "heartbeat_enabled",
+        "job_name",
+        "jobs",
+        "local_devices",
+        "num_clients",
+        "num_global_devices",
+        "num_local_devices",
+    ),
+    "coordination": ("initialize_multi_client", "shutdown_multi_client"),
+    "dtensor": ("DTensor", "check_layout", "fetch_layout", "pack", "unpack"),
+    "layout": ("MATCH", "UNSHARDED", "Layout"),
+    "mesh": ("Mesh",),
+    "placement": ("Partial", "Placement", "Replicate", "Shard"),
+    "region": ("Region",),
+    "resharding.engine": ("reshard",),
+}
+_HOME = {name: f"dtckpt.{module}" for module, names in _MODULES.items() for name in names}
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MATCH",
+    "UNSHARDED",
+    "Checkpoint",
+    "DTensor",
+    "Layout",
+    "Mesh",
+    "Partial",
+    "Placement",
+    "Region",
+    "Replicate",
+    "RestoreOptions",
+    "SaveOptions",
+    "Shard",
+    "abstract_mesh",
+    "check_layout",
+    "client_id",
+    "configure_virtual_devices",
+    "create_distributed_mesh",
+    "create_mesh",
+    "device_name",
+    "fetch_layout",
+    "full_job_name",
+    "heartbeat_enabled",
+    "initialize_multi_client",
+    "job_name",
+    "jobs",
+    "local_devices",
+    "name_based_restore",
+    "name_based_save",
+    "num_clients",
+    "num_global_devices",
+    "num_local_devices",
+    "open_checkpoint",
+    "pack",
+    "reshard",
+    "restore",
+    "save",
+    "sharded_save",
+    "shutdown_multi_client",
+    "unpack",
+]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    except KeyError:
+        raise AttributeError(f"module 'dtckpt' has no attribute {name!r}") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
