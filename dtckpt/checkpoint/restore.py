@@ -30,7 +30,6 @@ from dtckpt.errors import (
 )
 from dtckpt.format import tree as trees
 from dtckpt.format.dtypes import is_lossless
-from dtckpt.format.names import encode_key
 from dtckpt.layout import UNSHARDED, Layout
 from dtckpt.mesh import Mesh
 
@@ -249,11 +248,11 @@ class _Matcher:
         nodes = {key: child for key, child in saved}
         # A dict of optimizer state that is still empty is filled with what was saved.
         if not target:
-            nodes_plan = {key: self._take_all(child, (*path, encode_key(str(key)))) for key, child in nodes.items()}
+            nodes_plan = {key: self._take_all(child, (*path, str(key))) for key, child in nodes.items()}
         else:
             nodes_plan = {}
             for key, child in target.items():
-                below = (*path, encode_key(str(key)))
+                below = (*path, str(key))
                 if key in nodes:
                     nodes_plan[key] = self.visit(child, nodes[key], below)
                 else:

@@ -66,11 +66,6 @@ def encode_segment(segment: str) -> str:
     return quote(segment, safe=_SAFE)
 
 
-def encode_key(key: str) -> str:
-    """Return one key of a state tree as a name segment: ``%`` and ``/`` are encoded, all else stays readable."""
-    return key.replace("%", "%25").replace("/", "%2F")
-
-
 def decode_path(path: str) -> str:
     """Return the tensor name of an array path."""
     return "/".join(unquote(segment) for segment in path.split("/") if segment != SELF_SEGMENT)

@@ -1,6 +1,6 @@
 """State trees: nested dicts, lists and tuples of tensors and plain values, and their JSON form.
 
-A tree is saved as its tensors, under names made from the path of keys, plus one JSON document that holds the
+A tree is saved as its tensors, named by their keys joined with ``/``, plus one JSON document that holds the
 structure and the plain values. Nodes are one-key objects: ``{"dict": [[key, node], …]}``, ``{"list": [node, …]}``,
 ``{"tuple": [node, …]}``, ``{"tensor": name}``, ``{"value": JSON}``, ``{"float": text}`` for the floats that JSON
 lacks, ``{"bytes": base64}``. No class names, no pickle: reading a tree can run no code.
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dtckpt.errors import CheckpointCorruptError, TensorNotFoundError, TreeError
-from dtckpt.format.names import encode_key
 
 MAX_DEPTH = 64
 """Deepest nesting; also what stops a tree that contains itself."""
@@ -53,7 +52,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[dict[str, Any], 
             for key in node:
                 if not (isinstance(key, str) or type(key) is int):
                     raise TreeError(f"keys must be str or int; got {key!r} ({type(key).__name__}) at {where!r}")
-            return {"dict": [[key, visit(child, (*path, encode_key(str(key))))] for key, child in node.items()]}
+            return {"dict": [[key, visit(child, (*path, str(key)))] for key, child in node.items()]}
         if isinstance(node, list | tuple):
             kind = "list" if isinstance(node, list) else "tuple"
             return {kind: [visit(child, (*path, str(position))) for position, child in enumerate(node)]}
@@ -127,7 +126,7 @@ def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     kind, content = _only(node)
     if kind == "dict":
         for key, child in content:
-            yield from _walk(child, (*path, encode_key(str(key))))
+            yield from _walk(child, (*path, str(key)))
     elif kind in ("list", "tuple"):
         for position, child in enumerate(content):
             yield from _walk(child, (*path, str(position)))
