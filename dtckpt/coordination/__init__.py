@@ -9,10 +9,10 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import secrets
 import threading
 from collections.abc import Mapping
 
+from dtckpt.coordination import process
 from dtckpt.coordination.local import LocalCoordination
 from dtckpt.coordination.protocol import (
     DEFAULT_HEARTBEAT_TIMEOUT_S,
@@ -84,7 +84,7 @@ def _member(env: Mapping[str, str]) -> Member:
     text = env.get("DTCKPT_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or "0"
     if not text.isdecimal():
         raise ConfigError(f"DTCKPT_ATTEMPT (or TORCHELASTIC_RESTART_COUNT) is {text!r}; expected a whole number")
-    return Member(job, client_id(), num_clients(), incarnation=secrets.randbits(63), attempt=int(text))
+    return Member(job, client_id(), num_clients(), incarnation=process.incarnation(), attempt=int(text))
 
 
 def _heartbeat_timeout_s(env: Mapping[str, str]) -> float:

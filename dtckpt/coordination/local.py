@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
+from dtckpt.coordination import process
 from dtckpt.coordination.protocol import (
     DEFAULT_HEARTBEAT_TIMEOUT_S,
     YES,
@@ -23,11 +23,10 @@ class LocalCoordination:
     """One client, so a barrier passes at once or raises the caller's own no-vote."""
 
     def __init__(self, member: Member | None = None) -> None:
-        self.member = member or Member(job="local", client=0, num_clients=1, incarnation=0)
+        self.member = member or Member(job="local", client=0, num_clients=1, incarnation=process.incarnation())
         if self.member.num_clients != 1:
             raise ConfigError(f"LocalCoordination is for one client; got {self.member}")
         self.heartbeat_timeout_s = DEFAULT_HEARTBEAT_TIMEOUT_S
-        self._generations: Counter[str] = Counter()
         self._progress = Progress()
         self._state = "unknown"
 
@@ -48,8 +47,9 @@ class LocalCoordination:
     ) -> Verdict:
         validate_barrier(self.member, name, timeout_s, participants)
         self.register()
-        generation = self._generations[name]
-        self._generations[name] += 1
+        members = (self.member.client,)
+        generation = process.generation(self.member, name, members)
+        process.end_generation(self.member, name, members, generation)
         if not vote.ok:
             voted_no(self.member.client, vote).raise_failure()
         return Verdict(name, generation, {self.member.client: vote.payload} if collect else {})

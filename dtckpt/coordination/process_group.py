@@ -23,6 +23,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -36,7 +37,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from dtckpt import errors
-from dtckpt.coordination import rules
+from dtckpt.coordination import process, rules
 from dtckpt.coordination.protocol import (
     DEFAULT_HEARTBEAT_TIMEOUT_S,
     YES,
@@ -140,7 +141,6 @@ class ProcessGroupCoordination:
         self._poll_s = min(max(0.005, member.num_clients / MAX_POLLS_PER_S), 0.25)
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._generations: dict[tuple[str, tuple[int, ...]], int] = {}
         self._finished: deque[_Meeting] = deque()
         self._open: list[_Meeting] = []
         self._seen: dict[int, tuple[str, float]] = {}
@@ -241,7 +241,7 @@ class ProcessGroupCoordination:
     ) -> Verdict:
         members = rules.validate_barrier(self.member, name, timeout_s, participants)
         self.register()
-        generation = self._generations.get((name, members), 0)
+        generation = process.generation(self.member, name, members)
         claim = Claim(generation, members, vote.topic, self.member.client)
         meeting = _Meeting(name, claim, timeout_s, vote, collect)
         with self._lock:
@@ -252,8 +252,7 @@ class ProcessGroupCoordination:
             with self._lock:
                 self._open.remove(meeting)
         # Only a known verdict ends the generation: a call that raised before may be repeated and is the same barrier.
-        with self._lock:
-            self._generations[name, members] = generation + 1
+        process.end_generation(self.member, name, members, generation)
         outcome.raise_failure()
         return Verdict(name, generation, payloads)
 
@@ -490,10 +489,12 @@ def local_group(
     num_clients: int, *, job: str = "local", heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
 ) -> list[ProcessGroupCoordination]:
     """Return clients that live in one process, one per thread, and meet in memory."""
-    store = HashStore()
+    store, incarnation = HashStore(), secrets.randbits(62)
     return [
         ProcessGroupCoordination(
-            store, Member(job, client, num_clients, incarnation=client), heartbeat_timeout_s=heartbeat_timeout_s
+            store,
+            Member(job, client, num_clients, incarnation=incarnation + client),
+            heartbeat_timeout_s=heartbeat_timeout_s,
         )
         for client in range(num_clients)
     ]

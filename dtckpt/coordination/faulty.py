@@ -1,0 +1,100 @@
+"""A coordination that fails when told to; for tests of what stands on one."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dtckpt.coordination.protocol import YES, Coordination, JobStatus, Member, Progress, Verdict, Vote
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens at one call: first ``before``, which may block or raise; then, if set, ``error`` is raised.
+
+    ``after_call`` lets the call happen first: the answer is lost, not the request.
+    """
+
+    error: BaseException | None = None
+    before: Callable[[], None] | None = None
+    after_call: bool = False
+
+
+class FaultyCoordination:
+    """Wraps any coordination and injects faults.
+
+    Args:
+        inner: Does the work.
+        faults: Call -> fault. A call is (method name, how often it was called before).
+
+    Attributes:
+        calls: How often each method was called.
+        drop_heartbeats: While set, reported progress goes nowhere.
+    """
+
+    def __init__(self, inner: Coordination, faults: Mapping[tuple[str, int], Fault] | None = None) -> None:
+        self.calls: Counter[str] = Counter()
+        self.drop_heartbeats = threading.Event()
+        self._inner = inner
+        self._faults = dict(faults or {})
+        self._lock = threading.Lock()
+
+    @property
+    def member(self) -> Member:
+        return self._inner.member
+
+    @property
+    def heartbeat_timeout_s(self) -> float:
+        return self._inner.heartbeat_timeout_s
+
+    @heartbeat_timeout_s.setter
+    def heartbeat_timeout_s(self, value: float) -> None:
+        self._inner.heartbeat_timeout_s = value
+
+    def _fault(self, method: str) -> Fault:
+        with self._lock:
+            fault = self._faults.get((method, self.calls[method]), Fault())
+            self.calls[method] += 1
+        if fault.before is not None:
+            fault.before()
+        if fault.error is not None and not fault.after_call:
+            raise fault.error
+        return fault
+
+    def register(self) -> None:
+        fault = self._fault("register")
+        self._inner.register()
+        if fault.error is not None:
+            raise fault.error
+
+    def heartbeat(self, progress: Progress) -> None:
+        self._fault("heartbeat")
+        if not self.drop_heartbeats.is_set():
+            self._inner.heartbeat(progress)
+
+    def barrier(
+        self,
+        name: str,
+        vote: Vote = YES,
+        *,
+        timeout_s: float,
+        participants: Sequence[int] | None = None,
+        collect: bool = False,
+    ) -> Verdict:
+        fault = self._fault("barrier")
+        verdict = self._inner.barrier(name, vote, timeout_s=timeout_s, participants=participants, collect=collect)
+        if fault.error is not None:
+            raise fault.error
+        return verdict
+
+    def leave(self) -> None:
+        fault = self._fault("leave")
+        self._inner.leave()
+        if fault.error is not None:
+            raise fault.error
+
+    def status(self) -> JobStatus:
+        self._fault("status")
+        return self._inner.status()

@@ -1,0 +1,98 @@
+"""What the coordinator says about barriers.
+
+The clients' `dtckpt.coordination.rules` says the same about barriers that no coordinator decides. The server may not
+import it (its image carries no part of the library that needs torch), so these few sentences stand twice; the contract
+tests hold both to the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dtckpt import errors
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a task last reported."""
+
+    phase: str = ""
+    step: int = 0
+    bytes_done: int = 0
+    bytes_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a barrier failed: the error that every participant raises."""
+
+    cause: str
+    code: str
+    message: str
+    clients: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+
+
+def _failure(cause: str, cls: type[errors.DtckptError], message: str, **facts: tuple[int, ...]) -> Failure:
+    return Failure(cause, cls.__name__, message[: errors.MAX_MESSAGE_CHARS], **facts)
+
+
+def task_name(job: str, task: int) -> str:
+    return f"client {task} ({job}/{task})"
+
+
+def last_seen(progress: Progress) -> str:
+    return f"; last seen in phase {progress.phase!r} step {progress.step}" if progress.phase else ""
+
+
+def voted_no(task: int, code: str, reason: str) -> Failure:
+    message = f"client {task}: {reason or 'voted no without a reason'}"[: errors.MAX_MESSAGE_CHARS]
+    return Failure("VOTE", code[:64] or errors.ClientFailedError.__name__, message)
+
+
+def lost(name: str, gone: Mapping[int, str]) -> Failure:
+    text = f"barrier {name!r} failed: {errors.capped(gone.values())}"
+    return _failure("TASK_LOST", errors.ClientLostError, text, clients=tuple(gone))
+
+
+def timed_out(name: str, timeout_s: float, num_participants: int, missing: Mapping[int, str]) -> Failure:
+    arrived = f"{num_participants - len(missing)}/{num_participants} arrived"
+    text = f"barrier {name!r} timed out after {timeout_s:g} s: {arrived}, missing {errors.capped(missing.values())}"
+    return _failure("TIMEOUT", errors.BarrierTimeoutError, text, missing=tuple(missing))
+
+
+def cancelled(name: str, who: str, reason: str) -> Failure:
+    return _failure("CANCELLED", errors.BarrierCancelledError, f"barrier {name!r}: {who} {reason}")
+
+
+def fenced(name: str, job: str, attempt: int) -> Failure:
+    return _failure("FENCED", errors.FencedError, f"barrier {name!r}: attempt {attempt} of job {job!r} has begun")
+
+
+def restarted(name: str, generation: int, who: str) -> Failure:
+    text = f"barrier {name!r}: {who} was restarted and is behind: an earlier process arrived at generation {generation}"
+    return _failure("CONFLICT", errors.BarrierConflictError, f"{text}; restart the whole job with a higher attempt")
+
+
+def topics_differ(name: str, first: int, first_topic: bytes, task: int, topic: bytes) -> Failure:
+    text = (
+        f"topics differ: client {first} came for {first_topic.hex() or 'none'}, "
+        f"client {task} for {topic.hex() or 'none'}"
+    )
+    return _failure("CONFLICT", errors.BarrierConflictError, f"barrier {name!r}: {text}")
+
+
+def participants_differ(name: str, first: int, theirs: Sequence[int], task: int, ours: Sequence[int]) -> Failure:
+    extra = [errors.capped(sorted(more)) or "no one" for more in (set(theirs) - set(ours), set(ours) - set(theirs))]
+    text = f"participants differ: client {first} also expects {extra[0]}, client {task} also expects {extra[1]}"
+    return _failure("CONFLICT", errors.BarrierConflictError, f"barrier {name!r}: {text}")
+
+
+def generations_differ(name: str, ahead: tuple[int, int], behind: tuple[int, int]) -> Failure:
+    """``ahead`` and ``behind`` are (task, generation)."""
+    text = (
+        f"client {ahead[0]} is ahead: it is at generation {ahead[1]}, client {behind[0]} at generation {behind[1]}; "
+        "was one of them restarted?"
+    )
+    return _failure("CONFLICT", errors.BarrierConflictError, f"barrier {name!r}: {text}")
