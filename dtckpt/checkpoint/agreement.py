@@ -86,9 +86,7 @@ def validate_agreement(payloads: Mapping[int, bytes], plan: SavePlan) -> str:
             raise SaveDisagreementError(f"{pair} save with different options; pass the same on every client")
         if other.fingerprints != first.fingerprints:
             count = min(len(other.fingerprints), len(first.fingerprints)) // 4
-            odd = next(
-                i for i in range(count) if other.fingerprints[4 * i :][:4] != first.fingerprints[4 * i :][:4]
-            )
+            odd = next(i for i in range(count) if other.fingerprints[4 * i :][:4] != first.fingerprints[4 * i :][:4])
             raise ComponentError(
                 f"{pair} disagree on tensor {plan.tensors[odd].spec.name!r}: its global shape, dtype, layout or mesh "
                 "differs; pass the same tensor on every client"

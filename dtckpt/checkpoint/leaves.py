@@ -94,8 +94,13 @@ def host_array(memory: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return a numpy view of a CPU tensor; a tensor elsewhere is copied to the host."""
     memory = memory.detach().resolve_conj().resolve_neg().cpu()
     dtype = DTYPES[str(memory.dtype).removeprefix("torch.")]
-    if memory.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2,
-                        torch.float8_e5m2fnuz):
+    if memory.dtype in (
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+    ):
         # numpy has no such type; the bits travel as integers of the same size.
         memory = memory.view(torch.int16 if memory.itemsize == 2 else torch.uint8)
     return memory.numpy().view(dtype)

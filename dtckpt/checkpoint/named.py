@@ -74,9 +74,7 @@ def name_based_save(
 ) -> None:
     """Save a dict of named tensors whole. Collective and errors: as `sharded_save`."""
     names = list(name_tensor_dict)
-    sharded_save(
-        mesh, checkpoint_prefix, names, [""] * len(names), list(name_tensor_dict.values()), options=options
-    )
+    sharded_save(mesh, checkpoint_prefix, names, [""] * len(names), list(name_tensor_dict.values()), options=options)
 
 
 def name_based_restore(
@@ -98,7 +96,7 @@ def name_based_restore(
     """
     _validate_mesh(mesh)
 
-    def plan(checkpoint: Checkpoint) -> Filling:
+    def plan(_: Checkpoint) -> Filling:
         if not name_tensor_dict:
             raise TensorNameError("there is nothing to restore; got no templates")
         restored: OrderedDict[str, DTensor] = OrderedDict()
@@ -125,4 +123,6 @@ def _validate_tensor(name: str, tensor: object, mesh: Mesh) -> None:
         raise LayoutTypeError(f"tensor {name!r} must be a tensor; got {type(tensor).__name__}")
     layout = as_leaf(tensor).layout
     if layout is not None and layout.mesh != mesh:
-        raise MeshError(f"tensor {name!r} is on another mesh; got {layout.mesh.to_string()}, expected {mesh.to_string()}")
+        raise MeshError(
+            f"tensor {name!r} is on another mesh; got {layout.mesh.to_string()}, expected {mesh.to_string()}"
+        )

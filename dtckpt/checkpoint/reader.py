@@ -77,9 +77,7 @@ class TensorInfo:
                 index = entry.grid.index(number)
                 key = "/".join([entry.path, "c", *map(str, index)])
                 found.append(
-                    ChunkInfo(
-                        entry.grid.region(index), key, int(entry.digests[number]), int(entry.writers[number])
-                    )
+                    ChunkInfo(entry.grid.region(index), key, int(entry.digests[number]), int(entry.writers[number]))
                 )
         return found
 

@@ -232,8 +232,10 @@ class _Matcher:
             self._wanted.add(where)
         names: list[str] = []
         trees.build(node, names.append)
-        new = {name: torch.empty(self._checkpoint.info(name).shape, dtype=self._checkpoint.info(name).dtype)
-               for name in names}
+        new = {
+            name: torch.empty(self._checkpoint.info(name).shape, dtype=self._checkpoint.info(name).dtype)
+            for name in names
+        }
         self._wanted.update(names)
         self.leaves.extend((name, as_leaf(tensor)) for name, tensor in new.items())
         return lambda: trees.build(node, new.__getitem__)
@@ -245,7 +247,7 @@ class _Matcher:
         return content
 
     def _visit_dict(self, target: Mapping[Any, Any], saved: Any, path: tuple[str, ...]) -> Callable[[], Any]:
-        nodes = {key: child for key, child in saved}
+        nodes = dict(saved)
         # A dict of optimizer state that is still empty is filled with what was saved.
         if not target:
             nodes_plan = {key: self._take_all(child, (*path, str(key))) for key, child in nodes.items()}
@@ -375,4 +377,3 @@ def kept_layout(info: TensorInfo, mesh: Mesh) -> Layout:
         axes = [axis for axis in ((spec,) if isinstance(spec, str) else spec) if axis in mesh]
         specs.append(tuple(axes) if axes else UNSHARDED)
     return Layout(specs, mesh)
-

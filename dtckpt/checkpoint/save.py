@@ -143,9 +143,7 @@ def state_of(
         holdings = _holdings(leaf, clients)
         moved = tuple(Holding(item.region.translate(place.region.offset), item.clients) for item in holdings)
         is_whole = place.full_shape == leaf.shape
-        specs.append(
-            TensorSpec(name, place.full_shape, leaf.dtype, stored, moved, leaf.layout if is_whole else None)
-        )
+        specs.append(TensorSpec(name, place.full_shape, leaf.dtype, stored, moved, leaf.layout if is_whole else None))
         parts.setdefault(name, []).extend(
             (region.translate(place.region.offset), copies) for region, copies in leaf.distinct_parts().items()
         )
@@ -248,11 +246,15 @@ class _Attempt:
             max_pending_nbytes=state.max_pending_nbytes,
         )
         if plan.has_moves:
-            self._rounds.run("edges", lambda: (writer.open(), writer.hand_over())[1])
+            self._rounds.run("edges", writer.hand_over)
         announced = self._rounds.run("written", lambda: self._write(writer))
         self._rounds.run("merged", lambda: self._finish(plan, state, token, announced))
-        nbytes = sum(item.chunk_nbytes(number) for item in plan.tensors for number in range(item.grid.num_chunks)
-                     if item.owners[number] >= 0)
+        nbytes = sum(
+            item.chunk_nbytes(number)
+            for item in plan.tensors
+            for number in range(item.grid.num_chunks)
+            if item.owners[number] >= 0
+        )
         return SaveReport(target, nbytes, self._client_nbytes, dict(self._rounds.seconds))
 
     def _begin(self) -> tuple[State, SavePlan, str]:
@@ -276,7 +278,6 @@ class _Attempt:
         return state, plan, Summary.from_bytes(payloads[self._rounds.leader]).token
 
     def _write(self, writer: ClientWriter) -> bytes:
-        writer.open()
         digest, self._client_nbytes = writer.write(check_replicas=self._options.check_replicas)
         return digest
 

@@ -13,12 +13,13 @@ from dtckpt.checkpoint.reader import convert
 from dtckpt.errors import CheckpointCorruptError, ReplicaMismatchError, StorageError, capped
 from dtckpt.format.digest import as_bytes, bytes_digest, chunk_digest
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.manifest import ArrayEntry, Manifest
+from dtckpt.format.manifest import MANIFEST_NAME, ArrayEntry, Manifest
 from dtckpt.planning.save_plan import NO_CLIENT, SavePlan, TensorPlan
 from dtckpt.region import Region
 from dtckpt.storage import directory
 from dtckpt.storage.arrays import ArrayWriter, array_metadata, client_folder, merge, stored_empty
 from dtckpt.storage.failures import translated
+
 
 class Source(Protocol):
     """Where the elements of this client's part of the state come from."""
@@ -50,7 +51,14 @@ class ClientWriter:
     """
 
     def __init__(
-        self, plan: SavePlan, root: Path, client: int, source: Source, *, kvstore: str, is_durable: bool,
+        self,
+        plan: SavePlan,
+        root: Path,
+        client: int,
+        source: Source,
+        *,
+        kvstore: str,
+        is_durable: bool,
         max_pending_nbytes: int | None = None,
     ) -> None:
         self._plan = plan
@@ -62,12 +70,7 @@ class ClientWriter:
         self._max_pending_nbytes = max_pending_nbytes
         self._folder = root / client_folder(client)
 
-    def open(self) -> None:
-        """Make this client's folder.
-
-        Raises:
-            StorageError: The directory that the leader made cannot be seen from here.
-        """
+    def _open_folder(self) -> None:
         with translated("create the client's folder", self._folder):
             if not self._root.is_dir():
                 raise StorageError(
@@ -78,6 +81,7 @@ class ClientWriter:
 
     def hand_over(self) -> None:
         """Write the pieces of chunks that other clients own, one file per owner, in the plan's order."""
+        self._open_folder()
         owners = {int(plan.owners[number]) for plan in self._plan.tensors for number in plan.pieces}
         for owner in sorted(owners - {self._client}):
             pieces = [
@@ -98,6 +102,7 @@ class ClientWriter:
         Returns:
             Digest of the chunk list's file, and the bytes of the chunks.
         """
+        self._open_folder()
         received = self._receive()
         writer = ArrayWriter(
             self._kvstore,
@@ -255,7 +260,7 @@ def merge_clients(
     }
     merge(manifest.kvstore, root, clients, metadata, is_durable=is_durable)
     _clean(root, sorted(payloads))
-    directory.write_file(root / directory.MANIFEST_NAME, complete.to_bytes(), is_durable=is_durable)
+    directory.write_file(root / MANIFEST_NAME, complete.to_bytes(), is_durable=is_durable)
     return complete
 
 

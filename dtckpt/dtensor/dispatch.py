@@ -32,9 +32,7 @@ COMPONENTWISE = frozenset(
 """Operators that map each component to the result's component, whatever the layout."""
 
 
-def dispatch(
-    cls: type[DTensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def dispatch(cls: type[DTensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run ``func``; ``cls`` is `DTensor`.
 
     Raises:

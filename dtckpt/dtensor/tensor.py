@@ -33,15 +33,13 @@ class DTensor(torch.Tensor):
         cls, components: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int], dtype: torch.dtype
     ) -> DTensor:
         device = components[0].device if components else torch.device("cpu")
-        wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, tuple(shape), dtype=dtype, device=device
-        )
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         wrapper._components = tuple(components)
         wrapper._layout = layout
-        return wrapper  # type: ignore[no-any-return]
+        return wrapper
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Layout:  # type: ignore[override]  # torch's ``layout`` (strided, sparse) gives way
         """Mesh and sharding of the tensor."""
         return self._layout
 
@@ -83,7 +81,7 @@ class DTensor(torch.Tensor):
         return gather.full_tensor(self._components, self._layout, self.shape, self.dtype)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance method
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -94,7 +92,7 @@ class DTensor(torch.Tensor):
         del types
         return dispatch.dispatch(DTensor, func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
         del tensor_contents
         parts = ", ".join(
             f"{name.rpartition('/')[2].removeprefix('device:')}: {component!r}"

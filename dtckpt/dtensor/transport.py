@@ -49,4 +49,5 @@ def _group(clients: tuple[int, ...]) -> dist.ProcessGroup | None:
         )
     if clients == tuple(range(dist.get_world_size())) and dist.get_backend() == "gloo":
         return dist.group.WORLD
-    return dist.new_group(list(clients), backend="gloo", use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(list(clients), backend="gloo", use_local_synchronization=True)
+    return group

@@ -16,7 +16,7 @@ import xxhash
 def chunk_digest(name: str, index: Sequence[int], elements: np.ndarray[Any, Any]) -> int:
     """Return the digest of one chunk; non-contiguous ``elements`` are copied first."""
     place = f"{name}\0{','.join(map(str, index))}".encode()
-    return xxhash.xxh3_64_intdigest(as_bytes(elements), seed=xxhash.xxh3_64_intdigest(place))
+    return xxhash.xxh3_64_intdigest(as_bytes(elements).data, seed=xxhash.xxh3_64_intdigest(place))
 
 
 def as_bytes(elements: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

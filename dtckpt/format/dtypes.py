@@ -26,6 +26,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """Every storable dtype: name -> numpy dtype (from ml_dtypes where numpy has none)."""
 
 
+_finfo: Any = ml_dtypes.finfo
+_iinfo: Any = ml_dtypes.iinfo
+
+
 def validate_dtype(name: str) -> np.dtype[Any]:
     """Return the numpy dtype of a storable dtype name.
 
@@ -54,7 +58,7 @@ def fill_value(name: str) -> Any:
 
 def is_lossless(source: str, target: str) -> bool:
     """Whether every value of ``source`` is a value of ``target`` (so that a conversion needs no consent)."""
-    if source == target or source == "bool":
+    if source in (target, "bool"):
         return True
     if target == "bool":
         return False
@@ -63,16 +67,16 @@ def is_lossless(source: str, target: str) -> bool:
     if source in _COMPLEX:
         return False
     if source in _INTEGERS:
-        bits = ml_dtypes.iinfo(DTYPES[source])
+        bits = _iinfo(DTYPES[source])
         if target in _INTEGERS:
-            into = ml_dtypes.iinfo(DTYPES[target])
+            into = _iinfo(DTYPES[target])
             return bool(into.min <= bits.min and bits.max <= into.max)
         # 2**nmant is the first gap in the integers; the extreme integer itself must be in range too.
-        info = ml_dtypes.finfo(DTYPES[target])
+        info = _finfo(DTYPES[target])
         return int(bits.max) <= 2 ** (info.nmant + 1) and int(bits.max) <= float(info.max)
     if target in _INTEGERS:
         return False
-    have, want = ml_dtypes.finfo(DTYPES[source]), ml_dtypes.finfo(DTYPES[target])
+    have, want = _finfo(DTYPES[source]), _finfo(DTYPES[target])
     specials = not (target.endswith("fn") and not source.endswith("fn")) and not target.endswith("fnuz")
     return bool(
         specials

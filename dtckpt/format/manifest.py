@@ -119,7 +119,9 @@ class Manifest:
                 f"{FORMAT_VERSION}; upgrade dtckpt"
             )
         if envelope.format_version == 0 or bytes_digest(envelope.manifest) != envelope.digest:
-            raise CheckpointCorruptError(f"manifest {origin} is damaged: its digest does not match; restore another step")
+            raise CheckpointCorruptError(
+                f"manifest {origin} is damaged: its digest does not match; restore another step"
+            )
         message = checkpoint_pb2.Manifest.FromString(envelope.manifest)
         try:
             meshes = [Mesh.from_proto(mesh) for mesh in message.meshes]

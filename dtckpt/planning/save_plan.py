@@ -234,4 +234,3 @@ def _topic(tensors: Sequence[TensorPlan], salt: bytes) -> bytes:
         for plan in tensors
     ]
     return bytes_digest("\n".join(lines).encode() + b"\0" + salt).to_bytes(8, "big")
-

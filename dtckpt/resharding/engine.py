@@ -114,7 +114,9 @@ def reshard(
             source = CheckpointSource(checkpoint, max_memory // _SHARE, progress)
             state = State(specs, source, checkpoint.manifest.tree, max_pending_nbytes=max_memory // _SHARE)
             alone = LocalCoordination(Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63)))
-            saved = save_state(dst, lambda: state, options=replace(options, chunk_nbytes=chunk_nbytes), coordination=alone)
+            saved = save_state(
+                dst, lambda: state, options=replace(options, chunk_nbytes=chunk_nbytes), coordination=alone
+            )
         return ReshardReport(checkpoint.path, Path(dst), tensors, max_memory, saved)
 
 
@@ -146,7 +148,10 @@ def _saved_only(boxes: Sequence[Holding], info: TensorInfo) -> tuple[Holding, ..
     if info.is_whole:
         return tuple(boxes)
     parts = (
-        Holding(part, box.clients) for box in boxes for chunk in info.chunks if (part := box.region.intersect(chunk.region))
+        Holding(part, box.clients)
+        for box in boxes
+        for chunk in info.chunks
+        if (part := box.region.intersect(chunk.region))
     )
     return tuple(parts)
 

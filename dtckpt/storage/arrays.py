@@ -36,9 +36,7 @@ def client_folder(client: int) -> str:
     return f"client_{client}"
 
 
-def array_metadata(
-    grid: ChunkGrid, stored_dtype: str, attributes: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def array_metadata(grid: ChunkGrid, stored_dtype: str, attributes: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return an array's ``zarr.json`` (Zarr v3 core specification)."""
     return {
         "zarr_format": 3,
