@@ -10,6 +10,7 @@ from dtckpt.errors import BarrierConflictError, ComponentError, SaveDisagreement
 from dtckpt.format.digest import bytes_digest
 from dtckpt.planning.save_plan import SavePlan
 
+MAX_PATH_CHARS = 250
 MAX_FINGERPRINTS = 600
 """Tensors that are compared one by one, so that the odd one can be named; the rest are compared together."""
 
@@ -45,7 +46,8 @@ class Summary:
         )
         names = "\0".join(item.spec.name for item in plan.tensors).encode()
         return cls(
-            path=path[-1000:],
+            # Odd bytes in file names become escapes: a payload is UTF-8, and has no room for longer paths.
+            path=path.encode("utf-8", "backslashreplace").decode()[-MAX_PATH_CHARS:],
             token=token,
             names=bytes_digest(names),
             tree=bytes_digest(tree),
@@ -56,7 +58,7 @@ class Summary:
 
     def to_bytes(self) -> bytes:
         """Return the payload."""
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(asdict(self), ensure_ascii=False).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Summary:

@@ -14,6 +14,7 @@ from dtckpt.dtensor import DTensor
 from dtckpt.errors import DTypeError, LayoutError
 from dtckpt.format.dtypes import DTYPES, validate_dtype
 from dtckpt.layout import Layout
+from dtckpt.mesh import Mesh
 from dtckpt.region import Region
 
 
@@ -58,6 +59,13 @@ class Leaf:
 def is_tensor(value: object) -> bool:
     """Whether a value of a state tree is stored as an array."""
     return isinstance(value, torch.Tensor)
+
+
+def mesh_of(value: torch.Tensor) -> Mesh | None:
+    """Return the mesh that a tensor is on; None for a plain one."""
+    if interop.is_torch_dtensor(value):
+        return interop.mesh_of(value.device_mesh)
+    return value.device_mesh if isinstance(value, DTensor) else None
 
 
 def as_leaf(value: torch.Tensor) -> Leaf:

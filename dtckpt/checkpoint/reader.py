@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -303,10 +304,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def local_path(path: str | Path) -> Path:
-    """Return the absolute local path of a checkpoint argument (a path or a ``file://`` URL)."""
+    """Return the absolute local path, links followed, of a checkpoint argument (a path or a ``file://`` URL)."""
     text = str(path)
     if "\0" in text or not text:
         raise CheckpointNotFoundError(f"{text!r} is no path")
     if "://" in text and not text.startswith("file://"):
         raise CheckpointNotFoundError(f"cannot open {text}: only local paths and file:// URLs are supported")
-    return Path(text.removeprefix("file://")).absolute()
+    return Path(os.path.realpath(text.removeprefix("file://")))

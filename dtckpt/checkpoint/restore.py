@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_tensor, shares_host_memory
+from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_tensor, mesh_of, shares_host_memory
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
 from dtckpt.checkpoint.rounds import Rounds
@@ -163,8 +163,7 @@ def _read(checkpoint: Checkpoint, filling: Filling) -> None:
 
 
 def _meshes_of(target: Any) -> set[Mesh]:
-    leaves = _tensors(target)
-    return {leaf.layout.mesh for leaf in map(as_leaf, leaves) if leaf.layout is not None}
+    return {mesh for mesh in map(mesh_of, _tensors(target)) if mesh is not None}
 
 
 def _tensors(node: Any) -> Iterable[torch.Tensor]:

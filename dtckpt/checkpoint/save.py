@@ -249,13 +249,7 @@ class _Attempt:
             self._rounds.run("edges", writer.hand_over)
         announced = self._rounds.run("written", lambda: self._write(writer))
         self._rounds.run("merged", lambda: self._finish(plan, state, token, announced))
-        nbytes = sum(
-            item.chunk_nbytes(number)
-            for item in plan.tensors
-            for number in range(item.grid.num_chunks)
-            if item.owners[number] >= 0
-        )
-        return SaveReport(target, nbytes, self._client_nbytes, dict(self._rounds.seconds))
+        return SaveReport(target, plan.nbytes, self._client_nbytes, dict(self._rounds.seconds))
 
     def _begin(self) -> tuple[State, SavePlan, str]:
         found: list[tuple[State, SavePlan]] = []

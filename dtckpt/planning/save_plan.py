@@ -90,10 +90,6 @@ class TensorPlan:
         """Row-major numbers of the chunks that nobody holds."""
         return tuple(np.flatnonzero(self.owners == NO_CLIENT).tolist())
 
-    def chunk_nbytes(self, number: int) -> int:
-        """Bytes of one chunk's elements on storage."""
-        return self.grid.region(self.grid.index(number)).numel * validate_dtype(self.spec.stored_dtype).itemsize
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
@@ -114,9 +110,14 @@ class SavePlan:
                 if tensor.owners[number] == owner != source:
                     yield from ((position, number, piece.region) for piece in pieces if piece.client == source)
 
-    def nbytes_of(self, client: int) -> int:
-        """Bytes that one client writes."""
-        return sum(tensor.chunk_nbytes(number) for tensor in self.tensors for number in tensor.owned_by(client))
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements on storage."""
+        return sum(
+            holding.region.numel * validate_dtype(tensor.spec.stored_dtype).itemsize
+            for tensor in self.tensors
+            for holding in tensor.spec.holdings
+        )
 
 
 @lru_cache(maxsize=4096)

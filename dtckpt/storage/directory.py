@@ -49,7 +49,12 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         CheckpointExistsError: There is a checkpoint and ``overwrite`` is false, or something that is none.
     """
     with translated("look at the target", target):
-        if not target.exists() and not target.is_symlink():
+        if not target.exists():
+            if not overwrite and any(map(is_committed, _siblings(target, "old"))):
+                raise CheckpointExistsError(
+                    f"there is a checkpoint at {target} that was being replaced when its writer died; pass "
+                    "overwrite=True to replace it, or save elsewhere"
+                )
             return
         if is_committed(target):
             if not overwrite:
@@ -89,7 +94,6 @@ def commit(staging: Path, target: Path, token: str, *, overwrite: bool, is_durab
         CheckpointExistsError: Something took the target meanwhile.
         StorageError: The directory under construction is gone: another attempt took over.
     """
-    old = _sibling(target, "old", token)
     with translated("commit the checkpoint", target):
         if not is_committed(staging):
             raise StorageError(f"cannot commit {target}: {staging.name} is gone; another attempt saves to this path")
@@ -99,14 +103,7 @@ def commit(staging: Path, target: Path, token: str, *, overwrite: bool, is_durab
             _rename(staging, target, _RENAME_NOREPLACE)
         else:
             check_target(target, overwrite=overwrite)
-            try:
-                _rename(staging, target, _RENAME_EXCHANGE)
-                staging.rename(old)
-            except OSError as error:
-                if error.errno not in _UNSUPPORTED:
-                    raise
-                target.rename(old)
-                staging.rename(target)
+            _replace(staging, target, _sibling(target, "old", token))
         if is_durable:
             _sync(target.parent)
     for leftover in _siblings(target, "old"):
@@ -150,6 +147,18 @@ def locate(target: Path) -> Path:
                 return old
         hint = "; a save to it did not complete" if _siblings(target, "new") else ""
         raise CheckpointNotFoundError(f"there is no checkpoint at {target}{hint}")
+
+
+def _replace(staging: Path, target: Path, old: Path) -> None:
+    try:
+        _rename(staging, target, _RENAME_EXCHANGE)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        target.rename(old)
+        staging.rename(target)
+    else:
+        staging.rename(old)
 
 
 def _rename(source: Path, target: Path, flag: int) -> None:

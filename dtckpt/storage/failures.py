@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dtckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointExistsError,
     StorageError,
     StorageFullError,
     StoragePermissionError,
@@ -46,7 +47,9 @@ def translated(action: str, where: object, *, is_read: bool = False) -> Iterator
         raise StorageError(text) from error
 
 
-def _os_error(error: OSError, text: str) -> StorageError:
+def _os_error(error: OSError, text: str) -> CheckpointError:
+    if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+        return CheckpointExistsError(f"{text}; something took the path meanwhile")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageFullError(f"{text}; free space and save again")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
