@@ -176,7 +176,8 @@ def merge(
         target = store.with_transaction(transaction) if transaction else store
         if transaction:
             for client in clients:
-                spec = _kvstore(kind, root / client_folder(client))
+                # A range is copied by reference only between stores whose base options are the same.
+                spec = _kvstore(kind, root / client_folder(client), file_io_sync=is_durable)
                 source = ts.KvStore.open(spec, context=context).result()
                 source.experimental_copy_range_to(target).result()
         writes = [
