@@ -61,7 +61,7 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def mesh_of(value: torch.Tensor) -> Mesh | None:
+def mesh_of(value: Any) -> Mesh | None:
     """Return the mesh that a tensor is on; None for a plain one."""
     if interop.is_torch_dtensor(value):
         return interop.mesh_of(value.device_mesh)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -197,19 +197,29 @@ class Checkpoint:
         Returns:
             The bytes read from storage.
         """
-        entry = self.info(name)._entry
-        if region.ndim != len(entry.shape) or not Region.full(entry.shape).contains(region):
-            raise RegionError(f"region {region} is outside tensor {name!r} of shape {entry.shape}")
+        return self.read_all([(name, region, into)], max_in_flight=max_in_flight)
+
+    def read_all(
+        self,
+        requests: Iterable[tuple[str, Region, np.ndarray[Any, Any]]],
+        *,
+        max_in_flight: int = MAX_NBYTES_IN_FLIGHT,
+    ) -> int:
+        """Read many regions, each as `read_into`, with the reads of all of them under way together."""
         nbytes = in_flight = 0
         pending: deque[_ChunkRead] = deque()
-        for read in self._start_reads(entry, region, into):
-            pending.append(read)
-            in_flight += read.memory.nbytes
-            nbytes += read.memory.nbytes
-            while in_flight > max_in_flight:
-                in_flight -= self._finish(entry, pending.popleft())
+        for name, region, into in requests:
+            entry = self.info(name)._entry
+            if region.ndim != len(entry.shape) or not Region.full(entry.shape).contains(region):
+                raise RegionError(f"region {region} is outside tensor {name!r} of shape {entry.shape}")
+            for read in self._start_reads(entry, region, into):
+                pending.append(read)
+                in_flight += read.memory.nbytes
+                nbytes += read.memory.nbytes
+                while in_flight > max_in_flight:
+                    in_flight -= self._finish(pending.popleft())
         while pending:
-            self._finish(entry, pending.popleft())
+            self._finish(pending.popleft())
         return nbytes
 
     def _start_reads(self, entry: ArrayEntry, region: Region, into: np.ndarray[Any, Any]) -> Iterator[_ChunkRead]:
@@ -227,10 +237,11 @@ class Checkpoint:
             memory = target if is_direct else stored_empty(entry.stored_dtype, chunk.shape)
             source = None if is_direct else overlap.relative_to(chunk)
             handle = self._reader.start(entry.path, entry.grid, entry.stored_dtype, chunk, memory)
-            yield _ChunkRead(index, chunk, memory, target, source, handle)
+            yield _ChunkRead(entry, index, chunk, memory, target, source, handle)
 
-    def _finish(self, entry: ArrayEntry, read: _ChunkRead) -> int:
+    def _finish(self, read: _ChunkRead) -> int:
         """Wait for one chunk, verify it, and deliver it; return its bytes."""
+        entry = read.entry
         self._reader.finish(read.handle, entry.path, read.chunk)
         number = entry.grid.number(read.index)
         if chunk_digest(entry.name, read.index, read.memory) != int(entry.digests[number]):
@@ -264,6 +275,7 @@ class Checkpoint:
 class _ChunkRead:
     """A chunk on its way: ``memory`` takes the stored chunk, ``source`` is the part of it that ``target`` wants."""
 
+    entry: ArrayEntry
     index: tuple[int, ...]
     chunk: Region
     memory: np.ndarray[Any, Any]

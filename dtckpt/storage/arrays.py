@@ -181,7 +181,7 @@ def merge(
                 source = ts.KvStore.open(spec, context=context).result()
                 source.experimental_copy_range_to(target).result()
         writes = [
-            target.write(path, json.dumps(document, indent=1).encode()) for path, document in sorted(documents.items())
+            target.write(path, json.dumps(document).encode()) for path, document in sorted(documents.items())
         ]
         for write in writes:
             write.result()
