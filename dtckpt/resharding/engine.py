@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
+from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, local_path, open_checkpoint
 from dtckpt.checkpoint.restore import Layouts, choose_layout
 from dtckpt.checkpoint.save import SaveReport, State, save_state
 from dtckpt.coordination import LocalCoordination, Member
@@ -23,6 +23,7 @@ from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.planning.save_plan import Holding, SavePlan, TensorPlan, TensorSpec, holdings_of, plan_save
 from dtckpt.region import Region
+from dtckpt.storage import directory
 
 DEFAULT_MAX_MEMORY = 1 << 30
 _SHARE = 4
@@ -51,6 +52,7 @@ class ReshardReport:
 
     source: Path
     target: Path
+    mesh: Mesh
     tensors: Sequence[ReshardedTensor]
     max_memory: int
     save: SaveReport | None
@@ -98,13 +100,18 @@ def reshard(
 
     Raises:
         MeshError: A layout is on another mesh.
-        ConfigError: ``max_memory`` is less than one chunk needs, or ``dtype`` is no floating-point type.
+        ConfigError: ``max_memory`` is less than one chunk needs, ``dtype`` is no floating-point type, or one of
+            ``src`` and ``dst`` lies inside the other.
+        CheckpointExistsError: ``dst`` is taken; noticed before anything is planned, also in a dry run.
         CheckpointError: As for `dtckpt.open_checkpoint` and `dtckpt.save`.
     """
     options = options or SaveOptions()
     new_dtype = _validate_arguments(mesh, dtype, max_memory)
     chunk_nbytes = min(options.chunk_nbytes, max(1, max_memory // _SHARE))
+    target = local_path(dst)
     with open_checkpoint(src) as checkpoint:
+        directory.check_target(target, overwrite=options.overwrite)
+        _validate_target(checkpoint.path, target)
         specs = [_spec(name, info, mesh, layouts, new_dtype) for name, info in checkpoint.tensors.items()]
         plan = plan_save(specs, chunk_nbytes)
         tensors = [_describe(checkpoint.info(item.spec.name), item) for item in plan.tensors]
@@ -117,7 +124,7 @@ def reshard(
             saved = save_state(
                 dst, lambda: state, options=replace(options, chunk_nbytes=chunk_nbytes), coordination=alone
             )
-        return ReshardReport(checkpoint.path, Path(dst), tensors, max_memory, saved)
+        return ReshardReport(checkpoint.path, target, mesh, tensors, max_memory, saved)
 
 
 def _validate_arguments(mesh: Mesh, dtype: torch.dtype | None, max_memory: int) -> str | None:
@@ -129,6 +136,13 @@ def _validate_arguments(mesh: Mesh, dtype: torch.dtype | None, max_memory: int) 
     if name is not None and not is_floating(name):
         raise ConfigError(f"dtype for floating-point tensors must be a floating-point type; got {name}")
     return name
+
+
+def _validate_target(source: Path, target: Path) -> None:
+    """Refuse to put one checkpoint inside the other: replacing the outer one would remove both."""
+    inner, outer = target.resolve(), source.resolve()
+    if inner != outer and (inner.is_relative_to(outer) or outer.is_relative_to(inner)):
+        raise ConfigError(f"{source} and {target} cannot lie one inside the other; choose another destination")
 
 
 def _spec(name: str, info: TensorInfo, mesh: Mesh, layouts: Layouts | None, new_dtype: str | None) -> TensorSpec:

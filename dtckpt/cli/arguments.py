@@ -1,0 +1,180 @@
+"""Text of the command line -> values."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dtckpt import wire
+from dtckpt.checkpoint.reader import TensorInfo
+from dtckpt.checkpoint.restore import kept_layout
+from dtckpt.clients import abstract_mesh
+from dtckpt.errors import ConfigError, LayoutError, MeshError, capped
+from dtckpt.format.dtypes import DTYPES, is_floating
+from dtckpt.layout import MATCH, Layout
+from dtckpt.mesh import Mesh
+
+MAX_DEVICES = 1 << 18
+"""Largest mesh; planning for it takes seconds per tensor."""
+MAX_LAYOUT_FILE_NBYTES = 16 << 20
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{infix}b": base**power
+    for power, letter in enumerate("kmgtp", start=1)
+    for infix, base in (("i", 1024), ("", 1000))
+}
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
+_COUNT = re.compile(r"[1-9]\d{0,17}", re.ASCII)
+_COMMENT = re.compile(r"(^|\s)#.*")
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that ``512KiB``, ``1.5GiB``, ``2GB`` or ``4096`` mean.
+
+    Raises:
+        ConfigError: The text is no positive size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(match[2].lower()) if match else None
+    nbytes = (
+        0 if match is None or unit is None else int(float(match[1]) * unit if "." in match[1] else int(match[1]) * unit)
+    )
+    if nbytes < 1:
+        raise ConfigError(
+            f"size cannot be used; got {text!r}, expected bytes or a number with KiB, MiB, GiB, KB, MB, GB"
+        )
+    return nbytes
+
+
+def parse_mesh(text: str) -> Mesh:
+    """Return the mesh that ``data=2,model=4`` means: axes with sizes, major first.
+
+    Raises:
+        MeshError: The text is malformed, or no mesh has such axes.
+    """
+    axes: dict[str, int] = {}
+    for item in text.split(","):
+        axis, _, size = item.strip().rpartition("=")
+        if not axis or not _COUNT.fullmatch(size) or axis in axes:
+            reason = "the axis is there twice" if axis in axes else "expected AXIS=SIZE with a size of 1 or more"
+            raise MeshError(f"mesh {text!r} cannot be used; got {item!r}, {reason}, as in data=2,model=4")
+        axes[axis] = int(size)
+    if math.prod(axes.values()) > MAX_DEVICES:
+        raise MeshError(
+            f"mesh {text!r} is too large; got {math.prod(axes.values())} devices, expected at most {MAX_DEVICES}"
+        )
+    return abstract_mesh(axes)
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """Return a floating-point dtype by name.
+
+    Raises:
+        ConfigError: There is none of the name.
+    """
+    if not is_floating(text):
+        raise ConfigError(
+            f"dtype cannot be used; got {text!r}, expected one of {', '.join(filter(is_floating, DTYPES))}"
+        )
+    return getattr(torch, text)  # type: ignore[no-any-return]
+
+
+def read_rules(path: Path) -> Iterator[str]:
+    """Yield the rules of a layout file: one PATTERN=SPEC per line, comments from a ``#`` after a blank on.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_LAYOUT_FILE_NBYTES + 1)
+        text = data.decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"layout file {path} cannot be read: {error}") from error
+    if len(data) > MAX_LAYOUT_FILE_NBYTES:
+        raise ConfigError(f"layout file {path} is too large; expected at most {MAX_LAYOUT_FILE_NBYTES} bytes")
+    for line in text.splitlines():
+        if rule := _COMMENT.sub("", line).strip():
+            yield rule
+
+
+def layout_text(layout: Layout | None) -> str:
+    """Return a layout's specs as `LayoutRule` reads them; a word where there are none."""
+    if layout is None:
+        return "none"
+    return ",".join(map(wire.spec_to_text, layout.sharding_specs)) or "scalar"
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRule:
+    """A layout for the tensors whose names match a glob; ``text`` is how it was written."""
+
+    text: str
+    pattern: str
+    layout: Layout
+
+    @classmethod
+    def parse(cls, text: str, mesh: Mesh) -> LayoutRule:
+        """Read ``PATTERN=SPEC``; names may hold ``=``, specs cannot, so the last one parts the two.
+
+        Raises:
+            LayoutError: The text is malformed or does not fit the mesh.
+        """
+        pattern, equals, spec_text = text.rpartition("=")
+        if not equals or not pattern.strip():
+            raise LayoutError(f"layout {text!r} cannot be used; expected PATTERN=SPEC, as in '*/weight=data,unsharded'")
+        specs = [wire.spec_from_text(entry.strip()) for entry in spec_text.split(",")] if spec_text.strip() else []
+        if MATCH in specs:
+            raise LayoutError(f"layout {text!r} cannot be used; got {MATCH!r}, expected an axis or 'unsharded'")
+        try:
+            return cls(text, pattern.strip(), Layout(specs, mesh))
+        except LayoutError as error:
+            raise LayoutError(f"layout {text!r} cannot be used: {error.message}") from error
+
+
+class LayoutRules:
+    """Rules in order: the first whose pattern matches a tensor's name gives its layout.
+
+    Tensors that no rule matches keep their saved sharding specs as far as the mesh has those axes. Remembers which
+    rules matched anything, whether or not an earlier one won.
+    """
+
+    def __init__(self, texts: Sequence[str], mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._rules = [LayoutRule.parse(text, mesh) for text in texts]
+        self._used: set[str] = set()
+
+    def __call__(self, name: str, info: TensorInfo) -> Layout:
+        """Return the layout of one tensor.
+
+        Raises:
+            LayoutError: The rule's layout has another rank than the tensor.
+        """
+        matching = [rule for rule in self._rules if fnmatch.fnmatchcase(name, rule.pattern)]
+        self._used.update(rule.pattern for rule in matching)
+        if not matching:
+            return kept_layout(info, self._mesh)
+        rule = matching[0]
+        if rule.layout.rank != len(info.shape):
+            raise LayoutError(
+                f"layout {rule.text!r} does not fit tensor {name!r} of shape {info.shape}; "
+                f"got {rule.layout.rank} specs, expected {len(info.shape)}, one per dim"
+            )
+        return rule.layout
+
+    def validate_all_used(self) -> None:
+        """Refuse rules that matched no tensor so far: most likely a typo.
+
+        Raises:
+            LayoutError: There is one.
+        """
+        unused = [rule.text for rule in self._rules if rule.pattern not in self._used]
+        if unused:
+            raise LayoutError(
+                f"no tensor matches the pattern of layout {capped(map(repr, unused))}; expected a glob over names"
+            )

@@ -1,0 +1,97 @@
+"""The commands and their options. What does the work is imported when a command runs, so ``--help`` is quick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+import dtckpt
+from dtckpt.cli.exits import exit_code_help
+
+KVSTORES = ("ocdbt", "zarr")
+"""As in `dtckpt.format.manifest`, which is slow to import."""
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_LAYOUT_HELP = """\b
+Layouts:
+  PATTERN is a glob over tensor names (* also matches /); the first match wins, command line before file.
+  SPEC has one entry per dim, separated by commas: an axis (x), axes in order, major first (x+y), or unsharded.
+  A scalar's SPEC is empty. The last = parts the two. Tensors that nothing matches keep their saved specs as far
+  as the mesh has those axes. A layout file has one PATTERN=SPEC per line; # starts a comment.
+
+"""
+
+
+def _debug_option(command: _Command) -> _Command:
+    # `dtckpt.cli.main` looks for it in the arguments: it must work even where parsing fails.
+    return click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback with an error.")(command)
+
+
+def _json_option(text: str) -> Callable[[_Command], _Command]:
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+@click.group(
+    no_args_is_help=False,
+    epilog=exit_code_help(),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@click.version_option(dtckpt.__version__, prog_name="dtckpt", message="%(prog)s %(version)s")
+@_debug_option
+def cli() -> None:
+    """Look at checkpoints and lay them out anew, without the devices that they are for."""
+
+
+@cli.command(epilog=f"{_LAYOUT_HELP}{exit_code_help()}")
+@click.argument("src")
+@click.argument("dst")
+@click.option("--mesh", required=True, metavar="AXIS=SIZE,...", help="Target mesh, major axis first: data=2,model=4.")
+@click.option(
+    "--layout", "layouts", multiple=True, metavar="PATTERN=SPEC", help="Layout of the tensors that match; see below."
+)
+@click.option("--layout-file", type=click.Path(path_type=Path), help="File of layouts, one per line.")
+@click.option("--dtype", metavar="DTYPE", help="New dtype of the floating-point tensors, such as bfloat16.")
+@click.option(
+    "--format",
+    "kvstore",
+    type=click.Choice(KVSTORES),
+    default="ocdbt",
+    show_default=True,
+    help="How DST is stored: few files, or a plain Zarr v3 tree.",
+)
+@click.option(
+    "--max-memory",
+    metavar="SIZE",
+    default="1GiB",
+    show_default=True,
+    help="Bound on tensor data in memory: 512KiB, 2GB.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST, once the new one is durable.")
+@click.option("--dry-run", is_flag=True, help="Check everything and show the plan; write nothing.")
+@_json_option("Print one JSON line per event: start, tensor, done, error.")
+@_debug_option
+def reshard(**options: Any) -> None:
+    """Write checkpoint SRC anew as DST, laid out for another mesh.
+
+    Names, values and structure stay as they are. DST appears whole or not at all.
+    """
+    from dtckpt.cli.resharding import Request, run_reshard
+
+    run_reshard(Request(**options))
+
+
+@cli.command(epilog=exit_code_help())
+@click.argument("path")
+@click.option("--tensor", "patterns", multiple=True, metavar="GLOB", help="Only tensors with such names.")
+@click.option("--chunks", "with_chunks", is_flag=True, help="List every chunk: region, key, digest, client.")
+@_json_option("Print one line of JSON.")
+@_debug_option
+def inspect(path: str, patterns: tuple[str, ...], with_chunks: bool, as_json: bool) -> None:
+    """Show what checkpoint PATH holds."""
+    from dtckpt.cli.inspecting import run_inspect
+
+    run_inspect(path, patterns, with_chunks=with_chunks, as_json=as_json)

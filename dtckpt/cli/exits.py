@@ -1,0 +1,71 @@
+"""Exit codes, and which error gives which."""
+
+from __future__ import annotations
+
+import enum
+
+import click
+
+from dtckpt import errors
+
+
+class ExitCode(enum.IntEnum):
+    """How the command ended, for scripts; values above 63 are those of ``sysexits.h``."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    CONFLICT = 4
+    UNAVAILABLE = 69
+    INTERNAL = 70
+    TRY_AGAIN = 75
+
+
+MEANINGS = {
+    ExitCode.OK: "ok",
+    ExitCode.FAILED: "check failed: the checkpoint is damaged, of a newer format, or not what was expected",
+    ExitCode.USAGE: "usage: an option, mesh, layout or dtype cannot be used as given",
+    ExitCode.NOT_FOUND: "not found: no checkpoint (or only an unfinished one), or no such tensor",
+    ExitCode.CONFLICT: "conflict: the destination exists, or another writer was faster",
+    ExitCode.UNAVAILABLE: "unavailable: access is denied, or the coordinator cannot be reached",
+    ExitCode.INTERNAL: "internal error: please report it with the output of --debug",
+    ExitCode.TRY_AGAIN: "try again: storage is full or failed, or clients were lost or late",
+}
+
+EXIT_CODES: dict[type[BaseException], ExitCode] = {
+    click.ClickException: ExitCode.USAGE,
+    # Most errors outside the two groups below say that the caller described something that does not fit.
+    errors.DtckptError: ExitCode.USAGE,
+    errors.ReplicaMismatchError: ExitCode.FAILED,
+    errors.SaveDisagreementError: ExitCode.FAILED,
+    errors.CheckpointError: ExitCode.FAILED,
+    errors.CheckpointNotFoundError: ExitCode.NOT_FOUND,
+    errors.CheckpointIncompleteError: ExitCode.NOT_FOUND,
+    errors.TensorNotFoundError: ExitCode.NOT_FOUND,
+    errors.RegionNotFoundError: ExitCode.NOT_FOUND,
+    errors.CheckpointExistsError: ExitCode.CONFLICT,
+    errors.CheckpointConflictError: ExitCode.CONFLICT,
+    errors.StorageError: ExitCode.TRY_AGAIN,
+    errors.StoragePermissionError: ExitCode.UNAVAILABLE,
+    errors.CoordinationError: ExitCode.TRY_AGAIN,
+    errors.ClientFailedError: ExitCode.FAILED,
+    errors.BarrierConflictError: ExitCode.CONFLICT,
+    errors.FencedError: ExitCode.CONFLICT,
+    errors.CoordinatorUnavailableError: ExitCode.UNAVAILABLE,
+    # Storage's own are translated; what remains is our output that cannot be written.
+    OSError: ExitCode.TRY_AGAIN,
+    BaseException: ExitCode.INTERNAL,
+}
+"""The exit code of an error is that of the nearest of its classes in this table."""
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """Return the exit code of an error."""
+    return next(EXIT_CODES[cls] for cls in type(error).__mro__ if cls in EXIT_CODES)
+
+
+def exit_code_help() -> str:
+    """Return the list of exit codes for ``--help``."""
+    lines = [f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items()]
+    return "\n".join(["\b", "Exit codes:", *lines, "  130  interrupted; nothing is left behind"])

@@ -1,0 +1,189 @@
+"""``dtckpt inspect``: what is in a checkpoint."""
+
+from __future__ import annotations
+
+import base64
+import fnmatch
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from dtckpt.checkpoint.reader import Checkpoint, ChunkInfo, TensorInfo, open_checkpoint
+from dtckpt.cli.arguments import layout_text
+from dtckpt.cli.output import format_count, format_nbytes, format_shape, printable, write_event, write_line, write_table
+from dtckpt.errors import TensorNotFoundError, capped
+from dtckpt.mesh import Mesh
+from dtckpt.region import Region
+
+MAX_VALUE_CHARS = 80
+
+
+def run_inspect(path: str, patterns: Sequence[str], *, with_chunks: bool, as_json: bool) -> None:
+    """Run the command.
+
+    Raises:
+        TensorNotFoundError: No tensor matches one of the patterns.
+        CheckpointError: As for `dtckpt.open_checkpoint`.
+    """
+    with open_checkpoint(path) as checkpoint:
+        tensors = select(checkpoint, patterns)
+        meshes = list(dict.fromkeys(info.layout.mesh for info in tensors if info.layout is not None))
+        if as_json:
+            write_event("checkpoint", **to_json(checkpoint, tensors, meshes, with_chunks=with_chunks))
+        else:
+            _write_text(checkpoint, tensors, meshes, with_chunks=with_chunks)
+
+
+def select(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[TensorInfo]:
+    """Return the tensors whose names match any of some globs; all, if there are none."""
+    for pattern in patterns:
+        if not fnmatch.filter(checkpoint.tensors, pattern):
+            raise TensorNotFoundError(
+                f"no tensor of {checkpoint.path} matches {pattern!r}; it has {capped(map(repr, checkpoint.tensors))}"
+            )
+    return [
+        info
+        for name, info in checkpoint.tensors.items()
+        if not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+
+
+# --- JSON ---------------------------------------------------------------------------------------------------------
+
+
+def to_json(
+    checkpoint: Checkpoint, tensors: Sequence[TensorInfo], meshes: Sequence[Mesh], *, with_chunks: bool
+) -> dict[str, Any]:
+    """Return a checkpoint as JSON; ``mesh`` of a tensor is a position in ``meshes``."""
+    manifest = checkpoint.manifest
+    return {
+        "path": str(checkpoint.path),
+        "format_version": manifest.format_version,
+        "job": manifest.job,
+        "num_clients": manifest.num_clients,
+        "kvstore": manifest.kvstore,
+        "meshes": [
+            {"name": mesh.name, "axes": mesh.axis_sizes, "devices": mesh.size(), "device_type": mesh.device_kind}
+            for mesh in meshes
+        ],
+        "tensors": [_tensor_json(info, meshes, with_chunks=with_chunks) for info in tensors],
+        "totals": {
+            "tensors": len(tensors),
+            "chunks": sum(info.num_chunks for info in tensors),
+            "bytes": sum(info.nbytes for info in tensors),
+        },
+        "values": {path: _value_json(value) for path, value in checkpoint.values.items()},
+    }
+
+
+def _tensor_json(info: TensorInfo, meshes: Sequence[Mesh], *, with_chunks: bool) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "name": info.name,
+        "shape": info.shape,
+        "dtype": _dtype_name(info.dtype),
+        "stored_dtype": _dtype_name(info.stored_dtype),
+        "mesh": None if info.layout is None else meshes.index(info.layout.mesh),
+        "sharding_specs": None if info.layout is None else info.layout.sharding_specs,
+        "chunks": info.num_chunks,
+        "bytes": info.nbytes,
+        "is_whole": info.is_whole,
+    }
+    if with_chunks:
+        facts["chunk_list"] = [
+            {
+                "offset": chunk.region.offset,
+                "shape": chunk.region.shape,
+                "key": chunk.key,
+                "digest": _digest_text(chunk),
+                "client": chunk.client,
+            }
+            for chunk in info.chunks
+        ]
+    return facts
+
+
+def _value_json(value: Any) -> Any:
+    """Return a plain value; what JSON lacks is spelled as in the manifest (see `dtckpt.format.tree`)."""
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    return value
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _digest_text(chunk: ChunkInfo) -> str:
+    # As text: JSON readers that keep numbers as doubles would round it.
+    return f"{chunk.digest:016x}"
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def _write_text(
+    checkpoint: Checkpoint, tensors: Sequence[TensorInfo], meshes: Sequence[Mesh], *, with_chunks: bool
+) -> None:
+    manifest = checkpoint.manifest
+    chunks = format_count(sum(info.num_chunks for info in tensors), "chunk")
+    size = format_nbytes(sum(info.nbytes for info in tensors))
+    of_all = "" if len(tensors) == len(checkpoint.tensors) else f" of {len(checkpoint.tensors)}"
+    facts = [
+        ("checkpoint", str(checkpoint.path)),
+        ("format", str(manifest.format_version)),
+        ("job", manifest.job),
+        ("clients", str(manifest.num_clients)),
+        ("kvstore", manifest.kvstore),
+        *((f"mesh {position}", _mesh_text(mesh)) for position, mesh in enumerate(meshes)),
+        ("tensors", f"{len(tensors)}{of_all}, {chunks}, {size}"),
+    ]
+    for key, fact in facts:
+        write_line(f"{key:<12}{printable(fact)}")
+    if tensors:
+        write_line("")
+        write_table(
+            ("TENSOR", "SHAPE", "DTYPE", "LAYOUT", "CHUNKS", "SIZE"), [_tensor_row(info, meshes) for info in tensors]
+        )
+    if with_chunks and tensors:
+        write_line("")
+        rows = [
+            (info.name, _region_text(chunk.region), chunk.key, _digest_text(chunk), str(chunk.client))
+            for info in tensors
+            for chunk in info.chunks
+        ]
+        write_table(("TENSOR", "REGION", "KEY", "DIGEST", "CLIENT"), rows)
+    if values := checkpoint.values:
+        write_line("")
+        write_table(("VALUE", ""), [(path, _value_text(value)) for path, value in values.items()])
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    axes = ",".join(f"{axis}={size}" for axis, size in mesh.axis_sizes.items())
+    name = f" named {mesh.name}" if mesh.name else ""
+    return f"{axes} ({format_count(mesh.size(), f'{mesh.device_kind} device')}){name}"
+
+
+def _tensor_row(info: TensorInfo, meshes: Sequence[Mesh]) -> tuple[str, ...]:
+    layout = layout_text(info.layout)
+    if info.layout is not None and len(meshes) > 1:
+        layout += f" on mesh {meshes.index(info.layout.mesh)}"
+    dtype, stored = _dtype_name(info.dtype), _dtype_name(info.stored_dtype)
+    return (
+        info.name,
+        format_shape(info.shape),
+        dtype if dtype == stored else f"{dtype} (stored {stored})",
+        layout,
+        str(info.num_chunks) if info.is_whole else f"{info.num_chunks} (part)",
+        format_nbytes(info.nbytes),
+    )
+
+
+def _region_text(region: Region) -> str:
+    return ",".join(f"{start}:{stop}" for start, stop in zip(region.offset, region.stop, strict=True)) or "scalar"
+
+
+def _value_text(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."

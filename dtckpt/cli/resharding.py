@@ -1,0 +1,72 @@
+"""``dtckpt reshard``: plan and check all of it, then run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.cli.arguments import LayoutRules, parse_dtype, parse_mesh, parse_size, read_rules
+from dtckpt.cli.reporting import BarReporter, JsonReporter, PlanReporter, Reporter
+from dtckpt.resharding.engine import ReshardReport, reshard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The arguments of the command, as text."""
+
+    src: str
+    dst: str
+    mesh: str
+    layouts: Sequence[str]
+    layout_file: Path | None
+    dtype: str | None
+    kvstore: str
+    max_memory: str
+    overwrite: bool
+    dry_run: bool
+    as_json: bool
+
+
+def run_reshard(request: Request) -> None:
+    """Run the command.
+
+    Raises:
+        MeshError: ``--mesh`` cannot be used.
+        LayoutError: A layout does not fit the mesh or a tensor, or matches no tensor.
+        ConfigError: Another option cannot be used.
+        CheckpointError: As for `dtckpt.reshard`.
+    """
+    start = time.monotonic()
+    mesh = parse_mesh(request.mesh)
+    from_file = read_rules(request.layout_file) if request.layout_file else ()
+    rules = LayoutRules([*request.layouts, *from_file], mesh)
+    run = partial(
+        reshard,
+        request.src,
+        request.dst,
+        mesh=mesh,
+        layouts=rules,
+        dtype=parse_dtype(request.dtype) if request.dtype else None,
+        max_memory=parse_size(request.max_memory),
+        options=SaveOptions(kvstore=request.kvstore, overwrite=request.overwrite),
+    )
+    plan = run(dry_run=True)
+    rules.validate_all_used()
+    with _reporter(request, plan, start) as reporter:
+        if not request.dry_run:
+            run(progress=reporter.advance)
+        reporter.finish()
+
+
+def _reporter(request: Request, plan: ReshardReport, start: float) -> Reporter:
+    if request.as_json:
+        return JsonReporter(plan, start, request.kvstore, is_dry_run=request.dry_run)
+    if request.dry_run:
+        return PlanReporter(plan, start)
+    is_watched = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+    return BarReporter(plan, start) if is_watched else Reporter(plan, start)
