@@ -21,6 +21,7 @@ from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, Dtckpt
 from dtckpt.format.digest import bytes_digest
 from dtckpt.format.dtypes import validate_dtype
 from dtckpt.format.grid import ChunkGrid
+from dtckpt.format.names import is_path_of
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 
@@ -126,6 +127,10 @@ class Manifest:
         try:
             meshes = [Mesh.from_proto(mesh) for mesh in message.meshes]
             entries = [_entry(tensor, meshes) for tensor in message.tensors]
+            if len({entry.name for entry in entries}) != len(entries):
+                raise ValueError("a tensor occurs twice")
+            if not 1 <= message.kvstore <= len(KVSTORES):
+                raise ValueError(f"key-value store {message.kvstore} is unknown")
             kvstore = KVSTORES[message.kvstore - 1]
         except (DtckptError, IndexError, ValueError) as error:
             raise CheckpointCorruptError(f"manifest {origin} contradicts itself: {error}") from error
@@ -167,6 +172,8 @@ def _entry_proto(entry: ArrayEntry, meshes: dict[Mesh, int]) -> checkpoint_pb2.T
 
 
 def _entry(message: checkpoint_pb2.TensorEntry, meshes: Sequence[Mesh]) -> ArrayEntry:
+    if not is_path_of(message.path, message.name):
+        raise ValueError(f"array {message.path!r} is not that of tensor {message.name!r}")
     grid = ChunkGrid(tuple(message.shape), tuple(message.chunk_shape))
     missing = frozenset(message.missing)
     writers = np.repeat(
@@ -184,6 +191,8 @@ def _entry(message: checkpoint_pb2.TensorEntry, meshes: Sequence[Mesh]) -> Array
     if message.HasField("layout"):
         specs = [tuple(spec.axes) or spec.sharding_spec for spec in message.layout.sharding_specs]
         layout = Layout(specs, meshes[message.layout.mesh])
+        if layout.rank != len(grid.shape):
+            raise ValueError(f"layout of tensor {message.name!r} has rank {layout.rank}, expected {len(grid.shape)}")
     return ArrayEntry(
         name=message.name,
         path=message.path,

@@ -19,6 +19,8 @@ MAX_SEGMENT_BYTES = 255
 
 _RESERVED = re.compile(r"dtckpt\.manifest|manifest\.ocdbt|d|client_\d+|zarr\.json|edges|__.*", re.DOTALL)
 _SAFE = "!$'()+,;=@[]{}^&~ #"
+_LOCK_SUFFIX = ".__lock"
+"""TensorStore's file driver refuses names that end so; it keeps them for its own lock files."""
 SELF_SEGMENT = "%self"
 """Last path segment of an array whose name is also a folder of others; no encoded segment can equal it."""
 
@@ -61,9 +63,10 @@ def validate_name(name: str) -> None:
 
 def encode_segment(segment: str) -> str:
     """Percent-encode one segment; the names that the format itself uses get their first character encoded."""
+    encoded = quote(segment, safe=_SAFE)
     if _RESERVED.fullmatch(segment):
-        return f"%{ord(segment[0]):02X}{quote(segment[1:], safe=_SAFE)}"
-    return quote(segment, safe=_SAFE)
+        encoded = f"%{ord(segment[0]):02X}{quote(segment[1:], safe=_SAFE)}"
+    return f"{encoded[:-1]}%6B" if encoded.endswith(_LOCK_SUFFIX) else encoded
 
 
 def decode_path(path: str) -> str:
@@ -96,6 +99,11 @@ def array_paths(names: Iterable[str]) -> dict[str, str]:
 def _parents(name: str) -> Iterable[str]:
     segments = name.split("/")
     return ("/".join(segments[:depth]) for depth in range(1, len(segments)))
+
+
+def is_path_of(path: str, name: str) -> bool:
+    """Whether an array of this name may be stored at a path, so that no manifest can point out of its checkpoint."""
+    return path in (plain := array_paths([name])[name], f"{plain}/{SELF_SEGMENT}")
 
 
 def groups(paths: Iterable[str]) -> list[str]:

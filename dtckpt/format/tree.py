@@ -20,6 +20,9 @@ from dtckpt.errors import CheckpointCorruptError, TensorNotFoundError, TreeError
 MAX_DEPTH = 64
 """Deepest nesting; also what stops a tree that contains itself."""
 
+MAX_INT_BITS = 8192
+"""Largest int; longer decimal numbers are refused by Python's own parser."""
+
 Node = dict[str, Any]
 
 
@@ -52,6 +55,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[dict[str, Any], 
             for key in node:
                 if not (isinstance(key, str) or type(key) is int):
                     raise TreeError(f"keys must be str or int; got {key!r} ({type(key).__name__}) at {where!r}")
+                _validate_int(key, where)
             return {"dict": [[key, visit(child, (*path, str(key)))] for key, child in node.items()]}
         if isinstance(node, list | tuple):
             kind = "list" if isinstance(node, list) else "tuple"
@@ -65,6 +69,7 @@ def _value_node(value: Any, where: str) -> Node:
     if type(value) is float and not math.isfinite(value):
         return {"float": repr(value)}
     if value is None or type(value) in (bool, int, float, str):
+        _validate_int(value, where)
         return {"value": value}
     if type(value) is bytes:
         return {"bytes": base64.b64encode(value).decode()}
@@ -74,20 +79,53 @@ def _value_node(value: Any, where: str) -> Node:
     )
 
 
+def _validate_int(value: object, where: str) -> None:
+    if type(value) is int and value.bit_length() > MAX_INT_BITS:
+        raise TreeError(
+            f"int at {where!r} is too large; got {value.bit_length()} bits, expected at most {MAX_INT_BITS}"
+        )
+
+
 def dump(node: Node) -> bytes:
     """Return a structure as JSON; equal structures give equal bytes."""
     return json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
 
 
 def load(data: bytes) -> Node:
-    """Read a structure from JSON."""
+    """Read a structure from JSON.
+
+    Raises:
+        CheckpointCorruptError: It is no structure that `dump` writes.
+    """
     try:
-        node = json.loads(data)
-    except ValueError as error:
+        node: Node = json.loads(data)
+        _validate(node)
+    except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"the manifest's state tree cannot be read: {error}") from error
-    if not isinstance(node, dict):
-        raise CheckpointCorruptError("the manifest's state tree is not an object")
     return node
+
+
+def _validate(node: Any) -> None:
+    kind, content = _only(node)
+    if kind == "dict":
+        for pair in _items(kind, content):
+            if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int)):
+                raise CheckpointCorruptError("the manifest's state tree holds a malformed dict")
+            _validate(pair[1])
+    elif kind in ("list", "tuple"):
+        for below in _items(kind, content):
+            _validate(below)
+    elif kind == "tensor":
+        if not isinstance(content, str):
+            raise CheckpointCorruptError("the manifest's state tree holds a malformed tensor name")
+    else:
+        _value(kind, content)
+
+
+def _items(kind: str, content: Any) -> list[Any]:
+    if not isinstance(content, list):
+        raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {kind}")
+    return content
 
 
 def build(node: Node, tensor: Callable[[str], Any]) -> Any:
@@ -105,16 +143,16 @@ def build(node: Node, tensor: Callable[[str], Any]) -> Any:
 
 
 def _value(kind: str, content: Any) -> Any:
-    if kind == "value":
+    if kind == "value" and not isinstance(content, list | dict):
         return content
     try:
-        if kind == "float":
+        if kind == "float" and isinstance(content, str):
             return float(content)
         if kind == "bytes":
             return base64.b64decode(content, validate=True)
-    except (ValueError, binascii.Error) as error:
+    except (ValueError, TypeError, binascii.Error) as error:
         raise CheckpointCorruptError(f"the manifest's state tree holds a bad {kind}: {error}") from error
-    raise CheckpointCorruptError(f"the manifest's state tree holds an unknown node {kind!r}")
+    raise CheckpointCorruptError(f"the manifest's state tree holds an unknown or malformed {kind!r}")
 
 
 def values(node: Node) -> Iterator[tuple[str, Any]]:
