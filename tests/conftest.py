@@ -1,0 +1,33 @@
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+from workers import Pool
+
+from dtckpt import clients
+from dtckpt.coordination import set_coordination
+
+settings.register_profile("dtckpt", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("dtckpt")
+
+_PREFIXES = ("DTENSOR_", "DTCKPT_", "TORCHELASTIC_")
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def one_client_alone(monkeypatch):
+    """Whatever environment the tests run in, and whatever a test before has set up."""
+    for name in list(os.environ):
+        if name.startswith(_PREFIXES) or name in _NAMES:
+            monkeypatch.delenv(name)
+    set_coordination(None)
+    yield
+    set_coordination(None)
+    clients._configured.clear()
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Client processes for `Pool.run`."""
+    with Pool() as started:
+        yield started

@@ -1,0 +1,86 @@
+"""Meshes, layouts and tensors that the tests of several parts draw, and how they compare them: bit for bit."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from dtckpt import UNSHARDED, DTensor, Layout, Mesh, abstract_mesh, pack, unpack
+from dtckpt.format.dtypes import DTYPES
+
+dtype_names = st.sampled_from(sorted(DTYPES))
+
+
+def tensor_of(name: str, shape: Sequence[int], dtype: str) -> torch.Tensor:
+    """Return a tensor whose bits follow from its name; every bit pattern may occur, NaNs included."""
+    kind = getattr(torch, dtype)
+    bits = np.random.default_rng(zlib.crc32(name.encode())).bytes(math.prod(shape) * kind.itemsize)
+    data = torch.from_numpy(np.frombuffer(bits, np.uint8).copy())
+    if dtype == "bool":
+        data = data % 2
+    return data.view(kind).reshape(tuple(shape))
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    """Return shape, dtype and bits."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return f"{tuple(tensor.shape)} {tensor.dtype} ".encode() + flat.view(torch.uint8).numpy().tobytes()
+
+
+def packed(whole: torch.Tensor, layout: Layout) -> DTensor:
+    """Return a DTensor of this client's parts of a whole tensor."""
+    shape = tuple(whole.shape)
+    parts = [whole[layout.region(device, shape).slices()].clone() for device in layout.mesh.local_device_ids()]
+    return pack(parts, layout, shape)
+
+
+def differences(tensor: DTensor, whole: torch.Tensor) -> list[str]:
+    """Return what is wrong with a DTensor that should hold the elements of ``whole``."""
+    if (tuple(tensor.shape), tensor.dtype) != (tuple(whole.shape), whole.dtype):
+        return [f"got {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(whole.shape)} {whole.dtype}"]
+    found = []
+    for device, component in zip(tensor.layout.mesh.local_device_ids(), unpack(tensor), strict=True):
+        region = tensor.layout.region(device, tuple(whole.shape))
+        if bits_of(component) != bits_of(whole[region.slices()]):
+            found.append(f"device {device}, {region}: got {component}, expected {whole[region.slices()]}")
+    return found
+
+
+@st.composite
+def axis_sizes(draw, names: str = "abc", max_size: int = 4) -> dict[str, int]:
+    count = draw(st.integers(1, len(names)))
+    return {axis: draw(st.integers(1, max_size)) for axis in draw(st.permutations(names))[:count]}
+
+
+@st.composite
+def meshes(draw, names: str = "abc") -> Mesh:
+    """Meshes whose devices are all local."""
+    return abstract_mesh(draw(axis_sizes(names)))
+
+
+@st.composite
+def layouts(draw, mesh: Mesh, rank: int) -> Layout:
+    """Layouts with axes in any order over the dims, or over none."""
+    by_dim: list[list[str]] = [[] for _ in range(rank)]
+    for axis in draw(st.permutations(mesh.dim_names)):
+        if (dim := draw(st.integers(-1, rank - 1))) >= 0:
+            by_dim[dim].append(axis)
+    return Layout([tuple(axes) or UNSHARDED for axes in by_dim], mesh)
+
+
+shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+
+
+def cluster_mesh(axes: dict[str, int], num_clients: int, client: int) -> Mesh:
+    """Return a mesh over several clients as one of them sees it; runs of consecutive devices belong to a client."""
+    total = math.prod(axes.values())
+    share = total // num_clients
+    names = [f"/job:worker/replica:0/task:{i // share}/device:CPU:{i % share}" for i in range(total)]
+    mine = list(range(client * share, (client + 1) * share))
+    ids = np.arange(total).reshape(tuple(axes.values()))
+    return Mesh(list(axes), ids, mine, [names[i] for i in mine], "", names)
