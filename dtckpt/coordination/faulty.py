@@ -6,8 +6,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dtckpt.coordination.protocol import YES, Coordination, JobStatus, Member, Progress, Verdict, Vote
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +52,7 @@ class FaultyCoordination:
     def heartbeat_timeout_s(self) -> float:
         return self._inner.heartbeat_timeout_s
 
-    @heartbeat_timeout_s.setter
-    def heartbeat_timeout_s(self, value: float) -> None:
-        self._inner.heartbeat_timeout_s = value
-
-    def _fault(self, method: str) -> Fault:
+    def _inject(self, method: str, call: Callable[[], T]) -> T:
         with self._lock:
             fault = self._faults.get((method, self.calls[method]), Fault())
             self.calls[method] += 1
@@ -61,18 +60,17 @@ class FaultyCoordination:
             fault.before()
         if fault.error is not None and not fault.after_call:
             raise fault.error
-        return fault
-
-    def register(self) -> None:
-        fault = self._fault("register")
-        self._inner.register()
+        answer = call()
         if fault.error is not None:
             raise fault.error
+        return answer
+
+    def register(self) -> None:
+        self._inject("register", self._inner.register)
 
     def heartbeat(self, progress: Progress) -> None:
-        self._fault("heartbeat")
         if not self.drop_heartbeats.is_set():
-            self._inner.heartbeat(progress)
+            self._inject("heartbeat", lambda: self._inner.heartbeat(progress))
 
     def barrier(
         self,
@@ -83,18 +81,13 @@ class FaultyCoordination:
         participants: Sequence[int] | None = None,
         collect: bool = False,
     ) -> Verdict:
-        fault = self._fault("barrier")
-        verdict = self._inner.barrier(name, vote, timeout_s=timeout_s, participants=participants, collect=collect)
-        if fault.error is not None:
-            raise fault.error
-        return verdict
+        return self._inject(
+            "barrier",
+            lambda: self._inner.barrier(name, vote, timeout_s=timeout_s, participants=participants, collect=collect),
+        )
 
     def leave(self) -> None:
-        fault = self._fault("leave")
-        self._inner.leave()
-        if fault.error is not None:
-            raise fault.error
+        self._inject("leave", self._inner.leave)
 
     def status(self) -> JobStatus:
-        self._fault("status")
-        return self._inner.status()
+        return self._inject("status", self._inner.status)

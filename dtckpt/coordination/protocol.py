@@ -139,11 +139,14 @@ class JobStatus:
 class Coordination(Protocol):
     """A client's way to the others. Thread-safe; barriers of different names may be waited for at the same time."""
 
-    heartbeat_timeout_s: float
-
     @property
     def member(self) -> Member:
         """Who this client is."""
+        ...
+
+    @property
+    def heartbeat_timeout_s(self) -> float:
+        """Silence after which a client is lost."""
         ...
 
     def register(self) -> None:

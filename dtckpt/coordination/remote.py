@@ -167,16 +167,17 @@ class GrpcCoordination:
         self._progress = progress
 
     def leave(self) -> None:
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             beating, self._beating = self._beating, None
-        if beating is None or os.getpid() != self._pid:
-            return
-        self._leaving.set()
-        beating.join(CALL_TIMEOUT_S)
-        try:
-            self._once(lambda stub, t: stub.Leave(pb.LeaveRequest(task=self._identity), timeout=t), 1.0)
-        except (grpc.RpcError, errors.DtckptError, _UnknownError) as error:
-            logger.info("%s left without goodbye: %s", self._who(), _describe(error))
+        if beating is not None:
+            self._leaving.set()
+            beating.join(CALL_TIMEOUT_S)
+            try:
+                self._once(lambda stub, t: stub.Leave(pb.LeaveRequest(task=self._identity), timeout=t), 1.0)
+            except (grpc.RpcError, errors.DtckptError, _UnknownError) as error:
+                logger.info("%s left without goodbye: %s", self._who(), _describe(error))
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None:

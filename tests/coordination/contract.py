@@ -1,0 +1,335 @@
+"""What every `Coordination` must do. Subclass `CoordinationContract` and say how to make clients."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from dtckpt import errors
+from dtckpt.coordination import Coordination, Progress, Verdict, Vote
+
+TIMEOUT_S = 20.0
+"""Of barriers that are expected to end earlier."""
+HEARTBEAT_S = 1.0
+TASK = r"client {0} \(.+/{0}\)"
+
+
+@dataclass
+class Result:
+    """How one client's call ended."""
+
+    value: Any = None
+    error: BaseException | None = None
+    seconds: float = 0.0
+
+
+class Running:
+    """One call per client, each in a thread."""
+
+    def __init__(self, clients: Iterable[Coordination], call: Callable[[Coordination], Any]) -> None:
+        self._results: dict[int, Result] = {}
+        self._threads = [threading.Thread(target=self._run, args=(client, call), daemon=True) for client in clients]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, client: Coordination, call: Callable[[Coordination], Any]) -> None:
+        start, result = time.monotonic(), Result()
+        try:
+            result.value = call(client)
+        except BaseException as error:
+            result.error = error
+        result.seconds = time.monotonic() - start
+        self._results[client.member.client] = result
+
+    def results(self, within_s: float = 2 * TIMEOUT_S) -> dict[int, Result]:
+        deadline = time.monotonic() + within_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        assert len(self._results) == len(self._threads), "a call hangs"
+        return dict(sorted(self._results.items()))
+
+
+def leave_all(clients: Iterable[Coordination]) -> None:
+    """Together, as whoever hosts a store waits for the others to leave."""
+    together(clients, lambda client: client.leave())
+
+
+def together(clients: Iterable[Coordination], call: Callable[[Coordination], Any]) -> dict[int, Result]:
+    return Running(clients, call).results()
+
+
+def at(name: str, **options: Any) -> Callable[[Coordination], Verdict]:
+    options = {"timeout_s": TIMEOUT_S, **options}
+    return lambda client: client.barrier(name, **options)
+
+
+def wait_until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.01)
+
+
+def same_error(results: dict[int, Result], cls: type[BaseException], match: str) -> BaseException:
+    """Assert that everyone raised the same class and text; return one of them."""
+    for result in results.values():
+        assert result.error is not None, results
+    seen = {(type(result.error), str(result.error)) for result in results.values()}
+    assert len(seen) == 1, seen
+    with pytest.raises(cls, match=match):
+        raise results[min(results)].error
+    return results[min(results)].error
+
+
+class CoordinationContract:
+    """Run by all implementations."""
+
+    num_clients = 3
+
+    def make(self, num_clients: int, job: str) -> Sequence[Coordination]:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def clients(self):
+        made = self.make(self.num_clients, uuid.uuid4().hex)
+        yield made
+        leave_all(made)
+
+    def test_fits_the_protocol(self, clients):
+        for number, client in enumerate(clients):
+            assert isinstance(client, Coordination)
+            assert client.member.client == number
+            assert client.member.num_clients == len(clients)
+            assert client.heartbeat_timeout_s > 0
+
+    def test_passes_and_hands_out_payloads(self, clients):
+        results = together(
+            clients,
+            lambda c: c.barrier("b", Vote(payload=bytes([c.member.client]) * 4096), timeout_s=TIMEOUT_S, collect=True),
+        )
+        for result in results.values():
+            assert result.error is None
+            assert result.value.payloads == {client: bytes([client]) * 4096 for client in range(len(clients))}
+
+    def test_payloads_only_if_asked_for(self, clients):
+        results = together(clients, lambda c: c.barrier("b", Vote(payload=b"x"), timeout_s=TIMEOUT_S))
+        assert [result.value.payloads for result in results.values()] == [{}] * len(clients)
+
+    def test_name_is_reused(self, clients):
+        for generation in range(40):
+            results = together(clients, at("again"))
+            assert [result.value.generation for result in results.values()] == [generation] * len(clients), results
+
+    def test_no_vote_is_everyones_error(self, clients):
+        failing = len(clients) - 1
+        error = errors.StorageFullError("no space left on /data")
+
+        def call(client):
+            vote = Vote.of_error(error) if client.member.client == failing else Vote()
+            return client.barrier("b", vote, timeout_s=TIMEOUT_S)
+
+        same_error(together(clients, call), errors.StorageFullError, rf"^client {failing}: no space left on /data$")
+
+    def test_foreign_error_is_client_failed(self, clients):
+        vote = Vote.of_error(OSError("disk \udcff gone"))
+        results = together(clients, lambda c: c.barrier("b", vote, timeout_s=TIMEOUT_S))
+        same_error(results, errors.ClientFailedError, r"client \d: OSError: disk \\udcff gone")
+
+    def test_next_generation_works_after_a_failure(self, clients):
+        together(clients, lambda c: c.barrier("b", Vote(ok=False), timeout_s=TIMEOUT_S))
+        results = together(clients, at("b"))
+        assert [result.value.generation for result in results.values()] == [1] * len(clients), results
+
+    def test_long_reasons_are_capped(self, clients):
+        results = together(clients, lambda c: c.barrier("b", Vote(ok=False, reason="ü" * 10**6), timeout_s=TIMEOUT_S))
+        error = same_error(results, errors.ClientFailedError, "client .: ü+")
+        assert len(str(error)) <= errors.MAX_MESSAGE_CHARS
+
+    @pytest.mark.parametrize("name", ["../x", "a/b", "a%2Fb", "\0", "x" * 256, "barrier/open", "ü" * 128, " "])
+    def test_hostile_names_are_just_names(self, clients, name):
+        for barrier in (name, "a", name):
+            assert not any(result.error for result in together(clients, at(barrier)).values())
+
+    def test_names_do_not_collide(self, clients):
+        calls = [Running(clients, at(name)) for name in ("a/b", "a%2Fb", "a", "a/open", "b")]
+        for call in calls:
+            assert {result.value.generation for result in call.results().values()} == {0}
+
+    @pytest.mark.parametrize("name", ["", "x" * 257, "\udcff"])
+    def test_bad_names_are_refused(self, clients, name):
+        with pytest.raises(errors.ConfigError, match="barrier name"):
+            clients[0].barrier(name, timeout_s=1)
+
+    @pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan")])
+    def test_bad_timeouts_are_refused(self, clients, timeout_s):
+        with pytest.raises(errors.ConfigError, match="timeout_s"):
+            clients[0].barrier("b", timeout_s=timeout_s)
+
+    def test_oversized_payload_is_refused(self, clients):
+        with pytest.raises(ValueError, match="4097 bytes"):
+            clients[0].barrier("b", Vote(payload=b"x" * 4097), timeout_s=1)
+
+    def test_unknown_participants_are_refused(self, clients):
+        for wrong in ([0, 99], [0, 0], [-1, 0]):
+            with pytest.raises(errors.ConfigError, match="participants"):
+                clients[0].barrier("b", timeout_s=1, participants=wrong)
+
+    def test_register_and_leave_are_idempotent(self, clients):
+        for _ in range(2):
+            clients[0].register()
+        for _ in range(2):
+            clients[0].leave()
+
+    def test_can_come_back_after_leaving(self, clients):
+        together(clients, at("b"))
+        leave_all(clients)
+        results = together(clients, lambda client: client.register())
+        assert not any(result.error for result in results.values()), results
+        results = together(clients, at("b"))
+        assert [result.value.generation for result in results.values()] == [1] * len(clients), results
+
+    def test_status_shows_progress(self, clients):
+        together(clients, lambda client: client.register())
+        clients[0].heartbeat(Progress("write", 12, 3, 4))
+        wait_until(lambda: clients[-1].status().tasks[0].progress == Progress("write", 12, 3, 4))
+        status = clients[-1].status()
+        assert status.num_clients == len(clients)
+        assert [task.state for task in status.tasks] == ["registered"] * len(clients)
+
+
+class ManyClientsContract(CoordinationContract):
+    """Run by the implementations that know more than one client."""
+
+    def silence(self, client: Coordination) -> None:
+        """Stop the client's heartbeats without a goodbye, as if it had been killed."""
+        raise NotImplementedError
+
+    def test_topics_must_be_equal(self, clients):
+        results = together(
+            clients, lambda c: c.barrier("b", Vote(topic=b"%d" % (c.member.client % 2)), timeout_s=TIMEOUT_S)
+        )
+        same_error(results, errors.BarrierConflictError, "^barrier 'b': topics differ: client . came for 3., client .")
+
+    def test_participants_must_be_equal(self, clients):
+        def call(client):
+            return client.barrier("b", timeout_s=TIMEOUT_S, participants=[0, 1] if client.member.client == 0 else None)
+
+        same_error(together(clients, call), errors.BarrierConflictError, "participants differ: client . also expects")
+
+    def test_stranger_harms_nobody(self, clients):
+        with pytest.raises(errors.BarrierConflictError, match="client 2 is not a participant; participants are 0, 1"):
+            clients[2].barrier("b", timeout_s=TIMEOUT_S, participants=[1, 0])
+        results = together(clients[:2], at("b", participants=[0, 1]))
+        assert not any(result.error for result in results.values())
+
+    def test_subset_passes_alone(self, clients):
+        results = together(clients[1:], at("b", participants=[2, 1], collect=True))
+        assert [sorted(result.value.payloads) for result in results.values()] == [[1, 2]] * 2
+        assert not any(result.error for result in together(clients, at("b")).values())
+
+    def test_timeout_names_the_missing(self, clients):
+        clients[1].register()
+        results = together([clients[0], clients[2]], at("b", timeout_s=0.5))
+        error = same_error(
+            results,
+            errors.BarrierTimeoutError,
+            rf"^barrier 'b' timed out after 0.5 s: 2/3 arrived, missing {TASK.format(1)}$",
+        )
+        assert isinstance(error, TimeoutError)
+        assert error.missing == (1,)
+        assert max(result.seconds for result in results.values()) < 1.5
+
+    def test_missing_says_never_registered(self, clients):
+        results = together(clients[:2], at("b", timeout_s=0.3))
+        same_error(results, errors.BarrierTimeoutError, "missing client 2 .*, which never registered")
+
+    def test_late_arrival_gets_the_stored_verdict(self, clients):
+        early = together(clients[:2], at("b", timeout_s=0.3))
+        late = together(clients[2:], at("b"))
+        same_error({**early, **late}, errors.BarrierTimeoutError, "missing client 2")
+        assert late[2].seconds < 1.0
+        assert not any(result.error for result in together(clients, at("b")).values())
+
+    def test_no_vote_ends_the_wait_at_once(self, clients):
+        start = time.monotonic()
+        results = together(clients[:2], lambda c: c.barrier("b", Vote(ok=c.member.client == 0), timeout_s=TIMEOUT_S))
+        same_error(results, errors.ClientFailedError, "client 1: voted no without a reason")
+        assert time.monotonic() - start < 2.0
+
+    def test_same_barrier_twice_at_once_is_one_arrival(self, clients):
+        """Two threads of one client must not complete a barrier of two."""
+        twice = [Running(clients[:1], at("b", timeout_s=0.5, participants=[0, 1])) for _ in range(2)]
+        for running in twice:
+            same_error(running.results(), errors.BarrierTimeoutError, "1/2 arrived")
+
+    @pytest.mark.parametrize("silent", [0, 2])
+    def test_lost_client_is_named(self, clients, silent):
+        together(clients, lambda client: client.register())
+        clients[silent].heartbeat(Progress("write", 12))
+        wait_until(lambda: clients[1].status().tasks[silent].progress.step == 12)
+        self.silence(clients[silent])
+        others = [client for client in clients if client.member.client != silent]
+        results = together(others, at("b"))
+        error = same_error(
+            results,
+            errors.ClientLostError,
+            rf"{TASK.format(silent)} sent no heartbeat for \d\.\d s; last seen in phase 'write' step 12$",
+        )
+        assert error.clients == (silent,)
+        assert max(result.seconds for result in results.values()) < HEARTBEAT_S + 1.0
+
+    def test_client_lost_after_arriving(self, clients):
+        running = Running([clients[0]], at("b"))
+        wait_until(lambda: any(barrier.missing == (1, 2) for barrier in clients[0].status().barriers))
+        self.silence(clients[0])
+        results = together([clients[1]], at("b"))
+        same_error({**running.results(), **results}, errors.ClientLostError, f"{TASK.format(0)} sent no heartbeat")
+
+    def test_client_that_leaves_is_named(self, clients):
+        together(clients, lambda client: client.register())
+        clients[1].leave()
+        results = together([clients[0], clients[2]], at("b"))
+        error = same_error(results, errors.ClientLostError, f"barrier 'b' failed: {TASK.format(1)} has left")
+        assert error.clients == (1,)
+
+    def test_barriers_of_different_names_run_at_once(self, clients):
+        names = [f"b{number}" for number in range(8)]
+        running = [Running(clients, at(name)) for name in names]
+        for one in running:
+            assert not any(result.error for result in one.results().values())
+
+    def test_one_name_is_one_open_barrier(self, clients):
+        first = Running([clients[0]], at("b", participants=[0, 1]))
+        wait_until(lambda: clients[0].status().barriers)
+        second = together([clients[2]], at("b", participants=[1, 2]))
+        same_error({**first.results(), **second}, errors.BarrierConflictError, "participants differ")
+
+    def test_status_shows_open_barriers(self, clients):
+        running = Running([clients[0]], at("b"))
+        wait_until(lambda: [(b.name, b.missing) for b in clients[0].status().barriers] == [("b", (1, 2))])
+        assert not any(result.error for result in together(clients[1:], at("b")).values())
+        assert running.results()[0].error is None
+        assert clients[0].status().barriers == ()
+
+    def test_id_that_is_taken_is_refused(self, clients):
+        job = clients[0].member.job
+        clients[0].register()
+        (rival, *_) = self.make(self.num_clients, job)
+        with pytest.raises(errors.FencedError, match="is another live process"):
+            rival.register()
+
+    def test_restarted_client_takes_its_place_and_does_not_pass_old_barriers(self, clients):
+        together(clients, at("b"))
+        self.silence(clients[2])
+        reborn = self.make(self.num_clients, clients[0].member.job)[2]
+        reborn.register()
+        with pytest.raises(errors.BarrierConflictError, match="was restarted and is behind"):
+            reborn.barrier("b", timeout_s=TIMEOUT_S)
+        assert clients[0].status().tasks[2].incarnation == reborn.member.incarnation
+        reborn.leave()

@@ -1,0 +1,104 @@
+"""Which coordination a process gets, and its life in the process."""
+
+import os
+
+import pytest
+
+import dtckpt.coordination as coordination
+from dtckpt import errors
+from dtckpt.coordination import LocalCoordination, Vote, process
+from dtckpt.coordination.remote import GrpcCoordination
+
+from .servers import server_in_thread
+
+RELEVANT = ("DTCKPT_", "DTENSOR_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "PET_")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(RELEVANT)]:
+        monkeypatch.delenv(name)
+    coordination.set_coordination(None)
+    yield
+    coordination.shutdown_multi_client()
+
+
+def test_one_client_needs_nobody():
+    current = coordination.current_coordination()
+    assert isinstance(current, LocalCoordination)
+    assert coordination.current_coordination() is current
+
+
+def test_coordinator_is_chosen_by_variable(monkeypatch):
+    monkeypatch.setenv("DTCKPT_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setenv("DTCKPT_HEARTBEAT_TIMEOUT_S", "7.5")
+    monkeypatch.setenv("DTCKPT_JOB", "train")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    chosen = coordination.connect()
+    assert isinstance(chosen, GrpcCoordination)
+    assert chosen.heartbeat_timeout_s == 7.5
+    member = chosen.member
+    assert (member.job, member.client, member.num_clients, member.attempt) == ("train", 1, 2, 3)
+    assert member.incarnation == process.incarnation()
+
+
+def test_attempt_and_job_have_an_order(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    assert coordination.connect().member.job == "run"
+    monkeypatch.setenv("DTENSOR_JOB_NAME", "worker")
+    assert coordination.connect().member.job == "worker"
+    monkeypatch.setenv("DTCKPT_JOB", "train")
+    assert coordination.connect().member.job == "train"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    monkeypatch.setenv("DTCKPT_ATTEMPT", "5")
+    assert coordination.connect().member.attempt == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DTCKPT_ATTEMPT", "-1"),
+        ("DTCKPT_ATTEMPT", "x"),
+        ("DTCKPT_HEARTBEAT_TIMEOUT_S", "0"),
+        ("DTCKPT_HEARTBEAT_TIMEOUT_S", "nan"),
+        ("DTCKPT_HEARTBEAT_TIMEOUT_S", "soon"),
+        ("DTCKPT_COORDINATOR", "nowhere"),
+    ],
+)
+def test_bad_variables_are_refused(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(errors.ConfigError, match=value):
+        coordination.connect()
+
+
+def test_many_clients_without_a_meeting_place_are_told_what_to_do(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(errors.ConfigError, match=r"2 clients have no place to meet: .*MASTER_ADDR.*DTCKPT_COORDINATOR"):
+        coordination.connect()
+
+
+def test_initialize_once():
+    assert coordination.initialize_multi_client() is None
+    with pytest.raises(errors.ConfigError, match="already initialized"):
+        coordination.initialize_multi_client()
+    coordination.shutdown_multi_client()
+    coordination.shutdown_multi_client()
+    coordination.initialize_multi_client()
+
+
+def test_initialize_with_a_coordinator_and_again():
+    with server_in_thread() as port:
+        for generation in range(2):
+            coordination.initialize_multi_client(f"127.0.0.1:{port}")
+            verdict = coordination.current_coordination().barrier("b", Vote(payload=b"x"), timeout_s=10, collect=True)
+            assert (verdict.generation, verdict.payloads) == (generation, {0: b"x"})
+            coordination.shutdown_multi_client()
+
+
+def test_failed_initialize_leaves_nothing_behind():
+    with pytest.raises(errors.CoordinatorUnavailableError):
+        coordination.initialize_multi_client("127.0.0.1:1", heartbeat_timeout_s=0.5)
+    assert isinstance(coordination.current_coordination(), LocalCoordination)

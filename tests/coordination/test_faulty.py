@@ -1,0 +1,58 @@
+"""The faulty wrapper: transparent until told otherwise."""
+
+import secrets
+
+import pytest
+
+from dtckpt.coordination import LocalCoordination, Member, process_group
+from dtckpt.coordination.faulty import Fault, FaultyCoordination
+
+from .contract import HEARTBEAT_S, ManyClientsContract
+
+
+class TestFaultyWithoutFaults(ManyClientsContract):
+    @pytest.fixture(autouse=True)
+    def meeting_point(self):
+        self.store = process_group.HashStore()
+
+    def make(self, num_clients, job):
+        return [
+            FaultyCoordination(
+                process_group.ProcessGroupCoordination(
+                    self.store,
+                    Member(job, client, num_clients, incarnation=secrets.randbits(60)),
+                    heartbeat_timeout_s=HEARTBEAT_S,
+                )
+            )
+            for client in range(num_clients)
+        ]
+
+    def silence(self, client):
+        client._inner._send = lambda link, state: None
+
+
+def test_raises_at_the_chosen_call():
+    coordination = FaultyCoordination(LocalCoordination(), {("barrier", 1): Fault(OSError("gone"))})
+    first = coordination.barrier("b", timeout_s=1)
+    with pytest.raises(OSError, match="gone"):
+        coordination.barrier("b", timeout_s=1)
+    assert coordination.barrier("b", timeout_s=1).generation == first.generation + 1
+    assert coordination.calls["barrier"] == 3
+
+
+def test_can_lose_the_answer():
+    coordination = FaultyCoordination(LocalCoordination(), {("barrier", 0): Fault(OSError("gone"), after_call=True)})
+    with pytest.raises(OSError, match="gone"):
+        coordination.barrier("lost answer", timeout_s=1)
+    assert coordination.barrier("lost answer", timeout_s=1).generation == 1
+
+
+def test_can_wait_and_drop_heartbeats():
+    from dtckpt.coordination import Progress
+
+    called = []
+    coordination = FaultyCoordination(LocalCoordination(), {("status", 0): Fault(before=lambda: called.append(1))})
+    coordination.drop_heartbeats.set()
+    coordination.heartbeat(Progress("write"))
+    assert coordination.status().tasks[0].progress == Progress()
+    assert called == [1]
