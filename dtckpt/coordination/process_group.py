@@ -29,6 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -59,6 +60,7 @@ MAX_POLLS_PER_S = 10_000
 """Polls of all clients together; a TCPStore answers several times as many."""
 KEPT_BARRIERS = 16
 """A client removes its keys of a barrier after this many later ones."""
+RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 NEVER_REGISTERED = "-"
 
 
@@ -472,7 +474,7 @@ def from_environment(
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
         else:
-            store, _, _ = next(rendezvous("env://", member.client, member.num_clients))
+            store, _, _ = next(rendezvous("env://", member.client, member.num_clients, timeout=RENDEZVOUS_TIMEOUT))
     except ValueError as error:
         raise errors.ConfigError(
             f"{member.num_clients} clients have no place to meet: {error}; run under torchrun, call "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import re
 import threading
 import time
 import uuid
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from dtckpt import errors
-from dtckpt.coordination import Coordination, Progress, Verdict, Vote
+from dtckpt.coordination import Coordination, Progress, Verdict, Vote, rules
 
 TIMEOUT_S = 20.0
 """Of barriers that are expected to end earlier."""
@@ -309,6 +311,26 @@ class ManyClientsContract(CoordinationContract):
         wait_until(lambda: clients[0].status().barriers)
         second = together([clients[2]], at("b", participants=[1, 2]))
         same_error({**first.results(), **second}, errors.BarrierConflictError, "participants differ")
+
+    def test_interrupted_client_cancels_for_all(self, clients):
+        others = Running(clients[1:2], at("b"))
+        wait_until(lambda: clients[1].status().barriers)
+        timer = threading.Timer(0.5, _thread.interrupt_main)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            clients[0].barrier("b", timeout_s=TIMEOUT_S)
+        timer.join()
+        expected = f"barrier 'b': {TASK.format(0)} was interrupted while it waited"
+        same_error(others.results(), errors.BarrierCancelledError, expected)
+
+    def test_says_for_whom_it_waits(self, clients, monkeypatch, caplog):
+        monkeypatch.setattr(rules, "STILL_WAITING_S", 0.2)
+        clients[1].register()
+        clients[1].heartbeat(Progress("read", 7))
+        wait_until(lambda: clients[1].status().tasks[1].progress.step == 7)
+        together(clients[:1], at("b", timeout_s=1.0, participants=[0, 1]))
+        expected = f"barrier 'b': still waiting for {TASK.format(1)}; last seen in phase 'read' step 7"
+        assert any(re.fullmatch(expected, record.message) for record in caplog.records), caplog.records
 
     def test_status_shows_open_barriers(self, clients):
         running = Running([clients[0]], at("b"))

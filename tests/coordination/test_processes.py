@@ -1,6 +1,8 @@
 """Real processes, one of which is killed: the others say so, soon, and all say the same."""
 
 import socket
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -97,3 +99,27 @@ def test_killed_client_at_a_coordinator(victim, while_waiting):
         with workers(Where(server.port)) as crew:
             kill_one(crew, victim, while_waiting, wait_until_arrived)
         observer.leave()
+
+
+TORCHRUN = """
+import sys
+import torch.distributed as dist
+from dtckpt.coordination import Vote, current_coordination
+if sys.argv[1] == "group":
+    dist.init_process_group("gloo")
+coordination = current_coordination()
+assert type(coordination).__name__ == "ProcessGroupCoordination"
+verdict = coordination.barrier("b", Vote(payload=bytes([coordination.member.client])), timeout_s=60, collect=True)
+assert verdict.payloads == {0: b"\\0", 1: b"\\1"}, verdict
+if sys.argv[1] == "group":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("group", ["group", "none"])
+def test_under_torchrun(tmp_path, group):
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), group]
+    done = subprocess.run(command, timeout=120, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
