@@ -116,7 +116,7 @@ def check_nothing_lost(folder: Path) -> None:
         num_chunks = sum(info.num_chunks for info in checkpoint.tensors.values())
         check(f"{COMMITTED} is intact: {num_chunks} chunks read, every digest is right", not checkpoint.verify())
     state = dtckpt.restore(folder / COMMITTED)  # without a mesh: whole tensors, in this process
-    is_whole = COMMITTED == f"step_{int(state['step'])}" and state["config"] == train_bytes_lm.CONFIG
+    is_whole = f"step_{int(state['step'])}" == COMMITTED and state["config"] == train_bytes_lm.CONFIG
     check(f"it restores: step {int(state['step'])}, {state['config']}", is_whole)
     listed = sorted(item.name for item in folder.iterdir() if not item.name.startswith("."))
     check(f"{KILLED} is not listed: {' '.join(listed)}", KILLED not in listed and COMMITTED in listed)
