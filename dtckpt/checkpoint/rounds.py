@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dtckpt.coordination import Coordination, Progress, Vote
 from dtckpt.errors import DtckptError, MeshError
+from dtckpt.format.digest import bytes_digest
 
 
 class Rounds:
@@ -30,7 +31,7 @@ class Rounds:
         self._timeout_s = timeout_s
         self.client = coordination.member.client
         everyone = range(coordination.member.num_clients)
-        self.participants = tuple(everyone if participants is None else participants)
+        self.participants = tuple(everyone if participants is None else sorted(participants))
         strangers = sorted(set(self.participants) - set(everyone))
         if strangers or self.client not in self.participants:
             raise MeshError(
@@ -38,6 +39,9 @@ class Rounds:
                 f"{coordination.member.job!r} has clients 0 to {len(everyone) - 1}; the mesh must be made of those, "
                 "and only its members take part"
             )
+        # Groups of clients that share no member may save at the same time; each has barriers of its own.
+        is_everyone = self.participants == tuple(everyone)
+        self._group = "" if is_everyone else f"#{bytes_digest(repr(self.participants).encode()):016x}"
         self.seconds: dict[str, float] = {}
 
     @property
@@ -77,7 +81,7 @@ class Rounds:
             if len(self.participants) == 1:
                 return {self.client: payload}
             return self._coordination.barrier(
-                f"{self._operation}/{name}",
+                f"{self._operation}/{name}{self._group}",
                 Vote(payload=payload) if failure is None else Vote.of_error(failure),
                 timeout_s=self._timeout_s,
                 participants=self.participants,
