@@ -85,8 +85,10 @@ class DTypeError(DtckptError, TypeError):
     """A dtype cannot be stored, or a conversion would lose values without consent."""
 
 
-class OperatorError(DtckptError, TypeError):
+class OperatorError(DtckptError, NotImplementedError):
     """A tensor operator has no rule for a DTensor."""
+
+    # Not a TypeError: torch's arithmetic operators swallow those and say "unsupported operand" instead.
 
 
 class TensorNameError(DtckptError, ValueError):
