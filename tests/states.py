@@ -23,7 +23,7 @@ def tensor_of(name: str, shape: Sequence[int], dtype: str) -> torch.Tensor:
     data = torch.from_numpy(np.frombuffer(bits, np.uint8).copy())
     if dtype == "bool":
         data = data % 2
-    return data.view(kind).reshape(tuple(shape))
+    return data.view(kind).reshape(tuple(shape)) if len(bits) else torch.empty(tuple(shape), dtype=kind)
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:

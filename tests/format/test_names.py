@@ -31,10 +31,24 @@ HOSTILE = {
 # What the format itself keeps in the directory, or TensorStore's file driver keeps to itself.
 TAKEN = re.compile(r"dtckpt\.manifest|manifest\.ocdbt|d|client_\d+|zarr\.json|__.*|.*\.__lock|\.\.?|")
 
-nasty_segments = st.sampled_from(
-    ["w", "m", "c", "0", "d", "zarr.json", "manifest.ocdbt", "dtckpt.manifest", "client_0", "client_٣", "__w", "%self"]
-    + ["%25self", "%", "%2F", "...", "..x", ".w", "w.__lock", "edges", "a b", "a\\b", "é", "chunks.pb", "~", "*?[]"]
-)
+NASTY = ["w", "m", "c", "0", "d", "zarr.json", "manifest.ocdbt", "dtckpt.manifest", "client_0", "client_٣", "__w"]
+NASTY += [
+    "%self",
+    "%25self",
+    "%",
+    "%2F",
+    "...",
+    "..x",
+    ".w",
+    "w.__lock",
+    ".__lock",
+    "edges",
+    "a b",
+    "a\\b",
+    "é",
+    "*?[]",
+]
+nasty_segments = st.sampled_from(NASTY)
 plain_segments = st.text(st.characters(codec="utf-8", exclude_categories=("C",), exclude_characters="/"), max_size=20)
 segments = (nasty_segments | plain_segments).filter(lambda segment: segment not in ("", ".", ".."))
 tensor_names = st.lists(segments, min_size=1, max_size=4).map("/".join)

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 
@@ -105,8 +106,7 @@ def test_names_are_paths():
 )
 def test_what_cannot_be_saved_is_named(tree, reason):
     with pytest.raises(TreeError, match=reason):
-        leaves, structure = trees.flatten(tree, is_leaf)
-        trees.dump(structure)
+        trees.flatten(tree, is_leaf)
 
 
 def test_values_under_colliding_paths_are_kept():
@@ -151,10 +151,8 @@ def test_a_malformed_structure_is_corruption_and_nothing_else(document):
         list(trees.values(node))
         return trees.build(node, lambda name: ("tensor", name))
 
-    try:
+    with contextlib.suppress(CheckpointCorruptError):
         read()
-    except CheckpointCorruptError:
-        pass
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b'{"value": 1, "list": []}', b'{"odd": 1}'])
