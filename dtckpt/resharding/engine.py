@@ -26,8 +26,8 @@ from dtckpt.region import Region
 from dtckpt.storage import directory
 
 DEFAULT_MAX_MEMORY = 1 << 30
-_SHARE = 4
-"""Memory is split in four: reads in flight, the block being written, blocks waiting to be written, and slack."""
+MIN_CHUNK_NBYTES = 64 << 10
+"""New chunks are not cut below this to save memory: a tiny bound must be refused, not planned for hours."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,19 +107,20 @@ def reshard(
     """
     options = options or SaveOptions()
     new_dtype = _validate_arguments(mesh, dtype, max_memory)
-    chunk_nbytes = min(options.chunk_nbytes, max(1, max_memory // _SHARE))
     target = local_path(dst)
     with open_checkpoint(src) as checkpoint:
         directory.check_target(target, overwrite=options.overwrite)
         _validate_target(checkpoint.path, target)
+        budget = Budget.of(checkpoint, max_memory)
+        chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, budget.block))
         specs = [_spec(name, info, mesh, layouts, new_dtype) for name, info in checkpoint.tensors.items()]
         plan = plan_save(specs, chunk_nbytes)
         tensors = [_describe(checkpoint.info(item.spec.name), item) for item in plan.tensors]
-        _validate_memory(checkpoint, plan, max_memory)
+        _validate_memory(plan, budget, max_memory)
         saved = None
         if not dry_run:
-            source = CheckpointSource(checkpoint, max_memory // _SHARE, progress)
-            state = State(specs, source, checkpoint.manifest.tree, max_pending_nbytes=max_memory // _SHARE)
+            source = CheckpointSource(checkpoint, budget, progress)
+            state = State(specs, source, checkpoint.manifest.tree, max_pending_nbytes=budget.block)
             alone = LocalCoordination(Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63)))
             saved = save_state(
                 dst, lambda: state, options=replace(options, chunk_nbytes=chunk_nbytes), coordination=alone
@@ -186,18 +187,42 @@ def _describe(info: TensorInfo, plan: TensorPlan) -> ReshardedTensor:
     )
 
 
-def _validate_memory(checkpoint: Checkpoint, plan: SavePlan, max_memory: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How memory is shared out: to stored chunks being read, and thrice to blocks of new chunks.
+
+    The three are the block being filled, the one before it, which waits to be written, and the latter's chunks as
+    encoded for storage.
+
+    Args:
+        largest: Bytes of the largest stored chunk; verifying takes all of it, however little is wanted.
+        reads: Bytes of stored chunks in memory at one time.
+        block: Bytes of a block.
+    """
+
+    largest: int
+    reads: int
+    block: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, max_memory: int) -> Budget:
+        """Share out ``max_memory`` bytes."""
+        largest = max((info.max_chunk_nbytes for info in checkpoint.tensors.values()), default=0)
+        reads = max(largest, max_memory // 4)
+        return cls(largest, reads, max(1, (max_memory - reads) // 3))
+
+
+def _validate_memory(plan: SavePlan, budget: Budget, max_memory: int) -> None:
     """Refuse a bound that the largest chunks alone would break."""
-    needed, name = 0, ""
-    for item in plan.tensors:
-        info = checkpoint.info(item.spec.name)
-        new = math.prod(item.grid.chunk_shape) * DTYPES[item.spec.dtype].itemsize
-        tensor_needs = info.max_chunk_nbytes + 2 * new
-        if tensor_needs > needed:
-            needed, name = tensor_needs, item.spec.name
+    sizes = (
+        (math.prod(item.grid.chunk_shape) * DTYPES[item.spec.dtype].itemsize, item.spec.name) for item in plan.tensors
+    )
+    largest, name = max(sizes, default=(0, ""))
+    needed = budget.largest + 3 * largest
     if needed > max_memory:
         raise ConfigError(
-            f"max_memory is too small; got {max_memory} bytes, expected at least {needed} for the chunks of {name!r}"
+            f"max_memory is too small; got {max_memory} bytes, expected at least {needed}: a stored chunk of "
+            f"{budget.largest} bytes, and three times a new one of tensor {name!r}"
         )
 
 
@@ -208,13 +233,13 @@ class CheckpointSource:
 
     Args:
         checkpoint: Where from.
-        max_nbytes: Bytes of a block, and of the reads in flight.
+        budget: Bytes of a block, and of the stored chunks being read.
         progress: See `Progress`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, max_nbytes: int, progress: Progress | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, budget: Budget, progress: Progress | None) -> None:
         self._checkpoint = checkpoint
-        self._max_nbytes = max_nbytes
+        self._budget = budget
         self._progress = progress
         self._name = ""
         self._block: Region | None = None
@@ -224,9 +249,11 @@ class CheckpointSource:
         """Return the elements of one new chunk."""
         name = plan.spec.name
         if self._elements is None or self._block is None or self._name != name or not self._block.contains(region):
-            self._name, self._block, self._elements = name, block_of(plan, region, self._max_nbytes), None
+            self._name, self._block, self._elements = name, block_of(plan, region, self._budget.block), None
             self._elements = np.empty(self._block.shape, DTYPES[plan.spec.dtype])
-            self._checkpoint.read_into(name, self._block, self._elements, max_in_flight=self._max_nbytes)
+            # The reader starts one more chunk before it waits for the first.
+            in_flight = self._budget.reads - self._budget.largest
+            self._checkpoint.read_into(name, self._block, self._elements, max_in_flight=in_flight)
         if self._progress is not None:
             self._progress(name, region.numel * DTYPES[plan.spec.stored_dtype].itemsize)
         return self._elements[region.relative_to(self._block).slices()] if region.ndim else self._elements
