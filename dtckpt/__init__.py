@@ -10,11 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtckpt import dtensor, errors
     from dtckpt.checkpoint.named import name_based_restore, name_based_save, sharded_save
     from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
-    from dtckpt.checkpoint.reader import Checkpoint, open_checkpoint
+    from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
     from dtckpt.checkpoint.restore import restore
-    from dtckpt.checkpoint.save import save
+    from dtckpt.checkpoint.save import SaveReport, save
     from dtckpt.clients import (
         abstract_mesh,
         client_id,
@@ -42,9 +43,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "checkpoint.named": ("name_based_restore", "name_based_save", "sharded_save"),
     "checkpoint.options": ("RestoreOptions", "SaveOptions"),
-    "checkpoint.reader": ("Checkpoint", "open_checkpoint"),
+    "checkpoint.reader": ("Checkpoint", "TensorInfo", "open_checkpoint"),
     "checkpoint.restore": ("restore",),
-    "checkpoint.save": ("save",),
+    "checkpoint.save": ("SaveReport", "save"),
     "clients": (
         "abstract_mesh",
         "client_id",
@@ -69,6 +70,7 @@ _MODULES = {
     "region": ("Region",),
     "resharding.engine": ("reshard",),
 }
+_SUBMODULES = ("dtensor", "errors")
 _HOME = {name: f"dtckpt.{module}" for module, names in _MODULES.items() for name in names}
 
 __version__ = "0.1.0"
@@ -86,7 +88,9 @@ __all__ = [
     "Replicate",
     "RestoreOptions",
     "SaveOptions",
+    "SaveReport",
     "Shard",
+    "TensorInfo",
     "abstract_mesh",
     "check_layout",
     "client_id",
@@ -94,6 +98,8 @@ __all__ = [
     "create_distributed_mesh",
     "create_mesh",
     "device_name",
+    "dtensor",
+    "errors",
     "fetch_layout",
     "full_job_name",
     "heartbeat_enabled",
@@ -118,6 +124,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"dtckpt.{name}")
     try:
         value = getattr(importlib.import_module(_HOME[name]), name)
     except KeyError:

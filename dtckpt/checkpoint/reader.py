@@ -130,6 +130,9 @@ class Checkpoint:
             for name, entry in manifest.arrays.items()
         }
 
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, {len(self.tensors)} tensors)"
+
     def __enter__(self) -> Checkpoint:
         return self
 

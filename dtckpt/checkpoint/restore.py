@@ -14,7 +14,7 @@ from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_ten
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
 from dtckpt.checkpoint.rounds import Rounds
-from dtckpt.coordination import Coordination, current_coordination
+from dtckpt.coordination import Coordination, Progress, current_coordination
 from dtckpt.dtensor import DTensor
 from dtckpt.dtensor.packing import device_of
 from dtckpt.errors import (
@@ -60,7 +60,7 @@ def restore(
     Args:
         path: The checkpoint.
         target: Tree to be filled.
-        mesh: Mesh for new DTensors. Tensors that no entry of ``layouts`` matches keep their saved sharding specs as
+        mesh: Mesh for new DTensors; every tensor becomes one then, replicated if it was on no mesh. Tensors that no entry of ``layouts`` matches keep their saved sharding specs as
             far as the mesh has those axes, and are unsharded otherwise.
         layouts: See `Layouts`.
         options: See `RestoreOptions`.
@@ -119,16 +119,19 @@ def run_restore(
         opened.append((checkpoint, filling))
         return checkpoint.manifest.attempt.encode()
 
-    attempts = set(rounds.run("planned", prepare).values())
-    checkpoint, filling = opened[0]
-    with checkpoint:
-        if len(attempts) > 1:
-            raise CheckpointConflictError(
-                f"clients opened different checkpoints at {path}; a save replaced it meanwhile: restore again, and use "
-                "one shared file system"
-            )
-        rounds.run("read", lambda: _read(checkpoint, filling))
-        return filling.finish()
+    try:
+        attempts = set(rounds.run("planned", prepare).values())
+        checkpoint, filling = opened[0]
+        with checkpoint:
+            if len(attempts) > 1:
+                raise CheckpointConflictError(
+                    f"clients opened different checkpoints at {path}; a save replaced it meanwhile: restore again, and "
+                    "use one shared file system"
+                )
+            rounds.run("read", lambda: _read(checkpoint, filling))
+            return filling.finish()
+    finally:
+        coordination.heartbeat(Progress())
 
 
 def _validate_fit(info: TensorInfo, leaf: Leaf, options: RestoreOptions) -> None:
@@ -143,6 +146,12 @@ def _validate_fit(info: TensorInfo, leaf: Leaf, options: RestoreOptions) -> None
             f"tensor {info.name!r} would be converted; got {leaf.dtype} in the target, saved as {stored}; "
             f"conversions allowed now: {options.cast}; RestoreOptions(cast='any') allows all"
         )
+    for _, memory in leaf.parts:
+        if any(step == 0 and size > 1 for step, size in zip(memory.stride(), memory.shape, strict=True)):
+            raise LayoutError(
+                f"tensor {info.name!r} cannot be filled: elements of the target overlap in memory (expand() does "
+                "that); pass a tensor with memory of its own"
+            )
 
 
 def _read(checkpoint: Checkpoint, filling: Filling) -> None:
@@ -227,12 +236,11 @@ class _Matcher:
             renewed = self.visit(state, node, path)
             self.loads.append(lambda: target.load_state_dict(renewed()))
             return lambda: target
-        return self._take(node, where)
+        return self._take(node, path)
 
-    def _take(self, node: trees.Node, where: str) -> Callable[[], Any]:
+    def _take(self, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
         """Plan a node that the target holds no tensor for: its plain values, and new tensors."""
-        if where:
-            self._wanted.add(where)
+        self._wanted.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
         names: list[str] = []
         trees.build(node, names.append)
         new = {
@@ -253,7 +261,7 @@ class _Matcher:
         nodes = dict(saved)
         # A dict of optimizer state that is still empty is filled with what was saved.
         if not target:
-            nodes_plan = {key: self._take_all(child, (*path, str(key))) for key, child in nodes.items()}
+            nodes_plan = {key: self._take(child, (*path, str(key))) for key, child in nodes.items()}
         else:
             nodes_plan = {}
             for key, child in target.items():
@@ -263,10 +271,6 @@ class _Matcher:
                 else:
                     self._miss("/".join(below))
         return lambda: _update_dict(target, {key: renew() for key, renew in nodes_plan.items()})
-
-    def _take_all(self, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
-        self._wanted.update("/".join((*path, below)) if below else "/".join(path) for below, _ in trees.values(node))
-        return self._take(node, "/".join(path))
 
     def _visit_sequence(self, target: Sequence[Any], saved: Any, path: tuple[str, ...]) -> Callable[[], Any]:
         if len(target) != len(saved):

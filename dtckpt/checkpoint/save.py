@@ -17,7 +17,7 @@ from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reader import local_path
 from dtckpt.checkpoint.rounds import Rounds
 from dtckpt.checkpoint.writing import ClientWriter, Source, merge_clients
-from dtckpt.coordination import Coordination, current_coordination
+from dtckpt.coordination import Coordination, Progress, current_coordination
 from dtckpt.errors import SliceError
 from dtckpt.format import tree as trees
 from dtckpt.format.manifest import Manifest
@@ -42,6 +42,11 @@ class SaveReport:
     nbytes: int
     client_nbytes: int
     seconds: Mapping[str, float]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all rounds."""
+        return sum(self.seconds.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,18 +109,18 @@ def save(path: str | Path, tree: Any, *, options: SaveOptions | None = None) -> 
     return save_state(path, collect, options=options, coordination=coordination)
 
 
-def expand_stateful(tree: Any) -> Any:
+def expand_stateful(tree: Any, depth: int = 0) -> Any:
     """Replace every stateful object in a tree by its state."""
-    if isinstance(tree, torch.Tensor):
-        return tree
+    if isinstance(tree, torch.Tensor) or depth > trees.MAX_DEPTH:
+        return tree  # what is too deep is refused, by path, when the tree is flattened
     if isinstance(tree, Mapping):
-        return {key: expand_stateful(child) for key, child in tree.items()}
+        return {key: expand_stateful(child, depth + 1) for key, child in tree.items()}
     if isinstance(tree, list | tuple):
         # A named tuple comes back as a plain one; its class could not be named without running its code.
-        children = [expand_stateful(child) for child in tree]
+        children = [expand_stateful(child, depth + 1) for child in tree]
         return children if isinstance(tree, list) else tuple(children)
     if isinstance(tree, Stateful):
-        return expand_stateful(tree.state_dict())
+        return expand_stateful(tree.state_dict(), depth + 1)
     return tree
 
 
@@ -210,6 +215,8 @@ def save_state(
     except BaseException:
         attempt.abandon()
         raise
+    finally:
+        coordination.heartbeat(Progress())
 
 
 class _Attempt:

@@ -42,3 +42,10 @@ def end_generation(member: Member, name: str, participants: tuple[int, ...], end
     """Note that generation ``ended`` is decided. Repeating it, as two threads at one barrier do, changes nothing."""
     with _lock:
         _generations[_key(member, name, participants)] = ended + 1
+
+
+def pause(wake: threading.Event, leaving: threading.Event, interval_s: float) -> bool:
+    """Wait until the next heartbeat is due or wanted; return whether there shall be no more."""
+    wake.wait(interval_s)
+    wake.clear()
+    return leaving.is_set()

@@ -151,6 +151,7 @@ class ProcessGroupCoordination:
         self._fenced = ""
         self._beating: threading.Thread | None = None
         self._leaving = threading.Event()
+        self._wake = threading.Event()
 
     # --- registration and heartbeats --------------------------------------------------------------------------
 
@@ -187,7 +188,7 @@ class ProcessGroupCoordination:
     def _send_heartbeats(self) -> None:
         link = self._calls.open_link()
         try:
-            while not self._leaving.wait(self.heartbeat_timeout_s / 6):
+            while not process.pause(self._wake, self._leaving, self.heartbeat_timeout_s / 6):
                 self._send(link, "registered")
             self._send(link, "left")
         except errors.FencedError as error:
@@ -207,7 +208,10 @@ class ProcessGroupCoordination:
             raise errors.FencedError(self._fenced)
 
     def heartbeat(self, progress: Progress) -> None:
+        is_new_phase = progress.phase != self._progress.phase
         self._progress = progress
+        if is_new_phase:
+            self._wake.set()
 
     def leave(self) -> None:
         with self._lock:
@@ -215,6 +219,7 @@ class ProcessGroupCoordination:
         if beating is None or os.getpid() != self._pid:
             return
         self._leaving.set()
+        self._wake.set()
         beating.join(self.heartbeat_timeout_s)
         if self._host_client == self.member.client:
             # The store dies with this process, and the others may still be reading a verdict from it.

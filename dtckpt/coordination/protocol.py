@@ -159,7 +159,10 @@ class Coordination(Protocol):
         ...
 
     def heartbeat(self, progress: Progress) -> None:
-        """Note progress for the next heartbeat. Never blocks; that heartbeats are sent is not the caller's duty."""
+        """Note progress for the next heartbeat; a new phase is told at once.
+
+        Never blocks; that heartbeats are sent is not the caller's duty.
+        """
         ...
 
     def barrier(

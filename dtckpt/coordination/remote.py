@@ -112,6 +112,7 @@ class GrpcCoordination:
         self._fenced = ""
         self._beating: threading.Thread | None = None
         self._leaving = threading.Event()
+        self._wake = threading.Event()
 
     # --- registration and heartbeats --------------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ class GrpcCoordination:
         self._interval_s = response.heartbeat_interval_s
 
     def _send_heartbeats(self) -> None:
-        while not self._leaving.wait(self._interval_s):
+        while not process.pause(self._wake, self._leaving, self._interval_s):
             request = pb.HeartbeatRequest(task=self._identity, progress=_progress_proto(self._progress))
             try:
                 try:
@@ -164,7 +165,10 @@ class GrpcCoordination:
                 logger.warning("no heartbeat of %s got through: %s", self._who(), _describe(error))
 
     def heartbeat(self, progress: Progress) -> None:
+        is_new_phase = progress.phase != self._progress.phase
         self._progress = progress
+        if is_new_phase:
+            self._wake.set()
 
     def leave(self) -> None:
         if os.getpid() != self._pid:
@@ -173,6 +177,7 @@ class GrpcCoordination:
             beating, self._beating = self._beating, None
         if beating is not None:
             self._leaving.set()
+            self._wake.set()
             beating.join(CALL_TIMEOUT_S)
             try:
                 self._once(lambda stub, t: stub.Leave(pb.LeaveRequest(task=self._identity), timeout=t), 1.0)

@@ -60,7 +60,8 @@ def last_seen(progress: Progress | None) -> str:
     """Return what a client last reported, for the end of a message about it; None means that it never registered."""
     if progress is None:
         return ", which never registered"
-    return f"; last seen in phase {progress.phase!r} step {progress.step}" if progress.phase else ""
+    step = f" step {progress.step}" if progress.step else ""
+    return f"; last seen in phase {progress.phase!r}{step}" if progress.phase else ""
 
 
 def lost(name: str, gone: Mapping[int, str]) -> Outcome:

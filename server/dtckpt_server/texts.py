@@ -43,7 +43,8 @@ def task_name(job: str, task: int) -> str:
 
 
 def last_seen(progress: Progress) -> str:
-    return f"; last seen in phase {progress.phase!r} step {progress.step}" if progress.phase else ""
+    step = f" step {progress.step}" if progress.step else ""
+    return f"; last seen in phase {progress.phase!r}{step}" if progress.phase else ""
 
 
 def voted_no(task: int, code: str, reason: str) -> Failure:
