@@ -60,8 +60,9 @@ def restore(
     Args:
         path: The checkpoint.
         target: Tree to be filled.
-        mesh: Mesh for new DTensors; every tensor becomes one then, replicated if it was on no mesh. Tensors that no entry of ``layouts`` matches keep their saved sharding specs as
-            far as the mesh has those axes, and are unsharded otherwise.
+        mesh: Mesh for new DTensors; every tensor becomes one then, replicated if it was on no mesh. Tensors that no
+            entry of ``layouts`` matches keep their saved sharding specs as far as the mesh has those axes, and are
+            unsharded otherwise.
         layouts: See `Layouts`.
         options: See `RestoreOptions`.
 
