@@ -68,4 +68,4 @@ def exit_code_of(error: BaseException) -> ExitCode:
 def exit_code_help() -> str:
     """Return the list of exit codes for ``--help``."""
     lines = [f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items()]
-    return "\n".join(["\b", "Exit codes:", *lines, "  130  interrupted; nothing is left behind"])
+    return "\n".join(["\b", "Exit codes:", *lines, "  130  interrupted (143: terminated); nothing is left behind"])

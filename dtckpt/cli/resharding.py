@@ -57,7 +57,7 @@ def run_reshard(request: Request) -> None:
         request.dst,
         mesh=mesh,
         layouts=rules,
-        dtype=parse_dtype(request.dtype) if request.dtype else None,
+        dtype=None if request.dtype is None else parse_dtype(request.dtype),
         max_memory=parse_size(request.max_memory),
         options=SaveOptions(kvstore=request.kvstore, overwrite=request.overwrite),
     )

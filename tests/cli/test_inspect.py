@@ -1,0 +1,115 @@
+import pytest
+import torch
+from states import packed
+
+import dtckpt
+from dtckpt import Layout, SaveOptions, abstract_mesh
+
+
+def test_text(run, source, tensors):
+    result = run("inspect", source)
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    assert lines[:7] == [
+        f"checkpoint  {source}",
+        "format      1",
+        "job         localhost",
+        "clients     1",
+        "kvstore     ocdbt",
+        "mesh 0      x=2,y=2 (4 CPU devices) named train",
+        f"tensors     9, 17 chunks, {nbytes} B",
+    ]
+    rows = {line.split()[0]: line.split() for line in lines[8:] if line}
+    assert rows["model/uneven"][1:] == ["7x5", "float64", "y+x,unsharded", "4", "280", "B"]
+    assert rows["optim/scale"][1:] == ["scalar", "float32", "scalar", "1", "4", "B"]
+    assert rows["optim/ids"][1:] == ["6x2", "int64", "none", "1", "96", "B"]
+    assert rows["step"][1:] == ["7"]
+    # Values steer no terminal and break no line.
+    assert "note   'a\\nb \\x1b[31m'" in lines
+
+
+def test_json(run, source, tensors):
+    result = run("inspect", source, "--json")
+    (event,) = result.events
+    assert event["event"] == "checkpoint"
+    assert (event["format_version"], event["num_clients"], event["kvstore"]) == (1, 1, "ocdbt")
+    assert event["meshes"] == [{"name": "train", "axes": {"x": 2, "y": 2}, "devices": 4, "device_type": "CPU"}]
+    assert {tensor["name"]: tensor["bytes"] for tensor in event["tensors"]} == {k: v.nbytes for k, v in tensors.items()}
+    assert event["totals"] == {"tensors": 9, "chunks": 17, "bytes": sum(v.nbytes for v in tensors.values())}
+    assert event["values"] == {
+        "step": 7,
+        "lr": 1e-3,
+        "limit": {"float": "inf"},
+        "raw": {"bytes": "AHg="},
+        "note": "a\nb \x1b[31m",
+    }
+    assert "chunk_list" not in event["tensors"][0]
+
+
+def test_chunks_of_some_tensors(run, source):
+    (event,) = run("inspect", source, "--json", "--chunks", "--tensor", "*/w", "--tensor", "optim/sc*").events
+    assert [tensor["name"] for tensor in event["tensors"]] == ["model/w", "optim/scale"]
+    assert event["totals"]["tensors"] == 2
+    first = event["tensors"][0]["chunk_list"][1]
+    with dtckpt.open_checkpoint(source) as checkpoint:
+        chunk = checkpoint.tensors["model/w"].chunks[1]
+    assert first == {
+        "offset": [0, 3],
+        "shape": [4, 3],
+        "key": "model/w/c/0/1",
+        "digest": f"{chunk.digest:016x}",
+        "client": 0,
+    }
+    text = run("inspect", source, "--chunks", "--tensor", "model/w").out
+    assert "tensors     1 of 9, 4 chunks" in text
+    assert f"model/w  0:4,3:6  model/w/c/0/1  {chunk.digest:016x}  0" in text
+
+
+def test_stored_dtype_parts_and_several_meshes(run, tmp_path):
+    tree = {
+        "a": packed(torch.rand(4), Layout(["x"], abstract_mesh({"x": 2}))),
+        "b": packed(torch.rand(4), Layout(["y"], abstract_mesh({"y": 4}))),
+    }
+    dtckpt.save(tmp_path / "c", tree, options=SaveOptions(save_as_bf16=True))
+    text = run("inspect", tmp_path / "c").out
+    assert "float32 (stored bfloat16)" in text
+    assert "x on mesh 0" in text
+    assert "y on mesh 1" in text
+    dtckpt.sharded_save(abstract_mesh({"x": 1}), str(tmp_path / "p"), ["w"], ["4 2 0,2:0,2"], [torch.ones(2, 2)])
+    assert "1 (part)" in run("inspect", tmp_path / "p").out
+    assert run("inspect", tmp_path / "p", "--json").events[0]["tensors"][0]["is_whole"] is False
+
+
+def test_a_checkpoint_of_nothing(run, tmp_path):
+    dtckpt.save(tmp_path / "c", {})
+    assert "tensors     0, 0 chunks, 0 B" in run("inspect", tmp_path / "c", "--chunks").out
+
+
+def test_not_found(run, source, tmp_path):
+    run("inspect", tmp_path / "none").fails(3, "no checkpoint at")
+    run("inspect", "").fails(3, "no path")
+    run("inspect", source, "--tensor", "w*").fails(3, "matches 'w*'", "'model/half'")
+    run("inspect", source / "dtckpt.manifest").fails(3)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 64, b"\x08\x01\x12\x04abcd"])
+def test_a_manifest_that_is_none(run, tmp_path, data):
+    (tmp_path / "dtckpt.manifest").write_bytes(data)
+    run("inspect", tmp_path).fails(1, "dtckpt.manifest")
+
+
+def test_a_manifest_of_a_newer_format(run, tmp_path):
+    (tmp_path / "dtckpt.manifest").write_bytes(b"\x08\x63")
+    result = run("inspect", tmp_path, "--json").fails(1, "newer format")
+    assert result.events == [
+        {"event": "error", "code": "CheckpointVersionError", "exit_code": 1, "message": result.events[0]["message"]}
+    ]
+
+
+@pytest.mark.parametrize("path", ["a\nb\x1b[31m", "\udcff", "x" * 5000, "../../..", "[red]"])
+def test_hostile_paths_stay_on_one_line(run, tmp_path, path):
+    result = run("inspect", tmp_path / path)
+    assert result.code in (3, 75)
+    assert result.err.startswith("dtckpt: error: ")
+    assert result.err[:-1].isprintable()

@@ -1,0 +1,198 @@
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from states import packed
+
+import dtckpt
+from dtckpt import UNSHARDED, Layout, abstract_mesh, errors
+from dtckpt.cli import commands
+from dtckpt.cli.exits import EXIT_CODES, MEANINGS, ExitCode, exit_code_of
+
+from .conftest import run_process
+
+COMMAND = [sys.executable, "-W", "error", "-m", "dtckpt.cli.main"]
+
+
+def test_help_and_version_import_nothing_heavy():
+    code = (
+        "import sys; from dtckpt.cli.main import main; code = main(sys.argv[1:]); "
+        "print(sorted({'torch', 'numpy', 'tensorstore', 'rich'} & set(sys.modules))); sys.exit(code)"
+    )
+    for args in (["--help"], ["reshard", "--help"], ["inspect", "-h"], ["--version"]):
+        result = run_process(*args, program=("-c", code))
+        assert result.code == 0, result
+        assert result.out.endswith("[]\n")
+    for code in ExitCode:
+        assert f"{code:>3}  {MEANINGS[code]}" in run_process("--help").out
+    assert run_process("--version").out == f"dtckpt {dtckpt.__version__}\n"
+
+
+def test_the_script_is_installed(source):
+    script = os.path.join(os.path.dirname(sys.executable), "dtckpt")
+    done = subprocess.run([script, "inspect", source], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_whole_run(source, tmp_path):
+    result = run_process("reshard", source, tmp_path / "new", "--mesh", "x=4", "--json")
+    assert (result.code, result.err) == (0, "")
+    assert result.events[-1]["event"] == "done"
+    result = run_process("reshard", source, tmp_path / "new", "--mesh", "x=4", "--json").fails(4, "--overwrite")
+    assert result.events[-1]["exit_code"] == 4
+
+
+def test_a_bar_only_on_a_terminal(source, tmp_path):
+    main_end, terminal = pty.openpty()
+    args = [*COMMAND, "reshard", str(source), str(tmp_path / "a"), "--mesh", "x=4"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
+    with subprocess.Popen(args, stdout=terminal, stderr=terminal, env=environment) as process:
+        assert process.wait(60) == 0
+    os.close(terminal)
+    shown = os.read(main_end, 1 << 16).decode()
+    os.close(main_end)
+    assert "━" in shown
+    assert "resharded" in shown
+    result = run_process("reshard", source, tmp_path / "b", "--mesh", "x=4")
+    assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_usage_errors_have_the_form_of_all_errors(run):
+    run().fails(2, "Missing command; see 'dtckpt --help'")
+    run("rehsard").fails(2, "No such command 'rehsard'")
+    result = run("reshard", "a", "b", "--json").fails(2, "--mesh")
+    assert result.events == [
+        {"event": "error", "code": "MissingParameter", "exit_code": 2, "message": result.events[0]["message"]}
+    ]
+    run("reshard", "a", "--mesh", "x=2", "--", "--json").fails(3)
+
+
+def test_debug_shows_a_traceback(run, tmp_path):
+    assert "Traceback" not in run("inspect", tmp_path / "none").err
+    for args in (("inspect", tmp_path / "none", "--debug"), ("--debug", "inspect", tmp_path / "none")):
+        result = run(*args)
+        assert result.code == 3
+        assert result.err.startswith("Traceback (most recent call last):\n")
+        assert result.err.splitlines()[-1].startswith("dtckpt: error: ")
+
+
+ERRORS = [
+    (errors.CheckpointNotFoundError, 3),
+    (errors.CheckpointIncompleteError, 3),
+    (errors.TensorNotFoundError, 3),
+    (errors.RegionNotFoundError, 3),
+    (errors.CheckpointExistsError, 4),
+    (errors.CheckpointConflictError, 4),
+    (errors.BarrierConflictError, 4),
+    (errors.FencedError, 4),
+    (errors.CheckpointCorruptError, 1),
+    (errors.CheckpointVersionError, 1),
+    (errors.ReplicaMismatchError, 1),
+    (errors.LayoutTypeError, 2),
+    (errors.MeshError, 2),
+    (errors.ConfigError, 2),
+    (errors.DTypeError, 2),
+    (errors.TensorNameError, 2),
+    (errors.StoragePermissionError, 69),
+    (errors.CoordinatorUnavailableError, 69),
+    (errors.StorageError, 75),
+    (errors.StorageFullError, 75),
+    (errors.BarrierTimeoutError, 75),
+    (errors.ClientLostError, 75),
+    (OSError, 75),
+    (ZeroDivisionError, 70),
+]
+
+
+@pytest.mark.parametrize(("kind", "code"), ERRORS)
+def test_every_exit_code(run, monkeypatch, kind, code):
+    def fail(**options):
+        raise kind("it\nbroke")
+
+    monkeypatch.setattr(commands.inspect, "callback", fail)
+    result = run("inspect", "p", "--json").fails(code, "it\\nbroke")
+    assert result.events[0]["code"] == kind.__name__
+    if code == 70:
+        assert "internal error: ZeroDivisionError" in result.err
+
+
+def test_every_error_has_an_exit_code_with_a_meaning():
+    assert set(MEANINGS) == set(ExitCode)
+    assert set(EXIT_CODES.values()) | {ExitCode.OK} == set(ExitCode)
+    for kind in errors._tree(errors.DtckptError):
+        assert exit_code_of(kind("x")) is not ExitCode.INTERNAL
+
+
+def test_a_reader_that_has_had_enough(source):
+    with subprocess.Popen(
+        [*COMMAND, "inspect", str(source), "--chunks"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.wait(60) == 128 + signal.SIGPIPE
+        assert process.stderr.read() == b""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_that_cannot_be_written(source):
+    with open("/dev/full", "w") as full:
+        command = [*COMMAND, "inspect", source]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 75
+    assert done.stderr.startswith("dtckpt: error: [Errno 28]")
+
+
+def test_interrupt(source, tmp_path):
+    program = (
+        "import os, signal, sys\n"
+        "from dtckpt.cli.main import main\n"
+        "from dtckpt.cli.reporting import Reporter\n"
+        "Reporter.advance = lambda self, name, nbytes: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    result = run_process("reshard", source, tmp_path / "new", "--mesh", "x=4", program=("-c", program))
+    assert (result.code, result.out, result.err) == (130, "", "")
+    assert os.listdir(tmp_path) == []
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+# Not ru_maxrss: a child's starts with that of the process that forked it, which may well be the larger one.
+MEASURED = (
+    "import re, sys\n"
+    "from dtckpt.cli.main import main\n"
+    "code = main(sys.argv[1:])\n"
+    "print(re.search(r'VmHWM:\\s*(\\d+) kB', open('/proc/self/status').read())[1])\n"
+    "sys.exit(code)\n"
+)
+
+
+def _peak_nbytes(*args):
+    result = run_process(*args, program=("-c", MEASURED))
+    assert result.code == 0, result
+    return int(result.out.splitlines()[-1]) << 10
+
+
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+def test_memory_stays_within_the_bound(tmp_path, kvstore, record_property):
+    """256 MiB from rows to columns in 32 MiB, so that every stored chunk is needed by every new one."""
+    rows = abstract_mesh({"x": 4})
+    whole = torch.arange(64 << 20, dtype=torch.float32).reshape(8192, 8192)
+    dtckpt.save(tmp_path / "old", {"w": packed(whole, Layout(["x", UNSHARDED], rows))})
+    dtckpt.save(tmp_path / "small", {"w": torch.ones(4, 4)})
+    args = ("--mesh", "y=4", "--layout", "w=unsharded,y", "--max-memory", "32MiB", "--format", kvstore)
+    baseline = _peak_nbytes("reshard", tmp_path / "small", tmp_path / "small_new", *args)
+    peak = _peak_nbytes("reshard", tmp_path / "old", tmp_path / "new", *args) - baseline
+    print(f"peak above the baseline: {peak / 2**20:.0f} MiB")
+    record_property("peak_nbytes", peak)
+    # Beside the bound: the stored chunk (16 MiB) that is mapped while it is copied, which is page cache but counts
+    # as resident; one that the reader still refers to while it starts the next; threads, code pages and heap.
+    assert peak < (32 + 16 + 16 + 8) << 20
+    with dtckpt.open_checkpoint(tmp_path / "new") as new:
+        assert torch.equal(new.read("w"), whole)
