@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from dtckpt.errors import ConfigError
 from dtckpt.format.manifest import KVSTORES
@@ -65,5 +66,5 @@ def _validate_choice(name: str, value: object, choices: tuple[str, ...]) -> None
 
 
 def _validate_positive(name: str, value: float) -> None:
-    if not value > 0:
+    if not isinstance(value, Real) or not value > 0:
         raise ConfigError(f"option {name} must be positive; got {value!r}")

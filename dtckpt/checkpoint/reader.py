@@ -19,6 +19,7 @@ from dtckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
+    ConfigTypeError,
     RegionError,
     RegionNotFoundError,
     TensorNotFoundError,
@@ -320,9 +321,20 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def local_path(path: str | Path) -> Path:
     """Return the absolute local path, links followed, of a checkpoint argument (a path or a ``file://`` URL)."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigTypeError(f"a checkpoint's path must be a str or a Path; got {type(path).__name__}")
     text = str(path)
     if "\0" in text or not text:
         raise CheckpointNotFoundError(f"{text!r} is no path")
     if "://" in text and not text.startswith("file://"):
         raise CheckpointNotFoundError(f"cannot open {text}: only local paths and file:// URLs are supported")
-    return Path(os.path.realpath(text.removeprefix("file://")))
+    bare = text.removeprefix("file://")
+    try:
+        resolved = os.path.realpath(bare)
+        resolved.encode()
+    except UnicodeEncodeError:
+        raise CheckpointNotFoundError(f"{bare!r} is no path of a checkpoint: it is not valid Unicode") from None
+    if "\\" in resolved:
+        # TensorStore takes them for slashes: the data would land elsewhere than the manifest.
+        raise CheckpointNotFoundError(f"{resolved!r} is no path of a checkpoint: it holds a backslash")
+    return Path(resolved)
