@@ -1,0 +1,199 @@
+"""Directories appear whole or not at all, wherever a save is interrupted."""
+
+import contextlib
+import errno
+import os
+
+import pytest
+
+from dtckpt.errors import (
+    CheckpointExistsError,
+    CheckpointIncompleteError,
+    CheckpointNotFoundError,
+    StorageError,
+    StorageFullError,
+    StoragePermissionError,
+)
+from dtckpt.storage import directory
+from dtckpt.storage.failures import translated
+
+OLD, NEW = b"old", b"new"
+
+
+def build(target, content=NEW, token="1"):
+    staging = directory.begin(target, token)
+    directory.write_file(staging / "data", content)
+    directory.write_file(staging / directory.MANIFEST_NAME, content)
+    return staging
+
+
+def committed(target, content=OLD):
+    directory.commit(build(target, content, "0"), target, "0", overwrite=True)
+    return target
+
+
+def content_of(target):
+    return (directory.locate(target) / "data").read_bytes()
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def file_system(request, monkeypatch):
+    """With and without an atomic exchange of directories."""
+    if request.param == "exchange":
+        return
+    rename = directory._rename
+
+    def no_exchange(source, target, flag):
+        if flag == directory._RENAME_EXCHANGE:
+            raise OSError(errno.EINVAL, "no exchange here", str(target))
+        rename(source, target, flag)
+
+    monkeypatch.setattr(directory, "_rename", no_exchange)
+
+
+def test_nothing_shows_before_the_commit(tmp_path):
+    target = tmp_path / "deep" / "s"
+    staging = build(target)
+    assert not target.exists()
+    with pytest.raises(CheckpointNotFoundError, match="a save to it did not complete"):
+        directory.locate(target)
+    directory.commit(staging, target, "1", overwrite=False)
+    assert content_of(target) == NEW
+    assert os.listdir(target.parent) == ["s"]
+
+
+def test_a_replaced_checkpoint_is_there_until_the_commit(tmp_path, file_system):
+    target = committed(tmp_path / "s")
+    staging = build(target)
+    assert content_of(target) == OLD
+    directory.commit(staging, target, "1", overwrite=True)
+    assert content_of(target) == NEW
+    assert os.listdir(tmp_path) == ["s"]
+
+
+class Crash(BaseException):
+    """Ends a process at one point, as far as the files are concerned."""
+
+
+def crash_at(monkeypatch, number):
+    """Let ``number`` changes of the directory tree happen, then crash; return how often it was changed."""
+    count = [0]
+
+    def counting(function):
+        def change(*args, **kwargs):
+            if count[0] == number:
+                raise Crash
+            count[0] += 1
+            return function(*args, **kwargs)
+
+        return change
+
+    monkeypatch.setattr(directory, "_rename", counting(directory._rename))
+    monkeypatch.setattr(directory.Path, "rename", counting(directory.Path.rename))
+    monkeypatch.setattr(directory.Path, "unlink", counting(directory.Path.unlink))
+    monkeypatch.setattr(directory.shutil, "rmtree", counting(directory.shutil.rmtree))
+    return count
+
+
+def test_a_crash_at_any_change_leaves_the_old_or_the_new(tmp_path, file_system):
+    seen = set()
+    for number in range(20):
+        target = committed(tmp_path / str(number) / "s")
+        with pytest.MonkeyPatch.context() as patch:
+            count = crash_at(patch, number)
+            with contextlib.suppress(Crash):
+                directory.commit(build(target), target, "1", overwrite=True)
+        seen.add(content_of(target))
+        if count[0] < number:
+            break
+        with pytest.raises(CheckpointExistsError):
+            directory.check_target(target, overwrite=False)
+        # The next attempt cleans up.
+        directory.commit(build(target, b"newer", "2"), target, "2", overwrite=True)
+        assert content_of(target) == b"newer"
+        assert os.listdir(target.parent) == ["s"]
+    else:
+        pytest.fail("commit never came to its end")
+    assert seen == {OLD, NEW}
+    assert number > 3
+
+
+def test_the_newest_attempt_owns_the_target(tmp_path):
+    target = tmp_path / "s"
+    zombie = build(target, b"zombie", "1")
+    staging = build(target, NEW, "2")
+    with pytest.raises(StorageError, match="another attempt saves to this path"):
+        directory.commit(zombie, target, "1", overwrite=True)
+    directory.commit(staging, target, "2", overwrite=False)
+    assert content_of(target) == NEW
+
+
+def test_something_that_took_the_target_meanwhile(tmp_path):
+    target = tmp_path / "s"
+    staging = build(target)
+    target.mkdir()
+    (target / "photo").write_bytes(b"x")
+    with pytest.raises(CheckpointExistsError):
+        directory.commit(staging, target, "1", overwrite=True)
+    assert (target / "photo").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP])
+def test_file_systems_without_renameat2(tmp_path, monkeypatch, code):
+    class Lib:
+        @staticmethod
+        def renameat2(*_):
+            directory.ctypes.set_errno(code)
+            return -1
+
+    monkeypatch.setattr(directory.ctypes, "CDLL", lambda *args, **kwargs: Lib)
+    target = tmp_path / "s"
+    directory.commit(build(target, OLD, "0"), target, "0", overwrite=False)
+    assert content_of(target) == OLD
+    directory.commit(build(target, NEW, "1"), target, "1", overwrite=True)
+    assert content_of(target) == NEW
+    assert os.listdir(tmp_path) == ["s"]
+
+
+def test_where_there_is_nothing(tmp_path):
+    with pytest.raises(CheckpointNotFoundError):
+        directory.locate(tmp_path / "none" / "s")
+    (tmp_path / "s").mkdir()
+    with pytest.raises(CheckpointNotFoundError):
+        directory.locate(tmp_path / "s")
+    (tmp_path / "s" / "data").write_bytes(b"")
+    with pytest.raises(CheckpointIncompleteError):
+        directory.locate(tmp_path / "s")
+
+
+def test_other_checkpoints_nearby_are_left_alone(tmp_path):
+    for name in ("s", "s.dtckpt-new-1", "t", ".s", "s2"):
+        committed(tmp_path / name)
+    build(tmp_path / "t", token="7")
+    committed(tmp_path / "s", NEW)
+    assert content_of(tmp_path / "t") == OLD
+    assert (tmp_path / ".t.dtckpt-new-7").exists()
+    assert content_of(tmp_path / ".s") == content_of(tmp_path / "s.dtckpt-new-1") == OLD
+
+
+@pytest.mark.parametrize(
+    ("raised", "error"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), StorageFullError),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), StorageFullError),
+        (OSError(errno.EACCES, "Permission denied"), StoragePermissionError),
+        (OSError(errno.EPERM, "Operation not permitted"), StoragePermissionError),
+        (OSError(errno.EROFS, "Read-only file system"), StoragePermissionError),
+        (OSError(errno.EIO, "Input/output error"), StorageError),
+        (ValueError("FAILED_PRECONDITION: No space left on device [OS error 28]"), StorageFullError),
+        (ValueError("RESOURCE_EXHAUSTED: Disk quota exceeded"), StorageFullError),
+        (ValueError("PERMISSION_DENIED: Failed to open"), StoragePermissionError),
+        (ValueError("UNAVAILABLE: try again"), StorageError),
+        (NotImplementedError("no"), StorageError),
+    ],
+)
+def test_what_storage_says_in_our_words(raised, error):
+    with pytest.raises(error, match=r"^cannot write chunk 3 at /x: ") as caught, translated("write chunk 3", "/x"):
+        raise raised
+    assert type(caught.value) is error
+    assert caught.value.__cause__ is raised
