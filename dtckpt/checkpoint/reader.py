@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,7 @@ from dtckpt.errors import (
 )
 from dtckpt.format import tree as trees
 from dtckpt.format.digest import chunk_digest
+from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import MANIFEST_NAME, ArrayEntry, Manifest
 from dtckpt.layout import Layout
 from dtckpt.region import Region
@@ -212,36 +213,42 @@ class Checkpoint:
         """Read many regions, each as `read_into`, with the reads of all of them under way together."""
         nbytes = in_flight = 0
         pending: deque[_ChunkRead] = deque()
-        for name, region, into in requests:
-            entry = self.info(name)._entry
-            if region.ndim != len(entry.shape) or not Region.full(entry.shape).contains(region):
-                raise RegionError(f"region {region} is outside tensor {name!r} of shape {entry.shape}")
-            for read in self._start_reads(entry, region, into):
-                pending.append(read)
-                in_flight += read.memory.nbytes
-                nbytes += read.memory.nbytes
-                while in_flight > max_in_flight:
-                    in_flight -= self._finish(pending.popleft())
-        while pending:
-            self._finish(pending.popleft())
+        try:
+            for name, region, into in requests:
+                entry = self.info(name)._entry
+                if region.ndim != len(entry.shape) or not Region.full(entry.shape).contains(region):
+                    raise RegionError(f"region {region} is outside tensor {name!r} of shape {entry.shape}")
+                for index in entry.grid.meeting(region):
+                    size = entry.grid.region(index).numel * DTYPES[entry.stored_dtype].itemsize
+                    while pending and in_flight + size > max_in_flight:
+                        in_flight -= self._finish(pending.popleft())
+                    pending.append(self._start(entry, index, region, into))
+                    in_flight += size
+                    nbytes += size
+            while pending:
+                self._finish(pending.popleft())
+        finally:
+            # After a failure nothing may go on writing into the caller's memory.
+            for read in pending:
+                read.handle.exception()
         return nbytes
 
-    def _start_reads(self, entry: ArrayEntry, region: Region, into: np.ndarray[Any, Any]) -> Iterator[_ChunkRead]:
-        for index in entry.grid.meeting(region):
-            chunk = entry.grid.region(index)
-            if entry.grid.number(index) in entry.missing:
-                raise RegionNotFoundError(
-                    f"tensor {entry.name!r} was saved in part, without {chunk}; read a region that was saved"
-                )
-            overlap = chunk.intersect(region)
-            if overlap is None:
-                continue
-            target = into[overlap.relative_to(region).slices()] if region.ndim else into
-            is_direct = overlap == chunk and into.dtype.name == entry.stored_dtype and into.flags.aligned
-            memory = target if is_direct else stored_empty(entry.stored_dtype, chunk.shape)
-            source = None if is_direct else overlap.relative_to(chunk)
-            handle = self._reader.start(entry.path, entry.grid, entry.stored_dtype, chunk, memory)
-            yield _ChunkRead(entry, index, chunk, memory, target, source, handle)
+    def _start(
+        self, entry: ArrayEntry, index: tuple[int, ...], region: Region, into: np.ndarray[Any, Any]
+    ) -> _ChunkRead:
+        """Start reading the chunk at ``index``, of which ``into`` (the memory of ``region``) wants a part."""
+        chunk = entry.grid.region(index)
+        if entry.grid.number(index) in entry.missing:
+            raise RegionNotFoundError(
+                f"tensor {entry.name!r} was saved in part, without {chunk}; read a region that was saved"
+            )
+        overlap = chunk.intersect(region) or chunk
+        target = into[overlap.relative_to(region).slices()] if region.ndim else into
+        is_direct = overlap == chunk and into.dtype.name == entry.stored_dtype and into.flags.aligned
+        memory = target if is_direct else stored_empty(entry.stored_dtype, chunk.shape)
+        source = None if is_direct else overlap.relative_to(chunk)
+        handle = self._reader.start(entry.path, entry.grid, entry.stored_dtype, chunk, memory)
+        return _ChunkRead(entry, index, chunk, memory, target, source, handle)
 
     def _finish(self, read: _ChunkRead) -> int:
         """Wait for one chunk, verify it, and deliver it; return its bytes."""

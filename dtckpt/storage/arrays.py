@@ -132,13 +132,17 @@ class ArrayWriter:
             for write in self._pending:
                 write.result()
             if self._transaction is not None:
-                self._transaction.commit_async().result()
+                commit = self._transaction.commit_async()
+                self._pending.append(commit)
+                commit.result()
         self._reset()
 
     def abort(self) -> None:
-        """Drop what was not committed."""
+        """Drop what was not committed, and wait for writes under way: they would make removed folders again."""
         if self._transaction is not None:
             self._transaction.abort()
+        for write in self._pending:
+            write.exception()
 
 
 def _open_array(
@@ -180,9 +184,7 @@ def merge(
                 spec = _kvstore(kind, root / client_folder(client), file_io_sync=is_durable)
                 source = ts.KvStore.open(spec, context=context).result()
                 source.experimental_copy_range_to(target).result()
-        writes = [
-            target.write(path, json.dumps(document).encode()) for path, document in sorted(documents.items())
-        ]
+        writes = [target.write(path, json.dumps(document).encode()) for path, document in sorted(documents.items())]
         for write in writes:
             write.result()
         if transaction:
