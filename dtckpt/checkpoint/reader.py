@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,8 +35,11 @@ from dtckpt.storage import directory
 from dtckpt.storage.arrays import ArrayReader, stored_empty
 from dtckpt.storage.failures import translated
 
-MAX_NBYTES_IN_FLIGHT = 256 << 20
-"""Chunks being read at one time; bounds the memory that a read needs beside its destination."""
+MAX_NBYTES_IN_FLIGHT = 64 << 20
+"""Chunks being read at one time; bounds the memory that a read needs beside its destination.
+
+More would not be faster: memory that is used again soon is in the cache and needs no new pages.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,27 +205,35 @@ class Checkpoint:
         Returns:
             The bytes read from storage.
         """
-        return self.read_all([(name, region, into)], max_in_flight=max_in_flight)
+        return self.read_all([(name, [(region, into)])], max_in_flight=max_in_flight)
 
     def read_all(
         self,
-        requests: Iterable[tuple[str, Region, np.ndarray[Any, Any]]],
+        requests: Iterable[tuple[str, Sequence[tuple[Region, np.ndarray[Any, Any]]]]],
         *,
         max_in_flight: int = MAX_NBYTES_IN_FLIGHT,
     ) -> int:
-        """Read many regions, each as `read_into`, with the reads of all of them under way together."""
+        """Read regions of many tensors, each as `read_into`, with the reads of all of them under way together.
+
+        A chunk that several regions of one tensor need is read once.
+
+        Args:
+            requests: Per tensor its name and the regions to be read, each with memory of its shape.
+            max_in_flight: As for `read_into`.
+
+        Returns:
+            The bytes read from storage.
+        """
         nbytes = in_flight = 0
         pending: deque[_ChunkRead] = deque()
         try:
-            for name, region, into in requests:
+            for name, wanted in requests:
                 entry = self.info(name)._entry
-                if region.ndim != len(entry.shape) or not Region.full(entry.shape).contains(region):
-                    raise RegionError(f"region {region} is outside tensor {name!r} of shape {entry.shape}")
-                for index in entry.grid.meeting(region):
+                for index, uses in _uses_by_chunk(entry, wanted).items():
                     size = entry.grid.region(index).numel * DTYPES[entry.stored_dtype].itemsize
                     while pending and in_flight + size > max_in_flight:
                         in_flight -= self._finish(pending.popleft())
-                    pending.append(self._start(entry, index, region, into))
+                    pending.append(self._start(entry, index, uses))
                     in_flight += size
                     nbytes += size
             while pending:
@@ -233,22 +244,16 @@ class Checkpoint:
                 read.handle.exception()
         return nbytes
 
-    def _start(
-        self, entry: ArrayEntry, index: tuple[int, ...], region: Region, into: np.ndarray[Any, Any]
-    ) -> _ChunkRead:
-        """Start reading the chunk at ``index``, of which ``into`` (the memory of ``region``) wants a part."""
+    def _start(self, entry: ArrayEntry, index: tuple[int, ...], uses: Sequence[_Use]) -> _ChunkRead:
         chunk = entry.grid.region(index)
-        if entry.grid.number(index) in entry.missing:
-            raise RegionNotFoundError(
-                f"tensor {entry.name!r} was saved in part, without {chunk}; read a region that was saved"
-            )
-        overlap = chunk.intersect(region) or chunk
-        target = into[overlap.relative_to(region).slices()] if region.ndim else into
-        is_direct = overlap == chunk and into.dtype.name == entry.stored_dtype and into.flags.aligned
-        memory = target if is_direct else stored_empty(entry.stored_dtype, chunk.shape)
-        source = None if is_direct else overlap.relative_to(chunk)
+        (_, first), *more = uses
+        is_direct = not more and first.shape == chunk.shape and first.dtype.name == entry.stored_dtype
+        if is_direct and first.flags.aligned:
+            memory, uses = first, ()
+        else:
+            memory = stored_empty(entry.stored_dtype, chunk.shape)
         handle = self._reader.start(entry.path, entry.grid, entry.stored_dtype, chunk, memory)
-        return _ChunkRead(entry, index, chunk, memory, target, source, handle)
+        return _ChunkRead(entry, index, chunk, memory, uses, handle)
 
     def _finish(self, read: _ChunkRead) -> int:
         """Wait for one chunk, verify it, and deliver it; return its bytes."""
@@ -260,9 +265,8 @@ class Checkpoint:
                 f"chunk {read.chunk} of tensor {entry.name!r} in {self.path} is damaged: its digest does not match "
                 f"(written by client {int(entry.writers[number])}); restore another checkpoint"
             )
-        if read.source is not None:
-            part = read.memory[read.source.slices()] if read.source.ndim else read.memory
-            convert(part, read.target)
+        for source, target in read.uses:
+            convert(read.memory[source] if source else read.memory, target)
         return read.memory.nbytes
 
     def verify(self) -> list[Damage]:
@@ -282,17 +286,41 @@ class Checkpoint:
         return found
 
 
+_Use = tuple[tuple[slice, ...], np.ndarray[Any, Any]]
+"""A part of a chunk, as an index into it, and the memory that wants it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _ChunkRead:
-    """A chunk on its way: ``memory`` takes the stored chunk, ``source`` is the part of it that ``target`` wants."""
+    """A chunk on its way: ``memory`` takes all of it; ``uses`` is what to do with it then."""
 
     entry: ArrayEntry
     index: tuple[int, ...]
     chunk: Region
     memory: np.ndarray[Any, Any]
-    target: np.ndarray[Any, Any]
-    source: Region | None
+    uses: Sequence[_Use]
     handle: Any
+
+
+def _uses_by_chunk(
+    entry: ArrayEntry, wanted: Iterable[tuple[Region, np.ndarray[Any, Any]]]
+) -> dict[tuple[int, ...], list[_Use]]:
+    """Return, per chunk that meets any of the wanted regions, which part goes where."""
+    uses: dict[tuple[int, ...], list[_Use]] = {}
+    for region, into in wanted:
+        if region.ndim != len(entry.shape) or not Region.full(entry.shape).contains(region):
+            raise RegionError(f"region {region} is outside tensor {entry.name!r} of shape {entry.shape}")
+        for index in entry.grid.meeting(region):
+            chunk = entry.grid.region(index)
+            if entry.grid.number(index) in entry.missing:
+                raise RegionNotFoundError(
+                    f"tensor {entry.name!r} was saved in part, without {chunk}; read a region that was saved"
+                )
+            overlap = chunk.intersect(region)
+            if overlap is not None:
+                target = into[overlap.relative_to(region).slices()] if region.ndim else into
+                uses.setdefault(index, []).append((overlap.relative_to(chunk).slices(), target))
+    return uses
 
 
 def convert(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:

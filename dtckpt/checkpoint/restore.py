@@ -156,21 +156,22 @@ def _validate_fit(info: TensorInfo, leaf: Leaf, options: RestoreOptions) -> None
 
 
 def _read(checkpoint: Checkpoint, filling: Filling) -> None:
-    boxes = [
-        (name, region, copies) for name, leaf in filling.leaves for region, copies in leaf.distinct_parts().items()
-    ]
+    boxes = [(name, leaf.distinct_parts()) for name, leaf in filling.leaves]
+    on_host = (
+        (name, [(region, host_array(first)) for region, (first, *_) in parts.items() if shares_host_memory(first)])
+        for name, parts in boxes
+    )
     with torch.no_grad():
-        checkpoint.read_all(
-            (name, region, host_array(copies[0])) for name, region, copies in boxes if shares_host_memory(copies[0])
-        )
-        for name, region, (first, *copies) in boxes:
-            if not shares_host_memory(first):
-                # One tensor at a time, so that the host needs room for one only.
-                staged = torch.empty(first.shape, dtype=first.dtype)
-                checkpoint.read_into(name, region, host_array(staged))
-                first.copy_(staged)
-            for copy in copies:
-                copy.copy_(first)
+        checkpoint.read_all(on_host)
+        for name, parts in boxes:
+            for region, (first, *copies) in parts.items():
+                if not shares_host_memory(first):
+                    # One tensor at a time, so that the host needs room for one only.
+                    staged = torch.empty(first.shape, dtype=first.dtype)
+                    checkpoint.read_into(name, region, host_array(staged))
+                    first.copy_(staged)
+                for copy in copies:
+                    copy.copy_(first)
 
 
 # --- into a target tree ---------------------------------------------------------------------------------------------
