@@ -32,16 +32,17 @@ def full_tensor(
 ) -> torch.Tensor:
     """Return the tensor that the components of all clients make up.
 
-    Collective: Over the mesh's clients, unless the local components are enough.
+    Collective: Over the mesh's clients, unless every client holds every part.
     """
     shape = tuple(shape)
-    local = dict(zip(layout.mesh.local_device_ids(), components, strict=True))
+    mesh = layout.mesh
+    local = dict(zip(mesh.local_device_ids(), components, strict=True))
     parts = _parts(layout, shape)
-    chosen = {part: next((device for device in devices if device in local), None) for part, devices in parts.items()}
-    if None in chosen.values():
-        found = _exchange(local, {part: devices[0] for part, devices in parts.items()}, layout, dtype)
+    # All clients must come to the same answer here: one that has everything is still needed by those that have not.
+    if all(set(map(mesh.client_of, devices)) == set(mesh.clients) for devices in parts.values()):
+        found = {part: next(local[device] for device in devices if device in local) for part, devices in parts.items()}
     else:
-        found = {part: local[device] for part, device in chosen.items() if device is not None}
+        found = _exchange(local, {part: devices[0] for part, devices in parts.items()}, layout, dtype)
     target = components[0].device if components else torch.device("cpu")
     terms: dict[Term, torch.Tensor] = {}
     for (region, term), component in found.items():

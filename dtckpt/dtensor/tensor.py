@@ -75,7 +75,7 @@ class DTensor(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """Return the whole tensor as a plain one, with pending reductions done.
 
-        Collective: Over the mesh's clients, unless this client holds every part. The exchange goes through
+        Collective: Over the mesh's clients, unless every client holds every part. The exchange goes through
         ``torch.distributed`` and is bounded by the process group's timeout.
         """
         return gather.full_tensor(self._components, self._layout, self.shape, self.dtype)
