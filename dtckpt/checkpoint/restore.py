@@ -33,6 +33,9 @@ from dtckpt.format.dtypes import is_lossless
 from dtckpt.layout import UNSHARDED, Layout
 from dtckpt.mesh import Mesh
 
+MAX_PATH_CHARS = 500
+"""What clients tell each other of a path; with four bytes a character it still fits a barrier's payload."""
+
 LayoutChoice = Layout | Callable[[str, TensorInfo], Layout]
 Layouts = Mapping[str, LayoutChoice] | Callable[[str, TensorInfo], Layout]
 """Layouts by tensor name or glob (first match wins), each a Layout or a function of (name, info); or one function."""
@@ -118,21 +121,29 @@ def run_restore(
         for name, leaf in filling.leaves:
             _validate_fit(checkpoint.info(name), leaf, options)
         opened.append((checkpoint, filling))
-        return checkpoint.manifest.attempt.encode()
+        return f"{checkpoint.manifest.attempt} {str(checkpoint.path)[-MAX_PATH_CHARS:]}".encode()
 
     try:
-        attempts = set(rounds.run("planned", prepare).values())
+        found = rounds.run("planned", prepare)
         checkpoint, filling = opened[0]
         with checkpoint:
-            if len(attempts) > 1:
-                raise CheckpointConflictError(
-                    f"clients opened different checkpoints at {path}; a save replaced it meanwhile: restore again, and "
-                    "use one shared file system"
-                )
+            _validate_same(found)
             rounds.run("read", lambda: _read(checkpoint, filling))
             return filling.finish()
     finally:
         coordination.heartbeat(Progress())
+
+
+def _validate_same(found: Mapping[int, bytes]) -> None:
+    """Check that all clients opened one checkpoint: that of one attempt."""
+    opened = [(client, *data.decode().partition(" ")[::2]) for client, data in sorted(found.items())]
+    first, attempt, path = opened[0]
+    for client, other_attempt, other_path in opened:
+        if other_attempt != attempt:
+            raise CheckpointConflictError(
+                f"client {client} and client {first} opened different checkpoints; got {other_path} and {path}; if "
+                "these are one path, a save replaced it meanwhile: restore again, and use one shared file system"
+            )
 
 
 def _validate_fit(info: TensorInfo, leaf: Leaf, options: RestoreOptions) -> None:
