@@ -1,5 +1,10 @@
 import os
 
+# Both ends of a TCPStore connection look up the other's name. It is an IPv6 form of 127.0.0.1, which no hosts file has,
+# and a DNS answer that gets lost would stop all clients for 5 s. Set before anything resolves a name, or loads torch.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 import pytest
 from hypothesis import HealthCheck, settings
 from workers import Pool

@@ -19,6 +19,7 @@ import dtckpt
 from dtckpt import Layout, Mesh, SaveOptions
 from dtckpt.coordination import connect, set_coordination
 from dtckpt.coordination.faulty import Fault, FaultyCoordination
+from dtckpt.storage import directory
 
 Tensors = Mapping[str, tuple[tuple[int, ...], str, Sequence[Any] | None]]
 """Tensors by name: shape, dtype, sharding specs (None: a plain tensor, of which all clients have a copy)."""
@@ -226,8 +227,6 @@ def save_and_die(
             writing.merge = lambda *args, **kwargs: _die()
     elif when == "before the commit":
         if is_victim:
-            from dtckpt.storage import directory
-
             directory.commit = lambda *args, **kwargs: _die()
     elif when == "in merged":
         coordination = FaultyCoordination(inner, {("barrier", 2): Fault(before=_die)} if is_victim else {})
@@ -364,3 +363,34 @@ def as_nobody(folder: str) -> dict[str, str]:
     finally:
         os.seteuid(0)
     return found
+
+
+def save_elsewhere(path: str, private: str = "") -> None:
+    """Save; a client with a ``private`` folder sees that where the others see ``path``'s."""
+    mesh = mesh_over_all({"x": 2})
+    staging_path = directory.staging_path
+    if private:
+        directory.staging_path = lambda target, token: Path(private) / token
+    try:
+        dtckpt.save(path, tree_on(mesh, WEIGHT), options=SaveOptions(timeout_s=20))
+    finally:
+        directory.staging_path = staging_path
+
+
+# --- the pool ---
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+def who() -> tuple[int, int]:
+    return dtckpt.client_id(), dtckpt.num_clients()
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def die() -> None:
+    _die()
