@@ -20,7 +20,8 @@ class Summary:
     """What one client is about to save, small enough for a barrier's payload.
 
     Args:
-        path: The target.
+        path: The target, cut to its end.
+        whole_path: Digest of the whole of it.
         token: The attempt's token, from the leader; else empty.
         names: Digest of all tensor names.
         tree: Digest of structure and plain values.
@@ -30,6 +31,7 @@ class Summary:
     """
 
     path: str
+    whole_path: int
     token: str
     names: int
     tree: int
@@ -40,14 +42,13 @@ class Summary:
     @classmethod
     def of(cls, path: str, token: str, plan: SavePlan, tree: bytes, options: object) -> Summary:
         """Summarise a client's side of a save."""
-        prints = (
-            bytes_digest(f"{item.spec.shape}{item.spec.dtype}{item.grid}".encode() + item.owners.tobytes()) & 0xFFFF
-            for item in plan.tensors[:MAX_FINGERPRINTS]
-        )
+        prints = (item.digest & 0xFFFF for item in plan.tensors[:MAX_FINGERPRINTS])
+        text = path.encode("utf-8", "backslashreplace")
         names = "\0".join(item.spec.name for item in plan.tensors).encode()
         return cls(
             # Odd bytes in file names become escapes: a payload is UTF-8, and has no room for longer paths.
-            path=path.encode("utf-8", "backslashreplace").decode()[-MAX_PATH_CHARS:],
+            path=text.decode()[-MAX_PATH_CHARS:],
+            whole_path=bytes_digest(text),
             token=token,
             names=bytes_digest(names),
             tree=bytes_digest(tree),
@@ -80,7 +81,7 @@ def validate_agreement(payloads: Mapping[int, bytes], plan: SavePlan) -> str:
     first_client, first = next(iter(summaries.items()))
     for client, other in summaries.items():
         pair = f"client {client} and client {first_client}"
-        if other.path != first.path:
+        if other.whole_path != first.whole_path:
             raise BarrierConflictError(f"{pair} save to different paths; got {other.path!r} and {first.path!r}")
         if other.names != first.names:
             raise SaveDisagreementError(f"{pair} save tensors of different names; every client must pass the same tree")

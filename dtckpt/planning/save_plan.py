@@ -90,6 +90,15 @@ class TensorPlan:
         """Row-major numbers of the chunks that nobody holds."""
         return tuple(np.flatnonzero(self.owners == NO_CLIENT).tolist())
 
+    @property
+    def digest(self) -> int:
+        """Digest of all that clients must see alike of this tensor before any of them writes."""
+        spec, layout = self.spec, self.spec.layout
+        # Layouts can differ and still give the same chunks and owners, but other pieces and so other rounds.
+        placed = None if layout is None else (layout.sharding_specs, dict(layout.mesh.axis_sizes))
+        facts = spec.name, spec.shape, spec.dtype, spec.stored_dtype, self.grid.chunk_shape, self.pieces, placed
+        return bytes_digest(repr(facts).encode("utf-8", "backslashreplace") + self.owners.tobytes())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
@@ -229,9 +238,5 @@ def _draft(
 
 def _topic(tensors: Sequence[TensorPlan], salt: bytes) -> bytes:
     """Digest of all that clients must see alike before any of them writes."""
-    lines = [
-        f"{plan.spec.name}\0{plan.spec.shape}\0{plan.spec.dtype}\0{plan.spec.stored_dtype}\0{plan.grid.chunk_shape}"
-        f"\0{bytes_digest(plan.owners.tobytes()):x}"
-        for plan in tensors
-    ]
-    return bytes_digest("\n".join(lines).encode() + b"\0" + salt).to_bytes(8, "big")
+    digests = b"".join(plan.digest.to_bytes(8, "big") for plan in tensors)
+    return bytes_digest(digests + salt).to_bytes(8, "big")
