@@ -103,6 +103,11 @@ def save_differently(path: str, clients: int, kind: str) -> None:
         tree["w"] = packed(torch.zeros(8, 4), Layout(["unsharded", "x"], mesh))
     elif is_odd and kind == "mesh":
         tree["w"] = packed(torch.zeros(8, 4), Layout(["x", "unsharded"], dtckpt.create_mesh({"x": 1})))
+    elif kind == "axes":
+        # Both layouts give the same chunks and owners; only one of them has rows to hand over.
+        dtckpt.configure_virtual_devices("CPU", 2)
+        axes, specs = ({"z": 2 * clients}, "z") if is_odd else ({"x": clients, "y": 2}, ("x", "y"))
+        tree = {"w": packed(torch.zeros(50257), Layout([specs], dtckpt.create_distributed_mesh(axes)))}
     elif is_odd and kind == "unsavable":
         tree["v"] = {1, 2}
     elif is_odd and kind == "name":

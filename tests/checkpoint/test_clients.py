@@ -120,13 +120,14 @@ DISAGREEMENTS = {
     "dtype": "ComponentError",
     "layout": "ComponentError",
     "mesh": "ComponentError",
+    "axes": "ComponentError",
     "unsavable": "TreeError",
     "name": "TensorNameError",
     "error of the state": "ClientFailedError",
     "copies": "ReplicaMismatchError",
     "copies on devices": "ReplicaMismatchError",
 }
-NAMED = {"shape": "'w'", "dtype": "'w'", "layout": "'w'", "mesh": "'w'", "name": "../v", "copies": "'c'"}
+NAMED = {"shape": "'w'", "dtype": "'w'", "layout": "'w'", "mesh": "'w'", "axes": "'w'", "name": "../v", "copies": "'c'"}
 NAMED |= {"error of the state": "ZeroDivisionError: no state today", "unsavable": "set", "path": "_other"}
 
 
