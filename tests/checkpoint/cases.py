@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from states import bits_of, differences, packed, tensor_of
+from states import bits_of, cluster_mesh, differences, packed, tensor_of
 
 import dtckpt
 from dtckpt import Layout, Mesh, SaveOptions
@@ -380,6 +380,26 @@ def save_elsewhere(path: str, private: str = "") -> None:
         dtckpt.save(path, tree_on(mesh, WEIGHT), options=SaveOptions(timeout_s=20))
     finally:
         directory.staging_path = staging_path
+
+
+def save_on_a_part_of_the_job(path: str, members: int) -> list[str]:
+    """Save and restore over the first clients of the job; the others do something else."""
+    client = dtckpt.client_id()
+    if client >= members:
+        return []
+    mesh = cluster_mesh({"x": members}, members, client)
+    whole = tensor_of("w", (7, 3), "float32")
+    tensor = packed(whole, Layout(["x", "unsharded"], mesh))
+    dtckpt.sharded_save(mesh, path, ["w"], [""], [tensor], options=SaveOptions(timeout_s=20))
+    template = packed(torch.zeros(7, 3), Layout(["unsharded", "x"], mesh))
+    return differences(dtckpt.name_based_restore(mesh, path, {"w": template})["w"], whole)
+
+
+def save_as_a_stranger(path: str) -> None:
+    """Every client saves on a mesh that the last one is no member of."""
+    clients = dtckpt.num_clients()
+    mesh = cluster_mesh({"x": clients - 1}, clients - 1, min(dtckpt.client_id(), clients - 2))
+    dtckpt.sharded_save(mesh, path, ["w"], [""], [torch.ones(3)], options=SaveOptions(timeout_s=20))
 
 
 # --- the pool ---

@@ -107,6 +107,18 @@ def test_a_checkpoint_is_replaced_by_all_together(pool, tmp_path, meeting):
     assert pool.values(cases.restore, path, axes, TENSORS, generation="2", clients=4, **meeting) == [[]] * 4
 
 
+def test_a_part_of_the_job_saves(pool, tmp_path, meeting):
+    assert pool.values(cases.save_on_a_part_of_the_job, f"{tmp_path}/s", 2, clients=3, **meeting) == [[]] * 3
+    with dtckpt.open_checkpoint(tmp_path / "s") as checkpoint:
+        assert checkpoint.manifest.num_clients == 2
+
+
+def test_only_members_of_a_mesh_save_on_it(pool, tmp_path, meeting):
+    answers = pool.run(cases.save_as_a_stranger, f"{tmp_path}/s", clients=3, **meeting)
+    assert [answer.error for answer in answers] == ["", "", "MeshError"]
+    assert "save cannot run over clients [0, 1] from client 2" in answers[2].text
+
+
 # --- disagreement ---
 
 DISAGREEMENTS = {
