@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 
 from dtckpt.errors import ConfigError
 from dtckpt.format.manifest import KVSTORES
@@ -35,7 +36,8 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         _validate_choice("kvstore", self.kvstore, KVSTORES)
-        _validate_positive("chunk_nbytes", self.chunk_nbytes)
+        _validate_positive("chunk_nbytes", self.chunk_nbytes, Integral)
+        _validate_flags(self, "save_as_bf16", "overwrite", "check_replicas", "fsync")
         _validate_positive("timeout_s", self.timeout_s)
 
 
@@ -57,6 +59,7 @@ class RestoreOptions:
 
     def __post_init__(self) -> None:
         _validate_choice("cast", self.cast, CASTS)
+        _validate_flags(self, "allow_missing", "allow_unexpected")
         _validate_positive("timeout_s", self.timeout_s)
 
 
@@ -65,6 +68,12 @@ def _validate_choice(name: str, value: object, choices: tuple[str, ...]) -> None
         raise ConfigError(f"option {name} is unknown; got {value!r}, expected one of {', '.join(choices)}")
 
 
-def _validate_positive(name: str, value: float) -> None:
-    if not isinstance(value, Real) or not value > 0:
-        raise ConfigError(f"option {name} must be positive; got {value!r}")
+def _validate_positive(name: str, value: float, kind: type = Real) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(f"option {name} must be a positive {kind.__name__} number; got {value!r}")
+
+
+def _validate_flags(options: object, *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(options, name), bool):
+            raise ConfigError(f"option {name} must be True or False; got {getattr(options, name)!r}")

@@ -16,6 +16,7 @@ import torch
 
 from dtckpt.checkpoint.leaves import host_array, torch_dtype
 from dtckpt.errors import (
+    CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
@@ -119,6 +120,10 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path, root: Path, manifest: Manifest) -> None:
+        if manifest.tree and sorted(trees.tensor_names(trees.load(manifest.tree))) != sorted(manifest.arrays):
+            raise CheckpointCorruptError(
+                f"the manifest of {path} contradicts itself: its state tree does not name every tensor once"
+            )
         self.path = path
         self.manifest = manifest
         self._reader = ArrayReader(manifest.kvstore, root)
@@ -238,6 +243,8 @@ class Checkpoint:
                     nbytes += size
             while pending:
                 self._finish(pending.popleft())
+        except CheckpointCorruptError as error:
+            raise self._cause_of(error) from error
         finally:
             # After a failure nothing may go on writing into the caller's memory.
             for read in pending:
@@ -268,6 +275,18 @@ class Checkpoint:
         for source, target in read.uses:
             convert(read.memory[source] if source else read.memory, target)
         return read.memory.nbytes
+
+    def _cause_of(self, error: CheckpointCorruptError) -> CheckpointError:
+        """Tell damage from a checkpoint that a save has replaced since it was opened."""
+        try:
+            is_same = open_checkpoint(self.path).manifest.attempt == self.manifest.attempt
+        except CheckpointNotFoundError:
+            is_same = False
+        except CheckpointError:
+            is_same = True
+        if is_same:
+            return error
+        return CheckpointConflictError(f"{self.path} was replaced or removed while it was being read; open it again")
 
     def verify(self) -> list[Damage]:
         """Read every chunk and compare digests.
@@ -372,4 +391,6 @@ def local_path(path: str | Path) -> Path:
     if "\\" in resolved:
         # TensorStore takes them for slashes: the data would land elsewhere than the manifest.
         raise CheckpointNotFoundError(f"{resolved!r} is no path of a checkpoint: it holds a backslash")
-    return Path(resolved)
+    target = Path(resolved)
+    directory.validate_name(target)
+    return target

@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 
+from dtckpt.checkpoint.aliasing import Named, split_tied, validate_apart
 from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_tensor, mesh_of, shares_host_memory
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
 from dtckpt.checkpoint.rounds import Rounds
-from dtckpt.coordination import Coordination, Progress, current_coordination
+from dtckpt.coordination import Coordination, current_coordination
 from dtckpt.dtensor import DTensor
-from dtckpt.dtensor.packing import device_of
+from dtckpt.dtensor.packing import device_of, same_bits
 from dtckpt.errors import (
     CheckpointConflictError,
     DTypeError,
     LayoutError,
     LayoutTypeError,
+    ReplicaMismatchError,
     ShapeMismatchError,
     TensorNotFoundError,
     TreeError,
@@ -33,6 +35,8 @@ from dtckpt.format.dtypes import is_lossless
 from dtckpt.layout import UNSHARDED, Layout
 from dtckpt.mesh import Mesh
 
+MAX_TRIES = 3
+"""How often a local restore begins anew when a save replaces the checkpoint meanwhile."""
 MAX_PATH_CHARS = 500
 """What clients tell each other of a path; with four bytes a character it still fits a barrier's payload."""
 
@@ -57,8 +61,8 @@ def restore(
 
     Every client reads only the chunks that meet its regions, straight into the destination, and verifies them.
 
-    Collective: Over all clients of the job if any of the tensors lies on a mesh of several clients; barriers
-    ``restore/planned`` (before anything is written) and ``restore/read``. Otherwise local.
+    Collective: Over all clients of the meshes that the tensors lie on; barriers ``restore/planned`` (before anything
+    is written) and ``restore/read``. Local where no tensor lies on another client.
 
     Args:
         path: The checkpoint.
@@ -81,14 +85,21 @@ def restore(
         CheckpointCorruptError: Stored bytes are not the bytes that were saved.
     """
     options = options or RestoreOptions()
-    if target is not None and (mesh is not None or layouts is not None):
-        raise TreeError("restore takes a target, or mesh and layouts for new tensors; got both")
-    meshes = _meshes_of(target) if target is not None else _meshes_asked(mesh, layouts)
     coordination = current_coordination()
-    is_shared = any(set(item.clients) - {coordination.member.client} for item in meshes)
-    participants = None if is_shared else (coordination.member.client,)
+    failure: Exception | None = None
+    try:
+        if target is not None and (mesh is not None or layouts is not None):
+            raise TreeError("restore takes a target, or mesh and layouts for new tensors; got both")
+        meshes = _meshes_of(target) if target is not None else _meshes_asked(mesh, layouts)
+        clients = {client for item in meshes for client in item.clients}
+        participants = sorted(clients | {coordination.member.client}) if clients else [coordination.member.client]
+    except Exception as error:
+        # The others wait for this client; it must come and say why it cannot go on.
+        failure, participants = error, list(range(coordination.member.num_clients))
 
     def plan(checkpoint: Checkpoint) -> Filling:
+        if failure is not None:
+            raise failure
         if target is not None:
             return plan_target(checkpoint, target, options)
         return plan_new(checkpoint, mesh, layouts)
@@ -113,25 +124,37 @@ def run_restore(
 ) -> Any:
     """Run the restore protocol. Collective: Over ``participants`` (default: all clients of the job)."""
     rounds = Rounds(coordination, "restore", options.timeout_s, participants)
-    opened: list[tuple[Checkpoint, Filling]] = []
+    is_alone = len(rounds.participants) == 1
+    for is_last in (False,) * (MAX_TRIES - 1) + (True,):
+        try:
+            with rounds.exclusive():
+                return _run_once(path, plan, options, rounds)
+        except CheckpointConflictError:
+            # A save replaced the checkpoint meanwhile. Several clients cannot tell that alike, so they give up.
+            if is_last or not is_alone:
+                raise
+    return None
+
+
+def _run_once(path: str | Path, plan: Callable[[Checkpoint], Filling], options: RestoreOptions, rounds: Rounds) -> Any:
+    opened: list[tuple[Checkpoint, Filling, list[Named], list[tuple[str, str, Leaf]]]] = []
 
     def prepare() -> bytes:
         checkpoint = open_checkpoint(path)
         filling = plan(checkpoint)
         for name, leaf in filling.leaves:
             _validate_fit(checkpoint.info(name), leaf, options)
-        opened.append((checkpoint, filling))
+        apart, tied = split_tied(filling.leaves)
+        validate_apart(apart)
+        opened.append((checkpoint, filling, apart, tied))
         return f"{checkpoint.manifest.attempt} {str(checkpoint.path)[-MAX_PATH_CHARS:]}".encode()
 
-    try:
-        found = rounds.run("planned", prepare)
-        checkpoint, filling = opened[0]
-        with checkpoint:
-            _validate_same(found)
-            rounds.run("read", lambda: _read(checkpoint, filling))
-            return filling.finish()
-    finally:
-        coordination.heartbeat(Progress())
+    found = rounds.run("planned", prepare)
+    checkpoint, filling, apart, tied = opened[0]
+    with checkpoint:
+        _validate_same(found)
+        rounds.run("read", lambda: _read(checkpoint, apart, tied))
+        return filling.finish()
 
 
 def _validate_same(found: Mapping[int, bytes]) -> None:
@@ -158,16 +181,10 @@ def _validate_fit(info: TensorInfo, leaf: Leaf, options: RestoreOptions) -> None
             f"tensor {info.name!r} would be converted; got {leaf.dtype} in the target, saved as {stored}; "
             f"conversions allowed now: {options.cast}; RestoreOptions(cast='any') allows all"
         )
-    for _, memory in leaf.parts:
-        if any(step == 0 and size > 1 for step, size in zip(memory.stride(), memory.shape, strict=True)):
-            raise LayoutError(
-                f"tensor {info.name!r} cannot be filled: elements of the target overlap in memory (expand() does "
-                "that); pass a tensor with memory of its own"
-            )
 
 
-def _read(checkpoint: Checkpoint, filling: Filling) -> None:
-    boxes = [(name, leaf.distinct_parts()) for name, leaf in filling.leaves]
+def _read(checkpoint: Checkpoint, leaves: Sequence[Named], tied: Sequence[tuple[str, str, Leaf]]) -> None:
+    boxes = [(name, leaf.distinct_parts()) for name, leaf in leaves]
     on_host = (
         (name, [(region, host_array(first)) for region, (first, *_) in parts.items() if shares_host_memory(first)])
         for name, parts in boxes
@@ -183,6 +200,20 @@ def _read(checkpoint: Checkpoint, filling: Filling) -> None:
                     first.copy_(staged)
                 for copy in copies:
                     copy.copy_(first)
+    _validate_tied(checkpoint, tied)
+
+
+def _validate_tied(checkpoint: Checkpoint, tied: Sequence[tuple[str, str, Leaf]]) -> None:
+    """Check that names of one memory were saved with one value."""
+    for name, other, leaf in tied:
+        for region, copies in leaf.distinct_parts().items():
+            stored = torch.empty(copies[0].shape, dtype=copies[0].dtype)
+            checkpoint.read_into(name, region, host_array(stored))
+            if not same_bits(stored, copies[0]):
+                raise ReplicaMismatchError(
+                    f"tensors {name!r} and {other!r} share memory in the target, but were saved with different values; "
+                    "give them memory of their own"
+                )
 
 
 # --- into a target tree ---------------------------------------------------------------------------------------------
@@ -192,17 +223,19 @@ def _meshes_of(target: Any) -> set[Mesh]:
     return {mesh for mesh in map(mesh_of, _tensors(target)) if mesh is not None}
 
 
-def _tensors(node: Any) -> Iterable[torch.Tensor]:
+def _tensors(node: Any, depth: int = 0) -> Iterable[torch.Tensor]:
+    if depth > trees.MAX_DEPTH:
+        raise TreeError(f"the target is deeper than {trees.MAX_DEPTH} levels; does it contain itself?")
     if is_tensor(node):
         yield node
     elif isinstance(node, Mapping):
         for child in node.values():
-            yield from _tensors(child)
+            yield from _tensors(child, depth + 1)
     elif isinstance(node, list | tuple):
         for child in node:
-            yield from _tensors(child)
+            yield from _tensors(child, depth + 1)
     elif isinstance(node, Stateful):
-        yield from _tensors(node.state_dict())
+        yield from _tensors(node.state_dict(), depth + 1)
 
 
 def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions) -> Filling:
@@ -329,6 +362,8 @@ def _update_sequence(target: Sequence[Any], renewed: list[Any]) -> Any:
     if isinstance(target, MutableSequence):
         target[:] = renewed
         return target
+    if hasattr(target, "_make"):
+        return type(target)._make(renewed)
     return tuple(renewed)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from dtckpt.coordination import Coordination, Progress, Vote
-from dtckpt.errors import DtckptError, MeshError
+from dtckpt.errors import CoordinationError, DtckptError, MeshError
 from dtckpt.format.digest import bytes_digest
+
+_running = threading.Lock()
 
 
 class Rounds:
@@ -53,6 +57,28 @@ class Rounds:
     def leader(self) -> int:
         """The client that does what only one may do: the lowest participant."""
         return min(self.participants)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keep other threads' saves and restores over several clients out, and clear the phase at the end.
+
+        Threads that save at the same time must come in the same order on every client: rounds of one name are one.
+
+        Raises:
+            CoordinationError: Another thread's did not end in time.
+        """
+        if len(self.participants) == 1:
+            yield
+            return
+        if not _running.acquire(timeout=self._timeout_s):
+            raise CoordinationError(
+                f"{self._operation} cannot begin: another thread's save or restore did not end in {self._timeout_s:g} s"
+            )
+        try:
+            yield
+        finally:
+            _running.release()
+            self._coordination.heartbeat(Progress())
 
     def run(self, name: str, work: Callable[[], bytes | None]) -> Mapping[int, bytes]:
         """Do this client's part of a round and learn how it went for all.

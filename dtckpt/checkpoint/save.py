@@ -17,7 +17,7 @@ from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reader import local_path
 from dtckpt.checkpoint.rounds import Rounds
 from dtckpt.checkpoint.writing import ClientWriter, Source, merge_clients
-from dtckpt.coordination import Coordination, Progress, current_coordination
+from dtckpt.coordination import Coordination, current_coordination
 from dtckpt.errors import SliceError
 from dtckpt.format import tree as trees
 from dtckpt.format.manifest import Manifest
@@ -210,13 +210,12 @@ def save_state(
     coordination = coordination or current_coordination()
     rounds = Rounds(coordination, "save", options.timeout_s, participants)
     attempt = _Attempt(path, collect, options, coordination, rounds)
-    try:
-        return attempt.run()
-    except BaseException:
-        attempt.abandon()
-        raise
-    finally:
-        coordination.heartbeat(Progress())
+    with rounds.exclusive():
+        try:
+            return attempt.run()
+        except BaseException:
+            attempt.abandon()
+            raise
 
 
 class _Attempt:
@@ -235,17 +234,16 @@ class _Attempt:
         self._options = options
         self._member = coordination.member
         self._rounds = rounds
-        self._staging: Path | None = None
+        self._staging: directory.Staging | None = None
         self._client_nbytes = 0
 
     def run(self) -> SaveReport:
         """Go through all rounds."""
         state, plan, token = self._begin()
         target = local_path(self._path)
-        self._staging = directory.staging_path(target, token)
         writer = ClientWriter(
             plan,
-            self._staging,
+            directory.staging_path(target, token),
             self._rounds.client,
             state.source,
             kvstore=self._options.kvstore,
@@ -294,12 +292,10 @@ class _Attempt:
             num_clients=len(self._rounds.participants),
             attempt=token,
         )
-        merge_clients(plan, self._staging, announced, manifest, is_durable=options.fsync)
-        directory.commit(
-            self._staging, local_path(self._path), token, overwrite=options.overwrite, is_durable=options.fsync
-        )
+        merge_clients(plan, self._staging.path, announced, manifest, is_durable=options.fsync)
+        directory.commit(self._staging, overwrite=options.overwrite, is_durable=options.fsync)
 
     def abandon(self) -> None:
         """Remove what this attempt left under construction."""
-        if self._rounds.is_leader and self._staging is not None:
-            directory.remove(self._staging)
+        if self._staging is not None:
+            directory.abandon(self._staging)

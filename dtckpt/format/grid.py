@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from dtckpt.errors import RegionError
 from dtckpt.region import Region
 
+MAX_RANK = 32
+"""Most dims of an array that TensorStore opens."""
+MAX_NUMEL = 1 << 58
+"""Most elements of a tensor; keeps all byte offsets within 63 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkGrid:
@@ -24,6 +29,11 @@ class ChunkGrid:
     chunk_shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if len(self.shape) > MAX_RANK or math.prod(self.shape) > MAX_NUMEL or min(self.shape, default=0) < 0:
+            raise RegionError(
+                f"shape cannot be stored; got {self.shape}, expected at most {MAX_RANK} dims, none negative, and "
+                f"{MAX_NUMEL} elements"
+            )
         if len(self.shape) != len(self.chunk_shape) or min(self.chunk_shape, default=1) < 1:
             raise RegionError(
                 f"chunk shape does not fit; got {self.chunk_shape} for shape {self.shape}, "

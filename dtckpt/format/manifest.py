@@ -123,8 +123,8 @@ class Manifest:
             raise CheckpointCorruptError(
                 f"manifest {origin} is damaged: its digest does not match; restore another step"
             )
-        message = checkpoint_pb2.Manifest.FromString(envelope.manifest)
         try:
+            message = checkpoint_pb2.Manifest.FromString(envelope.manifest)
             meshes = [Mesh.from_proto(mesh) for mesh in message.meshes]
             entries = [_entry(tensor, meshes) for tensor in message.tensors]
             if len({entry.name for entry in entries}) != len(entries):
@@ -132,7 +132,7 @@ class Manifest:
             if not 1 <= message.kvstore <= len(KVSTORES):
                 raise ValueError(f"key-value store {message.kvstore} is unknown")
             kvstore = KVSTORES[message.kvstore - 1]
-        except (DtckptError, IndexError, ValueError) as error:
+        except (DecodeError, DtckptError, IndexError, OverflowError, ValueError) as error:
             raise CheckpointCorruptError(f"manifest {origin} contradicts itself: {error}") from error
         return cls(
             kvstore=kvstore,
@@ -176,15 +176,20 @@ def _entry(message: checkpoint_pb2.TensorEntry, meshes: Sequence[Mesh]) -> Array
         raise ValueError(f"array {message.path!r} is not that of tensor {message.name!r}")
     grid = ChunkGrid(tuple(message.shape), tuple(message.chunk_shape))
     missing = frozenset(message.missing)
+    if any(chunk > max(1, size) for chunk, size in zip(grid.chunk_shape, grid.shape, strict=True)):
+        raise ValueError(f"chunks {grid.chunk_shape} of tensor {message.name!r} are larger than it, {grid.shape}")
+    # Compared before anything of that size is made: a manifest may be hostile.
+    if not len(message.digests) == sum(run.count for run in message.writers) == grid.num_chunks:
+        raise ValueError(
+            f"tensor {message.name!r} has {len(message.digests)} digests and {len(message.writers)} runs of writers, "
+            f"expected those of {grid.num_chunks} chunks"
+        )
+    if any(number >= grid.num_chunks for number in missing):
+        raise ValueError(f"tensor {message.name!r} lacks chunks that it does not have")
     writers = np.repeat(
         np.array([run.client for run in message.writers], np.int32), [run.count for run in message.writers]
     )
     writers[sorted(missing)] = -1
-    if not len(message.digests) == len(writers) == grid.num_chunks:
-        raise CheckpointCorruptError(
-            f"tensor {message.name!r} has {len(message.digests)} digests and {len(writers)} writers, "
-            f"expected {grid.num_chunks} of each"
-        )
     validate_dtype(message.dtype)
     validate_dtype(message.stored_dtype or message.dtype)
     layout = None

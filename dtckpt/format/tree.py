@@ -155,6 +155,21 @@ def _value(kind: str, content: Any) -> Any:
     raise CheckpointCorruptError(f"the manifest's state tree holds an unknown or malformed {kind!r}")
 
 
+def tensor_names(node: Node) -> Iterator[str]:
+    """Yield the tensor names below a node; a key that occurs twice in one dict is damage."""
+    kind, content = _only(node)
+    if kind == "tensor":
+        yield content
+    elif kind == "dict":
+        if len({(type(key), key) for key, _ in content}) != len(content):
+            raise CheckpointCorruptError("the manifest's state tree holds a key twice")
+        for _, below in content:
+            yield from tensor_names(below)
+    elif kind in ("list", "tuple"):
+        for below in content:
+            yield from tensor_names(below)
+
+
 def values(node: Node) -> Iterator[tuple[str, Any]]:
     """Yield ``(path, value)`` of every plain value below a node."""
     yield from _walk(node, ())

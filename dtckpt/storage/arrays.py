@@ -13,6 +13,7 @@ copy between databases works only if all were opened with one context.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from dtckpt.errors import StorageError
 from dtckpt.format.dtypes import DTYPES, fill_value
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.names import groups
@@ -67,7 +69,18 @@ def _kvstore(kind: str, folder: Path, **options: Any) -> dict[str, Any]:
     }
 
 
+_pid: int | None = None
+"""Process that uses TensorStore; its threads do not survive a fork."""
+
+
 def _context() -> Any:
+    global _pid  # noqa: PLW0603  (a fact about the process)
+    _pid = _pid or os.getpid()
+    if _pid != os.getpid():
+        raise StorageError(
+            "this process was forked from one that had used checkpoints already, and cannot; start it with 'spawn' or "
+            "'forkserver', or use checkpoints here first"
+        )
     return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
 

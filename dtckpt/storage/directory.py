@@ -2,8 +2,12 @@
 
 A save builds its directory beside the target, under a hidden name that carries the attempt's token, and moves it
 into place when all is durable. Where a checkpoint is replaced, the two directories are exchanged in one step
-(``renameat2`` with ``RENAME_EXCHANGE``); on file systems without it the old one steps aside first, under a name
-that `locate` recognises, so a crash between the two renames still leaves the old checkpoint readable.
+(``renameat2`` with ``RENAME_EXCHANGE``); on file systems without it the old one steps aside first, and the pair of
+names that a crash leaves then tells `locate` what happened.
+
+Two leaders may be at work on one target: one that was given up but still runs, and its successor. So directories are
+only ever taken away by a rename, never emptied where they stand, and a leader commits the very directory that it
+made, by inode: one that was taken away, or made anew by a late writer, is not committed.
 """
 
 from __future__ import annotations
@@ -11,11 +15,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from dtckpt.errors import CheckpointExistsError, CheckpointIncompleteError, CheckpointNotFoundError, StorageError
+from dtckpt.errors import (
+    CheckpointExistsError,
+    CheckpointIncompleteError,
+    CheckpointNotFoundError,
+    ConfigError,
+    StorageError,
+)
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage.failures import translated
 
@@ -23,6 +36,7 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+_WORKING_NAME = re.compile(r"\..+\.dtckpt-(new|old|trash)-.*", re.DOTALL)
 
 
 def _sibling(target: Path, role: str, token: str) -> Path:
@@ -37,6 +51,31 @@ def _siblings(target: Path, role: str) -> list[Path]:
         return []
 
 
+def _interrupted_exchange(target: Path) -> Path | None:
+    """Return where the old checkpoint stands if its replacement stopped between two renames.
+
+    Only then do the old and the new directory of one attempt stand side by side while the target is missing.
+    """
+    if not target.exists():
+        for old in _siblings(target, "old"):
+            token = old.name.rpartition("-old-")[2]
+            if is_committed(old) and is_committed(_sibling(target, "new", token)):
+                return old
+    return None
+
+
+def validate_name(target: Path) -> None:
+    """Refuse a target whose name would pass for a working directory of another one.
+
+    Raises:
+        ConfigError: It has such a name.
+    """
+    if _WORKING_NAME.fullmatch(target.name):
+        raise ConfigError(
+            f"{target} cannot be a checkpoint: names like that are those of saves under way; choose another"
+        )
+
+
 def is_committed(folder: Path) -> bool:
     """Whether a directory holds a commit marker."""
     return (folder / MANIFEST_NAME).is_file()
@@ -49,37 +88,44 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         CheckpointExistsError: There is a checkpoint and ``overwrite`` is false, or something that is none.
     """
     with translated("look at the target", target):
-        if not target.exists():
-            if not overwrite and any(map(is_committed, _siblings(target, "old"))):
-                raise CheckpointExistsError(
-                    f"there is a checkpoint at {target} that was being replaced when its writer died; pass "
-                    "overwrite=True to replace it, or save elsewhere"
-                )
-            return
-        if is_committed(target):
+        if is_committed(target) or _interrupted_exchange(target):
             if not overwrite:
                 raise CheckpointExistsError(
                     f"there is a checkpoint at {target} already; pass overwrite=True to replace it, or save elsewhere"
                 )
-        elif not target.is_dir() or any(target.iterdir()):
+        elif target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise CheckpointExistsError(
                 f"{target} exists and is not a checkpoint; it is left alone: remove it, or save elsewhere"
             )
 
 
-def begin(target: Path, token: str) -> Path:
-    """Make the directory under construction; return its path. Called by the leader.
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A directory under construction, as the leader that made it knows it."""
 
-    Attempts at the same target that are still under construction are removed: the newest attempt owns the target,
+    path: Path
+    target: Path
+    token: str
+    inode: tuple[int, int] | None
+
+
+def begin(target: Path, token: str) -> Staging:
+    """Make the directory under construction. Called by the leader.
+
+    Attempts at the same target that are still under construction are taken away: the newest attempt owns the target,
     and one that was given up but still runs has nothing left to move into place.
     """
-    staging = _sibling(target, "new", token)
+    path = staging_path(target, token)
     with translated("create the checkpoint directory", target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in _siblings(target, "new"):
-            remove(leftover)
-        staging.mkdir()
-    return staging
+        if old := _interrupted_exchange(target):
+            old.rename(target)
+        for leftover in (*_siblings(target, "new"), *_siblings(target, "old")):
+            _discard(leftover, target)
+        for trash in _siblings(target, "trash"):
+            shutil.rmtree(trash, ignore_errors=True)
+        path.mkdir()
+        return Staging(path, target, token, _inode(path))
 
 
 def staging_path(target: Path, token: str) -> Path:
@@ -87,27 +133,86 @@ def staging_path(target: Path, token: str) -> Path:
     return _sibling(target, "new", token)
 
 
-def commit(staging: Path, target: Path, token: str, *, overwrite: bool, is_durable: bool = True) -> None:
+def commit(staging: Staging, *, overwrite: bool, is_durable: bool = True) -> None:
     """Move a finished directory into place; the one step that makes it the checkpoint. Called by the leader.
 
     Raises:
         CheckpointExistsError: Something took the target meanwhile.
-        StorageError: The directory under construction is gone: another attempt took over.
+        StorageError: The directory under construction was taken away: another attempt took over.
     """
+    target = staging.target
     with translated("commit the checkpoint", target):
-        if not is_committed(staging):
-            raise StorageError(f"cannot commit {target}: {staging.name} is gone; another attempt saves to this path")
         if is_durable:
-            _sync_tree(staging)
+            _sync_tree(staging.path)
+        _validate_own(staging, staging.path)
         if not target.exists():
-            _rename(staging, target, _RENAME_NOREPLACE)
+            _rename(staging.path, target, _RENAME_NOREPLACE)
+            if _inode(target) != staging.inode:
+                _discard(target, target)
+                raise _taken_over(staging)
         else:
             check_target(target, overwrite=overwrite)
-            _replace(staging, target, _sibling(target, "old", token))
+            _replace(staging)
         if is_durable:
             _sync(target.parent)
-    for leftover in _siblings(target, "old"):
-        remove(leftover)
+
+
+def _validate_own(staging: Staging, path: Path) -> None:
+    if _inode(path) != staging.inode or not is_committed(path):
+        raise _taken_over(staging)
+
+
+def _taken_over(staging: Staging) -> StorageError:
+    return StorageError(
+        f"cannot commit {staging.target}: {staging.path.name} was taken away; another attempt saves to this path"
+    )
+
+
+def _replace(staging: Staging) -> None:
+    """Put the directory in the place of the old checkpoint, and the old one away."""
+    target, aside = staging.target, _sibling(staging.target, "old", staging.token)
+    try:
+        _rename(staging.path, target, _RENAME_EXCHANGE)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        target.rename(aside)
+        try:
+            _validate_own(staging, staging.path)
+            staging.path.rename(target)
+        except BaseException:
+            aside.rename(target)
+            raise
+    else:
+        aside = staging.path
+        if _inode(target) != staging.inode:
+            _rename(staging.path, target, _RENAME_EXCHANGE)
+            raise _taken_over(staging)
+    _discard(aside, target)
+
+
+def abandon(staging: Staging) -> None:
+    """Take an attempt's directory away, if it still stands."""
+    if _inode(staging.path) == staging.inode:
+        _discard(staging.path, staging.target)
+
+
+def _discard(folder: Path, target: Path) -> None:
+    """Take a directory away in one step, then delete it."""
+    trash = _sibling(target, "trash", secrets.token_hex(4))
+    try:
+        folder.rename(trash)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def write_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:
@@ -117,13 +222,6 @@ def write_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:
         if is_durable:
             file.flush()
             os.fsync(file.fileno())
-
-
-def remove(folder: Path) -> None:
-    """Remove a directory that is no checkpoint any more, the commit marker first."""
-    # Without its marker a half-removed directory cannot pass for a checkpoint.
-    (folder / MANIFEST_NAME).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def locate(target: Path) -> Path:
@@ -141,24 +239,10 @@ def locate(target: Path) -> Path:
                 f"{target} holds no finished checkpoint: {MANIFEST_NAME} is missing; the save did not complete, "
                 "restore another one"
             )
-        for old in _siblings(target, "old"):
-            # A crash between the two renames of a replacement left the old checkpoint here.
-            if not target.exists() and is_committed(old):
-                return old
+        if old := _interrupted_exchange(target):
+            return old
         hint = "; a save to it did not complete" if _siblings(target, "new") else ""
         raise CheckpointNotFoundError(f"there is no checkpoint at {target}{hint}")
-
-
-def _replace(staging: Path, target: Path, old: Path) -> None:
-    try:
-        _rename(staging, target, _RENAME_EXCHANGE)
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
-        target.rename(old)
-        staging.rename(target)
-    else:
-        staging.rename(old)
 
 
 def _rename(source: Path, target: Path, flag: int) -> None:

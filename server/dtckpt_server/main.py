@@ -158,3 +158,7 @@ def serve(host: str, port: int, heartbeat_timeout_s: float, port_file: Path | No
     except OSError as error:
         click.echo(f"dtckpt-coordinator: error: {error}", err=True)
         sys.exit(EXIT_UNAVAILABLE)
+
+
+if __name__ == "__main__":
+    main()

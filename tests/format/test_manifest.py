@@ -17,7 +17,7 @@ from dtckpt.layout import Layout
 @st.composite
 def entries(draw, name):
     shape = draw(shapes)
-    grid = ChunkGrid(shape, tuple(draw(st.integers(1, 6)) for _ in shape))
+    grid = ChunkGrid(shape, tuple(draw(st.integers(1, max(1, size))) for size in shape))
     count = grid.num_chunks
     missing = frozenset(draw(st.lists(st.integers(0, count - 1), max_size=3))) if count else frozenset()
     random = np.random.default_rng(draw(st.integers(0, 99)))
@@ -147,6 +147,12 @@ CONTRADICTIONS = {
     "rank of the chunks": lambda m: m.tensors[0].chunk_shape.append(1),
     "chunks of nothing": lambda m: m.tensors[0].chunk_shape.__setitem__(0, 0),
     "negative shape": lambda m: m.tensors[0].shape.__setitem__(0, -4),
+    "two negative sizes": lambda m: m.tensors[0].shape.__setitem__(slice(0, 2), [-4, -4]),
+    "huge shape": lambda m: m.tensors[0].shape.__setitem__(0, 1 << 62),
+    "huge chunks": lambda m: m.tensors[0].chunk_shape.__setitem__(0, 1 << 40),
+    "huge run of writers": lambda m: setattr(m.tensors[0].writers[0], "count", 2**64 - 1),
+    "client beyond 31 bits": lambda m: setattr(m.tensors[0].writers[0], "client", 2**32 - 1),
+    "rank 100": lambda m: (m.tensors[0].shape.extend([1] * 100), m.tensors[0].chunk_shape.extend([1] * 100)),
     "unknown mesh": lambda m: setattr(m.tensors[0].layout, "mesh", 5),
     "rank of the layout": lambda m: m.tensors[0].layout.sharding_specs.add(sharding_spec="unsharded"),
     "unknown axis": lambda m: setattr(m.tensors[0].layout.sharding_specs[0], "sharding_spec", "q"),

@@ -10,6 +10,7 @@ from dtckpt.errors import (
     CheckpointExistsError,
     CheckpointIncompleteError,
     CheckpointNotFoundError,
+    ConfigError,
     StorageError,
     StorageFullError,
     StoragePermissionError,
@@ -22,13 +23,13 @@ OLD, NEW = b"old", b"new"
 
 def build(target, content=NEW, token="1"):
     staging = directory.begin(target, token)
-    directory.write_file(staging / "data", content)
-    directory.write_file(staging / directory.MANIFEST_NAME, content)
+    directory.write_file(staging.path / "data", content)
+    directory.write_file(staging.path / directory.MANIFEST_NAME, content)
     return staging
 
 
 def committed(target, content=OLD):
-    directory.commit(build(target, content, "0"), target, "0", overwrite=True)
+    directory.commit(build(target, content, "0"), overwrite=True)
     return target
 
 
@@ -57,7 +58,7 @@ def test_nothing_shows_before_the_commit(tmp_path):
     assert not target.exists()
     with pytest.raises(CheckpointNotFoundError, match="a save to it did not complete"):
         directory.locate(target)
-    directory.commit(staging, target, "1", overwrite=False)
+    directory.commit(staging, overwrite=False)
     assert content_of(target) == NEW
     assert os.listdir(target.parent) == ["s"]
 
@@ -66,7 +67,7 @@ def test_a_replaced_checkpoint_is_there_until_the_commit(tmp_path, file_system):
     target = committed(tmp_path / "s")
     staging = build(target)
     assert content_of(target) == OLD
-    directory.commit(staging, target, "1", overwrite=True)
+    directory.commit(staging, overwrite=True)
     assert content_of(target) == NEW
     assert os.listdir(tmp_path) == ["s"]
 
@@ -102,14 +103,14 @@ def test_a_crash_at_any_change_leaves_the_old_or_the_new(tmp_path, file_system):
         with pytest.MonkeyPatch.context() as patch:
             count = crash_at(patch, number)
             with contextlib.suppress(Crash):
-                directory.commit(build(target), target, "1", overwrite=True)
+                directory.commit(build(target), overwrite=True)
         seen.add(content_of(target))
         if count[0] < number:
             break
         with pytest.raises(CheckpointExistsError):
             directory.check_target(target, overwrite=False)
         # The next attempt cleans up.
-        directory.commit(build(target, b"newer", "2"), target, "2", overwrite=True)
+        directory.commit(build(target, b"newer", "2"), overwrite=True)
         assert content_of(target) == b"newer"
         assert os.listdir(target.parent) == ["s"]
     else:
@@ -123,8 +124,8 @@ def test_the_newest_attempt_owns_the_target(tmp_path):
     zombie = build(target, b"zombie", "1")
     staging = build(target, NEW, "2")
     with pytest.raises(StorageError, match="another attempt saves to this path"):
-        directory.commit(zombie, target, "1", overwrite=True)
-    directory.commit(staging, target, "2", overwrite=False)
+        directory.commit(zombie, overwrite=True)
+    directory.commit(staging, overwrite=False)
     assert content_of(target) == NEW
 
 
@@ -134,7 +135,7 @@ def test_something_that_took_the_target_meanwhile(tmp_path):
     target.mkdir()
     (target / "photo").write_bytes(b"x")
     with pytest.raises(CheckpointExistsError):
-        directory.commit(staging, target, "1", overwrite=True)
+        directory.commit(staging, overwrite=True)
     assert (target / "photo").read_bytes() == b"x"
 
 
@@ -148,9 +149,9 @@ def test_file_systems_without_renameat2(tmp_path, monkeypatch, code):
 
     monkeypatch.setattr(directory.ctypes, "CDLL", lambda *args, **kwargs: Lib)
     target = tmp_path / "s"
-    directory.commit(build(target, OLD, "0"), target, "0", overwrite=False)
+    directory.commit(build(target, OLD, "0"), overwrite=False)
     assert content_of(target) == OLD
-    directory.commit(build(target, NEW, "1"), target, "1", overwrite=True)
+    directory.commit(build(target, NEW, "1"), overwrite=True)
     assert content_of(target) == NEW
     assert os.listdir(tmp_path) == ["s"]
 
@@ -197,3 +198,61 @@ def test_what_storage_says_in_our_words(raised, error):
         raise raised
     assert type(caught.value) is error
     assert caught.value.__cause__ is raised
+
+
+def late(staging):
+    """Do what a writer of an attempt that was given up may still do: make its directory again, and fill it."""
+    staging.path.mkdir(exist_ok=True)
+    directory.write_file(staging.path / directory.MANIFEST_NAME, b"late")
+
+
+def test_a_directory_made_anew_by_a_late_writer_is_not_committed(tmp_path, file_system):
+    target = committed(tmp_path / "s")
+    zombie = build(target, b"zombie", "1")
+    staging = build(target, NEW, "2")
+    late(zombie)
+    with pytest.raises(StorageError, match="another attempt saves to this path"):
+        directory.commit(zombie, overwrite=True)
+    assert content_of(target) == OLD
+    directory.commit(staging, overwrite=True)
+    assert content_of(target) == NEW
+
+
+def test_an_attempt_taken_over_between_check_and_exchange_puts_the_old_one_back(tmp_path, file_system, monkeypatch):
+    target = committed(tmp_path / "s")
+    zombie = build(target, b"zombie", "1")
+    validate = directory._validate_own
+    calls = []
+
+    def validate_then_lose(staging, path):
+        validate(staging, path)
+        if not calls:
+            calls.append(build(target, NEW, "2"))
+            late(zombie)
+
+    monkeypatch.setattr(directory, "_validate_own", validate_then_lose)
+    with pytest.raises(StorageError, match="another attempt saves to this path"):
+        directory.commit(zombie, overwrite=True)
+    assert content_of(target) == OLD
+    directory.commit(calls[0], overwrite=True)
+    assert content_of(target) == NEW
+
+
+def test_a_removed_checkpoint_stays_removed(tmp_path, monkeypatch):
+    target = committed(tmp_path / "s")
+    with monkeypatch.context() as patch:
+        # The writer dies when the new checkpoint stands, before the old one is deleted.
+        patch.setattr(directory.shutil, "rmtree", lambda *args, **kwargs: None)
+        directory.commit(build(target), overwrite=True)
+    directory.shutil.rmtree(target)
+    with pytest.raises(CheckpointNotFoundError):
+        directory.locate(target)
+    directory.check_target(target, overwrite=False)
+    directory.commit(build(target, b"newer", "2"), overwrite=False)
+    assert os.listdir(tmp_path) == ["s"]
+
+
+@pytest.mark.parametrize("name", [".s.dtckpt-new-1", ".s.dtckpt-old-1", ".s.dtckpt-trash-1"])
+def test_names_of_working_directories_are_no_targets(tmp_path, name):
+    with pytest.raises(ConfigError, match="cannot be a checkpoint"):
+        directory.validate_name(tmp_path / name)

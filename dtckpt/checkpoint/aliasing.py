@@ -1,0 +1,106 @@
+"""Targets of a restore that share memory: tied tensors are fine, any other overlap is refused.
+
+Reads of many tensors are under way together, so two of them must never write to one byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dtckpt.checkpoint.leaves import Leaf
+from dtckpt.errors import LayoutError
+
+Named = tuple[str, Leaf]
+
+
+def split_tied(leaves: Sequence[Named]) -> tuple[list[Named], list[tuple[str, str, Leaf]]]:
+    """Tell apart the tensors to be filled from those that are other names of the very same memory.
+
+    Returns:
+        The tensors to be filled, and ``(name, other name, leaf)`` of the tied ones.
+    """
+    first: dict[object, str] = {}
+    apart: list[Named] = []
+    tied: list[tuple[str, str, Leaf]] = []
+    for name, leaf in leaves:
+        key = (
+            leaf.dtype,
+            tuple((region, memory.device, memory.data_ptr(), memory.stride()) for region, memory in leaf.parts),
+        )
+        has_memory = any(memory.numel() for _, memory in leaf.parts)
+        if has_memory and first.setdefault(key, name) != name:
+            tied.append((name, first[key], leaf))
+        else:
+            apart.append((name, leaf))
+    return apart, tied
+
+
+def validate_apart(leaves: Sequence[Named]) -> None:
+    """Check that no two elements of the targets share memory.
+
+    Raises:
+        LayoutError: Elements of one target, or of two, do.
+    """
+    group: list[tuple[str, torch.Tensor]] = []
+    end = -1
+    device: torch.device | None = None
+    for start, stop, name, memory in _sorted_spans(leaves):
+        if start >= end or memory.device != device:
+            _validate_group(group)
+            group, end, device = [], -1, memory.device
+        group.append((name, memory))
+        end = max(end, stop)
+    _validate_group(group)
+
+
+def _sorted_spans(leaves: Sequence[Named]) -> list[tuple[int, int, str, torch.Tensor]]:
+    found = [(*_span(memory), name, memory) for name, leaf in leaves for _, memory in leaf.parts if memory.numel()]
+    return sorted(found, key=lambda item: (str(item[3].device), *item[:3]))
+
+
+def _span(memory: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor's memory and the byte behind its last."""
+    last = sum(step * (size - 1) for step, size in zip(memory.stride(), memory.shape, strict=True))
+    return memory.data_ptr(), memory.data_ptr() + (last + 1) * memory.itemsize
+
+
+def _is_apart(memory: torch.Tensor) -> bool:
+    """Whether a tensor's elements surely share no byte: in order of stride, each step clears the smaller dims."""
+    extent = 1
+    for step, size in sorted(zip(memory.stride(), memory.shape, strict=True)):
+        if size > 1:
+            if step < extent:
+                return False
+            extent += step * (size - 1)
+    return True
+
+
+def _validate_group(group: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Check targets whose spans touch, byte by byte: views that interleave (columns of one tensor) do not overlap."""
+    if not group or (len(group) == 1 and _is_apart(group[0][1])):
+        return
+    start = min(_span(memory)[0] for _, memory in group)
+    stop = max(_span(memory)[1] for _, memory in group)
+    taken = torch.zeros(stop - start, dtype=torch.uint8)
+    for name, memory in group:
+        cells = taken.as_strided(
+            (*memory.shape, memory.itemsize),
+            (*(step * memory.itemsize for step in memory.stride()), 1),
+            memory.data_ptr() - start,
+        )
+        overlaps_itself = any(step == 0 and size > 1 for step, size in zip(memory.stride(), memory.shape, strict=True))
+        before = int(taken.sum(dtype=torch.int64))
+        if overlaps_itself or bool(cells.any()):
+            raise _overlap(name)
+        cells.fill_(1)
+        if int(taken.sum(dtype=torch.int64)) - before != memory.numel() * memory.itemsize:
+            raise _overlap(name)
+
+
+def _overlap(name: str) -> LayoutError:
+    return LayoutError(
+        f"tensor {name!r} cannot be filled: its elements overlap in memory with each other or with another target's "
+        "(expand() and slices do that); pass a tensor with memory of its own"
+    )
