@@ -23,6 +23,7 @@ from dtckpt.errors import (
     ConfigTypeError,
     RegionError,
     RegionNotFoundError,
+    StorageError,
     TensorNotFoundError,
     capped,
 )
@@ -243,7 +244,7 @@ class Checkpoint:
                     nbytes += size
             while pending:
                 self._finish(pending.popleft())
-        except CheckpointCorruptError as error:
+        except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
         finally:
             # After a failure nothing may go on writing into the caller's memory.
@@ -276,7 +277,7 @@ class Checkpoint:
             convert(read.memory[source] if source else read.memory, target)
         return read.memory.nbytes
 
-    def _cause_of(self, error: CheckpointCorruptError) -> CheckpointError:
+    def _cause_of(self, error: CheckpointError) -> CheckpointError:
         """Tell damage from a checkpoint that a save has replaced since it was opened."""
         try:
             is_same = open_checkpoint(self.path).manifest.attempt == self.manifest.attempt
