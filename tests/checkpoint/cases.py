@@ -136,20 +136,35 @@ def save_differently(path: str, clients: int, kind: str) -> None:
 def restore_differently(path: str, clients: int, kind: str) -> None:
     is_odd = dtckpt.client_id() == clients - 1
     mesh = mesh_over_all({"x": clients})
-    target = {"w": packed(torch.zeros(8, 4), Layout(["x", "unsharded"], mesh)), "step": None}
+    weight = packed(torch.zeros(8, 4), Layout(["x", "unsharded"], mesh))
+    target: dict[str, Any] = {"w": weight, "step": None}
     if is_odd and kind == "missing checkpoint":
         path += "_other"
     elif is_odd and kind == "missing tensor":
         target["v"] = packed(torch.zeros(8, 4), Layout(["x", "unsharded"], mesh))
     elif is_odd and kind == "shape":
-        target["w"] = packed(torch.zeros(8, 5), Layout(["x", "unsharded"], mesh))
+        target["w"] = weight = packed(torch.zeros(8, 5), Layout(["x", "unsharded"], mesh))
     elif is_odd and kind == "other checkpoint":
         path += "_2"
-    before = bits_of(dtckpt.unpack(target["w"])[0])
+    elif is_odd and kind == "raises":
+        target["broken"] = Broken()
+    elif is_odd and kind == "contains itself":
+        target["self"] = target
+    before = bits_of(dtckpt.unpack(weight)[0])
     try:
         dtckpt.restore(path, target)
     finally:
-        assert bits_of(dtckpt.unpack(target["w"])[0]) == before, "the target was touched"
+        assert bits_of(dtckpt.unpack(weight)[0]) == before, "the target was touched"
+
+
+class Broken:
+    """A stateful object that fails."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ZeroDivisionError("no state today")
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise AssertionError("nothing was read")
 
 
 # --- clients that die --------------------------------------------------------------------------------------------
@@ -392,7 +407,11 @@ def save_on_a_part_of_the_job(path: str, members: int) -> list[str]:
     tensor = packed(whole, Layout(["x", "unsharded"], mesh))
     dtckpt.sharded_save(mesh, path, ["w"], [""], [tensor], options=SaveOptions(timeout_s=20))
     template = packed(torch.zeros(7, 3), Layout(["unsharded", "x"], mesh))
-    return differences(dtckpt.name_based_restore(mesh, path, {"w": template})["w"], whole)
+    again = dtckpt.restore(path, mesh=mesh)["w"]
+    return [
+        *differences(dtckpt.name_based_restore(mesh, path, {"w": template})["w"], whole),
+        *differences(again, whole),
+    ]
 
 
 def save_as_a_stranger(path: str) -> None:

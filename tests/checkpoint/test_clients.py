@@ -161,6 +161,8 @@ def test_clients_that_disagree_all_get_the_same_error(pool, tmp_path, meeting, k
         ("missing tensor", "TensorNotFoundError"),
         ("shape", "ShapeMismatchError"),
         ("other checkpoint", "CheckpointConflictError"),
+        ("raises", "ClientFailedError"),
+        ("contains itself", "TreeError"),
     ],
 )
 def test_restores_that_differ_touch_nothing(pool, tmp_path, meeting, kind, error):
