@@ -53,7 +53,7 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._service = CoordinatorService(Rules(config.heartbeat_timeout_s, secrets.randbits(63)))
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound at run time only
+        self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=OPTIONS)
         self._ticking: asyncio.Task[None] | None = None
         self.port = 0
@@ -76,7 +76,7 @@ class Server:
         self._ticking = asyncio.create_task(self._tick_forever())
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    async def _set_health(self, status: int) -> None:
         for name in HEALTH_NAMES:
             await self._health.set(name, status)
 
