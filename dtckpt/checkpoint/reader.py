@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import torch
@@ -383,7 +384,7 @@ def local_path(path: str | Path) -> Path:
         raise CheckpointNotFoundError(f"{text!r} is no path")
     if "://" in text and not text.startswith("file://"):
         raise CheckpointNotFoundError(f"cannot open {text}: only local paths and file:// URLs are supported")
-    bare = text.removeprefix("file://")
+    bare = unquote(text.removeprefix("file://")) if text.startswith("file://") else text
     try:
         resolved = os.path.realpath(bare)
         resolved.encode()

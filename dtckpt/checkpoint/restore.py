@@ -70,7 +70,7 @@ def restore(
         mesh: Mesh for new DTensors; every tensor becomes one then, replicated if it was on no mesh. Tensors that no
             entry of ``layouts`` matches keep their saved sharding specs as far as the mesh has those axes, and are
             unsharded otherwise.
-        layouts: See `Layouts`.
+        layouts: See `Layouts`. With functions, pass ``mesh`` too: it says which clients take part.
         options: See `RestoreOptions`.
 
     Returns:

@@ -71,7 +71,8 @@ def save(path: str | Path, tree: Any, *, options: SaveOptions | None = None) -> 
 
     Collective: Over all clients of the job, which pass the same tree; barriers ``save/begin``, ``save/written`` and
     ``save/merged`` (and ``save/edges`` where unevenly nested shards share chunks). Every client returns, or every
-    client raises the same error and the path holds what it held before.
+    client raises the same error. After an error the path holds what it held before, or, where a client was lost after
+    the commit, the new checkpoint; never anything else.
 
     Blocks: On storage, and on the slowest client, each barrier at most ``options.timeout_s`` seconds.
 
