@@ -33,7 +33,17 @@ if TYPE_CHECKING:
         num_local_devices,
     )
     from dtckpt.coordination import initialize_multi_client, shutdown_multi_client
-    from dtckpt.dtensor import DTensor, check_layout, fetch_layout, pack, unpack
+    from dtckpt.dtensor import (
+        DTensor,
+        call_with_layout,
+        check_layout,
+        copy_to_mesh,
+        fetch_layout,
+        pack,
+        relayout,
+        run_on,
+        unpack,
+    )
     from dtckpt.layout import MATCH, UNSHARDED, Layout
     from dtckpt.mesh import Mesh
     from dtckpt.placement import Partial, Placement, Replicate, Shard
@@ -63,7 +73,17 @@ _MODULES = {
         "num_local_devices",
     ),
     "coordination": ("initialize_multi_client", "shutdown_multi_client"),
-    "dtensor": ("DTensor", "check_layout", "fetch_layout", "pack", "unpack"),
+    "dtensor": (
+        "DTensor",
+        "call_with_layout",
+        "check_layout",
+        "copy_to_mesh",
+        "fetch_layout",
+        "pack",
+        "relayout",
+        "run_on",
+        "unpack",
+    ),
     "layout": ("MATCH", "UNSHARDED", "Layout"),
     "mesh": ("Mesh",),
     "placement": ("Partial", "Placement", "Replicate", "Shard"),
@@ -92,9 +112,11 @@ __all__ = [
     "Shard",
     "TensorInfo",
     "abstract_mesh",
+    "call_with_layout",
     "check_layout",
     "client_id",
     "configure_virtual_devices",
+    "copy_to_mesh",
     "create_distributed_mesh",
     "create_mesh",
     "device_name",
@@ -114,8 +136,10 @@ __all__ = [
     "num_local_devices",
     "open_checkpoint",
     "pack",
+    "relayout",
     "reshard",
     "restore",
+    "run_on",
     "save",
     "sharded_save",
     "shutdown_multi_client",

@@ -17,7 +17,8 @@ from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
 from dtckpt.checkpoint.rounds import Rounds
 from dtckpt.coordination import Coordination, current_coordination
 from dtckpt.dtensor import DTensor
-from dtckpt.dtensor.packing import device_of, same_bits
+from dtckpt.dtensor.devices import device_of
+from dtckpt.dtensor.packing import same_bits
 from dtckpt.errors import (
     CheckpointConflictError,
     DTypeError,

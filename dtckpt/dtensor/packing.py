@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dtckpt.dtensor import transport
+from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import (
     ComponentError,
@@ -39,7 +40,8 @@ def pack(
         tensors: One tensor, array, scalar or nested sequence of numbers per local device.
         layout: The layout; every tensor dim needs a spec.
         shape: Global shape. Without it the shape is found from the components.
-        run_check: Compare the values of local components that are copies of each other.
+        run_check: Compare the values of components that are copies of each other, on all clients where a process
+            group connects them (collective then).
 
     Raises:
         LayoutTypeError: ``layout`` is no Layout, or ``tensors`` no sequence.
@@ -112,16 +114,6 @@ def _components(tensors: Sequence[Any], layout: Layout) -> list[torch.Tensor]:
     return made
 
 
-def device_of(name: str) -> torch.device:
-    """Return the torch device of a mesh device name; mesh GPUs beyond the cards share them."""
-    kind, _, index = name.rpartition("device:")[2].partition(":")
-    if kind.upper() == "CPU":
-        return torch.device("cpu")
-    if kind.upper() == "GPU" and torch.cuda.is_available():
-        return torch.device("cuda", int(index or 0) % torch.cuda.device_count())
-    raise LayoutError(f"there is no torch device for mesh device {name!r} on this client")
-
-
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What `pack` must know about components, of this client's devices or of all clients'.
@@ -188,20 +180,28 @@ class Facts:
 
 
 def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...]) -> None:
+    """Compare components that must be copies of each other, on all clients where a process group connects them."""
     if layout.partial:
         return
-    first: dict[Any, tuple[str, torch.Tensor]] = {}
-    for device, name, component in zip(
-        layout.mesh.local_device_ids(), layout.mesh.local_devices(), components, strict=True
-    ):
-        other_name, other = first.setdefault(layout.region(device, shape), (name, component))
-        if not same_bits(component, other):
+    names = layout.mesh.local_devices()
+    digests = [
+        (layout.region(device, shape), name, hashlib.blake2b(_bits(component).numpy().data, digest_size=16).digest())
+        for device, name, component in zip(layout.mesh.local_device_ids(), names, components, strict=True)
+    ]
+    clients = layout.mesh.clients
+    if len(clients) > 1 and transport.is_connected(clients):
+        digests = [item for listed in transport.all_gather_object(digests, clients) for item in listed]
+    first: dict[Any, tuple[str, bytes]] = {}
+    for region, name, digest in digests:
+        other_name, other = first.setdefault(region, (name, digest))
+        if digest != other:
             raise ReplicaMismatchError(f"components of {other_name} and {name} must be copies of each other but differ")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype are equal bit for bit (so NaN equals itself)."""
-    if math.prod(one.shape) == 0:
-        return True
-    left, right = (item.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for item in (one, other))
-    return torch.equal(left, right)
+    return one.numel() == 0 or torch.equal(_bits(one), _bits(other))

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor import dispatch, gather
-from dtckpt.errors import ComponentError, LayoutError
+from dtckpt.dtensor import dispatch
+from dtckpt.errors import LayoutError
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.placement import Placement
@@ -58,27 +58,102 @@ class DTensor(torch.Tensor):
         """The components of this client's devices, in `Mesh.local_devices` order; they share memory with it."""
         return self._components
 
-    def to_local(self) -> torch.Tensor:
-        """Return the component of this client's only device; it shares memory with the tensor.
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: Mesh,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """Return the DTensor of which each client's ``local_tensor`` is a component. Differentiable.
+
+        Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``: they exchange shapes and
+        digests.
+
+        Args:
+            local_tensor: This client's component; it is shared, never written to.
+            device_mesh: The mesh.
+            placements: One per mesh axis; None means replicated.
+            run_check: Compare the values of copies on all clients.
+            shape: Global shape; without it the clients find it together, uneven shards included.
+            stride: Accepted for PyTorch's sake; the global tensor is always contiguous.
+            grad_placements: Placements of the component's gradient; default the tensor's, Partial as Replicate.
+
+        Raises:
+            ComponentError: Components do not fit each other, the layout or ``shape``.
+            ReplicaMismatchError: Copies differ.
+        """
+        del stride
+        from dtckpt.dtensor import functional
+
+        layout = functional.from_placements(device_mesh, placements, local_tensor.ndim)
+        gradient = (
+            None if grad_placements is None else Layout.from_placements(device_mesh, grad_placements, layout.rank)
+        )
+        return functional.from_local(local_tensor, layout, shape=shape, gradient=gradient, run_check=run_check)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return the component of this client's only device; it shares memory with the tensor. Differentiable.
 
         A client that is no member of the mesh gets a tensor of shape (0,).
+
+        Args:
+            grad_placements: Placements that the component's gradient is in; default the tensor's, Partial as Replicate.
 
         Raises:
             ComponentError: This client has several devices in the mesh; `unpack` gives all components.
         """
-        if len(self._components) > 1:
-            raise ComponentError(
-                f"to_local needs one local device; got {len(self._components)}; unpack returns every component"
-            )
-        return self._components[0] if self._components else torch.empty(0, dtype=self.dtype)
+        from dtckpt.dtensor import functional
 
-    def full_tensor(self) -> torch.Tensor:
-        """Return the whole tensor as a plain one, with pending reductions done.
+        if grad_placements is None:
+            return functional.to_local(self, functional.gradient_layout(self._layout))
+        return functional.to_local(self, Layout.from_placements(self.device_mesh, grad_placements, self.ndim))
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return the whole tensor as a plain one, with pending reductions done. Differentiable.
 
         Collective: Over the mesh's clients, unless every client holds every part. The exchange goes through
         ``torch.distributed`` and is bounded by the process group's timeout.
+
+        Args:
+            grad_placements: Placements of the gradient on the mesh of one device per client; default replicated.
         """
-        return gather.full_tensor(self._components, self._layout, self.shape, self.dtype)
+        from dtckpt.dtensor import functional
+
+        if grad_placements is None:
+            return functional.full_tensor(self)
+        hosts = functional.one_device_per_client(self.device_mesh)
+        return functional.full_tensor(self, Layout.from_placements(hosts, grad_placements, self.ndim))
+
+    def redistribute(
+        self,
+        device_mesh: Mesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """Return the tensor with other placements, on its mesh or on another. Differentiable, twice too.
+
+        Collective: Over the clients of both meshes, unless nothing changes or every client holds the whole tensor.
+
+        Args:
+            device_mesh: The new mesh; default the present one.
+            placements: One per axis of the new mesh; None means replicated.
+            async_op: Accepted for PyTorch's sake; the result is complete when the call returns.
+            forward_dtype: Convert to this dtype before moving.
+            backward_dtype: Convert the gradient to this dtype before moving it back.
+        """
+        del async_op
+        from dtckpt.dtensor import functional
+
+        layout = functional.from_placements(device_mesh or self.device_mesh, placements, self.ndim)
+        return functional.redistribute(self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance method

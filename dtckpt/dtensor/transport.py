@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -37,6 +37,35 @@ def all_gather_object(value: T, clients: Sequence[int]) -> list[T]:
     received: list[T | None] = [None for _ in clients]
     dist.all_gather_object(received, value, group=_group(tuple(clients)))
     return [item for item in received if item is not None]
+
+
+def swap(
+    outgoing: Mapping[int, torch.Tensor], sizes: Mapping[int, int], clients: Sequence[int]
+) -> dict[int, torch.Tensor]:
+    """Exchange messages of bytes pairwise.
+
+    Collective: Over ``clients``; one that has nothing to give or take comes too.
+
+    Args:
+        outgoing: Message by taking client.
+        sizes: Bytes of the message by giving client.
+        clients: All that take part.
+
+    Returns:
+        The messages received, by giving client, on the CPU.
+    """
+    if len(clients) == 1:
+        return {}
+    group = _group(tuple(clients))
+    incoming = {peer: torch.empty(nbytes, dtype=torch.uint8) for peer, nbytes in sizes.items()}
+    messages = {peer: message.cpu() for peer, message in outgoing.items()}
+    operations = [dist.P2POp(dist.irecv, message, peer, group) for peer, message in incoming.items() if message.numel()]
+    operations += [
+        dist.P2POp(dist.isend, message, peer, group) for peer, message in messages.items() if message.numel()
+    ]
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+    return incoming
 
 
 @functools.lru_cache(maxsize=256)

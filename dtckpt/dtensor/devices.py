@@ -1,0 +1,17 @@
+"""Which torch device a mesh device is."""
+
+from __future__ import annotations
+
+import torch
+
+from dtckpt.errors import LayoutError
+
+
+def device_of(name: str) -> torch.device:
+    """Return the torch device of a mesh device name; mesh GPUs beyond the cards share them."""
+    kind, _, index = name.rpartition("device:")[2].partition(":")
+    if kind.upper() == "CPU":
+        return torch.device("cpu")
+    if kind.upper() == "GPU" and torch.cuda.is_available():
+        return torch.device("cuda", int(index or 0) % torch.cuda.device_count())
+    raise LayoutError(f"there is no torch device for mesh device {name!r} on this client")
