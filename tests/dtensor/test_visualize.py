@@ -234,6 +234,22 @@ def test_the_places_follow_the_sizes():
     assert right[1] == first[1] < below[1]
 
 
+def test_short_chunks_are_widened():
+    boxes = [box for _, box, _ in cells_of(sharding_svg(Layout(["x"], abstract_mesh({"x": 10})), (101,)))]
+    assert boxes[-1][2] == 40 - 3  # 2 of 101 elements would get 18 pixels of 920
+    assert len({width for _, _, width, _ in boxes[:-1]}) <= 2  # 11 of 101 each, up to rounding
+
+
+def test_texts_stand_in_their_cells():
+    svg = sharding_svg(Layout(["x", "y"], MESH), (7, 5))
+    cells = [cell for cell in ET.fromstring(svg).iter(f"{SVG}g") if cell.get("class") == "c"]
+    for cell, (_, (x, y, width, height), _) in zip(cells, cells_of(svg), strict=True):
+        texts = cell.findall(f"{SVG}text")
+        assert len(texts) == 2
+        assert all(float(text.get("x")) == pytest.approx(x + width / 2, abs=0.2) for text in texts)
+        assert all(y + 12 < float(text.get("y")) < y + height for text in texts)
+
+
 def test_cells_say_who_holds_what_where_there_is_room():
     (cell,) = cells_of(sharding_svg(Layout.replicated(MESH, 1), (4,)))
     assert cell[2] == ["cpu:0-3", "[0:4]"]
