@@ -1,6 +1,6 @@
-"""PyTorch's own DTensors, seen as ours: the only module that looks at ``torch.distributed.tensor``.
+"""PyTorch's own DTensors and meshes, seen as ours and back: the only module that looks at ``torch.distributed.tensor``.
 
-It is never imported from here: an object can be one of its tensors only if the program has imported it already.
+Its DTensors are never imported from here: an object can be one only if the program has imported them already.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import numpy as np
 import torch
 
-from dtckpt.clients import job_name
+from dtckpt import groups
+from dtckpt.dtensor.device_mesh import KINDS, mesh_of_ranks
+from dtckpt.errors import MeshError, MeshTypeError
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.placement import Partial, Placement, Replicate, Shard, _StridedShard
@@ -34,18 +35,62 @@ def layout_and_local(value: Any) -> tuple[Layout, torch.Tensor | None]:
     return layout, None if mesh.is_remote() else value.to_local().detach()
 
 
+# --- meshes -------------------------------------------------------------------------------------------------------
+
+
 def mesh_of(device_mesh: Any) -> Mesh:
     """Return the `Mesh` of a PyTorch ``DeviceMesh``; ranks are clients with one device each.
 
-    Device ids count the mesh's devices row-major; which client owns a device stands in its name.
+    Device ids count the mesh's devices row-major; which client owns a device stands in its name. Axes without names
+    are called ``dim_0`` and so on.
+
+    Raises:
+        MeshError: This is no ``DeviceMesh``, or one of devices that no mesh here has.
     """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(device_mesh, DeviceMesh):
+        raise MeshTypeError(f"mesh: got {type(device_mesh).__name__}, expected a DeviceMesh of PyTorch")
+    if device_mesh.device_type not in KINDS:
+        raise MeshError(f"mesh: got a DeviceMesh on {device_mesh.device_type}, expected one of {', '.join(KINDS)}")
     ranks = device_mesh.mesh.cpu().numpy()
     names = device_mesh.mesh_dim_names or tuple(f"dim_{axis}" for axis in range(ranks.ndim))
-    kind = "GPU" if device_mesh.device_type == "cuda" else "CPU"
-    devices = [f"/job:{job_name()}/replica:0/task:{rank}/device:{kind}:0" for rank in ranks.reshape(-1).tolist()]
-    ids = np.arange(ranks.size).reshape(ranks.shape)
-    mine = ids[ranks == device_mesh.get_rank()].tolist()
-    return Mesh(names, ids, mine, [devices[index] for index in mine], "", devices)
+    return mesh_of_ranks(device_mesh.device_type, ranks, names)
+
+
+def adopt(device_mesh: Any) -> Mesh:
+    """Return `mesh_of`, and have `Mesh.get_group` return the groups of the PyTorch mesh. All its clients call it."""
+    mesh = mesh_of(device_mesh)
+    if mesh.is_remote() or not getattr(device_mesh, "_dim_group_names", None):  # the groups may never have been made
+        return mesh
+    for group in device_mesh.get_all_groups():
+        groups.remember(group, mesh.device_type)
+    return mesh
+
+
+def device_mesh_of(mesh: Mesh) -> Any:
+    """Return the PyTorch ``DeviceMesh`` of a mesh whose clients own one device each, over the same process groups.
+
+    Collective: As `Mesh.get_all_groups`; a client without a device calls nothing and gets a mesh without groups.
+
+    Raises:
+        MeshError: A client owns several devices, or there is no grid of devices.
+        CoordinationError: No default process group spans the clients.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not mesh.device_ids or mesh.num_clients != mesh.size():
+        raise MeshError(
+            f"PyTorch mesh: got {mesh.size()} devices of {mesh.num_clients} clients, expected one device per client"
+        )
+    if mesh.is_remote():
+        remote = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
+        remote._dim_group_names = []
+        return remote
+    return DeviceMesh.from_group(mesh.get_all_groups(), mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+
+
+# --- placements ---------------------------------------------------------------------------------------------------
 
 
 def _placement(placement: Any) -> Placement:

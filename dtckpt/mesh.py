@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,17 +15,18 @@ import numpy.typing as npt
 
 from dtckpt import wire
 from dtckpt._proto import layout_pb2
-from dtckpt.devices import DEVICE_KINDS, DeviceSpec, full_name, kind_of, task_of, with_task
-from dtckpt.errors import MeshError, MeshTypeError, capped
+from dtckpt.config import Config
+from dtckpt.devices import DeviceSpec, full_name, kind_of, task_of, with_task
+from dtckpt.errors import MeshError, MeshTypeError
+from dtckpt.mesh_rules import RESERVED_NAMES, slice_record, validate_record
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
-RESERVED_NAMES = ("unsharded", "match", "any", "scalar")
-"""Words of the text form that no axis may be called."""
+__all__ = ["RESERVED_NAMES", "Mesh"]
 
 _TORCH_TYPES = {"GPU": "cuda"}
-_NOT_IN_NAMES = frozenset("|,=*+ ")
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -115,6 +117,22 @@ class Mesh:
         if not isinstance(device, str) or not device:
             raise MeshError(f"single-device mesh: got device {device!r}, expected a name")
         return cls.from_record(wire.MeshRecord(single_device=device))
+
+    @staticmethod
+    def from_device_mesh(device_mesh: Any) -> Mesh:
+        """Return the mesh of a PyTorch ``DeviceMesh``, whose process groups `get_group` then returns.
+
+        Collective: The clients of the mesh all call it, though nothing is sent.
+        """
+        mesh: Mesh = _interop().adopt(device_mesh)
+        return mesh
+
+    def to_device_mesh(self) -> Any:
+        """Return the PyTorch ``DeviceMesh`` over this mesh's process groups; every client owns at most one device.
+
+        Collective: As `get_all_groups`.
+        """
+        return _interop().device_mesh_of(self)
 
     def to_string(self) -> str:
         """Return the text form.
@@ -296,10 +314,11 @@ class Mesh:
 
     @cached_property
     def mesh(self) -> torch.Tensor:
-        """The global ids as a CPU tensor of the mesh's shape."""
+        """What stands where, as a CPU tensor: ranks (clients), or device ids where a client owns several."""
         import torch
 
-        return torch.tensor(self.device_ids, dtype=torch.int).reshape(self.shape if self.device_ids else (0,))
+        items = self._owners if self.num_clients == self.size() else np.array(self.device_ids)
+        return torch.tensor(items, dtype=torch.int).reshape(self.shape if self.device_ids else (0,))
 
     def host_mesh(self) -> Mesh:
         """Return an unnamed mesh of the same grid on CPU devices of the same clients."""
@@ -361,7 +380,130 @@ class Mesh:
             raise MeshError(f"{self._label}: got no local device, expected this client to own one")
         if mesh_dim is None and self.ndim != 1:
             raise MeshError(f"{self._label}: got no axis, expected one of {self.dim_names}")
+        if isinstance(mesh_dim, str) and mesh_dim not in self.mesh_dim_names:
+            return self[mesh_dim].get_local_rank()
         return place[self.axis_index(0 if mesh_dim is None else mesh_dim)]
+
+    # --- slices ---------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, names: str | Sequence[str]) -> Mesh:
+        """Return the mesh of the named axes, in the order named, that this client's devices stand in.
+
+        Names of axes, and those that `flatten` gave. Devices keep their names, ids count from 0.
+
+        Raises:
+            MeshError: no such axes, this client has no device here, or its devices stand in several slices.
+        """
+        wanted = (names,) if isinstance(names, str) else _sequence("axes to keep", names)
+        if wanted == self.mesh_dim_names:
+            return self
+        return self._slice(tuple((name, self._axes_behind(name)) for name in wanted))
+
+    def flatten(self, axes: Sequence[str] | None = None, name: str | None = None) -> Mesh:
+        """Return the one-axis mesh over some axes, all unless named; the first of them varies slowest.
+
+        Slicing this mesh, and whatever it was sliced from, by the name finds it again.
+
+        Args:
+            axes: names of the axes.
+            name: name of the one axis; the names of the others joined by ``_`` when left out.
+
+        Raises:
+            MeshError: the name stands for another axis, or as for slicing.
+        """
+        kept = self if axes is None else self[axes]
+        name = "_".join(kept.mesh_dim_names) if name is None else name
+        behind = tuple(origin for axis in kept.mesh_dim_names for origin in kept._origins[axis])
+        known = self._origins.get(name, behind)
+        if known != behind:
+            raise MeshError(
+                f"{self._label}: got {name!r} as name for axes {behind}, expected another: it means {known}"
+            )
+        flat = kept if (name,) == kept.mesh_dim_names else kept._slice(((name, kept.mesh_dim_names),))
+        self._origins[name] = behind
+        return flat
+
+    def _flatten(self, mesh_dim_name: str | None = None) -> Mesh:
+        """Return `flatten` of all axes, as PyTorch spells it."""
+        return self.flatten(name=mesh_dim_name)
+
+    @cached_property
+    def _origins(self) -> dict[str, tuple[str, ...]]:
+        """What names mean in axes of the mesh that was sliced first: one dict for that mesh and all its slices."""
+        return {name: (name,) for name in self.mesh_dim_names}
+
+    @cached_property
+    def _slices(self) -> dict[tuple[tuple[str, tuple[str, ...]], ...], Mesh]:
+        return {}
+
+    def _axes_behind(self, name: str) -> tuple[str, ...]:
+        """Return the axes of this mesh that a name stands for."""
+        if not isinstance(name, str):
+            raise MeshTypeError(f"{self._label}: got {name!r} as axis name, expected str")
+        axes = (name,) if name in self.mesh_dim_names else self._origins.get(name, ())
+        if not axes or not set(axes) <= set(self.mesh_dim_names):
+            more = [known for known in self._origins if known not in self.mesh_dim_names]
+            flattened = f" or flattened {more}" if more else ""
+            raise MeshError(f"{self._label}: got axis {name!r}, expected one of {self.dim_names}{flattened}")
+        return axes
+
+    def _slice(self, parts: tuple[tuple[str, tuple[str, ...]], ...]) -> Mesh:
+        """Return the slice with new axes, each made of axes of this mesh."""
+        if parts not in self._slices:
+            record = slice_record(self._record, self._device_names, parts, self._label)
+            mesh = Mesh.from_record(record)
+            mesh.__dict__["_origins"] = self._origins
+            self._slices[parts] = mesh
+        return self._slices[parts]
+
+    # --- process groups -------------------------------------------------------------------------------------------
+
+    def get_rank(self) -> int:
+        """Return this client's id, which is its rank in the default process group, also outside of the mesh."""
+        if self._record.local_devices:
+            return task_of(self._record.local_devices[0])
+        from dtckpt import groups
+
+        rank = groups.rank()
+        return Config.from_environ().client_id if rank is None else rank
+
+    def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
+        """Return the process group of the clients along an axis, which may be left out if there is one only.
+
+        Ranks in it ascend with client ids. Made when it is first asked for, and once for the same clients.
+
+        Collective: The first time over those clients (see `dtckpt.groups.group_of`).
+
+        Raises:
+            MeshError: no such axis, this client has no device here, or its devices see different clients along it.
+            CoordinationError: no default process group spans the clients.
+        """
+        from dtckpt import groups
+
+        return groups.group_of(self.clients_along(mesh_dim), self.device_type)
+
+    def get_all_groups(self) -> list[ProcessGroup]:
+        """Return the process groups of all axes. Collective and errors: as `get_group`."""
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
+    def clients_along(self, axis: int | str | None) -> tuple[int, ...]:
+        """Return the clients of the devices that differ from this client's devices along one axis only."""
+        if axis is None and self.ndim != 1:
+            raise MeshError(f"{self._label}: got no axis, expected one of {self.dim_names}")
+        if isinstance(axis, str) and axis not in self.mesh_dim_names:
+            return self[axis].clients
+        position = self.axis_index(0 if axis is None else axis)
+        owners = np.moveaxis(self._owners.reshape(self.shape), position, -1)
+        places = map(self.coordinate, self._record.local_device_ids)
+        lines = (owners[(*place[:position], *place[position + 1 :])].tolist() for place in places)
+        seen = {tuple(sorted(set(line))) for line in lines}
+        if len(seen) != 1:
+            raise MeshError(
+                f"{self._label}: got local devices that see {len(seen)} sets of clients along axis "
+                f"{self.mesh_dim_names[position]!r}, expected one; this client has "
+                f"{len(self._record.local_device_ids)} devices in the mesh"
+            )
+        return seen.pop()
 
     # --- clients --------------------------------------------------------------------------------------------------
 
@@ -436,96 +578,12 @@ class Mesh:
         return tuple(reversed(place))
 
 
-# --- what makes a mesh valid ---------------------------------------------------------------------------------------
+# --- arguments ----------------------------------------------------------------------------------------------------
 
 
-def validate_record(record: wire.MeshRecord) -> None:
-    """Refuse fields that describe no mesh.
-
-    Raises:
-        MeshError: with what was found and what was expected.
-    """
-    if record.single_device or not record.global_device_ids:
-        if record not in (wire.MeshRecord(), wire.MeshRecord(single_device=record.single_device)):
-            raise MeshError(f"mesh: got {record!r:.200}, expected device ids, or one single device and nothing else")
-        return
-    _validate_names(record)
-    _validate_ids(record)
-    _validate_devices(record)
-
-
-def _validate_names(record: wire.MeshRecord) -> None:
-    if not isinstance(record.name, str):
-        raise MeshTypeError(f"mesh name: got {record.name!r}, expected str")
-    if not record.name.isprintable() or {"|", " "} & set(record.name):
-        raise MeshError(f"mesh name: got {record.name!r}, expected printable text without spaces and '|'")
-    names = [name for name, _ in record.dims]
-    for name in names:
-        if not isinstance(name, str):
-            raise MeshTypeError(f"axis name: got {name!r}, expected str")
-        if not name or not name.isprintable() or _NOT_IN_NAMES & set(name):
-            raise MeshError(
-                f"axis name: got {name!r} among {names}, expected printable text without spaces and any of | , = * +"
-            )
-        if name in RESERVED_NAMES:
-            raise MeshError(f"axis name: got {name!r}, expected another than the reserved {', '.join(RESERVED_NAMES)}")
-    if len(set(names)) != len(names):
-        raise MeshError(f"axis names: got {names}, expected each name once")
-
-
-def _validate_ids(record: wire.MeshRecord) -> None:
-    ids, local_ids = record.global_device_ids, record.local_device_ids
-    sizes = [size for _, size in record.dims]
-    if min(sizes, default=1) < 1 or math.prod(sizes) != len(ids):
-        raise MeshError(f"mesh: got {len(ids)} device ids for axes {dict(record.dims)}, expected their product")
-    if ids[0] < 0 or ids != tuple(range(ids[0], ids[0] + len(ids))):
-        raise MeshError(f"mesh: got global ids {capped(ids)}, expected ids that count up by one in row-major order")
-    if len(set(local_ids)) != len(local_ids) or not set(local_ids) <= set(range(ids[0], ids[0] + len(ids))):
-        raise MeshError(
-            f"mesh: got local ids {capped(local_ids)}, expected distinct ids from {ids[0]} to {ids[-1]}, the global ids"
-        )
-    if local_ids and len(ids) % len(local_ids):
-        raise MeshError(
-            f"mesh: got {len(local_ids)} local of {len(ids)} global devices, "
-            "expected equally many devices on every client"
-        )
-    if local_ids and not record.global_devices:
-        start = min(local_ids) - ids[0]
-        if start % len(local_ids) or max(local_ids) - min(local_ids) != len(local_ids) - 1:
-            raise MeshError(
-                f"mesh: got local ids {capped(local_ids)} of {len(ids)}, expected an aligned run of consecutive ids; "
-                "pass global_devices to say who owns the others"
-            )
-
-
-def _validate_devices(record: wire.MeshRecord) -> None:
-    local, everyone = record.local_devices, record.global_devices
-    if not local and not everyone:
-        raise MeshError("mesh: got neither local nor global devices, expected at least one of the lists")
-    if len(local) != len(record.local_device_ids):
-        raise MeshError(
-            f"mesh: got {len(record.local_device_ids)} local ids and {len(local)} local devices, expected as many"
-        )
-    if everyone and len(everyone) != len(record.global_device_ids):
-        raise MeshError(
-            f"mesh: got {len(record.global_device_ids)} global ids and {len(everyone)} global devices, expected as many"
-        )
-    kinds = sorted({kind_of(name) for name in (*local, *everyone)})
-    if len(kinds) > 1 or kinds[0].upper() not in DEVICE_KINDS:
-        raise MeshError(f"mesh: got device types {', '.join(kinds)}, expected one of {', '.join(DEVICE_KINDS)}")
-    if len(set(local)) not in (1, len(local)) or (len(local) > len(set(local)) and kinds[0].upper() != "CPU"):
-        raise MeshError(
-            f"mesh: got local devices {capped(local)}, expected each once (or one and the same CPU everywhere)"
-        )
-    if everyone and any(
-        everyone[i - record.global_device_ids[0]] != name
-        for i, name in zip(record.local_device_ids, local, strict=True)
-    ):
-        raise MeshError(
-            f"mesh: got local devices {capped(local)}, expected the names that global_devices has for their ids"
-        )
-    if record.use_xla_spmd and kinds[0].upper() != "TPU":
-        raise MeshError(f"mesh: got use_xla_spmd on {kinds[0]} devices, expected TPU devices")
+def _interop() -> Any:
+    """Return the module that knows PyTorch's classes; it stands above this one, so it is looked up when needed."""
+    return import_module("dtckpt.interop")
 
 
 def _sequence(what: str, items: Iterable[Any]) -> tuple[Any, ...]:

@@ -1,0 +1,158 @@
+"""Process groups over sets of clients, each made once, when it is first needed.
+
+Clients are the ranks of the default process group. `torch.distributed.new_group` would not do: it makes the members
+find each other under a name that counts all groups that a process has made so far, so members that belong to
+different numbers of other groups wait for each other in vain. Here the name says who the members are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from dtckpt.errors import CoordinationError, capped
+
+_BACKENDS = {"cuda": "nccl"}
+_DEFAULT_BACKEND = "gloo"
+
+Key = tuple[tuple[int, ...], str]
+"""Members, ascending, and backend of a group."""
+
+_c10d: Any = distributed_c10d
+_lock = threading.Lock()
+
+# Groups are kept alive by torch until they are destroyed, so these tables empty themselves.
+_made: WeakValueDictionary[Key, dist.ProcessGroup] = WeakValueDictionary()
+_times_made: WeakKeyDictionary[dist.ProcessGroup, Counter[Key]] = WeakKeyDictionary()
+
+
+def is_connected(clients: Iterable[int]) -> bool:
+    """Whether a default process group is there that spans ``clients``."""
+    return dist.is_available() and dist.is_initialized() and max(clients) < dist.get_world_size()
+
+
+def rank() -> int | None:
+    """Return this client's rank in the default process group, None if there is no such group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
+
+
+def backend_of(device_type: str) -> str:
+    """Return the backend for a kind of devices: what the default group has for it, else NCCL on CUDA, else Gloo."""
+    return _world_backends().get(device_type) or _BACKENDS.get(device_type, _DEFAULT_BACKEND)
+
+
+def group_of(clients: Iterable[int], device_type: str = "cpu") -> dist.ProcessGroup:
+    """Return the group of some clients, the ranks in which ascend with the clients'.
+
+    Collective: The first time over ``clients``, bounded by the timeout of the default group; later calls do not
+    communicate. The default group itself is returned when it has no other members and fits the devices.
+
+    Args:
+        clients: Ids of the members in any order, of which this client is one.
+        device_type: ``cpu`` or ``cuda``: where the tensors lie that the group is to carry.
+
+    Raises:
+        CoordinationError: There is no default group that spans the clients, or this client is not among them.
+    """
+    ranks = tuple(sorted(set(clients)))
+    if not ranks or not is_connected(ranks):
+        raise CoordinationError(
+            f"process group: got clients {capped(ranks)}, expected clients that a default process group spans; "
+            "call torch.distributed.init_process_group on every client first"
+        )
+    if dist.get_rank() not in ranks:
+        raise CoordinationError(
+            f"process group: got clients {capped(ranks)}, expected this client, {dist.get_rank()}, among them"
+        )
+    world = dist.group.WORLD
+    if len(ranks) == dist.get_world_size() and device_type in _world_backends() and world is not None:
+        return world
+    key = ranks, backend_of(device_type)
+    with _lock:
+        group = _made.get(key)
+        if group is None or not _is_alive(group):
+            group = _made[key] = _make(key)
+    return group
+
+
+def remember(group: dist.ProcessGroup, device_type: str) -> None:
+    """Have `group_of` return a group that somebody else made, unless it knows one of the same members already.
+
+    All members remember it or none does.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if ranks != sorted(ranks):
+        return  # what counts on ranks that ascend would go wrong
+    with _lock:
+        key = tuple(ranks), backend_of(device_type)
+        known = _made.get(key)
+        if known is None or not _is_alive(known):
+            _made[key] = group
+
+
+def _world_backends() -> dict[str, str]:
+    """Return the backend that the default group has for every kind of devices."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
+    return {device_type: backend for device_type, _, backend in pairs}
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_backend(group)
+    except ValueError:
+        return False
+    return True
+
+
+def _make(key: Key) -> dist.ProcessGroup:
+    ranks, backend = key
+    world = dist.group.WORLD
+    if world is None:
+        raise CoordinationError("process group: got no default group, expected one")
+    times = _times_made.setdefault(world, Counter())
+    times[key] += 1  # a group that was destroyed must not meet under its old name: addresses of then are still there
+    members = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
+    with _without_splitting(world):
+        group: dist.ProcessGroup
+        group, _ = _c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            list(ranks),
+            dist.Backend(backend),
+            _c10d._get_default_store(),
+            f"dtckpt_{backend}_{members}_{times[key]}",
+            timeout=_timeout(world, backend),
+            group_desc="dtckpt",
+        )
+    _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+@contextmanager
+def _without_splitting(world: dist.ProcessGroup) -> Iterator[None]:
+    """Unbind the default group from its card for the body: NCCL would split it, which takes all clients to call."""
+    bound = world.bound_device_id
+    if bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
+def _timeout(world: dist.ProcessGroup, backend: str) -> timedelta:
+    """Return the default group's timeout, or the backend's usual one where the default group does not tell."""
+    inner: Any = world._get_backend(world._device_types[0])
+    timeout: timedelta | None = getattr(getattr(inner, "options", None), "_timeout", None)
+    return _c10d._get_default_timeout(backend) if timeout is None else timeout

@@ -1,0 +1,143 @@
+"""What makes the fields of a mesh valid, and which fields a slice of a mesh has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dtckpt import wire
+from dtckpt.devices import DEVICE_KINDS, kind_of
+from dtckpt.errors import MeshError, MeshTypeError, capped
+
+RESERVED_NAMES = ("unsharded", "match", "any", "scalar")
+"""Words of the text form that no axis may be called."""
+
+_NOT_IN_NAMES = frozenset("|,=*+ ")
+
+
+def validate_record(record: wire.MeshRecord) -> None:
+    """Refuse fields that describe no mesh.
+
+    Raises:
+        MeshError: with what was found and what was expected.
+    """
+    if record.single_device or not record.global_device_ids:
+        if record not in (wire.MeshRecord(), wire.MeshRecord(single_device=record.single_device)):
+            raise MeshError(f"mesh: got {record!r:.200}, expected device ids, or one single device and nothing else")
+        return
+    _validate_names(record)
+    _validate_ids(record)
+    _validate_devices(record)
+
+
+def _validate_names(record: wire.MeshRecord) -> None:
+    if not isinstance(record.name, str):
+        raise MeshTypeError(f"mesh name: got {record.name!r}, expected str")
+    if not record.name.isprintable() or {"|", " "} & set(record.name):
+        raise MeshError(f"mesh name: got {record.name!r}, expected printable text without spaces and '|'")
+    names = [name for name, _ in record.dims]
+    for name in names:
+        if not isinstance(name, str):
+            raise MeshTypeError(f"axis name: got {name!r}, expected str")
+        if not name or not name.isprintable() or _NOT_IN_NAMES & set(name):
+            raise MeshError(
+                f"axis name: got {name!r} among {names}, expected printable text without spaces and any of | , = * +"
+            )
+        if name in RESERVED_NAMES:
+            raise MeshError(f"axis name: got {name!r}, expected another than the reserved {', '.join(RESERVED_NAMES)}")
+    if len(set(names)) != len(names):
+        raise MeshError(f"axis names: got {names}, expected each name once")
+
+
+def _validate_ids(record: wire.MeshRecord) -> None:
+    ids, local_ids = record.global_device_ids, record.local_device_ids
+    sizes = [size for _, size in record.dims]
+    if min(sizes, default=1) < 1 or math.prod(sizes) != len(ids):
+        raise MeshError(f"mesh: got {len(ids)} device ids for axes {dict(record.dims)}, expected their product")
+    if ids[0] < 0 or ids != tuple(range(ids[0], ids[0] + len(ids))):
+        raise MeshError(f"mesh: got global ids {capped(ids)}, expected ids that count up by one in row-major order")
+    if len(set(local_ids)) != len(local_ids) or not set(local_ids) <= set(range(ids[0], ids[0] + len(ids))):
+        raise MeshError(
+            f"mesh: got local ids {capped(local_ids)}, expected distinct ids from {ids[0]} to {ids[-1]}, the global ids"
+        )
+    if local_ids and len(ids) % len(local_ids):
+        raise MeshError(
+            f"mesh: got {len(local_ids)} local of {len(ids)} global devices, "
+            "expected equally many devices on every client"
+        )
+    if local_ids and not record.global_devices:
+        start = min(local_ids) - ids[0]
+        if start % len(local_ids) or max(local_ids) - min(local_ids) != len(local_ids) - 1:
+            raise MeshError(
+                f"mesh: got local ids {capped(local_ids)} of {len(ids)}, expected an aligned run of consecutive ids; "
+                "pass global_devices to say who owns the others"
+            )
+
+
+def _validate_devices(record: wire.MeshRecord) -> None:
+    local, everyone = record.local_devices, record.global_devices
+    if not local and not everyone:
+        raise MeshError("mesh: got neither local nor global devices, expected at least one of the lists")
+    if len(local) != len(record.local_device_ids):
+        raise MeshError(
+            f"mesh: got {len(record.local_device_ids)} local ids and {len(local)} local devices, expected as many"
+        )
+    if everyone and len(everyone) != len(record.global_device_ids):
+        raise MeshError(
+            f"mesh: got {len(record.global_device_ids)} global ids and {len(everyone)} global devices, expected as many"
+        )
+    kinds = sorted({kind_of(name) for name in (*local, *everyone)})
+    if len(kinds) > 1 or kinds[0].upper() not in DEVICE_KINDS:
+        raise MeshError(f"mesh: got device types {', '.join(kinds)}, expected one of {', '.join(DEVICE_KINDS)}")
+    if len(set(local)) not in (1, len(local)) or (len(local) > len(set(local)) and kinds[0].upper() != "CPU"):
+        raise MeshError(
+            f"mesh: got local devices {capped(local)}, expected each once (or one and the same CPU everywhere)"
+        )
+    if everyone and any(
+        everyone[i - record.global_device_ids[0]] != name
+        for i, name in zip(record.local_device_ids, local, strict=True)
+    ):
+        raise MeshError(
+            f"mesh: got local devices {capped(local)}, expected the names that global_devices has for their ids"
+        )
+    if record.use_xla_spmd and kinds[0].upper() != "TPU":
+        raise MeshError(f"mesh: got use_xla_spmd on {kinds[0]} devices, expected TPU devices")
+
+
+def slice_record(
+    record: wire.MeshRecord, devices: Sequence[str], parts: Sequence[tuple[str, tuple[str, ...]]], label: str
+) -> wire.MeshRecord:
+    """Return the mesh whose axes are made of a mesh's axes, at the place of the local devices along the others.
+
+    Args:
+        record: the mesh.
+        devices: names of all its devices.
+        parts: name of every new axis, and the old axes that it is made of, major first.
+        label: what errors call the mesh.
+    """
+    axes, shape = [axis for axis, _ in record.dims], [size for _, size in record.dims]
+    kept = [axes.index(axis) for _, behind in parts for axis in behind]
+    if not kept or len(set(kept)) != len(kept):
+        raise MeshError(f"{label}: got axes {[axes[axis] for axis in kept]} to keep, expected some, each once")
+    first = record.global_device_ids[0]
+    others = [axis for axis in range(len(axes)) if axis not in kept]
+    offsets = np.arange(len(devices)).reshape(shape).transpose(others + kept)
+    offsets = offsets.reshape(-1, math.prod(shape[axis] for axis in kept))
+    mine = [device_id - first for device_id in record.local_device_ids]
+    rows = np.flatnonzero(np.isin(offsets, mine).any(axis=1)) if others else np.array([0])
+    if len(rows) != 1:
+        raise MeshError(
+            f"{label}: got {len(mine)} local devices in {len(rows)} slices along {[name for name, _ in parts]}, "
+            "expected this client's devices in exactly one slice"
+        )
+    picked: list[int] = offsets[rows[0]].tolist()
+    return replace(
+        record,
+        dims=tuple((name, math.prod(shape[axes.index(axis)] for axis in behind)) for name, behind in parts),
+        global_device_ids=tuple(range(len(picked))),
+        local_device_ids=tuple(map(picked.index, mine)),
+        global_devices=tuple(devices[offset] for offset in picked),
+    )
