@@ -1,7 +1,7 @@
 """The DTensor runtime: tensors of global shape whose components live on the devices of a mesh."""
 
+from dtckpt.dtensor.moving import call_with_layout, copy_to_mesh, relayout, run_on
 from dtckpt.dtensor.packing import pack, unpack
-from dtckpt.dtensor.relayout import call_with_layout, copy_to_mesh, relayout, run_on
 from dtckpt.dtensor.tensor import DTensor, check_layout, fetch_layout
 from dtckpt.placement import Partial, Placement, Replicate, Shard
 

@@ -35,6 +35,7 @@ _REDUCERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
+_ALL_REDUCE = {"sum", "avg", "min", "max", "product"}
 _NEUTRAL = {"sum": 0, "product": 1, "bxor": 0}
 """What all devices but the first hold when a value becomes a term; with the other ops every device may hold it."""
 
@@ -55,7 +56,7 @@ def resolve_match(layout: Layout, source: Layout) -> Layout:
     return Layout(specs, layout.mesh, layout.partial)
 
 
-def plan_steps(source: Layout, target: Layout, shape: Sequence[int], itemsize: int) -> list[Layout]:
+def plan_steps(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.dtype) -> list[Layout]:
     """Return the layouts that a tensor goes through after ``source``, up to the target's sharding.
 
     Reductions that are pending in the target only are not part of it: `redistribute` makes terms of the result.
@@ -71,7 +72,7 @@ def plan_steps(source: Layout, target: Layout, shape: Sequence[int], itemsize: i
         if len({kind_of(here.partial[axis]) for axis in axes}) > 1:
             # Reductions of different kinds do not commute: the last axis goes first.
             here = _without(here, axes[-1:])
-        elif _is_worth_scattering(here, wanted, axes, math.prod(shape) * itemsize):
+        elif _is_worth_scattering(here, wanted, axes, shape, dtype):
             here = _scattered(here, axes, shape)
         else:
             return [*steps, wanted] if here != wanted else steps
@@ -83,12 +84,16 @@ def _without(layout: Layout, axes: Sequence[str]) -> Layout:
     return Layout(layout.sharding_specs, layout.mesh, partial) if axes else layout
 
 
-def _is_worth_scattering(here: Layout, target: Layout, axes: Sequence[str], nbytes: int) -> bool:
+def _is_worth_scattering(
+    here: Layout, target: Layout, axes: Sequence[str], shape: Sequence[int], dtype: torch.dtype
+) -> bool:
     """Whether everyone wants the reduced tensor, so that scattering its reduction and gathering it moves less."""
     terms = math.prod(here.mesh.dim_size(axis) for axis in axes)
-    taken = nbytes // max(1, math.prod(target.shard_grid))
+    taken = math.prod(shape) * dtype.itemsize // max(1, math.prod(target.shard_grid))
+    if terms <= 2 or here.rank == 0 or here.mesh != target.mesh or taken <= SCATTER_NBYTES:
+        return False
     used = {name for spec in target.sharding_specs if spec != UNSHARDED for name in _axes(spec)}
-    return terms > 2 and here.rank > 0 and here.mesh == target.mesh and not used & set(axes) and taken > SCATTER_NBYTES
+    return not used & set(axes) and _all_reduce_clients(here, target, axes, dtype) is None
 
 
 def _axes(spec: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -123,7 +128,7 @@ def redistribute(
         New memory by device id of the target mesh, except where a component does not change: that one is returned.
     """
     here, shape = source, tuple(shape)
-    for step in plan_steps(source, target, shape, dtype.itemsize):
+    for step in plan_steps(source, target, shape, dtype):
         components = exchange(components, here, step, shape, dtype)
         here = step
     return _make_terms(dict(components), here, target)
@@ -133,26 +138,25 @@ def exchange(
     components: Components, source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.dtype
 ) -> dict[int, torch.Tensor]:
     """Run one exchange of boxes; reductions are all of one kind. Collective: as `redistribute`."""
+    axes = reduced_axes(source, target)
+    if peers := _all_reduce_clients(source, target, axes, dtype):
+        return _all_reduce(components, source, axes, peers)
     client = _client_of(source, target)
     plan = plan_exchange(source, target, shape, client)
-    axes = reduced_axes(source, target)
+    boxes = _Boxes(source, shape)
     regions = {device: target.region(device, shape) for device in target.mesh.local_device_ids()}
     devices = dict(zip(target.mesh.local_device_ids(), map(device_of, target.mesh.local_devices()), strict=True))
-    boxes = _Boxes(source, shape)
     if not axes and plan.is_local and _is_unchanged(plan.copies, boxes, regions):
         kept = {move.target: components[move.source] for move in plan.copies}
         if all(component.device == devices[device] for device, component in kept.items()):
-            return {
-                device: kept[device] if device in kept else _new(regions[device], dtype, devices[device])
-                for device in regions
-            }
-    outgoing = {
-        peer: torch.cat([_as_bytes(boxes.cut(components, move)) for move in moves])
-        for peer, moves in plan.sends.items()
-    }
-    sizes = {peer: sum(move.region.numel for move in moves) * dtype.itemsize for peer, moves in plan.receives.items()}
+            return {device: kept.get(device, _new(regions[device], dtype, devices[device])) for device in regions}
+    result = {device: _new(region, dtype, devices[device]) for device, region in regions.items()}
+    places = _Places(result, regions)
+    outgoing = {peer: _message([boxes.cut(components, move) for move in moves]) for peer, moves in plan.sends.items()}
+    incoming = {peer: _room(moves, places, dtype, is_final=not axes) for peer, moves in plan.receives.items()}
     clients = _all_clients(source, target)
-    incoming = {} if plan.is_local or client not in clients else transport.swap(outgoing, sizes, clients)
+    if not plan.is_local and client in clients and len(clients) > 1:
+        transport.swap(outgoing, incoming, clients)
     arrived = [(move, boxes.cut(components, move)) for move in plan.copies]
     for peer, moves in plan.receives.items():
         start = 0
@@ -160,38 +164,90 @@ def exchange(
             nbytes = move.region.numel * dtype.itemsize
             arrived.append((move, incoming[peer][start : start + nbytes].view(dtype).reshape(move.shape)))
             start += nbytes
-    result = {device: _new(region, dtype, devices[device]) for device, region in regions.items()}
-    _deliver(arrived, result, regions, source, axes)
+    _deliver(arrived, places, source, axes)
     for move in plan.forwards:
-        box = move.region
-        giver = result[move.source][box.relative_to(regions[move.source]).slices()]
-        result[move.target][box.relative_to(regions[move.target]).slices()].copy_(giver)
+        places.of(move.target, move.region).copy_(places.of(move.source, move.region))
     return result
 
 
+def _all_reduce_clients(
+    source: Layout, target: Layout, axes: Sequence[str], dtype: torch.dtype
+) -> tuple[int, ...] | None:
+    """Return the clients to reduce over if nothing but a reduction is to be done, each client having one device."""
+    mesh = source.mesh
+    is_reduction = bool(axes) and target == _without(source, axes) and len(mesh.local_device_ids()) == 1
+    ops = {source.partial[axis] for axis in axes}
+    if (
+        not is_reduction
+        or mesh.num_clients != mesh.size()
+        or dtype not in transport.REDUCIBLE
+        or not ops <= _ALL_REDUCE
+    ):
+        return None
+    (device,) = mesh.local_device_ids()
+    others = [name for name in mesh.mesh_dim_names if name not in axes]
+    place = term_of(source, others, device)
+    peers = tuple(sorted(mesh.client_of(peer) for peer in mesh.device_ids if term_of(source, others, peer) == place))
+    return peers if len(peers) > 1 else None
+
+
+def _all_reduce(
+    components: Components, source: Layout, axes: Sequence[str], peers: tuple[int, ...]
+) -> dict[int, torch.Tensor]:
+    ((device, component),) = components.items()
+    total = component.detach().cpu().clone(memory_format=torch.contiguous_format)
+    transport.all_reduce(total, source.partial[axes[0]], peers)
+    return {device: _averaged(total, source, axes).to(component.device)}
+
+
+def _averaged(total: torch.Tensor, source: Layout, axes: Sequence[str]) -> torch.Tensor:
+    """Divide a sum by the sizes of the axes that are averages, in place."""
+    divisor = math.prod(source.mesh.dim_size(axis) for axis in axes if source.partial[axis] == "avg")
+    return total.copy_(torch.div(total, divisor)) if divisor > 1 else total
+
+
+def _message(boxes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of boxes, one after the other; a single box that lies in one piece is not copied."""
+    flat = [box.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for box in boxes]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _room(moves: Sequence[Move], places: _Places, dtype: torch.dtype, *, is_final: bool) -> torch.Tensor:
+    """Return memory for a message: the box's own place where it comes alone and lies there in one piece."""
+    if is_final and len(moves) == 1:
+        place = places.of(moves[0].target, moves[0].region)
+        if place.device.type == "cpu" and place.is_contiguous():
+            return place.view(-1).view(torch.uint8)
+    return torch.empty(sum(move.region.numel for move in moves) * dtype.itemsize, dtype=torch.uint8)
+
+
+class _Places:
+    """Finds boxes in the new components."""
+
+    def __init__(self, result: Mapping[int, torch.Tensor], regions: Mapping[int, Region]) -> None:
+        self._result, self._regions = result, regions
+
+    def of(self, device: int, box: Region) -> torch.Tensor:
+        return self._result[device][box.relative_to(self._regions[device]).slices()]
+
+
 def _deliver(
-    arrived: Sequence[tuple[Move, torch.Tensor]],
-    result: Mapping[int, torch.Tensor],
-    regions: Mapping[int, Region],
-    source: Layout,
-    axes: Sequence[str],
+    arrived: Sequence[tuple[Move, torch.Tensor]], places: _Places, source: Layout, axes: Sequence[str]
 ) -> None:
     """Write boxes into the new components, reducing terms in their order, so that replicas agree bit for bit."""
-    ops = [source.partial[axis] for axis in axes]
-    divisor = math.prod(source.mesh.dim_size(axis) for axis in axes if source.partial[axis] == "avg")
 
-    def place(item: tuple[Move, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
+    def box_of(item: tuple[Move, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
         return item[0].target, item[0].offset
 
-    ordered = sorted(arrived, key=lambda item: (*place(item), term_of(source, axes, item[0].source)))
-    for (device, _), group in itertools.groupby(ordered, place):
-        terms = list(group)
-        into = result[device][terms[0][0].region.relative_to(regions[device]).slices()]
-        into.copy_(terms[0][1])
-        for _, term in terms[1:]:
-            into.copy_(_REDUCERS[ops[0]](into, term.to(into.device)))
-        if divisor > 1:
-            into.copy_(torch.div(into, divisor))
+    ordered = sorted(arrived, key=lambda item: (*box_of(item), term_of(source, axes, item[0].source)))
+    for (device, _), group in itertools.groupby(ordered, box_of):
+        (move, first), *terms = group
+        into = places.of(device, move.region)
+        if first.data_ptr() != into.data_ptr():
+            into.copy_(first)
+        for _, term in terms:
+            into.copy_(_REDUCERS[source.partial[axes[0]]](into, term.to(into.device)))
+        _averaged(into, source, axes)
 
 
 def _make_terms(components: dict[int, torch.Tensor], here: Layout, target: Layout) -> dict[int, torch.Tensor]:
@@ -225,10 +281,6 @@ def _is_unchanged(copies: Sequence[Move], boxes: _Boxes, regions: Mapping[int, R
 
 def _new(region: Region, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(region.shape, dtype=dtype, device=device)
-
-
-def _as_bytes(box: torch.Tensor) -> torch.Tensor:
-    return box.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _all_clients(source: Layout, target: Layout) -> tuple[int, ...]:

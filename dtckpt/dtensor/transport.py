@@ -13,6 +13,16 @@ from dtckpt.errors import CoordinationError
 
 T = TypeVar("T")
 
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+REDUCIBLE = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8})
+"""Dtypes that `all_reduce` takes, as gloo does."""
+
 
 def is_connected(clients: Sequence[int]) -> bool:
     """Whether a process group is there that spans ``clients``."""
@@ -39,33 +49,28 @@ def all_gather_object(value: T, clients: Sequence[int]) -> list[T]:
     return [item for item in received if item is not None]
 
 
-def swap(
-    outgoing: Mapping[int, torch.Tensor], sizes: Mapping[int, int], clients: Sequence[int]
-) -> dict[int, torch.Tensor]:
-    """Exchange messages of bytes pairwise.
+def swap(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], clients: Sequence[int]) -> None:
+    """Exchange messages pairwise.
 
     Collective: Over ``clients``; one that has nothing to give or take comes too.
 
     Args:
-        outgoing: Message by taking client.
-        sizes: Bytes of the message by giving client.
+        outgoing: Bytes on the CPU by taking client.
+        incoming: Memory on the CPU for the bytes of each giving client; filled.
         clients: All that take part.
-
-    Returns:
-        The messages received, by giving client, on the CPU.
     """
-    if len(clients) == 1:
-        return {}
     group = _group(tuple(clients))
-    incoming = {peer: torch.empty(nbytes, dtype=torch.uint8) for peer, nbytes in sizes.items()}
-    messages = {peer: message.cpu() for peer, message in outgoing.items()}
     operations = [dist.P2POp(dist.irecv, message, peer, group) for peer, message in incoming.items() if message.numel()]
     operations += [
-        dist.P2POp(dist.isend, message, peer, group) for peer, message in messages.items() if message.numel()
+        dist.P2POp(dist.isend, message, peer, group) for peer, message in outgoing.items() if message.numel()
     ]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
-    return incoming
+
+
+def all_reduce(tensor: torch.Tensor, reduce_op: str, clients: Sequence[int]) -> None:
+    """Reduce a tensor in place over ``clients``, bit for bit alike on all. Collective: Over ``clients``."""
+    dist.all_reduce(tensor, _OPS[reduce_op], group=_group(tuple(clients)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -24,7 +24,7 @@ from dtckpt import (
     unpack,
 )
 from dtckpt.dtensor.functional import redistribute
-from dtckpt.dtensor.relayout import get_default_mesh
+from dtckpt.dtensor.moving import get_default_mesh
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError, MeshTypeError
 from dtckpt.planning.exchange import plan_exchange
 

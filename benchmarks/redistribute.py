@@ -1,0 +1,99 @@
+"""Redistribute beside PyTorch's DTensor: same tensors, same gloo processes, interleaved, medians.
+
+Run: ``torchrun --standalone --nproc-per-node 4 -m benchmarks.redistribute [--max-mib 64] [--rounds 7]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed import tensor as theirs
+from torch.distributed.device_mesh import init_device_mesh
+
+import dtckpt
+
+CHANGES = {
+    "S0 -> S1": (["S0"], ["S1"]),
+    "S0 -> R": (["S0"], ["R"]),
+    "R -> S0": (["R"], ["S0"]),
+    "P -> R": (["P"], ["R"]),
+    "P -> S0": (["P"], ["S0"]),
+    "(R,S0) -> (S0,R)": (["R", "S0"], ["S0", "R"]),
+    "(S0,R) -> (R,S0)": (["S0", "R"], ["R", "S0"]),
+}
+OURS = {"S0": dtckpt.Shard(0), "S1": dtckpt.Shard(1), "R": dtckpt.Replicate(), "P": dtckpt.Partial()}
+THEIRS = {"S0": theirs.Shard(0), "S1": theirs.Shard(1), "R": theirs.Replicate(), "P": theirs.Partial()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--max-mib", type=float, default=64)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    table = Table(title=f"redistribute, {size} gloo clients, {os.cpu_count()} cores, milliseconds (median)")
+    for column in ("change", "MiB", "dtckpt", "PyTorch", "PyTorch / dtckpt"):
+        table.add_column(column)
+    for name, (source, target) in CHANGES.items():
+        axes = (size,) if len(source) == 1 else (2, size // 2)
+        if 0 in axes:
+            continue
+        mib = 1 / 16
+        while mib <= arguments.max_mib:
+            mine, peer = compare(axes, source, target, int(mib * (1 << 20)), arguments.rounds)
+            table.add_row(name, f"{mib:g}", f"{mine * 1e3:.2f}", f"{peer * 1e3:.2f}", f"{peer / mine:.2f}")
+            mib *= 32
+    if dist.get_rank() == 0:
+        Console(width=100).print(table)
+    dist.destroy_process_group()
+
+
+def compare(
+    axes: tuple[int, ...], source: Sequence[str], target: Sequence[str], nbytes: int, rounds: int
+) -> tuple[float, float]:
+    """Return median seconds of our redistribute and of PyTorch's, measured in turns."""
+    columns = 1024
+    rows = max(dist.get_world_size(), nbytes // (4 * columns))
+    mesh = dtckpt.create_distributed_mesh([(f"a{axis}", count) for axis, count in enumerate(axes)])
+    layout = dtckpt.Layout.from_placements(mesh, [OURS[item] for item in source], 2)
+    (device,) = mesh.local_device_ids()
+    local = torch.randn(layout.region(device, (rows, columns)).shape)
+    ours = dtckpt.pack([local], layout, (rows, columns))
+    device_mesh = init_device_mesh("cpu", axes)
+    peer = theirs.DTensor.from_local(local, device_mesh, [THEIRS[item] for item in source], run_check=False)
+    our_target, their_target = [OURS[item] for item in target], [THEIRS[item] for item in target]
+    seconds: tuple[list[float], list[float]] = [], []
+    for _ in range(rounds + 2):
+        for listed, work in zip(
+            seconds,
+            (
+                lambda: ours.redistribute(placements=our_target).to_local(),
+                lambda: peer.redistribute(placements=their_target).to_local(),
+            ),
+            strict=True,
+        ):
+            listed.append(timed(work))
+    return statistics.median(seconds[0][2:]), statistics.median(seconds[1][2:])
+
+
+def timed(work: Callable[[], torch.Tensor]) -> float:
+    """Return the seconds of the slowest client."""
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
+if __name__ == "__main__":
+    main()
