@@ -1,5 +1,11 @@
-"""The DTensor runtime: tensors of global shape whose components live on the devices of a mesh."""
+"""The DTensor runtime: tensors of global shape whose components live on the devices of a mesh.
 
+Mirrors ``torch.distributed.tensor`` name for name, beside TensorFlow's names for the same things.
+"""
+
+from dtckpt.dtensor.device_mesh import DeviceMesh, init_device_mesh
+from dtckpt.dtensor.distribution import distribute_module, distribute_tensor
+from dtckpt.dtensor.factories import empty, full, ones, rand, randn, zeros
 from dtckpt.dtensor.moving import call_with_layout, copy_to_mesh, relayout, run_on
 from dtckpt.dtensor.packing import pack, unpack
 from dtckpt.dtensor.tensor import DTensor, check_layout, fetch_layout
@@ -7,6 +13,7 @@ from dtckpt.placement import Partial, Placement, Replicate, Shard
 
 __all__ = [
     "DTensor",
+    "DeviceMesh",
     "Partial",
     "Placement",
     "Replicate",
@@ -14,9 +21,18 @@ __all__ = [
     "call_with_layout",
     "check_layout",
     "copy_to_mesh",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
     "fetch_layout",
+    "full",
+    "init_device_mesh",
+    "ones",
     "pack",
+    "rand",
+    "randn",
     "relayout",
     "run_on",
     "unpack",
+    "zeros",
 ]

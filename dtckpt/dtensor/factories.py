@@ -1,0 +1,192 @@
+"""New DTensors, under PyTorch's names: filled or random, each device making its own part only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dtckpt.dtensor.devices import device_of
+from dtckpt.dtensor.functional import from_placements, redistribute
+from dtckpt.dtensor.moving import get_default_mesh
+from dtckpt.dtensor.tensor import DTensor
+from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
+from dtckpt.layout import Layout
+from dtckpt.mesh import Mesh
+from dtckpt.placement import Placement
+from dtckpt.region import Region
+
+Fill = Callable[[torch.Tensor, Region], object]
+"""Fills one device's part, given the region that it covers."""
+
+
+def require_mesh(device_mesh: Mesh | None) -> Mesh:
+    """Return the mesh given, or that of the innermost `run_on` block.
+
+    Raises:
+        MeshError: There is neither.
+    """
+    mesh = device_mesh or get_default_mesh()
+    if mesh is None:
+        raise MeshError("no mesh was given and none is active; pass device_mesh, or use run_on(mesh)")
+    return mesh
+
+
+def _make(
+    size: Sequence[Any],
+    fill: Fill,
+    *,
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    device_mesh: Mesh | None,
+    placements: Sequence[Placement] | None,
+) -> DTensor:
+    """Return a new DTensor whose parts ``fill`` fills.
+
+    Args:
+        size: Global shape: integers, or one sequence of them.
+        fill: What fills a part.
+        dtype: Default torch's default dtype.
+        layout: ``torch.strided``; there is no other.
+        requires_grad: Whether gradients are wanted.
+        device_mesh: Default the mesh of the innermost `run_on` block.
+        placements: One per mesh axis; None means replicated. Terms of Partial ones reduce to the values.
+    """
+    if layout != torch.strided:
+        raise LayoutError(f"only dense tensors are made; got layout {layout}, expected {torch.strided}")
+    mesh = require_mesh(device_mesh)
+    shape = _shape_of(size)
+    wanted = from_placements(mesh, placements, len(shape))
+    whole = Layout(wanted.sharding_specs, mesh)
+    components = []
+    for device, name in zip(mesh.local_device_ids(), mesh.local_devices(), strict=True):
+        region = whole.region(device, shape)
+        component = torch.empty(region.shape, dtype=dtype, device=device_of(name))
+        fill(component, region)
+        components.append(component)
+    made = DTensor(components, whole, shape, dtype or torch.get_default_dtype())
+    result = redistribute(made, wanted)
+    result.requires_grad_(requires_grad)
+    return result
+
+
+def _shape_of(size: Sequence[Any]) -> tuple[int, ...]:
+    sizes = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
+    if not all(isinstance(item, int) and item >= 0 for item in sizes):
+        raise LayoutTypeError(f"size must be integers that are zero or greater, or one sequence of them; got {sizes!r}")
+    return sizes
+
+
+def _value(value: complex) -> Fill:
+    return lambda part, _: part.fill_(value)
+
+
+def _random(draw: Callable[[torch.Tensor, torch.Generator], object]) -> Fill:
+    """Fill each region from a generator of its own, so that shards differ and copies agree.
+
+    The stream's seed is drawn from torch's default generator: clients that share a seed make the same tensor.
+    """
+    seed = int(torch.randint(1 << 62, ()))
+
+    def fill(part: torch.Tensor, region: Region) -> None:
+        digest = hashlib.blake2b(f"{seed} {region}".encode(), digest_size=8).digest()
+        generator = torch.Generator(part.device).manual_seed(int.from_bytes(digest, "big") >> 1)
+        draw(part, generator)
+
+    return fill
+
+
+def zeros(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Return a DTensor of zeros; arguments as in `_make`."""
+    return _make(size, _value(0), **_options(dtype, layout, requires_grad, device_mesh, placements))
+
+
+def ones(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Return a DTensor of ones; arguments as in `_make`."""
+    return _make(size, _value(1), **_options(dtype, layout, requires_grad, device_mesh, placements))
+
+
+def full(
+    size: Sequence[int],
+    fill_value: complex,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Return a DTensor of one value, of its dtype unless one is given; arguments as in `_make`."""
+    dtype = dtype or torch.full((), fill_value).dtype
+    return _make([size], _value(fill_value), **_options(dtype, layout, requires_grad, device_mesh, placements))
+
+
+def empty(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Return a DTensor with uninitialised memory; arguments as in `_make`."""
+    return _make(size, lambda part, _: part, **_options(dtype, layout, requires_grad, device_mesh, placements))
+
+
+def rand(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Return a DTensor of numbers uniform in [0, 1); arguments as in `_make`. Clients must share torch's seed."""
+    fill = _random(lambda part, generator: part.uniform_(generator=generator))
+    return _make(size, fill, **_options(dtype, layout, requires_grad, device_mesh, placements))
+
+
+def randn(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Return a DTensor of standard normal numbers; arguments as in `_make`. Clients must share torch's seed."""
+    fill = _random(lambda part, generator: part.normal_(generator=generator))
+    return _make(size, fill, **_options(dtype, layout, requires_grad, device_mesh, placements))
+
+
+def _options(
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    device_mesh: Mesh | None,
+    placements: Sequence[Placement] | None,
+) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "layout": layout,
+        "requires_grad": requires_grad,
+        "device_mesh": device_mesh,
+        "placements": placements,
+    }
