@@ -7,6 +7,7 @@ large sum that everyone wants is scattered first, then gathered) or needed (redu
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,6 +19,8 @@ from dtckpt.errors import LayoutError
 from dtckpt.layout import MATCH, UNSHARDED, Layout
 from dtckpt.planning.exchange import Move, kept_axes, kind_of, plan_exchange, reduced_axes, term_of
 from dtckpt.region import Region
+
+_LOG = logging.getLogger("dtckpt.dtensor")
 
 Components = Mapping[int, torch.Tensor]
 """This client's components, by global device id of their mesh."""
@@ -93,7 +96,7 @@ def _is_worth_scattering(
     if terms <= 2 or here.rank == 0 or here.mesh != target.mesh or taken <= SCATTER_NBYTES:
         return False
     used = {name for spec in target.sharding_specs if spec != UNSHARDED for name in _axes(spec)}
-    return not used & set(axes) and _all_reduce_clients(here, target, axes, dtype) is None
+    return not used & set(axes) and all_reduce_clients(here, target, axes, dtype) is None
 
 
 def _axes(spec: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -129,6 +132,8 @@ def redistribute(
     """
     here, shape = source, tuple(shape)
     for step in plan_steps(source, target, shape, dtype):
+        if _LOG.isEnabledFor(logging.DEBUG):  # before it starts: a client that hangs has said where
+            _LOG.debug("redistribute %s of %s: %r to %r", shape, dtype, here, step)
         components = exchange(components, here, step, shape, dtype)
         here = step
     return _make_terms(dict(components), here, target)
@@ -139,7 +144,7 @@ def exchange(
 ) -> dict[int, torch.Tensor]:
     """Run one exchange of boxes; reductions are all of one kind. Collective: as `redistribute`."""
     axes = reduced_axes(source, target)
-    if peers := _all_reduce_clients(source, target, axes, dtype):
+    if peers := all_reduce_clients(source, target, axes, dtype):
         return _all_reduce(components, source, axes, peers)
     client = _client_of(source, target)
     plan = plan_exchange(source, target, shape, client)
@@ -170,7 +175,7 @@ def exchange(
     return result
 
 
-def _all_reduce_clients(
+def all_reduce_clients(
     source: Layout, target: Layout, axes: Sequence[str], dtype: torch.dtype
 ) -> tuple[int, ...] | None:
     """Return the clients to reduce over if nothing but a reduction is to be done, each client having one device."""

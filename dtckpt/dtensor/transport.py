@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from dtckpt.dtensor import observing
 from dtckpt.groups import group_of, is_connected
 
 __all__ = ["REDUCIBLE", "all_gather", "all_gather_object", "all_reduce", "is_connected", "swap"]
@@ -35,6 +37,8 @@ def all_gather(message: torch.Tensor, clients: Sequence[int]) -> list[torch.Tens
     """
     received = [torch.empty_like(message) for _ in clients]
     dist.all_gather(received, message, group=group_of(clients))
+    if observing.is_observed():
+        observing.report("all_gather", message.nbytes * (len(clients) - 1), clients)
     return received
 
 
@@ -42,6 +46,9 @@ def all_gather_object(value: T, clients: Sequence[int]) -> list[T]:
     """Return every client's value, in the order of ``clients``. Collective and errors: as `all_gather`."""
     received: list[T | None] = [None for _ in clients]
     dist.all_gather_object(received, value, group=group_of(clients))
+    if observing.is_observed():
+        nbytes = sum(len(pickle.dumps(item)) for item in received) - len(pickle.dumps(value))
+        observing.report("all_gather_object", nbytes, clients)
     return [item for item in received if item is not None]
 
 
@@ -62,8 +69,12 @@ def swap(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tens
     ]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
+    if operations and observing.is_observed():
+        observing.report("exchange", sum(message.nbytes for message in incoming.values()), clients)
 
 
 def all_reduce(tensor: torch.Tensor, reduce_op: str, clients: Sequence[int]) -> None:
     """Reduce a tensor in place over ``clients``, bit for bit alike on all. Collective: Over ``clients``."""
     dist.all_reduce(tensor, _OPS[reduce_op], group=group_of(clients))
+    if observing.is_observed():
+        observing.report("all_reduce", tensor.nbytes, clients)

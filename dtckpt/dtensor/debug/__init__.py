@@ -1,5 +1,19 @@
 """Tools that show what the runtime does and where tensors lie."""
 
+from dtckpt.dtensor.debug.explain import Explanation, Step, Traffic, explain
+from dtckpt.dtensor.debug.plan_cache import PlanCacheInfo, clear_plan_cache, plan_cache_info
 from dtckpt.dtensor.debug.visualize import sharding_grid, sharding_html, sharding_svg, visualize_sharding
 
-__all__ = ["sharding_grid", "sharding_html", "sharding_svg", "visualize_sharding"]
+__all__ = [
+    "Explanation",
+    "PlanCacheInfo",
+    "Step",
+    "Traffic",
+    "clear_plan_cache",
+    "explain",
+    "plan_cache_info",
+    "sharding_grid",
+    "sharding_html",
+    "sharding_svg",
+    "visualize_sharding",
+]

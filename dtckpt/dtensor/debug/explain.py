@@ -1,0 +1,282 @@
+"""Explain a change of layout: its steps, the bytes each device gets, and the fewest it could get."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dtckpt.dtensor.redistribution import all_reduce_clients, plan_steps, resolve_match
+from dtckpt.errors import LayoutError, LayoutTypeError
+from dtckpt.layout import UNSHARDED, Layout
+from dtckpt.mesh import Mesh
+from dtckpt.planning.exchange import ExchangePlan, Move, kept_axes, meeting, plan_exchange, reduced_axes, term_of
+from dtckpt.region import Region
+
+MAX_TEXT_DEVICES = 64
+"""Devices that the text of an explanation lists."""
+
+_HEADINGS = ("device", "client", "received", "copied", "lower bound")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one device gets, in bytes.
+
+    Args:
+        device: Complete name.
+        client: Its client.
+        received: From other clients. Of an all-reduce over n clients, what a ring passes to each: 2 (n - 1) / n of the
+            tensor.
+        copied: From devices of its own client, itself included.
+        lower_bound: What its client must receive for it: its target box without what that client held. A box that
+            several devices of one client take counts for the first of them; a box that is reduced counts once, if
+            the client did not hold all terms.
+    """
+
+    device: str
+    client: int
+    received: int
+    copied: int
+    lower_bound: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step from a layout to the next.
+
+    Args:
+        source: Layout before.
+        target: Layout after.
+        kind: ``copy`` (no client gets anything from another), ``exchange`` (boxes, pairwise), ``all_reduce`` or
+            ``terms`` (values become terms of a reduction, in place).
+        devices: The target's devices, in mesh order.
+    """
+
+    source: Layout
+    target: Layout
+    kind: str
+    devices: tuple[Traffic, ...]
+
+    def __str__(self) -> str:
+        received, copied = (sum(getattr(each, name) for each in self.devices) for name in ("received", "copied"))
+        change = f"{_brief(self.source)} -> {_brief(self.target)}"
+        return f"{self.kind:<10} {change}: {received} bytes received, {copied} copied"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How a tensor gets from one layout to another; `str` gives a table.
+
+    Args:
+        source: The present layout.
+        target: The layout wanted.
+        shape: Global shape.
+        dtype: The tensor's dtype.
+        steps: In order; none if nothing is to be done.
+        devices: Sums over the steps, and the lower bounds of the whole change. Those of the target in mesh order,
+            then those that only take part in between.
+    """
+
+    source: Layout
+    target: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    steps: tuple[Step, ...]
+    devices: tuple[Traffic, ...]
+
+    @property
+    def received(self) -> int:
+        """Bytes that all devices get from other clients."""
+        return sum(device.received for device in self.devices)
+
+    @property
+    def copied(self) -> int:
+        """Bytes that are copied within clients."""
+        return sum(device.copied for device in self.devices)
+
+    @property
+    def lower_bound(self) -> int:
+        """The fewest bytes that all devices could get from other clients."""
+        return sum(device.lower_bound for device in self.devices)
+
+    def __str__(self) -> str:
+        heading = f"{self.shape} of {self.dtype}: {_brief(self.source)} -> {_brief(self.target)}"
+        steps = [f"  {number}. {step}" for number, step in enumerate(self.steps, 1)] or ["  nothing to do"]
+        return "\n".join([heading, *steps, *self._table()])
+
+    def _table(self) -> Iterator[str]:
+        shown = self.devices[:MAX_TEXT_DEVICES]
+        rows = [_HEADINGS, *(_row(device.device, device.client, device) for device in shown)]
+        if more := len(self.devices) - len(shown):
+            rows.append((f"and {more} more", "", "", "", ""))
+        rows.append(_row("total", "", self))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for name, *numbers in rows:
+            cells = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
+            yield "  ".join(["", name.ljust(widths[0]), *cells])
+
+
+def _row(name: str, client: int | str, sums: Traffic | Explanation) -> tuple[str, ...]:
+    return name, str(client), str(sums.received), str(sums.copied), str(sums.lower_bound)
+
+
+def explain(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.dtype) -> Explanation:
+    """Explain how `redistribute` would bring a tensor into another layout: pure, for all clients, from any of them.
+
+    Neither the devices nor a process group need exist, and the plan cache is left alone. Takes as long as planning
+    for every client.
+
+    Args:
+        source: The present layout.
+        target: The layout wanted; a MATCH spec keeps the present one.
+        shape: Global shape.
+        dtype: The tensor's dtype.
+
+    Raises:
+        LayoutTypeError: An argument is no Layout.
+        LayoutError: The layouts and the shape do not fit each other, or a layout has no mesh.
+
+    >>> from dtckpt import Layout, abstract_mesh
+    >>> mesh = abstract_mesh({"x": 2})
+    >>> print(explain(Layout(["x"], mesh), Layout.replicated(mesh, 1), (4,), torch.float32).steps[0])
+    copy       [x] on x=2 -> [-] on x=2: 0 bytes received, 32 copied
+    """
+    for layout in (source, target):
+        if not isinstance(layout, Layout):
+            raise LayoutTypeError(f"explain needs layouts; got {type(layout).__name__}")
+        if not layout.mesh.device_ids:
+            raise LayoutError(f"explain: got {layout!r}, expected a layout on a mesh with a grid of devices")
+        layout.region(layout.mesh.device_ids[0], shape)  # refuses a shape that does not fit
+    shape, target = tuple(shape), resolve_match(target, source)
+    # Plans hang on where a client stands only in that a client knows its own devices: any member sees the same steps.
+    viewer = source.mesh.clients[0]
+    here = _seen_by(viewer, source)
+    steps = []
+    for step in plan_steps(here, _seen_by(viewer, target), shape, dtype):
+        steps.append(_explain_step(here, step, shape, dtype))
+        here = step
+    bounds = _as_traffic(here, _lower_bounds(source, here, shape), {}, {}, dtype)
+    if here != target:
+        steps.append(Step(here, target, "terms", _as_traffic(target, {}, {}, {}, dtype)))
+    return Explanation(source, target, shape, dtype, tuple(steps), _summed(bounds, steps))
+
+
+def _explain_step(source: Layout, target: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> Step:
+    bounds = _lower_bounds(source, target, shape)
+    received: dict[int, int] = defaultdict(int)
+    copied: dict[int, int] = defaultdict(int)
+    axes = reduced_axes(source, target)
+    if peers := all_reduce_clients(source, target, axes, dtype):
+        for device in target.mesh.device_ids:
+            numel = target.region(device, shape).numel
+            received[device] = 2 * (len(peers) - 1) * numel // len(peers)
+            copied[device] = numel
+        return Step(source, target, "all_reduce", _as_traffic(target, bounds, received, copied, dtype))
+    for client in target.mesh.clients:
+        # Not through the cache: looking at a plan must not push out plans in use.
+        plan = plan_exchange.__wrapped__(source, target, shape, client)
+        _add(received, itertools.chain.from_iterable(plan.receives.values()))
+        if axes or not _keeps_components(plan, source, target, shape):
+            _add(copied, (*plan.copies, *plan.forwards))
+    kind = "exchange" if any(received.values()) else "copy"
+    return Step(source, target, kind, _as_traffic(target, bounds, received, copied, dtype))
+
+
+def _add(numbers: dict[int, int], moves: Iterable[Move]) -> None:
+    for move in moves:
+        numbers[move.target] += move.region.numel
+
+
+def _keeps_components(plan: ExchangePlan, source: Layout, target: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether the new components are old ones, so that nothing is copied."""
+    return plan.is_local and all(
+        move.region == source.region(move.source, shape) == target.region(move.target, shape) for move in plan.copies
+    )
+
+
+def _lower_bounds(source: Layout, target: Layout, shape: tuple[int, ...]) -> dict[int, int]:
+    """Return, by device of the target, the elements of its box that its client must receive; see `Traffic`.
+
+    This follows from who holds what alone, not from any plan.
+    """
+    kept, reduced = kept_axes(source, target), reduced_axes(source, target)
+    num_terms = math.prod(source.mesh.dim_size(axis) for axis in reduced)
+    # By client, shard and place along the kept axes: the terms that the client holds.
+    held: dict[tuple[object, ...], set[tuple[int, ...]]] = defaultdict(set)
+    for device, shard in zip(source.mesh.device_ids, source.offset_to_shard(), strict=True):
+        part = source.mesh.client_of(device), shard, term_of(source, kept, device)
+        held[part].add(term_of(source, reduced, device))
+    bounds: dict[int, int] = {}
+    seen: set[tuple[object, ...]] = set()
+    for device in target.mesh.device_ids:
+        client, place = target.mesh.client_of(device), term_of(target, kept, device)
+        box = target.region(device, shape)
+        if (taken := (client, place, box)) in seen:
+            continue
+        seen.add(taken)
+        complete = (
+            common.numel
+            for shard, common in _parts(source, shape, box)
+            if len(held.get((client, shard, place), ())) == num_terms
+        )
+        bounds[device] = box.numel - sum(complete)
+    return bounds
+
+
+def _parts(source: Layout, shape: tuple[int, ...], box: Region) -> Iterable[tuple[tuple[int, ...], Region]]:
+    return () if box.is_empty else meeting(source, shape, box)
+
+
+def _as_traffic(
+    layout: Layout,
+    bounds: Mapping[int, int],
+    received: Mapping[int, int],
+    copied: Mapping[int, int],
+    dtype: torch.dtype,
+) -> tuple[Traffic, ...]:
+    """Put numbers of elements, by device of the layout's mesh, together."""
+    mesh = layout.mesh
+    return tuple(
+        Traffic(
+            name, mesh.client_of(device), *(by.get(device, 0) * dtype.itemsize for by in (received, copied, bounds))
+        )
+        for device, name in zip(mesh.device_ids, mesh.portable().global_devices(), strict=True)
+    )
+
+
+def _summed(bounds: Sequence[Traffic], steps: Sequence[Step]) -> tuple[Traffic, ...]:
+    sums = {traffic.device: traffic for traffic in bounds}
+    for step in steps:
+        for traffic in step.devices:
+            sum_ = sums.get(traffic.device) or replace(traffic, received=0, copied=0, lower_bound=0)
+            sums[traffic.device] = replace(
+                sum_, received=sum_.received + traffic.received, copied=sum_.copied + traffic.copied
+            )
+    return tuple(sums.values())
+
+
+def _seen_by(client: int, layout: Layout) -> Layout:
+    """Return the layout on the mesh as a client sees it."""
+    mesh, names = layout.mesh, layout.mesh.portable().global_devices()
+    own = mesh.devices_of(client)
+    first = mesh.min_global_device_id()
+    record = replace(
+        mesh.portable().record, local_device_ids=own, local_devices=tuple(names[device - first] for device in own)
+    )
+    return Layout(layout.sharding_specs, Mesh.from_record(record), layout.partial)
+
+
+def _brief(layout: Layout) -> str:
+    """Return a layout in a few words: the axes of each dim, pending reductions, the mesh."""
+    dims = (
+        "-" if spec == UNSHARDED else spec if isinstance(spec, str) else "+".join(spec)
+        for spec in layout.sharding_specs
+    )
+    pending = "".join(f" {op} over {axis}" for axis, op in sorted(layout.partial.items()))
+    axes = ", ".join(f"{axis}={size}" for axis, size in layout.mesh.axis_sizes.items())
+    return f"[{', '.join(dims)}]{pending} on {layout.mesh.name or axes}"
