@@ -1,0 +1,141 @@
+"""What clients do in `test_clients`."""
+
+import gc
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
+
+from dtckpt import groups, interop
+from dtckpt.dtensor.device_mesh import DeviceMesh, init_device_mesh
+from dtckpt.errors import DtckptError
+from dtckpt.mesh import Mesh
+
+
+def num_groups():
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def total(group):
+    tensor = torch.tensor([10 ** dist.get_rank()])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def message(call):
+    try:
+        call()
+    except DtckptError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def members_of_different_numbers_of_groups():
+    """Client 0 is in three groups before it meets client 3, which is in none."""
+    seen = []
+    for members in ([0, 1], [0, 2], [0, 1, 2], [3, 0]):
+        if dist.get_rank() in members:
+            group = groups.group_of(members)
+            assert group is groups.group_of(reversed(members))
+            seen.append((total(group), dist.get_process_group_ranks(group)))
+    return seen
+
+
+def groups_are_made_once():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    before = num_groups()
+    first = mesh.get_all_groups()
+    for again in (mesh, init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))):
+        assert [one is other for one, other in zip(first, again.get_all_groups(), strict=True)] == [True, True]
+    assert mesh["tp"].get_group() is first[1]
+    assert mesh["tp", "dp"].get_all_groups() == first[::-1]
+    assert mesh.flatten().get_group() is dist.group.WORLD
+    assert DeviceMesh("cpu", [3, 2, 1, 0]).get_group() is dist.group.WORLD
+    return num_groups() - before
+
+
+def groups_end_with_the_world(token):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    kept = mesh.get_group("dp")
+    first = total(mesh.get_group("tp"))
+    dist.destroy_process_group()
+    gc.collect()
+    left = len(groups._made)
+    refused = message(lambda: mesh.get_group("dp"))
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore(token, store), rank=mesh.get_rank(), world_size=4)
+    assert mesh.get_group("dp") is not kept
+    return first, left, refused, total(mesh.get_group("dp")), total(mesh.get_group("tp")), len(groups._times_made)
+
+
+def a_group_that_was_destroyed_is_made_again():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    if mesh.get_coordinate() is None:
+        return None
+    before = mesh.get_group("dp")
+    dist.destroy_process_group(before)
+    after = mesh.get_group("dp")
+    return before is after, total(after)
+
+
+def outsiders():
+    mesh = DeviceMesh("cpu", [2, 0], mesh_dim_names=("dp",))
+    facts = mesh.get_coordinate(), mesh.get_rank(), mesh.mesh.tolist()
+    if mesh.get_coordinate() is None:
+        calls = mesh.get_group, mesh.get_all_groups, mesh.get_local_rank, lambda: groups.group_of([0, 2])
+        refusals = [message(call) for call in calls]
+        return facts, [kind for kind, _ in refusals], mesh.to_device_mesh().get_coordinate()
+    return facts, total(mesh.get_group()), mesh.to_device_mesh().get_coordinate()
+
+
+def refusals():
+    return [
+        message(lambda: DeviceMesh("cpu", [0, 1, 1])),
+        message(lambda: DeviceMesh("cpu", [0, 3])),
+        message(lambda: init_device_mesh("cpu", (4,))),
+        message(lambda: DeviceMesh.from_group(dist.group.WORLD, "cpu", [0, 1])),
+        message(lambda: groups.group_of([0, 3])),
+    ]
+
+
+def makes_the_world(port):
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # rank 0 serves the store, and nobody has met there before
+    os.environ["MASTER_PORT"] = str(port)
+    mesh = init_device_mesh("cpu", (2,))
+    return dist.get_backend(), total(mesh.get_group()), mesh.clients
+
+
+def from_pytorch():
+    theirs = init_torch_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ours = Mesh.from_device_mesh(theirs)
+    count = num_groups()
+    assert ours == init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) == interop.mesh_of(theirs)
+    assert [ours.get_group(axis) is theirs.get_group(axis) for axis in ("dp", "tp")] == [True, True]
+    assert ours["tp"] == Mesh.from_device_mesh(theirs["tp"])
+    assert num_groups() == count
+    unnamed = Mesh.from_device_mesh(TorchMesh("cpu", [[0, 1, 2, 3]]))
+    return unnamed.mesh_dim_names, unnamed.get_coordinate()
+
+
+def to_pytorch():
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    ours = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    theirs = ours.to_device_mesh()
+    assert isinstance(theirs, TorchMesh)
+    assert [ours.get_group(axis) is theirs.get_group(axis) for axis in ("dp", "tp")] == [True, True]
+    assert Mesh.from_device_mesh(theirs) == ours
+    assert Mesh.from_device_mesh(ours["tp"].to_device_mesh()) == ours["tp"]
+    tensor = distribute_tensor(torch.arange(8), theirs, [Replicate(), Shard(0)])
+    assert isinstance(tensor, DTensor)
+    wide = Mesh(
+        ["x"],
+        ours.mesh.numpy().reshape(-1),
+        [0],
+        ["/job:a/task:0/device:CPU:0"],
+        "",
+        ["/job:a/task:0/device:CPU:0"] * 4,
+    )
+    return tensor.full_tensor().tolist(), theirs.get_coordinate(), message(wide.to_device_mesh)
