@@ -32,6 +32,7 @@ _lock = threading.Lock()
 
 # Groups are kept alive by torch until they are destroyed, so these tables empty themselves.
 _made: WeakValueDictionary[Key, dist.ProcessGroup] = WeakValueDictionary()
+_backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 _times_made: WeakKeyDictionary[dist.ProcessGroup, Counter[Key]] = WeakKeyDictionary()
 
 
@@ -101,8 +102,13 @@ def remember(group: dist.ProcessGroup, device_type: str) -> None:
 
 def _world_backends() -> dict[str, str]:
     """Return the backend that the default group has for every kind of devices."""
-    pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
-    return {device_type: backend for device_type, _, backend in pairs}
+    world = dist.group.WORLD
+    if world is None:
+        return {}
+    if world not in _backends:
+        pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
+        _backends[world] = {device_type: backend for device_type, _, backend in pairs}
+    return _backends[world]
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:
