@@ -219,10 +219,8 @@ def _tidy_up() -> None:
 
     from dtckpt import clients
     from dtckpt.coordination import shutdown_multi_client
-    from dtckpt.dtensor import transport
 
     shutdown_multi_client()
     clients._configured.clear()
-    transport._group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -196,5 +196,7 @@ def test_other_operators_say_what_to_do():
 
 
 def test_exchanges_need_a_process_group():
-    with pytest.raises(CoordinationError, match="got clients 0, 1, expected clients that a default process group spans"):
+    with pytest.raises(
+        CoordinationError, match="got clients 0, 1, expected clients that a default process group spans"
+    ):
         transport.all_gather(torch.zeros(1), [0, 1])
