@@ -1,10 +1,12 @@
 """Tools that show what the runtime does and where tensors lie."""
 
+from dtckpt.dtensor.debug.comm_mode import CommDebugMode
 from dtckpt.dtensor.debug.explain import Explanation, Step, Traffic, explain
 from dtckpt.dtensor.debug.plan_cache import PlanCacheInfo, clear_plan_cache, plan_cache_info
 from dtckpt.dtensor.debug.visualize import sharding_grid, sharding_html, sharding_svg, visualize_sharding
 
 __all__ = [
+    "CommDebugMode",
     "Explanation",
     "PlanCacheInfo",
     "Step",
