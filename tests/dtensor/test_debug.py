@@ -6,6 +6,7 @@ import json
 import logging
 import random
 
+import numpy as np
 import pytest
 import torch
 from states import cluster_mesh, packed
@@ -140,6 +141,17 @@ def test_what_takes_part_in_between_only_is_listed_too():
     assert len(found.steps) == 2
     assert [each.lower_bound for each in found.devices] == [16, 16] + [0] * 6
     assert found.received == sum(each.received for step in found.steps for each in step.devices)
+
+
+def test_meshes_of_other_clients_need_everything():
+    names = [f"/job:worker/replica:0/task:{client}/device:CPU:0" for client in (4, 5)]
+    far = Mesh(["x"], np.arange(2), [], [], "far", names)
+    found = explain(placed(LINE, [Shard(0)]), placed(far, [Shard(0)]), (8, 8), F32)
+    assert [(each.client, each.received, each.lower_bound) for each in found.devices] == [(4, 128, 128), (5, 128, 128)]
+    back = explain(placed(far, [Partial()]), placed(LINE, [Replicate()]), (8, 8), F32)
+    assert [(each.client, each.received, each.lower_bound) for each in back.devices] == [
+        (client, 512, 256) for client in range(4)
+    ]
 
 
 def test_the_text_names_steps_devices_and_totals():
@@ -429,3 +441,35 @@ def test_communications_of_clients_count_with_the_bytes_that_came(pool):
             ({}, {}),
             {"all_gather_object": 1},
         ]
+
+
+class Gathering(torch.nn.Module):
+    """Gathers its sharded weight, and splits its result by columns."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh = mesh
+        self.weight = torch.nn.Parameter(packed(torch.ones(6, 8), placed(mesh, [Shard(0)])))
+
+    def forward(self, x):
+        weight = self.weight.redistribute(placements=[Replicate()]).to_local()
+        result = DTensor.from_local(x * weight[: len(x)], self.mesh, [Shard(0)], shape=(6, 8))
+        return result.redistribute(placements=[Shard(1)]).to_local()
+
+
+def modules_over_clients():
+    mesh = cluster_mesh({"x": 2}, 2, dtckpt.client_id())
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), Gathering(mesh), torch.nn.ReLU())
+    with CommDebugMode() as mode:
+        net(torch.ones(3, 8)).sum().backward()
+    return mode.get_module_counts(), mode.get_sharding_info(), mode.get_comm_nbytes()
+
+
+@pytest.mark.processes
+def test_modules_of_clients_get_their_communications(pool):
+    # Backward, the columns go back to rows; each client has its weight's whole gradient, and keeps its part.
+    wanted = {"forward": {"exchange": 2}, "backward": {"exchange": 1}}
+    for counts, sharding, nbytes in pool.values(modules_over_clients, clients=2, group=True):
+        assert counts == {"Global": wanted, "Sequential": wanted, "Sequential.1": wanted}
+        assert sharding == {"Sequential.1.weight": (Shard(0),)}
+        assert nbytes == {"exchange": (24 + 12 + 12) * 4}
