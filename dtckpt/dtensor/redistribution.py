@@ -280,8 +280,11 @@ class _Boxes:
 
 
 def _is_unchanged(copies: Sequence[Move], boxes: _Boxes, regions: Mapping[int, Region]) -> bool:
-    """Whether every new component is an old one, whole."""
-    return all(boxes.is_all_of(move) and move.region == regions[move.target] for move in copies)
+    """Whether every new component is an old one, whole, and no two of them the same one, which they would share."""
+    sources = {move.source for move in copies}
+    return len(sources) == len(copies) and all(
+        boxes.is_all_of(move) and move.region == regions[move.target] for move in copies
+    )
 
 
 def _new(region: Region, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
