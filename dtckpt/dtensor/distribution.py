@@ -15,7 +15,16 @@ from dtckpt.dtensor.factories import require_mesh
 from dtckpt.dtensor.functional import from_placements, redistribute
 from dtckpt.dtensor.moving import copy_to_mesh
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError, MeshError
+from dtckpt.errors import (
+    ComponentError,
+    DtckptError,
+    LayoutError,
+    LayoutTypeError,
+    MeshError,
+    capped,
+    from_wire,
+    to_wire,
+)
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.placement import Placement
@@ -43,45 +52,104 @@ def distribute_tensor(
             its own, which must be the same, and nothing is communicated.
 
     Raises:
-        ComponentError: The clients' tensors differ in shape or dtype.
-        LayoutError: A DTensor has another mesh or other placements; redistribute does that.
+        ComponentError: The clients' tensors differ in shape or dtype, or the other arguments do.
+        LayoutError: A DTensor has another mesh or other placements; redistribute does that. The tensor is no leaf.
         MeshError: The mesh has no such position.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise LayoutTypeError(f"distribute_tensor needs a tensor; got {type(tensor).__name__}")
     mesh = require_mesh(device_mesh)
-    layout = from_placements(mesh, placements, tensor.ndim)
     if isinstance(tensor, DTensor):
-        if tensor.layout != layout:
-            raise LayoutError(
-                f"the tensor is distributed already; got {tensor.layout.to_string()}, expected {layout.to_string()}; "
-                "use redistribute"
-            )
-        return tensor
-    plain = Layout(layout.sharding_specs, mesh)
+        return _as_it_is(tensor, from_placements(mesh, placements, tensor.ndim))
+    wanted = _wanted(tensor, mesh, placements, src_data_rank)
+    if src_data_rank is not None and not mesh.is_remote() and mesh.num_clients > 1:
+        wanted = _agreed(wanted, tensor, mesh, src_data_rank)
+    if isinstance(wanted, DtckptError):
+        raise wanted
+    plain = Layout(wanted.sharding_specs, mesh)
     if src_data_rank is None:
         placed = copy_to_mesh(tensor.detach(), plain)
     else:
-        placed = redistribute(_on_one_device(tensor.detach(), mesh, src_data_rank), plain)
-    result = redistribute(placed, layout)
+        placed = _own(redistribute(_on_one_device(tensor.detach(), mesh, src_data_rank), plain), tensor)
+    result = redistribute(placed, wanted)
     result.requires_grad_(tensor.requires_grad)
     return result
 
 
+def _as_it_is(tensor: DTensor, layout: Layout) -> DTensor:
+    if tensor.layout != layout:
+        raise LayoutError(
+            f"the tensor is distributed already; got {_described(tensor.layout)}, expected {_described(layout)}; "
+            "use redistribute"
+        )
+    return tensor
+
+
+def _described(layout: Layout) -> str:
+    """Return a text that is the same on every client."""
+    mesh = layout.mesh
+    return f"{layout.placements} on mesh {mesh.name!r} {mesh.axis_sizes} of clients {capped(mesh.clients)}"
+
+
+def _wanted(
+    tensor: object, mesh: Mesh, placements: Sequence[Placement] | None, position: int | None
+) -> Layout | DtckptError:
+    """Return the layout, or what is wrong with the arguments as this client alone sees them."""
+    try:
+        if not isinstance(tensor, torch.Tensor):
+            raise LayoutTypeError(f"distribute_tensor needs a tensor; got {type(tensor).__name__}")
+        if not tensor.is_leaf:
+            raise LayoutError(
+                "distribute_tensor makes leaves, so no gradient would get through; got a tensor that was computed, "
+                "expected a leaf; use DTensor.from_local and redistribute, or detach it"
+            )
+        if tensor.layout != torch.strided or tensor.is_meta:
+            kind = "a meta tensor" if tensor.is_meta else f"layout {tensor.layout}"
+            raise LayoutError(f"distribute_tensor needs a dense tensor that has values; got {kind}")
+        if position is not None and (not isinstance(position, int) or not 0 <= position < min(mesh.shape)):
+            raise MeshError(f"src_data_rank is {position!r}; expected a position along every axis of {mesh.axis_sizes}")
+        return from_placements(mesh, placements, tensor.ndim)
+    except DtckptError as error:
+        return error
+
+
+def _agreed(wanted: Layout | DtckptError, tensor: torch.Tensor, mesh: Mesh, position: int) -> Layout | DtckptError:
+    """Return ``wanted`` if all clients want the same, else one error, the same one on all of them."""
+    if not transport.is_connected(mesh.clients):
+        return wanted
+    if isinstance(wanted, DtckptError):
+        seen: tuple[Any, ...] = (to_wire(wanted), None)
+    else:
+        seen = (None, (tuple(tensor.shape), str(tensor.dtype), str(wanted.placements), position))
+    facts = transport.all_gather_object(seen, mesh.clients)
+    failure = next((failure for failure, _ in facts if failure is not None), None)
+    if failure is not None:
+        return from_wire(*failure)
+    asked = [asked for _, asked in facts]
+    if len(set(asked)) > 1:
+        return ComponentError(
+            f"distribute_tensor: clients differ in shape, dtype, placements or src_data_rank; got {capped(asked)}; "
+            "expected the same on every client"
+        )
+    return wanted
+
+
 def _on_one_device(tensor: torch.Tensor, mesh: Mesh, position: int) -> DTensor:
     """Return the tensor as the one component of a mesh that has only the device at ``position`` along every axis."""
-    if not 0 <= position < min(mesh.shape):
-        raise MeshError(f"src_data_rank is {position}; expected a position along every axis of {mesh.axis_sizes}")
-    if transport.is_connected(mesh.clients) and mesh.num_clients > 1:
-        facts = transport.all_gather_object((tuple(tensor.shape), str(tensor.dtype)), mesh.clients)
-        if len(set(facts)) > 1:
-            raise ComponentError(f"clients distribute tensors of different shapes or dtypes; got {facts[:8]}")
     device = mesh.device_ids[int(np.ravel_multi_index((position,) * mesh.ndim, mesh.shape))]
     name = mesh.portable().global_devices()[device - mesh.min_global_device_id()]
     is_mine = device in mesh.local_device_ids()
     source = Mesh(["source"], np.arange(1), [0] if is_mine else [], [name] if is_mine else [], "", [name])
     components = [tensor.to(device_of(name))] if is_mine else []
     return DTensor(components, Layout.replicated(source, tensor.ndim), tensor.shape, tensor.dtype)
+
+
+def _own(made: DTensor, tensor: torch.Tensor) -> DTensor:
+    """Return the DTensor with memory of its own: a component that did not have to move is the caller's tensor still."""
+    storage = tensor.untyped_storage().data_ptr()
+    components = [
+        part.clone(memory_format=torch.contiguous_format) if part.untyped_storage().data_ptr() == storage else part
+        for part in made.components
+    ]
+    return DTensor(components, made.layout, made.shape, made.dtype)
 
 
 def distribute_module(

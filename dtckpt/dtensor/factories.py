@@ -12,7 +12,7 @@ from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.functional import from_placements, redistribute
 from dtckpt.dtensor.moving import get_default_mesh
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
+from dtckpt.errors import LayoutError, LayoutTypeError, MeshError, MeshTypeError
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.placement import Placement
@@ -27,10 +27,13 @@ def require_mesh(device_mesh: Mesh | None) -> Mesh:
 
     Raises:
         MeshError: There is neither.
+        MeshTypeError: What was given is no mesh of dtckpt.
     """
-    mesh = device_mesh or get_default_mesh()
+    mesh = get_default_mesh() if device_mesh is None else device_mesh
     if mesh is None:
         raise MeshError("no mesh was given and none is active; pass device_mesh, or use run_on(mesh)")
+    if not isinstance(mesh, Mesh):
+        raise MeshTypeError(f"device_mesh: got {type(mesh).__name__}, expected Mesh; Mesh.from_device_mesh converts")
     return mesh
 
 

@@ -112,6 +112,8 @@ def redistribute(
 
 def from_placements(mesh: Mesh, placements: Sequence[Placement] | None, ndim: int) -> Layout:
     """Return a layout from placements; None means replicated everywhere."""
+    if placements is not None and not isinstance(placements, Sequence):
+        raise LayoutTypeError(f"placements: got {placements!r}, expected a sequence of one per axis")
     return Layout.replicated(mesh, ndim) if placements is None else Layout.from_placements(mesh, placements, ndim)
 
 

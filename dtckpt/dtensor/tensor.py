@@ -61,7 +61,7 @@ class DTensor(torch.Tensor):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
-        device_mesh: Mesh,
+        device_mesh: Mesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         run_check: bool = False,
@@ -76,7 +76,7 @@ class DTensor(torch.Tensor):
 
         Args:
             local_tensor: This client's component; it is shared, never written to.
-            device_mesh: The mesh.
+            device_mesh: Default the mesh of the innermost `run_on` block.
             placements: One per mesh axis; None means replicated.
             run_check: Compare the values of copies on all clients.
             shape: Global shape; without it the clients find it together, uneven shards included.
@@ -88,11 +88,11 @@ class DTensor(torch.Tensor):
             ReplicaMismatchError: Copies differ.
         """
         del stride
-        from dtckpt.dtensor import functional
+        from dtckpt.dtensor import factories, functional
 
-        layout = functional.from_placements(device_mesh, placements, local_tensor.ndim)
+        layout = functional.from_placements(factories.require_mesh(device_mesh), placements, local_tensor.ndim)
         gradient = (
-            None if grad_placements is None else Layout.from_placements(device_mesh, grad_placements, layout.rank)
+            None if grad_placements is None else Layout.from_placements(layout.mesh, grad_placements, layout.rank)
         )
         return functional.from_local(local_tensor, layout, shape=shape, gradient=gradient, run_check=run_check)
 
@@ -154,9 +154,10 @@ class DTensor(torch.Tensor):
         # The commonest change of all, none, costs no more than finding that out.
         if is_plain and placements is not None and tuple(placements) == self.placements:
             return self
-        from dtckpt.dtensor import functional
+        from dtckpt.dtensor import factories, functional
 
-        layout = functional.from_placements(device_mesh or self.device_mesh, placements, self.ndim)
+        mesh = self.device_mesh if device_mesh is None else factories.require_mesh(device_mesh)
+        layout = functional.from_placements(mesh, placements, self.ndim)
         return functional.redistribute(self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype)
 
     @classmethod
