@@ -1,0 +1,461 @@
+"""Programs written for `torch.distributed.tensor`; each runs as it is, and on `dtckpt.dtensor` instead.
+
+A program takes the module that it would import from, runs on 2 or 4 clients, and returns what it has seen as plain
+values. Where the two are meant to differ a program does not look.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+OURS = "dtckpt.dtensor"
+TORCHS = "torch.distributed.tensor"
+
+
+def whole_of(*shape: int) -> torch.Tensor:
+    """Return a tensor of small whole numbers, which add and multiply exactly."""
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape) % 11 - 3
+
+
+def own_of(*shape: int) -> torch.Tensor:
+    """Return a tensor of this client alone."""
+    return whole_of(*shape) + 100 * dist.get_rank()
+
+
+def grid(api: Any) -> Any:
+    return api.init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def line(api: Any) -> Any:
+    return api.init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+# --- meshes -------------------------------------------------------------------------------------------------------
+
+
+def meshes(api: Any) -> Any:
+    mesh, every = grid(api), line(api)
+    listed = api.DeviceMesh("cpu", list(range(dist.get_world_size())), mesh_dim_names=("world",))
+    seen = []
+    for one in (mesh, every, listed, mesh["tp"], mesh["dp"]):
+        total = own_of(2)
+        dist.all_reduce(total, group=one.get_group(0))
+        seen.append((one.get_coordinate(), one.get_local_rank(0), one.size(), one.ndim, tuple(one.shape), total))
+        seen.append((one.get_rank(), one.device_type, one.mesh, len(one.get_all_groups())))
+    names = [mesh.mesh_dim_names, listed.mesh_dim_names, mesh["tp"].mesh_dim_names]
+    same = [mesh["tp"] == mesh["tp"], mesh["tp"] == mesh["dp"], mesh == grid(api), hash(mesh) == hash(grid(api))]
+    kinds = [isinstance(mesh, api.DeviceMesh), isinstance(mesh["tp"], api.DeviceMesh), mesh["dp", "tp"] == mesh]
+    return seen, names, same, kinds, mesh.get_local_rank("tp"), mesh.get_group("dp").size(), bool(repr(mesh))
+
+
+def tensors_on_slices(api: Any) -> Any:
+    mesh = grid(api)
+    rows = api.distribute_tensor(whole_of(5, 3), mesh["tp"], [api.Shard(0)])
+    sums = api.DTensor.from_local(own_of(3), mesh["dp"], [api.Partial()])
+    return [
+        (rows.to_local(), rows.full_tensor(), rows.device_mesh == mesh["tp"]),
+        (sums.full_tensor(), sums.redistribute(placements=[api.Shard(0)]).to_local()),
+    ]
+
+
+def meshes_of_a_part_of_the_world(api: Any) -> Any:
+    mesh = api.DeviceMesh("cpu", list(range(1, dist.get_world_size())))
+    whole = api.distribute_tensor(whole_of(5, 3), mesh, [api.Shard(0)])
+    copies = whole.redistribute(placements=[api.Replicate()])
+    zeros = api.zeros(4, 2, device_mesh=mesh, placements=[api.Shard(1)])
+    given = api.DTensor.from_local(own_of(2, 2), mesh, [api.Shard(0)], shape=(2 * mesh.size(), 2), stride=(2, 1))
+    is_member = mesh.get_coordinate() is not None
+    return (
+        [tuple(each.shape) for each in (whole, copies, zeros, given)],
+        [each.to_local() for each in (whole, copies, zeros, given)],
+        whole.full_tensor(),
+        is_member,
+    )
+
+
+# --- making tensors -----------------------------------------------------------------------------------------------
+
+
+def distributing(api: Any) -> Any:
+    mesh, every = grid(api), line(api)
+    shard, copy, seen = api.Shard, api.Replicate(), []
+    for placements in ([shard(0)], [shard(1)], [shard(-1)], [copy], None):
+        for shape in ((5, 3), (2, 7), (0, 2)):
+            made = api.distribute_tensor(own_of(*shape), every, placements)
+            seen.append((made.to_local(), made.full_tensor(), tuple(made.shape), made.stride(), made.numel()))
+    for placements in ([shard(0), shard(1)], [shard(1), shard(0)], [shard(0), copy], [copy, shard(0)], [copy, copy]):
+        made = api.distribute_tensor(own_of(5, 6), mesh, placements)
+        seen.append((made.to_local(), made.full_tensor(), made.dtype, made.ndim))
+    nested = api.distribute_tensor(own_of(5, 2), mesh, [shard(0), shard(0)])
+    seen.append((nested.to_local(), nested.full_tensor()))
+    for source in (1, None):
+        made = api.distribute_tensor(own_of(5), every, [shard(0)], src_data_rank=source)
+        seen.append(made.to_local())
+    number = api.distribute_tensor(torch.tensor(3), every, [copy])
+    seen.append((number.to_local(), number.full_tensor(), tuple(number.shape)))
+    again = api.distribute_tensor(nested, mesh, [shard(0), shard(0)])
+    return seen, again is nested
+
+
+def leaves(api: Any) -> Any:
+    every = line(api)
+    seen = []
+    for wanted in (False, True):
+        made = api.distribute_tensor(whole_of(4).requires_grad_(wanted), every, [api.Shard(0)])
+        seen.append((made.requires_grad, made.is_leaf, made.grad_fn is None))
+        local = whole_of(4).requires_grad_(wanted)
+        given = api.DTensor.from_local(local, every, [api.Shard(0)])
+        seen.append((given.requires_grad, given.is_leaf, given.grad_fn is None))
+        moved = made.redistribute(placements=[api.Replicate()])
+        seen.append((moved.requires_grad, moved.is_leaf, moved.to_local().requires_grad))
+        zeros = api.zeros(4, requires_grad=wanted, device_mesh=every, placements=[api.Shard(0)])
+        seen.append((zeros.requires_grad, zeros.is_leaf, made.detach().requires_grad))
+    parameter = nn.Parameter(api.distribute_tensor(whole_of(4), every, [api.Shard(0)]))
+    kinds = [isinstance(parameter, kind) for kind in (nn.Parameter, api.DTensor, torch.Tensor)]
+    return seen, kinds, parameter.requires_grad, parameter.is_leaf
+
+
+def texts(api: Any) -> Any:
+    every = line(api)
+    made = api.distribute_tensor(whole_of(4), every, [api.Shard(0)])
+    terms = api.DTensor.from_local(whole_of(2), every, [api.Partial("avg")])
+    objects = (made, terms, nn.Parameter(made), made.requires_grad_(), made.redistribute(placements=[api.Replicate()]))
+    placements = [repr(placement) for placement in (*made.placements, *terms.placements, api.Replicate())]
+    return [bool(repr(each)) and bool(str(each)) for each in (*objects, every)], placements
+
+
+def placements(api: Any) -> Any:
+    every = line(api)
+    made = api.distribute_tensor(whole_of(4, 2), every, [api.Shard(-2)])
+    kinds = (api.Shard(0), api.Replicate(), api.Partial(), api.Partial("max"))
+    return [
+        made.placements == (api.Shard(0),),
+        made.redistribute(placements=[api.Replicate()]).placements == (api.Replicate(),),
+        made.device_mesh is every,
+        [(kind.is_shard(), kind.is_shard(0), kind.is_shard(1), kind.is_replicate()) for kind in kinds],
+        [(kind.is_partial(), kind.is_partial("max"), isinstance(kind, api.Placement)) for kind in kinds],
+        api.Partial() == api.Partial("sum"),
+        len({api.Shard(0), api.Shard(0), api.Shard(1), api.Replicate(), api.Partial()}),
+        made.placements[0].dim,
+        kinds[3].reduce_op,
+    ]
+
+
+def filled(api: Any) -> Any:
+    mesh, every = grid(api), line(api)
+    shard, copy = api.Shard, api.Replicate()
+    on_line = {"device_mesh": every, "placements": [shard(0)]}
+    on_grid = {"device_mesh": mesh, "placements": [shard(1), shard(0)]}
+    made = [
+        api.zeros(5, 3, **on_line),
+        api.ones((5, 3), **on_line),
+        api.ones([5], dtype=torch.int32, **on_line),
+        api.zeros(torch.Size([2, 3]), device_mesh=every),
+        api.ones(5, 3, **on_grid),
+        api.zeros(5, 3, dtype=torch.bfloat16, device_mesh=mesh, placements=[copy, shard(1)]),
+        api.full((5, 3), 2.5, **on_grid),
+        api.full((5,), 7, dtype=torch.int64, **on_line),
+        api.full((5,), 7.0, **on_line),
+        api.zeros(0, 3, **on_line),
+        api.zeros((), device_mesh=every),
+        api.ones(6, layout=torch.strided, requires_grad=True, **on_line),
+    ]
+    seen = [(tuple(each.shape), each.to_local(), each.full_tensor(), each.dtype, each.requires_grad) for each in made]
+    bare = api.empty(5, 3, dtype=torch.float64, **on_line)
+    return seen, (tuple(bare.shape), tuple(bare.to_local().shape), bare.dtype)
+
+
+def from_locals(api: Any) -> Any:
+    mesh, every = grid(api), line(api)
+    shard, copy, rank, size = api.Shard, api.Replicate(), dist.get_rank(), dist.get_world_size()
+    seen = []
+    for on, wanted in (
+        (every, [shard(0)]),
+        (every, [shard(1)]),
+        (every, [shard(-1)]),
+        (mesh, [shard(0), shard(1)]),
+        (mesh, [shard(0), shard(0)]),
+        (mesh, [api.Partial(), shard(1)]),
+        (every, [api.Partial("max")]),
+        (every, [api.Partial("avg")]),
+    ):
+        made = api.DTensor.from_local(own_of(2, 3), on, wanted)
+        seen.append((tuple(made.shape), made.to_local(), made.full_tensor(), made.stride()))
+    short = own_of(3 if rank < size - 1 else 2, 2)
+    made = api.DTensor.from_local(short, every, [shard(0)], shape=(3 * size - 1, 2), stride=(2, 1))
+    seen.append((tuple(made.shape), made.to_local(), made.full_tensor()))
+    made = api.DTensor.from_local(whole_of(2, 3), every, [copy], run_check=True)
+    seen.append((tuple(made.shape), made.full_tensor()))
+    made = api.DTensor.from_local(whole_of(2, 3), every)
+    seen.append((tuple(made.shape), made.full_tensor(), made.placements == (copy,)))
+    local = own_of(2)
+    shared = api.DTensor.from_local(local, every, [shard(0)])
+    local.add_(1)
+    return seen, shared.to_local()
+
+
+# --- moving tensors -----------------------------------------------------------------------------------------------
+
+
+def redistributing(api: Any) -> Any:
+    mesh, every = grid(api), line(api)
+    shard, copy, seen = api.Shard, api.Replicate(), []
+    for shape in ((8, 4), (5, 7), (3, 1)):
+        for before, after in (
+            ([shard(0)], [shard(1)]),
+            ([shard(1)], [shard(0)]),
+            ([shard(0)], [copy]),
+            ([copy], [shard(-1)]),
+            ([shard(0)], [shard(0)]),
+        ):
+            moved = api.distribute_tensor(own_of(*shape), every, before).redistribute(every, after)
+            seen.append((moved.to_local(), moved.full_tensor(), tuple(moved.shape)))
+        for reduce_op in ("sum", "avg", "min", "max", "product"):
+            terms = api.DTensor.from_local(whole_of(*shape) + dist.get_rank(), every, [api.Partial(reduce_op)])
+            seen.extend(terms.redistribute(placements=after).to_local() for after in ([copy], [shard(0)], [shard(1)]))
+            seen.append(terms.full_tensor())
+        pairs = ([shard(0), copy], [copy, shard(0)], [shard(0), shard(1)], [shard(1), shard(0)], [copy, copy])
+        for before in pairs:
+            for after in pairs:
+                moved = api.distribute_tensor(own_of(*shape), mesh, before).redistribute(placements=after)
+                seen.append(moved.to_local())
+    same = api.distribute_tensor(own_of(4), every, [shard(0)])
+    kept = same.redistribute(placements=[shard(0)])
+    later = same.redistribute(placements=[copy], async_op=True)
+    with torch.no_grad():
+        is_kept = kept.to_local() is same.to_local()
+    return seen, is_kept, later.full_tensor(), later.to_local() + 1
+
+
+def dtypes_on_the_way(api: Any) -> Any:
+    every = line(api)
+    made = api.distribute_tensor(whole_of(6, 2).requires_grad_(), every, [api.Shard(0)])
+    moved = made.redistribute(placements=[api.Replicate()], forward_dtype=torch.bfloat16, backward_dtype=torch.float64)
+    local = moved.to_local()
+    local.float().pow(2).sum().backward()
+    return moved.dtype, local, made.grad.dtype, made.grad.to_local(), made.grad.placements == (api.Shard(0),)
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------
+
+
+def gradients(api: Any) -> Any:
+    mesh, every = grid(api), line(api)
+    shard, copy, seen = api.Shard, api.Replicate(), []
+    weight = whole_of(4 * dist.get_world_size(), 6 * dist.get_world_size())
+    for on, before, after in (
+        (every, [shard(0)], [shard(1)]),
+        (every, [shard(0)], [copy]),
+        (every, [copy], [shard(0)]),
+        (every, [api.Partial()], [copy]),
+        (every, [api.Partial()], [shard(0)]),
+        (every, [shard(0)], [shard(0)]),
+        (mesh, [shard(0), shard(1)], [shard(1), copy]),
+        (mesh, [api.Partial(), shard(0)], [shard(0), shard(1)]),
+        (mesh, [api.Partial(), shard(0)], [shard(1), copy]),
+    ):
+        local = own_of(4, 6).requires_grad_()
+        out = api.DTensor.from_local(local, on, before).redistribute(placements=after).to_local()
+        (out * weight[: out.shape[0], : out.shape[1]]).sum().backward()
+        seen.append((out, local.grad))
+        local = own_of(4, 6).requires_grad_()
+        out = api.DTensor.from_local(local, on, before).full_tensor()
+        (out**2 * weight[: out.shape[0], : out.shape[1]]).sum().backward()
+        seen.append((out, local.grad))
+    return seen
+
+
+def gradients_of_leaves(api: Any) -> Any:
+    mesh, seen = grid(api), []
+    for before, after in (
+        ([api.Shard(0), api.Replicate()], [api.Replicate(), api.Replicate()]),
+        ([api.Replicate(), api.Shard(1)], [api.Shard(0), api.Shard(1)]),
+    ):
+        leaf = api.distribute_tensor(whole_of(5, 4).requires_grad_(), mesh, before)
+        (leaf.redistribute(placements=after).to_local() ** 2).sum().backward()
+        is_alike = leaf.grad.placements == leaf.placements
+        seen.append((is_alike, isinstance(leaf.grad, api.DTensor), leaf.grad.to_local(), leaf.grad.full_tensor()))
+        leaf.grad = None
+        (leaf.full_tensor() ** 3).sum().backward()
+        seen.append(leaf.grad.to_local())
+        leaf.grad = None
+        (2 * leaf.to_local() + leaf.redistribute(placements=before).to_local()).sum().backward()
+        seen.append(leaf.grad.to_local())
+    return seen
+
+
+def gradients_placed(api: Any) -> Any:
+    every, seen = line(api), []
+    local = own_of(2, 3).requires_grad_()
+    made = api.DTensor.from_local(local, every, [api.Replicate()], grad_placements=[api.Partial()])
+    (made.redistribute(placements=[api.Shard(0)]).to_local() * 2).sum().backward()
+    # A Partial gradient may be cut into terms at will; the terms' sum is what counts.
+    total = local.grad.clone()
+    dist.all_reduce(total)
+    seen.append(total)
+    leaf = api.distribute_tensor(whole_of(4, 3).requires_grad_(), every, [api.Replicate()])
+    (leaf.to_local(grad_placements=[api.Partial()]) * (dist.get_rank() + 1)).sum().backward()
+    seen.append(leaf.grad.full_tensor())
+    leaf = api.distribute_tensor(whole_of(4, 3).requires_grad_(), every, [api.Shard(0)])
+    (leaf.full_tensor(grad_placements=[api.Partial()]) * (dist.get_rank() + 1)).sum().backward()
+    seen.append(leaf.grad.to_local())
+    return seen
+
+
+# --- modules ------------------------------------------------------------------------------------------------------
+
+
+class Column(nn.Module):
+    """A linear layer that multiplies by its rows of the weight."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(whole_of(outputs, inputs))
+        self.bias = nn.Parameter(whole_of(outputs))
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (inputs @ self.weight.to_local().T + self.bias.to_local()) * self.scale.to_local()
+
+
+def modules(api: Any) -> Any:
+    every, calls = line(api), []
+
+    def partition(name, module, mesh):
+        calls.append((name, type(module).__name__, mesh is every))
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                placed = api.distribute_tensor(parameter, mesh, [api.Shard(0)])
+                module.register_parameter(key, nn.Parameter(placed))
+
+    def take(module, inputs, mesh):
+        calls.append(("in", type(module).__name__, mesh is every))
+        return tuple(each + 1 for each in inputs)
+
+    def give(module, outputs, mesh):
+        calls.append(("out", type(module).__name__, mesh is every))
+        return api.DTensor.from_local(outputs, mesh, [api.Shard(-1)]).full_tensor()
+
+    model = Column(3, 2 * dist.get_world_size())
+    placed = api.distribute_module(model, every, partition, take, give)
+    out = placed(whole_of(5, 3))
+    (out**2).sum().backward()
+    seen = [(name, each.to_local(), each.full_tensor()) for name, each in placed.state_dict().items()]
+    grads = [(name, each.grad.placements == each.placements, each.grad.to_local()) for name, each in named(placed)]
+    return placed is model, calls, out, seen, grads
+
+
+def named(module: nn.Module) -> Any:
+    return module.named_parameters()
+
+
+def modules_left_plain(api: Any) -> Any:
+    mesh = grid(api)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
+    for parameter in model.parameters():
+        parameter.data.copy_(own_of(*parameter.shape))
+    model[2].weight.requires_grad_(False)
+    api.distribute_module(model, mesh, lambda name, module, on: None)
+    seen = [
+        (name, isinstance(each, api.DTensor), each.placements == (api.Replicate(),) * 2, each.dtype, each.to_local())
+        for name, each in model.state_dict().items()
+    ]
+    kinds = [(name, isinstance(each, nn.Parameter), each.requires_grad, each.is_leaf) for name, each in named(model)]
+    return seen, kinds
+
+
+def loading(api: Any) -> Any:
+    every, states = line(api), []
+    for _ in range(2):
+        model = api.distribute_module(Column(3, 5), every, shard_rows(api))
+        states.append(model.state_dict())
+    with torch.no_grad():
+        for each in model.parameters():
+            each.to_local().zero_()
+    return [[(name, each.to_local()) for name, each in state.items()] for state in states]
+
+
+def shard_rows(api: Any) -> Any:
+    def partition(name, module, mesh):
+        for key, parameter in list(module._parameters.items()):
+            module.register_parameter(key, nn.Parameter(api.distribute_tensor(parameter, mesh, [api.Shard(0)])))
+
+    return partition
+
+
+# --- what both refuse ---------------------------------------------------------------------------------------------
+
+
+def refusals(api: Any) -> Any:
+    mesh, every = grid(api), line(api)
+    made = api.distribute_tensor(whole_of(4, 4), every, [api.Shard(0)])
+    model = api.distribute_module(Column(3, 4), every)
+    return [
+        raises(lambda: api.distribute_tensor(whole_of(4), mesh, [api.Shard(0)])),
+        raises(lambda: api.distribute_tensor(made, every, [api.Shard(1)])),
+        raises(lambda: api.distribute_tensor(made, mesh, [api.Shard(0), api.Replicate()])),
+        raises(lambda: api.distribute_module(model, every)),
+        raises(lambda: api.zeros(4, layout=torch.sparse_coo, device_mesh=every, placements=[api.Replicate()])),
+        raises(lambda: api.zeros(4, device_mesh=mesh, placements=[api.Shard(0)])),
+        raises(lambda: api.DTensor.from_local(whole_of(4), every, [api.Shard(1)])),
+        raises(lambda: made.redistribute(placements=[api.Shard(2)])),
+        raises(lambda: api.DTensor.from_local(made, every, [api.Shard(0)])),
+        raises(lambda: api.distribute_tensor(whole_of(4).requires_grad_() * 2, every, [api.Shard(0)])),
+    ]
+
+
+def raises(call: Any) -> bool:
+    try:
+        call()
+    except Exception:
+        return True
+    return False
+
+
+PROGRAMS = (
+    meshes,
+    tensors_on_slices,
+    meshes_of_a_part_of_the_world,
+    distributing,
+    leaves,
+    texts,
+    placements,
+    filled,
+    from_locals,
+    redistributing,
+    dtypes_on_the_way,
+    gradients,
+    gradients_of_leaves,
+    gradients_placed,
+    modules,
+    modules_left_plain,
+    loading,
+    refusals,
+)
+
+
+def run_both(name: str) -> tuple[Any, Any]:
+    """Run a program on this client with both imports; return what each saw. Ours may not even warn."""
+    program = globals()[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = plain(program(import_module(TORCHS)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = plain(program(import_module(OURS)))
+    return ours, theirs
+
+
+def plain(value: Any) -> Any:
+    """Turn tensors into lists, with shape and dtype, so that a comparison shows them."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.detach().tolist()
+    if isinstance(value, torch.dtype):
+        return str(value)
+    return type(value)(map(plain, value)) if isinstance(value, list | tuple) else value
