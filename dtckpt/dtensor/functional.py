@@ -151,6 +151,8 @@ def from_local(
     """Return the DTensor of which ``local`` is this client's component. Differentiable. See `DTensor.from_local`."""
     components = [] if layout.mesh.is_remote() else [local.detach()]
     packed = pack(components, layout, shape, run_check=run_check)
+    if not components:
+        packed = DTensor([], layout, packed.shape, local.dtype)
     if not (torch.is_grad_enabled() and local.requires_grad):
         return packed
     tensor: DTensor = _apply(_FromLocal, local, layout, tuple(packed.shape), gradient or gradient_layout(layout))

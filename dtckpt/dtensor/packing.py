@@ -19,10 +19,12 @@ from dtckpt.errors import (
     LayoutError,
     LayoutTypeError,
     ReplicaMismatchError,
+    capped,
     from_wire,
     to_wire,
 )
 from dtckpt.layout import Layout
+from dtckpt.mesh import Mesh
 
 
 def pack(
@@ -60,12 +62,24 @@ def pack(
     facts = Facts.of(components, layout, failure)
     if shape is None and len(clients) > 1 and transport.is_connected(clients):
         facts = Facts.merged(transport.all_gather_object(facts, clients))
+    facts.validate_agreement()
     whole = facts.global_shape(layout) if shape is None else tuple(shape)
     facts.validate(layout, whole)
     if run_check:
         _validate_replicas(components, layout, whole)
     dtype = components[0].dtype if components else getattr(torch, facts.dtype or "float32")
     return DTensor(components, layout, whole, dtype)
+
+
+def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
+    """Return what all clients raise: the error of the first one that has any.
+
+    Collective: Over the mesh's clients, in place of the exchange of `pack`, which this client cannot come to.
+    """
+    if mesh.num_clients == 1 or mesh.is_remote() or not transport.is_connected(mesh.clients):
+        return error
+    facts = transport.all_gather_object(Facts({}, {}, to_wire(error)), mesh.clients)
+    return from_wire(*(Facts.merged(facts).failure or to_wire(error)))
 
 
 def unpack(tensor: DTensor) -> list[torch.Tensor]:
@@ -122,11 +136,13 @@ class Facts:
         shapes: Component shape by global device id.
         dtypes: Component dtype by global device id.
         failure: ``(code, message)`` of an error that kept a client from having components.
+        layouts: Texts of the layouts that clients give, each once.
     """
 
     shapes: Mapping[int, tuple[int, ...]]
     dtypes: Mapping[int, str]
     failure: tuple[str, str] | None
+    layouts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, components: Sequence[torch.Tensor], layout: Layout, failure: DtckptError | None) -> Facts:
@@ -136,6 +152,7 @@ class Facts:
             {device: tuple(component.shape) for device, component in named.items()},
             {device: str(component.dtype).removeprefix("torch.") for device, component in named.items()},
             to_wire(failure) if failure else None,
+            (", ".join(map(str, layout.placements)),),
         )
 
     @classmethod
@@ -143,7 +160,8 @@ class Facts:
         """Put the facts of all clients together; the first client's failure counts."""
         shapes = {device: shape for fact in facts for device, shape in fact.shapes.items()}
         dtypes = {device: dtype for fact in facts for device, dtype in fact.dtypes.items()}
-        return cls(shapes, dtypes, next((fact.failure for fact in facts if fact.failure), None))
+        failure = next((fact.failure for fact in facts if fact.failure), None)
+        return cls(shapes, dtypes, failure, tuple(sorted({text for fact in facts for text in fact.layouts})))
 
     @property
     def dtype(self) -> str | None:
@@ -162,12 +180,17 @@ class Facts:
             sizes.append(sum(seen.values()) if is_complete else max(seen.values(), default=0) * layout.num_shards(dim))
         return tuple(sizes)
 
-    def validate(self, layout: Layout, shape: tuple[int, ...]) -> None:
-        """Check that the components are those of a tensor of ``shape``."""
+    def validate_agreement(self) -> None:
+        """Check that every client has components, all of one dtype and in one layout."""
         if self.failure:
             raise from_wire(*self.failure)
+        if len(self.layouts) > 1:
+            raise ComponentError(f"clients give different placements; got {capped(self.layouts)}; expected the same")
         if len(set(self.dtypes.values())) > 1:
             raise ComponentError(f"components must have one dtype; got {', '.join(sorted(set(self.dtypes.values())))}")
+
+    def validate(self, layout: Layout, shape: tuple[int, ...]) -> None:
+        """Check that the components are those of a tensor of ``shape``."""
         if len(shape) != layout.rank:
             raise ComponentError(f"global shape does not fit the layout; got {shape}, expected {layout.rank} dims")
         for device, have in sorted(self.shapes.items()):
@@ -189,7 +212,7 @@ def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape
         for device, name, component in zip(layout.mesh.local_device_ids(), names, components, strict=True)
     ]
     clients = layout.mesh.clients
-    if len(clients) > 1 and transport.is_connected(clients):
+    if len(clients) > 1 and not layout.mesh.is_remote() and transport.is_connected(clients):
         digests = [item for listed in transport.all_gather_object(digests, clients) for item in listed]
     first: dict[Any, tuple[str, bytes]] = {}
     for region, name, digest in digests:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor import dispatch
-from dtckpt.errors import LayoutError
+from dtckpt.errors import DtckptError, LayoutError, LayoutTypeError
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.placement import Placement
@@ -84,16 +84,21 @@ class DTensor(torch.Tensor):
             grad_placements: Placements of the component's gradient; default the tensor's, Partial as Replicate.
 
         Raises:
-            ComponentError: Components do not fit each other, the layout or ``shape``.
+            ComponentError: Components do not fit each other, the layout or ``shape``, or clients give other placements.
+            LayoutError: The placements do not fit the mesh or the tensor.
             ReplicaMismatchError: Copies differ.
         """
         del stride
-        from dtckpt.dtensor import factories, functional
+        from dtckpt.dtensor import factories, functional, packing
 
-        layout = functional.from_placements(factories.require_mesh(device_mesh), placements, local_tensor.ndim)
-        gradient = (
-            None if grad_placements is None else Layout.from_placements(layout.mesh, grad_placements, layout.rank)
-        )
+        mesh = factories.require_mesh(device_mesh)
+        try:
+            if not isinstance(local_tensor, torch.Tensor):
+                raise LayoutTypeError(f"from_local needs a tensor; got {type(local_tensor).__name__}")
+            layout = functional.from_placements(mesh, placements, local_tensor.ndim)
+            gradient = None if grad_placements is None else Layout.from_placements(mesh, grad_placements, layout.rank)
+        except DtckptError as error:
+            raise packing.shared_failure(error, mesh) if shape is None else error from None
         return functional.from_local(local_tensor, layout, shape=shape, gradient=gradient, run_check=run_check)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:

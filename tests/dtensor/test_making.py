@@ -419,6 +419,29 @@ def test_all_clients_learn_what_is_wrong_with_one(pool, wrong, guilty, kind, tex
 
 
 @processes
+@pytest.mark.parametrize(
+    ("wrong", "guilty", "kind", "text"),
+    [
+        ("placements", [1], "ComponentError", "clients give different placements; got S(0), S(1)"),
+        ("partial", [0], "ComponentError", "got P(sum), S(0)"),
+        ("no tensor", [1, 2], "LayoutTypeError", "needs a tensor; got NoneType"),
+        ("dtensor", [2], "ComponentError", "must be a plain tensor; got DTensor"),
+        ("rank", [0], "ComponentError", "clients give different placements; got S(0), S(1)"),
+        ("dim", [1], "LayoutError", "expected a dim below 2"),
+        ("count", [2], "LayoutError", "got 2 for axes"),
+        ("count", [0, 1, 2], "LayoutError", "got 2 for axes"),
+        ("gradient", [1], "LayoutError", "got 0 for axes"),
+        ("dtype", [1], "ComponentError", "must have one dtype; got float32, float64"),
+        ("shape", [1], "ComponentError", "does not fit global shape (16, 7)"),
+    ],
+)
+def test_all_clients_learn_what_is_wrong_with_one_local_tensor(pool, wrong, guilty, kind, text):
+    error, message = alike(pool.run(give_wrongly, wrong, guilty, clients=3, group=True))
+    assert error == kind
+    assert text in message
+
+
+@processes
 @pytest.mark.parametrize("number", range(len(REFUSED)))
 def test_clients_refuse_alike(pool, number):
     error, text = alike(pool.run(refuse, number, clients=2, group=True))
@@ -541,6 +564,26 @@ def distribute_wrongly(wrong, guilty):
     distribute_tensor(tensor, line(), placements, src_data_rank=source)
 
 
+def give_wrongly(wrong, guilty):
+    tensor, placements, gradient = WHOLE, [Shard(0)], None
+    if dtckpt.client_id() in guilty:
+        tensor = {
+            "shape": WHOLE[:4],
+            "dtype": WHOLE.double(),
+            "no tensor": None,
+            "dtensor": ones(6, 7, device_mesh=abstract_mesh({"z": 1})),
+        }.get(wrong, WHOLE)
+        placements = {
+            "placements": [Shard(1)],
+            "rank": [Shard(-1)],
+            "partial": [Partial()],
+            "dim": [Shard(2)],
+            "count": [Shard(0)] * 2,
+        }.get(wrong, placements)
+        gradient = [] if wrong == "gradient" else None
+    DTensor.from_local(tensor, line(), placements, grad_placements=gradient)
+
+
 def refuse(number):
     REFUSED[number][2](cluster_mesh({"x": 2, "y": 3}, 2, dtckpt.client_id()))
 
@@ -553,4 +596,7 @@ def outside():
     if mesh.get_coordinate() is not None:
         assert torch.equal(made.full_tensor(), WHOLE)
         assert torch.equal(made.to_local(), WHOLE.chunk(2)[mesh.get_local_rank()])
+    part = WHOLE.double().chunk(2)[mesh.get_local_rank() if mesh.get_coordinate() else 0]
+    given = DTensor.from_local(part, mesh, [Shard(0)], shape=(6, 7), stride=(7, 1), run_check=True)
+    assert torch.equal(given.redistribute(line(), [Replicate()]).to_local(), WHOLE.double())
     return tuple(made.shape), tuple(made.to_local().shape)
