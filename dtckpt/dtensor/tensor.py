@@ -13,6 +13,8 @@ from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.placement import Placement
 
+_DATA: Any = torch.Tensor.data
+
 
 class DTensor(torch.Tensor):
     """A `torch.Tensor` of global shape, held as one component per local device and a `Layout`.
@@ -57,6 +59,19 @@ class DTensor(torch.Tensor):
     def components(self) -> tuple[torch.Tensor, ...]:
         """The components of this client's devices, in `Mesh.local_devices` order; they share memory with it."""
         return self._components
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor; setting it, as ``Module.to`` does, exchanges components and layout too."""
+        detached: torch.Tensor = _DATA.__get__(self)
+        return detached
+
+    @data.setter
+    def data(self, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, DTensor):
+            raise LayoutTypeError(f"the data of a DTensor is a DTensor; got {type(tensor).__name__}")
+        _DATA.__set__(self, tensor)
+        self._components, self._layout = tensor._components, tensor._layout
 
     @staticmethod
     def from_local(

@@ -354,6 +354,33 @@ def test_a_part_may_be_distributed_before_the_whole(mesh):
     assert part.weight is before
 
 
+def test_conversions_of_a_module_reach_its_components(mesh):
+    model = distribute_module(Inner(), mesh)
+    before = model.weight
+    model.to(torch.float64)
+    assert model.weight is before
+    for each in (model.weight, model.fixed, model.passing):
+        assert each.dtype == torch.float64
+        assert {component.dtype for component in each.components} == {torch.float64}
+    assert torch.equal(model.weight.full_tensor(), WHOLE.double())
+    (model.weight.full_tensor() ** 2).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), 2 * WHOLE.double())
+
+
+def test_data_that_is_set_brings_its_layout(mesh):
+    tensor = zeros(6, 7, requires_grad=True, device_mesh=mesh)
+    other = distribute_tensor(WHOLE[:5], mesh, [Shard(0), Replicate()])
+    tensor.data = other
+    assert tensor.layout == other.layout
+    assert tensor.shape == (5, 7)
+    assert tensor.is_leaf
+    assert tensor.requires_grad
+    assert torch.equal(tensor.full_tensor(), WHOLE[:5])
+    assert torch.equal(tensor.data.full_tensor(), WHOLE[:5])
+    with pytest.raises(LayoutTypeError, match="got Tensor"):
+        tensor.data = WHOLE
+
+
 # --- over clients --------------------------------------------------------------------------------------------------
 
 processes = pytest.mark.processes
