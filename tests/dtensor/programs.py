@@ -6,6 +6,7 @@ values. Where the two are meant to differ a program does not look.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from importlib import import_module
 from typing import Any
@@ -84,12 +85,18 @@ def meshes_of_a_part_of_the_world(api: Any) -> Any:
 
 def distributing(api: Any) -> Any:
     mesh, every = grid(api), line(api)
-    shard, copy, seen = api.Shard, api.Replicate(), []
-    for placements in ([shard(0)], [shard(1)], [shard(-1)], [copy], None):
+    shard, whole, seen = api.Shard, api.Replicate(), []
+    for placements in ([shard(0)], [shard(1)], [shard(-1)], [whole], None):
         for shape in ((5, 3), (2, 7), (0, 2)):
             made = api.distribute_tensor(own_of(*shape), every, placements)
             seen.append((made.to_local(), made.full_tensor(), tuple(made.shape), made.stride(), made.numel()))
-    for placements in ([shard(0), shard(1)], [shard(1), shard(0)], [shard(0), copy], [copy, shard(0)], [copy, copy]):
+    for placements in (
+        [shard(0), shard(1)],
+        [shard(1), shard(0)],
+        [shard(0), whole],
+        [whole, shard(0)],
+        [whole, whole],
+    ):
         made = api.distribute_tensor(own_of(5, 6), mesh, placements)
         seen.append((made.to_local(), made.full_tensor(), made.dtype, made.ndim))
     nested = api.distribute_tensor(own_of(5, 2), mesh, [shard(0), shard(0)])
@@ -97,7 +104,7 @@ def distributing(api: Any) -> Any:
     for source in (1, None):
         made = api.distribute_tensor(own_of(5), every, [shard(0)], src_data_rank=source)
         seen.append(made.to_local())
-    number = api.distribute_tensor(torch.tensor(3), every, [copy])
+    number = api.distribute_tensor(torch.tensor(3), every, [whole])
     seen.append((number.to_local(), number.full_tensor(), tuple(number.shape)))
     again = api.distribute_tensor(nested, mesh, [shard(0), shard(0)])
     return seen, again is nested
@@ -149,7 +156,7 @@ def placements(api: Any) -> Any:
 
 def filled(api: Any) -> Any:
     mesh, every = grid(api), line(api)
-    shard, copy = api.Shard, api.Replicate()
+    shard, whole = api.Shard, api.Replicate()
     on_line = {"device_mesh": every, "placements": [shard(0)]}
     on_grid = {"device_mesh": mesh, "placements": [shard(1), shard(0)]}
     made = [
@@ -158,7 +165,7 @@ def filled(api: Any) -> Any:
         api.ones([5], dtype=torch.int32, **on_line),
         api.zeros(torch.Size([2, 3]), device_mesh=every),
         api.ones(5, 3, **on_grid),
-        api.zeros(5, 3, dtype=torch.bfloat16, device_mesh=mesh, placements=[copy, shard(1)]),
+        api.zeros(5, 3, dtype=torch.bfloat16, device_mesh=mesh, placements=[whole, shard(1)]),
         api.full((5, 3), 2.5, **on_grid),
         api.full((5,), 7, dtype=torch.int64, **on_line),
         api.full((5,), 7.0, **on_line),
@@ -173,7 +180,7 @@ def filled(api: Any) -> Any:
 
 def from_locals(api: Any) -> Any:
     mesh, every = grid(api), line(api)
-    shard, copy, rank, size = api.Shard, api.Replicate(), dist.get_rank(), dist.get_world_size()
+    shard, whole, rank, size = api.Shard, api.Replicate(), dist.get_rank(), dist.get_world_size()
     seen = []
     for on, wanted in (
         (every, [shard(0)]),
@@ -190,10 +197,10 @@ def from_locals(api: Any) -> Any:
     short = own_of(3 if rank < size - 1 else 2, 2)
     made = api.DTensor.from_local(short, every, [shard(0)], shape=(3 * size - 1, 2), stride=(2, 1))
     seen.append((tuple(made.shape), made.to_local(), made.full_tensor()))
-    made = api.DTensor.from_local(whole_of(2, 3), every, [copy], run_check=True)
+    made = api.DTensor.from_local(whole_of(2, 3), every, [whole], run_check=True)
     seen.append((tuple(made.shape), made.full_tensor()))
     made = api.DTensor.from_local(whole_of(2, 3), every)
-    seen.append((tuple(made.shape), made.full_tensor(), made.placements == (copy,)))
+    seen.append((tuple(made.shape), made.full_tensor(), made.placements == (whole,)))
     local = own_of(2)
     shared = api.DTensor.from_local(local, every, [shard(0)])
     local.add_(1)
@@ -205,29 +212,29 @@ def from_locals(api: Any) -> Any:
 
 def redistributing(api: Any) -> Any:
     mesh, every = grid(api), line(api)
-    shard, copy, seen = api.Shard, api.Replicate(), []
+    shard, whole, seen = api.Shard, api.Replicate(), []
     for shape in ((8, 4), (5, 7), (3, 1)):
         for before, after in (
             ([shard(0)], [shard(1)]),
             ([shard(1)], [shard(0)]),
-            ([shard(0)], [copy]),
-            ([copy], [shard(-1)]),
+            ([shard(0)], [whole]),
+            ([whole], [shard(-1)]),
             ([shard(0)], [shard(0)]),
         ):
             moved = api.distribute_tensor(own_of(*shape), every, before).redistribute(every, after)
             seen.append((moved.to_local(), moved.full_tensor(), tuple(moved.shape)))
         for reduce_op in ("sum", "avg", "min", "max", "product"):
             terms = api.DTensor.from_local(whole_of(*shape) + dist.get_rank(), every, [api.Partial(reduce_op)])
-            seen.extend(terms.redistribute(placements=after).to_local() for after in ([copy], [shard(0)], [shard(1)]))
+            seen.extend(terms.redistribute(placements=after).to_local() for after in ([whole], [shard(0)], [shard(1)]))
             seen.append(terms.full_tensor())
-        pairs = ([shard(0), copy], [copy, shard(0)], [shard(0), shard(1)], [shard(1), shard(0)], [copy, copy])
+        pairs = ([shard(0), whole], [whole, shard(0)], [shard(0), shard(1)], [shard(1), shard(0)], [whole, whole])
         for before in pairs:
             for after in pairs:
                 moved = api.distribute_tensor(own_of(*shape), mesh, before).redistribute(placements=after)
                 seen.append(moved.to_local())
     same = api.distribute_tensor(own_of(4), every, [shard(0)])
     kept = same.redistribute(placements=[shard(0)])
-    later = same.redistribute(placements=[copy], async_op=True)
+    later = same.redistribute(placements=[whole], async_op=True)
     with torch.no_grad():
         is_kept = kept.to_local() is same.to_local()
     return seen, is_kept, later.full_tensor(), later.to_local() + 1
@@ -247,18 +254,18 @@ def dtypes_on_the_way(api: Any) -> Any:
 
 def gradients(api: Any) -> Any:
     mesh, every = grid(api), line(api)
-    shard, copy, seen = api.Shard, api.Replicate(), []
+    shard, whole, seen = api.Shard, api.Replicate(), []
     weight = whole_of(4 * dist.get_world_size(), 6 * dist.get_world_size())
     for on, before, after in (
         (every, [shard(0)], [shard(1)]),
-        (every, [shard(0)], [copy]),
-        (every, [copy], [shard(0)]),
-        (every, [api.Partial()], [copy]),
+        (every, [shard(0)], [whole]),
+        (every, [whole], [shard(0)]),
+        (every, [api.Partial()], [whole]),
         (every, [api.Partial()], [shard(0)]),
         (every, [shard(0)], [shard(0)]),
-        (mesh, [shard(0), shard(1)], [shard(1), copy]),
+        (mesh, [shard(0), shard(1)], [shard(1), whole]),
         (mesh, [api.Partial(), shard(0)], [shard(0), shard(1)]),
-        (mesh, [api.Partial(), shard(0)], [shard(1), copy]),
+        (mesh, [api.Partial(), shard(0)], [shard(1), whole]),
     ):
         local = own_of(4, 6).requires_grad_()
         out = api.DTensor.from_local(local, on, before).redistribute(placements=after).to_local()
@@ -306,6 +313,39 @@ def gradients_placed(api: Any) -> Any:
     (leaf.full_tensor(grad_placements=[api.Partial()]) * (dist.get_rank() + 1)).sum().backward()
     seen.append(leaf.grad.to_local())
     return seen
+
+
+def gradients_of_gradients(api: Any) -> Any:
+    every, seen = line(api), []
+    for before, after in ((api.Shard(0), api.Shard(1)), (api.Shard(0), api.Replicate()), (api.Partial(), api.Shard(0))):
+        local = own_of(4, 4).requires_grad_()
+        out = api.DTensor.from_local(local, every, [before]).redistribute(placements=[after]).to_local()
+        (first,) = torch.autograd.grad((out**3).sum(), local, create_graph=True)
+        (second,) = torch.autograd.grad((first * own_of(4, 4)).sum(), local)
+        seen.append((first, second))
+    return seen
+
+
+def copies(api: Any) -> Any:
+    every = line(api)
+    made = api.distribute_tensor(own_of(5, 3).requires_grad_(), every, [api.Shard(0)])
+    with torch.no_grad():
+        copied, cloned, cast = copy.deepcopy(made), made.clone(), made.to(torch.float64)
+        zeros = torch.zeros_like(made)
+        made.to_local().add_(1000)
+    model = api.distribute_module(Column(3, 5), every, shard_rows(api))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model.weight.to_local().zero_()
+    other.weight.to_local().sum().backward()
+    grad = other.weight.grad.to_local().clone()
+    other.zero_grad(set_to_none=False)
+    return (
+        [(each.to_local(), each.dtype, each.placements == (api.Shard(0),)) for each in (copied, cloned, cast, zeros)],
+        [(copied.requires_grad, copied.is_leaf, made.data.to_local(), made.is_contiguous(), len(made))],
+        [isinstance(other.weight, nn.Parameter), other.weight.to_local(), grad, other.weight.grad.to_local()],
+        [(name, each.to_local(), each.dtype) for name, each in other.to(torch.bfloat16).state_dict().items()],
+    )
 
 
 # --- modules ------------------------------------------------------------------------------------------------------
@@ -433,6 +473,8 @@ PROGRAMS = (
     gradients,
     gradients_of_leaves,
     gradients_placed,
+    gradients_of_gradients,
+    copies,
     modules,
     modules_left_plain,
     loading,
