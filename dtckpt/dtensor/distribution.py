@@ -104,9 +104,10 @@ def _wanted(
         if tensor.layout != torch.strided or tensor.is_meta:
             kind = "a meta tensor" if tensor.is_meta else f"layout {tensor.layout}"
             raise LayoutError(f"distribute_tensor needs a dense tensor that has values; got {kind}")
+        layout = from_placements(mesh, placements, tensor.ndim)
         if position is not None and (not isinstance(position, int) or not 0 <= position < min(mesh.shape)):
             raise MeshError(f"src_data_rank is {position!r}; expected a position along every axis of {mesh.axis_sizes}")
-        return from_placements(mesh, placements, tensor.ndim)
+        return layout
     except DtckptError as error:
         return error
 

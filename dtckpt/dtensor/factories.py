@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -78,9 +79,9 @@ def _make(
 
 def _shape_of(size: Sequence[Any]) -> tuple[int, ...]:
     sizes = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
-    if not all(isinstance(item, int) and item >= 0 for item in sizes):
+    if not all(isinstance(item, SupportsIndex) and operator.index(item) >= 0 for item in sizes):
         raise LayoutTypeError(f"size must be integers that are zero or greater, or one sequence of them; got {sizes!r}")
-    return sizes
+    return tuple(map(operator.index, sizes))
 
 
 def _value(value: complex) -> Fill:

@@ -76,7 +76,7 @@ def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
 
     Collective: Over the mesh's clients, in place of the exchange of `pack`, which this client cannot come to.
     """
-    if mesh.num_clients == 1 or mesh.is_remote() or not transport.is_connected(mesh.clients):
+    if mesh.num_clients < 2 or mesh.is_remote() or not transport.is_connected(mesh.clients):
         return error
     facts = transport.all_gather_object(Facts({}, {}, to_wire(error)), mesh.clients)
     return from_wire(*(Facts.merged(facts).failure or to_wire(error)))

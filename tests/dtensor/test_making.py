@@ -15,7 +15,7 @@ from states import cluster_mesh
 from torch import nn
 
 import dtckpt
-from dtckpt import UNSHARDED, DTensor, Layout, Partial, Replicate, Shard, abstract_mesh, run_on
+from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Partial, Replicate, Shard, abstract_mesh, run_on
 from dtckpt.dtensor import (
     distribute_module,
     distribute_tensor,
@@ -76,7 +76,7 @@ def test_no_client_makes_more_than_its_shards(make):
 
 @pytest.mark.parametrize("make", [zeros, ones, empty, rand, randn])
 def test_sizes_in_every_spelling(mesh, make):
-    for size in ((4, 6), ((4, 6),), ([4, 6],), (torch.Size([4, 6]),)):
+    for size in ((4, 6), (np.int64(4), np.int32(6)), ((4, 6),), ([4, 6],), (torch.Size([4, 6]),)):
         assert make(*size, device_mesh=mesh).shape == (4, 6)
     assert make((), device_mesh=mesh).shape == ()
     assert make(device_mesh=mesh).shape == ()
@@ -193,6 +193,9 @@ REFUSED = [
     (LayoutTypeError, "needs a tensor; got list", lambda mesh: distribute_tensor([1.0], mesh)),
     (LayoutError, "expected a leaf", lambda mesh: distribute_tensor(WHOLE.clone().requires_grad_() * 2, mesh)),
     (LayoutError, "got layout torch.sparse_coo", lambda mesh: distribute_tensor(WHOLE.to_sparse(), mesh)),
+    (LayoutError, "grid of devices", lambda mesh: distribute_tensor(WHOLE, Mesh.empty())),
+    (LayoutError, "grid of devices", lambda mesh: zeros(2, device_mesh=Mesh.from_device("CPU:0"))),
+    (LayoutError, "grid of devices", lambda mesh: DTensor.from_local(WHOLE, Mesh.from_device("CPU:0"))),
     (LayoutError, "got a meta tensor", lambda mesh: distribute_tensor(WHOLE.to("meta"), mesh)),
     (MeshError, "src_data_rank is 2", lambda mesh: distribute_tensor(WHOLE, mesh, src_data_rank=2)),
     (MeshError, "src_data_rank is -1", lambda mesh: distribute_tensor(WHOLE, mesh, src_data_rank=-1)),
