@@ -32,6 +32,10 @@ COMPONENTWISE = frozenset(
 """Operators that map each component to the result's component, whatever the layout."""
 
 
+PAIRWISE = frozenset({_aten.add.Tensor, _aten.add_.Tensor, _aten.copy_.default})
+"""Operators on two DTensors of one layout that work component by component: what accumulating gradients needs."""
+
+
 def dispatch(cls: type[DTensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run ``func``; ``cls`` is `DTensor`.
 
@@ -39,9 +43,11 @@ def dispatch(cls: type[DTensor], func: Callable[..., Any], args: tuple[Any, ...]
         OperatorError: There is no rule for the operator.
     """
     source = args[0] if args else None
-    if func is _aten.add.Tensor and isinstance(source, cls) and _are_alike(cls, args, kwargs):
-        sums = [func(*pair) for pair in zip(args[0].components, args[1].components, strict=True)]
-        return cls(sums, source.layout, source.shape, torch.promote_types(args[0].dtype, args[1].dtype))
+    if func in PAIRWISE and isinstance(source, cls) and _are_alike(cls, args, kwargs):
+        results = [func(*pair) for pair in zip(args[0].components, args[1].components, strict=True)]
+        if func is not _aten.add.Tensor:
+            return source
+        return cls(results, source.layout, source.shape, torch.promote_types(args[0].dtype, args[1].dtype))
     if func not in COMPONENTWISE or not isinstance(source, cls):
         raise OperatorError(
             f"operator {func} has no rule for a DTensor; use to_local(), unpack() or full_tensor() and work on plain "

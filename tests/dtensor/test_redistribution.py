@@ -228,6 +228,19 @@ def test_gradients_add_up_and_take_a_dtype():
     assert torch.equal(local.grad, torch.full_like(WHOLE, 3))
 
 
+def test_gradients_accumulate_in_a_leaf():
+    mesh = abstract_mesh({"x": 1})
+    leaf = DTensor.from_local(WHOLE.clone(), mesh, [Shard(0)]).requires_grad_()
+    for _ in range(3):
+        (leaf.redistribute(placements=[Shard(1)]).to_local() * 2).sum().backward()
+    assert leaf.grad.layout == leaf.layout
+    assert torch.equal(leaf.grad.full_tensor(), torch.full_like(WHOLE, 6))
+    other = DTensor.from_local(torch.ones_like(WHOLE), mesh, [Shard(0)])
+    with torch.no_grad():
+        leaf.copy_(other)
+    assert torch.equal(leaf.full_tensor().detach(), torch.ones_like(WHOLE))
+
+
 def test_no_grad_gives_the_component_itself():
     local, mesh = local_tensor()
     tensor = DTensor.from_local(local, mesh, [Shard(0)])
