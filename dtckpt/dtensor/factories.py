@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypedDict, Unpack
 
 import torch
 
@@ -38,27 +38,35 @@ def require_mesh(device_mesh: Mesh | None) -> Mesh:
     return mesh
 
 
-def _make(
-    size: Sequence[Any],
-    fill: Fill,
-    *,
-    dtype: torch.dtype | None,
-    layout: torch.layout,
-    requires_grad: bool,
-    device_mesh: Mesh | None,
-    placements: Sequence[Placement] | None,
-) -> DTensor:
-    """Return a new DTensor whose parts ``fill`` fills.
+class Options(TypedDict, total=False):
+    """What every factory takes beside the size.
 
     Args:
-        size: Global shape: integers, or one sequence of them.
-        fill: What fills a part.
         dtype: Default torch's default dtype.
         layout: ``torch.strided``; there is no other.
         requires_grad: Whether gradients are wanted.
         device_mesh: Default the mesh of the innermost `run_on` block.
         placements: One per mesh axis; None means replicated. Terms of Partial ones reduce to the values.
     """
+
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    device_mesh: Mesh | None
+    placements: Sequence[Placement] | None
+
+
+def _make(
+    size: Sequence[Any],
+    fill: Fill,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Return a new DTensor whose parts ``fill`` fills; the other arguments are `Options`."""
     if layout != torch.strided:
         raise LayoutError(f"only dense tensors are made; got layout {layout}, expected {torch.strided}")
     mesh = require_mesh(device_mesh)
@@ -103,94 +111,32 @@ def _random(draw: Callable[[torch.Tensor, torch.Generator], object]) -> Fill:
     return fill
 
 
-def zeros(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """Return a DTensor of zeros; arguments as in `_make`."""
-    return _make(size, _value(0), **_options(dtype, layout, requires_grad, device_mesh, placements))
+def zeros(*size: Any, **options: Unpack[Options]) -> DTensor:
+    """Return a DTensor of zeros. ``size``: integers, or one sequence of them; the rest: `Options`."""
+    return _make(size, _value(0), **options)
 
 
-def ones(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """Return a DTensor of ones; arguments as in `_make`."""
-    return _make(size, _value(1), **_options(dtype, layout, requires_grad, device_mesh, placements))
+def ones(*size: Any, **options: Unpack[Options]) -> DTensor:
+    """Return a DTensor of ones; arguments as for `zeros`."""
+    return _make(size, _value(1), **options)
 
 
-def full(
-    size: Sequence[int],
-    fill_value: complex,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """Return a DTensor of one value, of its dtype unless one is given; arguments as in `_make`."""
-    dtype = dtype or torch.full((), fill_value).dtype
-    return _make([size], _value(fill_value), **_options(dtype, layout, requires_grad, device_mesh, placements))
+def full(size: Sequence[int], fill_value: complex, **options: Unpack[Options]) -> DTensor:
+    """Return a DTensor of one value, of the value's dtype unless one is given; arguments as for `zeros`."""
+    options["dtype"] = options.get("dtype") or torch.full((), fill_value).dtype
+    return _make([size], _value(fill_value), **options)
 
 
-def empty(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """Return a DTensor with uninitialised memory; arguments as in `_make`."""
-    return _make(size, lambda part, _: part, **_options(dtype, layout, requires_grad, device_mesh, placements))
+def empty(*size: Any, **options: Unpack[Options]) -> DTensor:
+    """Return a DTensor with uninitialised memory; arguments as for `zeros`."""
+    return _make(size, lambda part, _: part, **options)
 
 
-def rand(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """Return a DTensor of numbers uniform in [0, 1); arguments as in `_make`. Clients must share torch's seed."""
-    fill = _random(lambda part, generator: part.uniform_(generator=generator))
-    return _make(size, fill, **_options(dtype, layout, requires_grad, device_mesh, placements))
+def rand(*size: Any, **options: Unpack[Options]) -> DTensor:
+    """Return a DTensor of numbers uniform in [0, 1); arguments as for `zeros`. Clients must share torch's seed."""
+    return _make(size, _random(lambda part, generator: part.uniform_(generator=generator)), **options)
 
 
-def randn(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: Mesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """Return a DTensor of standard normal numbers; arguments as in `_make`. Clients must share torch's seed."""
-    fill = _random(lambda part, generator: part.normal_(generator=generator))
-    return _make(size, fill, **_options(dtype, layout, requires_grad, device_mesh, placements))
-
-
-def _options(
-    dtype: torch.dtype | None,
-    layout: torch.layout,
-    requires_grad: bool,
-    device_mesh: Mesh | None,
-    placements: Sequence[Placement] | None,
-) -> dict[str, Any]:
-    return {
-        "dtype": dtype,
-        "layout": layout,
-        "requires_grad": requires_grad,
-        "device_mesh": device_mesh,
-        "placements": placements,
-    }
+def randn(*size: Any, **options: Unpack[Options]) -> DTensor:
+    """Return a DTensor of standard normal numbers; arguments as for `zeros`. Clients must share torch's seed."""
+    return _make(size, _random(lambda part, generator: part.normal_(generator=generator)), **options)
