@@ -19,6 +19,7 @@ import dtckpt
 from dtckpt import Layout, Mesh, SaveOptions
 from dtckpt.coordination import connect, set_coordination
 from dtckpt.coordination.faulty import Fault, FaultyCoordination
+from dtckpt.errors import DtckptError
 from dtckpt.storage import directory
 
 Tensors = Mapping[str, tuple[tuple[int, ...], str, Sequence[Any] | None]]
@@ -412,6 +413,45 @@ def save_on_a_part_of_the_job(path: str, members: int) -> list[str]:
         *differences(dtckpt.name_based_restore(mesh, path, {"w": template})["w"], whole),
         *differences(again, whole),
     ]
+
+
+def save_in_two_threads(folder: str, rounds: int) -> list[str]:
+    """Save from two threads at once, in an order that is the same on every client; return what came out."""
+    first_runs, found = threading.Event(), []
+
+    def save_all(name: str, before: threading.Event | None, begun: threading.Event | None) -> None:
+        for number in range(rounds):
+            if before is not None:
+                before.wait(20)
+            try:
+                dtckpt.save(f"{folder}/{name}{number}", Announcing(begun, number), options=SaveOptions(timeout_s=20))
+            except DtckptError as error:
+                found.append(f"{name}{number}: {type(error).__name__}: {error}")
+
+    threads = [
+        threading.Thread(target=save_all, args=("a", None, first_runs)),
+        threading.Thread(target=save_all, args=("b", first_runs, None)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+class Announcing:
+    """State that says when its save is under way."""
+
+    def __init__(self, begun: threading.Event | None, number: int) -> None:
+        self._begun, self._number = begun, number
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._begun is not None:
+            self._begun.set()
+        return {"w": torch.full((300,), float(self._number))}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise AssertionError("nothing is restored")
 
 
 def save_as_a_stranger(path: str) -> None:

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 import dtckpt
 from dtckpt.errors import to_wire
@@ -111,6 +112,12 @@ def test_a_part_of_the_job_saves(pool, tmp_path, meeting):
     assert pool.values(cases.save_on_a_part_of_the_job, f"{tmp_path}/s", 2, clients=3, **meeting) == [[]] * 3
     with dtckpt.open_checkpoint(tmp_path / "s") as checkpoint:
         assert checkpoint.manifest.num_clients == 2
+
+
+def test_threads_of_a_process_take_turns(pool, tmp_path, meeting):
+    assert pool.values(cases.save_in_two_threads, f"{tmp_path}", 1, clients=3, **meeting) == [[]] * 3
+    for name in ("a0", "b0"):
+        assert torch.equal(dtckpt.restore(tmp_path / name)["w"], torch.zeros(300))
 
 
 def test_only_members_of_a_mesh_save_on_it(pool, tmp_path, meeting):
