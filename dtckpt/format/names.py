@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from dtckpt.errors import TensorNameError, capped
 
@@ -67,11 +67,6 @@ def encode_segment(segment: str) -> str:
     if _RESERVED.fullmatch(segment):
         encoded = f"%{ord(segment[0]):02X}{quote(segment[1:], safe=_SAFE)}"
     return f"{encoded[:-1]}%6B" if encoded.endswith(_LOCK_SUFFIX) else encoded
-
-
-def decode_path(path: str) -> str:
-    """Return the tensor name of an array path."""
-    return "/".join(unquote(segment) for segment in path.split("/") if segment != SELF_SEGMENT)
 
 
 def array_paths(names: Iterable[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dtckpt.errors import CheckpointCorruptError, TensorNotFoundError, TreeError
+from dtckpt.errors import CheckpointCorruptError, TreeError
 
 MAX_DEPTH = 64
 """Deepest nesting; also what stops a tree that contains itself."""
@@ -185,22 +185,6 @@ def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
             yield from _walk(child, (*path, str(position)))
     elif kind != "tensor":
         yield "/".join(path), _value(kind, content)
-
-
-def child(node: Node, key: str | int, where: str) -> Node:
-    """Return the node below ``key`` of a dict, list or tuple node.
-
-    Raises:
-        TensorNotFoundError: There is none.
-    """
-    kind, content = _only(node)
-    if kind == "dict":
-        for name, below in content:
-            if name == key:
-                return dict(below)
-    elif kind in ("list", "tuple") and isinstance(key, int) and 0 <= key < len(content):
-        return dict(content[key])
-    raise TensorNotFoundError(f"the checkpoint has nothing at {where!r}", name=where)
 
 
 def _only(node: Node) -> tuple[str, Any]:

@@ -42,12 +42,14 @@ class ServerProcess:
     """``dtckpt-coordinator serve`` as a process of its own."""
 
     def __init__(self, *, port: int = 0, heartbeat_timeout_s: float = HEARTBEAT_S) -> None:
-        command = "from dtckpt_server.main import main; main()"
         options = ["--port", str(port), "--heartbeat-timeout-s", str(heartbeat_timeout_s)]
         # A file, since a full pipe would block the server.
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by _close
         self.process = subprocess.Popen(
-            [sys.executable, "-c", command, "serve", *options], stdout=subprocess.PIPE, stderr=self._log, text=True
+            [sys.executable, "-m", "dtckpt_server.main", "serve", *options],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
         )
         self.first_line = self.process.stdout.readline()
         if not self.first_line:

@@ -1,4 +1,5 @@
 import re
+from urllib.parse import unquote
 
 import pytest
 from hypothesis import given
@@ -6,7 +7,7 @@ from hypothesis import strategies as st
 
 from dtckpt.errors import TensorNameError
 from dtckpt.format import names
-from dtckpt.format.names import MAX_NAME_BYTES, MAX_SEGMENT_BYTES, array_paths, decode_path, groups, validate_name
+from dtckpt.format.names import MAX_NAME_BYTES, MAX_SEGMENT_BYTES, SELF_SEGMENT, array_paths, groups, validate_name
 
 HOSTILE = {
     "empty": "",
@@ -52,6 +53,11 @@ nasty_segments = st.sampled_from(NASTY)
 plain_segments = st.text(st.characters(codec="utf-8", exclude_categories=("C",), exclude_characters="/"), max_size=20)
 segments = (nasty_segments | plain_segments).filter(lambda segment: segment not in ("", ".", ".."))
 tensor_names = st.lists(segments, min_size=1, max_size=4).map("/".join)
+
+
+def decode_path(path):
+    """Return the name of an array path, as a reader of the format finds it."""
+    return "/".join(unquote(segment) for segment in path.split("/") if segment != SELF_SEGMENT)
 
 
 @pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
