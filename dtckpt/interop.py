@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -16,6 +17,9 @@ from dtckpt.errors import MeshError, MeshTypeError
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.placement import Partial, Placement, Replicate, Shard, _StridedShard
+
+_adopted: WeakKeyDictionary[Any, tuple[int | None, Mesh]] = WeakKeyDictionary()
+"""What `adopt` has made of PyTorch's meshes, and the rank that this client had then."""
 
 
 def is_torch_dtensor(value: object) -> bool:
@@ -47,10 +51,7 @@ def mesh_of(device_mesh: Any) -> Mesh:
     Raises:
         MeshError: This is no ``DeviceMesh``, or one of devices that no mesh here has.
     """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if not isinstance(device_mesh, DeviceMesh):
-        raise MeshTypeError(f"mesh: got {type(device_mesh).__name__}, expected a DeviceMesh of PyTorch")
+    _require_device_mesh(device_mesh)
     if device_mesh.device_type not in KINDS:
         raise MeshError(f"mesh: got a DeviceMesh on {device_mesh.device_type}, expected one of {', '.join(KINDS)}")
     ranks = device_mesh.mesh.cpu().numpy()
@@ -59,13 +60,28 @@ def mesh_of(device_mesh: Any) -> Mesh:
 
 
 def adopt(device_mesh: Any) -> Mesh:
-    """Return `mesh_of`, and have `Mesh.get_group` return the groups of the PyTorch mesh. All its clients call it."""
+    """Return `mesh_of`, and have `Mesh.get_group` return the groups of the PyTorch mesh. All its clients call it.
+
+    Done once for a mesh, as long as this client has its rank.
+    """
+    _require_device_mesh(device_mesh)
+    known = _adopted.get(device_mesh)
+    if known is not None and known[0] == groups.rank():
+        return known[1]
     mesh = mesh_of(device_mesh)
+    _adopted[device_mesh] = groups.rank(), mesh
     if mesh.is_remote() or not getattr(device_mesh, "_dim_group_names", None):  # the groups may never have been made
         return mesh
     for group in device_mesh.get_all_groups():
         groups.remember(group, mesh.device_type)
     return mesh
+
+
+def _require_device_mesh(value: object) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(value, DeviceMesh):
+        raise MeshTypeError(f"mesh: got {type(value).__name__}, expected Mesh or a DeviceMesh of PyTorch")
 
 
 def device_mesh_of(mesh: Mesh) -> Any:

@@ -227,7 +227,7 @@ class Layout:
         return f"Layout.from_string({wire.layout_to_text(self.record)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Layout.from_record, (self.record,)
+        return layout_of_parts, (self.record.kind, self._specs, self._partial, self._mesh)
 
     @property
     def mesh(self) -> Mesh:
@@ -368,14 +368,36 @@ class Layout:
 
     def devices_by_shard(self) -> dict[tuple[int, ...], tuple[int, ...]]:
         """Return the devices that hold every shard, ascending, by shard index in row-major order."""
-        first = self._mesh.min_global_device_id()
-        indices = self._shard_indices
-        linear = np.zeros(len(indices), dtype=np.int64)
-        for dim, count in enumerate(self.shard_grid):
-            linear = linear * count + indices[:, dim]
-        order = np.argsort(linear, kind="stable")
-        holders = (order + first).reshape(math.prod(self.shard_grid), -1).tolist()
+        holders = self.devices_by_part().reshape(math.prod(self.shard_grid), -1).tolist()
         return dict(zip(itertools.product(*map(range, self.shard_grid)), map(tuple, holders), strict=True))
+
+    def devices_by_part(self, axes: Sequence[str] = ()) -> npt.NDArray[np.int64]:
+        """Return the grid of devices by shard index along every dim, place along every one of ``axes``, and copy.
+
+        The last dim of the array holds the devices between which neither makes a difference, ascending.
+
+        Args:
+            axes: names of axes that split no dim.
+        """
+        front = [self._mesh.axis_index(axis) for axis in (*itertools.chain(*self._axes), *axes)]
+        rest = [axis for axis in range(self._mesh.ndim) if axis not in front]
+        grid = self._mesh.global_device_ids().transpose(front + rest)
+        return grid.reshape(*self.shard_grid, *map(self._mesh.dim_size, axes), -1)
+
+    def shards_meeting(self, dim: int, size: int, start: int, stop: int) -> range:
+        """Return the indices of the shards along a dim that hold some of ``range(start, stop)``.
+
+        Empty shards between them are among these.
+        """
+        splits = self._splits[dim]
+        if start >= stop:
+            return range(0)
+        return range(_chunk_at(size, splits, start), _chunk_at(size, splits, stop - 1) + 1)
+
+    def shard_bounds(self, dim: int, size: int, index: int) -> tuple[int, int]:
+        """Return start and stop of one shard along a dim of this global size."""
+        splits = self._splits[dim]
+        return _chunk_of(size, splits, _split_index(index, splits))
 
     # --- shapes ---------------------------------------------------------------------------------------------------
 
@@ -420,6 +442,13 @@ class Layout:
     @property
     def _label(self) -> str:
         return f"layout {','.join(map(wire.spec_to_text, self._specs))!r} on {self._mesh.axis_sizes}"
+
+
+def layout_of_parts(kind: str, specs: tuple[Spec, ...], partial: tuple[tuple[str, str], ...], mesh: Mesh) -> Layout:
+    """Rebuild a layout from what `Layout.__reduce__` gives; those pickled together share their mesh again."""
+    layout = Layout.from_record(wire.LayoutRecord(kind, specs, partial, mesh.record))
+    vars(layout)["_mesh"] = mesh
+    return layout
 
 
 # --- what makes a layout valid -------------------------------------------------------------------------------------
@@ -487,6 +516,25 @@ def _chunk_of(size: int, counts: Sequence[int], indices: Sequence[int]) -> tuple
     for count, index in zip(counts, indices, strict=True):
         start, stop = _chunk(start, stop, count, index)
     return start, stop
+
+
+def _chunk_at(size: int, counts: Sequence[int], position: int) -> int:
+    """Return the row-major index of the chunk that holds a position, cut as by `_chunk_of`."""
+    start, stop, index = 0, size, 0
+    for count in counts:
+        inner = (position - start) // -(-(stop - start) // count)
+        start, stop = _chunk(start, stop, count, inner)
+        index = index * count + inner
+    return index
+
+
+def _split_index(index: int, sizes: Sequence[int]) -> list[int]:
+    """Return the indices in a grid of a row-major position."""
+    indices: list[int] = []
+    for size in reversed(sizes):
+        index, inner = divmod(index, size)
+        indices.append(inner)
+    return indices[::-1]
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dtckpt import wire
+from dtckpt import default_mesh, mesh_rules, wire
 from dtckpt._proto import layout_pb2
 from dtckpt.config import Config
-from dtckpt.devices import DeviceSpec, full_name, kind_of, task_of, with_task
+from dtckpt.devices import DeviceSpec, full_name, kind_of, task_of
 from dtckpt.errors import MeshError, MeshTypeError
-from dtckpt.mesh_rules import RESERVED_NAMES, slice_record, validate_record
+from dtckpt.mesh_rules import RESERVED_NAMES, dims_of, ids_of, sequence_of
 
 if TYPE_CHECKING:
     import torch
@@ -62,28 +62,16 @@ class Mesh:
         global_devices: Sequence[DeviceSpec | str] | None = None,
         use_xla_spmd: bool = False,
     ) -> None:
-        if not isinstance(global_device_ids, np.ndarray) or not np.issubdtype(global_device_ids.dtype, np.integer):
-            raise MeshError(
-                f"mesh: got global_device_ids {global_device_ids!r:.80}, expected a numpy array of integers"
-            )
-        names = _sequence("dim_names", dim_names)
-        if len(names) != global_device_ids.ndim:
-            raise MeshError(
-                f"mesh: got {len(names)} axis names {names} for ids of shape {global_device_ids.shape}, "
-                "expected one name per axis"
-            )
-        if not global_device_ids.size:
-            raise MeshError(f"mesh: got no devices (ids of shape {global_device_ids.shape}), expected at least one")
         record = wire.MeshRecord(
-            dims=tuple(zip(names, global_device_ids.shape, strict=True)),
+            dims=dims_of(dim_names, global_device_ids),
             global_device_ids=tuple(global_device_ids.ravel().tolist()),
             name=mesh_name,
-            local_device_ids=_ids("local_device_ids", local_device_ids),
-            local_devices=tuple(map(full_name, _sequence("local_devices", local_devices))),
-            global_devices=tuple(map(full_name, _sequence("global_devices", global_devices or ()))),
+            local_device_ids=ids_of("local_device_ids", local_device_ids),
+            local_devices=tuple(map(full_name, sequence_of("local_devices", local_devices))),
+            global_devices=tuple(map(full_name, sequence_of("global_devices", global_devices or ()))),
             use_xla_spmd=bool(use_xla_spmd),
         )
-        validate_record(record)
+        mesh_rules.validate_record(record)
         object.__setattr__(self, "_record", record)
 
     # --- other ways to make one -----------------------------------------------------------------------------------
@@ -91,7 +79,7 @@ class Mesh:
     @classmethod
     def from_record(cls, record: wire.MeshRecord) -> Mesh:
         """Build a mesh from the fields that `dtckpt.wire` reads and writes."""
-        validate_record(record)
+        mesh_rules.validate_record(record)
         mesh = cls.__new__(cls)
         object.__setattr__(mesh, "_record", record)
         return mesh
@@ -124,7 +112,7 @@ class Mesh:
 
         Collective: The clients of the mesh all call it, though nothing is sent.
         """
-        mesh: Mesh = _interop().adopt(device_mesh)
+        mesh: Mesh = import_module("dtckpt.interop").adopt(device_mesh)  # it stands above this module
         return mesh
 
     def to_device_mesh(self) -> Any:
@@ -132,7 +120,7 @@ class Mesh:
 
         Collective: As `get_all_groups`.
         """
-        return _interop().device_mesh_of(self)
+        return import_module("dtckpt.interop").device_mesh_of(self)
 
     def to_string(self) -> str:
         """Return the text form.
@@ -169,8 +157,7 @@ class Mesh:
     @cached_property
     def identity(self) -> tuple[object, ...]:
         """What the mesh is, whichever client sees it: name, axes, first id, names of all devices, marks."""
-        record = self._record
-        first = record.global_device_ids[:1]
+        record, first = self._record, self._record.global_device_ids[:1]
         return record.name, record.dims, first, self._device_names, record.use_xla_spmd, record.single_device
 
     def __eq__(self, other: object) -> bool:
@@ -189,7 +176,15 @@ class Mesh:
         return f"Mesh.from_string({wire.mesh_to_text(self._record)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mesh.from_record, (self._record,)
+        return mesh_of_bytes, (self.as_proto().SerializeToString(deterministic=True), self._origins)
+
+    def __enter__(self) -> Mesh:
+        """Make this the default mesh of a with statement's body, as `run_on` does."""
+        default_mesh.push(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        default_mesh.pop()
 
     # --- axes -----------------------------------------------------------------------------------------------------
 
@@ -262,7 +257,8 @@ class Mesh:
 
     def global_device_ids(self) -> npt.NDArray[np.int64]:
         """Return the global ids as an array of the mesh's shape."""
-        return np.array(self._record.global_device_ids, dtype=np.int64).reshape(self.shape if self.device_ids else (0,))
+        first = self._first_id if self.device_ids else 0
+        return np.arange(first, first + self.size(), dtype=np.int64).reshape(self.shape if self.device_ids else (0,))
 
     def global_devices(self) -> list[str]:
         """Return the names of all devices if the mesh was given them, else nothing."""
@@ -317,23 +313,12 @@ class Mesh:
         """What stands where, as a CPU tensor: ranks (clients), or device ids where a client owns several."""
         import torch
 
-        items = self._owners if self.num_clients == self.size() else np.array(self.device_ids)
-        return torch.tensor(items, dtype=torch.int).reshape(self.shape if self.device_ids else (0,))
+        items = self.owners if self.num_clients == self.size() else self.global_device_ids()
+        return torch.tensor(items, dtype=torch.int, device="cpu")
 
     def host_mesh(self) -> Mesh:
         """Return an unnamed mesh of the same grid on CPU devices of the same clients."""
-        if not self.device_ids:
-            raise MeshError(f"{self._label}: got a mesh without a grid of devices, expected one that has a host mesh")
-        specs = [DeviceSpec.parse(name) for name in self._record.local_devices]
-        devices = tuple(
-            DeviceSpec(spec.job, spec.replica or 0, spec.task, "CPU", spec.device_index).to_string() for spec in specs
-        )
-        record = self._record
-        if not devices:
-            raise MeshError(f"{self._label}: got a mesh without local devices, expected this client to own some")
-        return Mesh.from_record(
-            wire.MeshRecord(record.dims, record.global_device_ids, "", record.local_device_ids, devices)
-        )
+        return Mesh.from_record(mesh_rules.host_record(self._record, self._label))
 
     # --- where devices stand --------------------------------------------------------------------------------------
 
@@ -394,7 +379,7 @@ class Mesh:
         Raises:
             MeshError: no such axes, this client has no device here, or its devices stand in several slices.
         """
-        wanted = (names,) if isinstance(names, str) else _sequence("axes to keep", names)
+        wanted = (names,) if isinstance(names, str) else sequence_of("axes to keep", names)
         if wanted == self.mesh_dim_names:
             return self
         return self._slice(tuple((name, self._axes_behind(name)) for name in wanted))
@@ -450,11 +435,36 @@ class Mesh:
     def _slice(self, parts: tuple[tuple[str, tuple[str, ...]], ...]) -> Mesh:
         """Return the slice with new axes, each made of axes of this mesh."""
         if parts not in self._slices:
-            record = slice_record(self._record, self._device_names, parts, self._label)
-            mesh = Mesh.from_record(record)
-            mesh.__dict__["_origins"] = self._origins
-            self._slices[parts] = mesh
+            self._slices[parts] = self._part(
+                *mesh_rules.slice_record(self._record, self._device_names, parts, self._label)
+            )
+            vars(self._slices[parts])["_origins"] = self._origins
         return self._slices[parts]
+
+    def _unflatten(self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]) -> Mesh:
+        """Return the mesh with one axis cut into several, major first, as PyTorch spells it."""
+        axis = self.axis_index(dim)
+        record = mesh_rules.unflattened_record(self._record, axis, mesh_sizes, mesh_dim_names, self._label)
+        return self._part(record, range(self.size()))
+
+    @staticmethod
+    def _concatenate(device_mesh_list: Sequence[Mesh]) -> Mesh:
+        """Return the mesh of the axes of several parts of one mesh, in this order, as PyTorch spells it."""
+        roots = {mesh._place[0] for mesh in device_mesh_list}
+        if len(roots) != 1:
+            raise MeshError(f"meshes to concatenate: got parts of {len(roots)} meshes, expected parts of one")
+        root, parts = roots.pop(), [(mesh._record.dims, mesh._place[1]) for mesh in device_mesh_list]
+        return root._part(*mesh_rules.concatenated_record(root._record, root._device_names, parts))
+
+    @cached_property
+    def _place(self) -> tuple[Mesh, Sequence[int]]:
+        """The mesh that this one is a part of, itself if of no other, and where in it the devices stand, row-major."""
+        return self, range(self.size())
+
+    def _part(self, record: wire.MeshRecord, offsets: Sequence[int]) -> Mesh:
+        mesh, (root, places) = Mesh.from_record(record), self._place
+        vars(mesh)["_place"] = root, [places[offset] for offset in offsets]
+        return mesh
 
     # --- process groups -------------------------------------------------------------------------------------------
 
@@ -493,7 +503,7 @@ class Mesh:
         if isinstance(axis, str) and axis not in self.mesh_dim_names:
             return self[axis].clients
         position = self.axis_index(0 if axis is None else axis)
-        owners = np.moveaxis(self._owners.reshape(self.shape), position, -1)
+        owners = np.moveaxis(self.owners, position, -1)
         places = map(self.coordinate, self._record.local_device_ids)
         lines = (owners[(*place[:position], *place[position + 1 :])].tolist() for place in places)
         seen = {tuple(sorted(set(line))) for line in lines}
@@ -508,9 +518,16 @@ class Mesh:
     # --- clients --------------------------------------------------------------------------------------------------
 
     @cached_property
+    def owners(self) -> npt.NDArray[np.int64]:
+        """Client of every device, as an array of the mesh's shape that cannot be written to."""
+        found = np.array([task_of(name) for name in self._device_names], dtype=np.int64)
+        found.flags.writeable = False
+        return found.reshape(self.shape if self.device_ids else (0,))
+
+    @cached_property
     def clients(self) -> tuple[int, ...]:
         """Ids of the clients that own devices, ascending."""
-        return tuple(np.unique(self._owners).tolist())
+        return tuple(np.unique(self.owners).tolist())
 
     @property
     def num_clients(self) -> int:
@@ -518,31 +535,20 @@ class Mesh:
 
     def client_of(self, device_id: int) -> int:
         """Return the client that owns a device."""
-        return int(self._owners[self._offset(device_id)])
+        return int(self.owners.flat[self._offset(device_id)])
 
     def devices_of(self, client: int) -> tuple[int, ...]:
         """Return the ids of a client's devices, ascending; none when it has none."""
-        return tuple((np.flatnonzero(self._owners == client) + self._first_id).tolist())
+        return tuple((np.flatnonzero(self.owners == client) + self._first_id).tolist())
 
-    @cached_property
-    def _owners(self) -> npt.NDArray[np.int64]:
-        return np.array([task_of(name) for name in self._device_names], dtype=np.int64)
+    def device_name(self, device_id: int) -> str:
+        """Return the complete name of a device."""
+        return self._device_names[self._offset(device_id)]
 
     @cached_property
     def _device_names(self) -> tuple[str, ...]:
-        """Names of all devices in row-major order; those of other clients are this client's with another task."""
-        record = self._record
-        if record.global_devices or not record.local_devices:
-            return record.global_devices
-        local = [name for _, name in sorted(zip(record.local_device_ids, record.local_devices, strict=True))]
-        own_block = (min(record.local_device_ids) - self._first_id) // len(local)
-        first_tasks = [task_of(name) - own_block for name in local]
-        blocks = range(len(record.global_device_ids) // len(local))
-        if len(blocks) == 1:
-            return tuple(local)
-        return tuple(
-            with_task(name, first + block) for block in blocks for name, first in zip(local, first_tasks, strict=True)
-        )
+        """Names of all devices in row-major order."""
+        return mesh_rules.names_of_all(self._record)
 
     # --- inner parts ----------------------------------------------------------------------------------------------
 
@@ -578,22 +584,8 @@ class Mesh:
         return tuple(reversed(place))
 
 
-# --- arguments ----------------------------------------------------------------------------------------------------
-
-
-def _interop() -> Any:
-    """Return the module that knows PyTorch's classes; it stands above this one, so it is looked up when needed."""
-    return import_module("dtckpt.interop")
-
-
-def _sequence(what: str, items: Iterable[Any]) -> tuple[Any, ...]:
-    if isinstance(items, str | bytes) or not isinstance(items, Iterable):
-        raise MeshTypeError(f"mesh: got {what} {items!r}, expected a sequence")
-    return tuple(items)
-
-
-def _ids(what: str, items: Iterable[int]) -> tuple[int, ...]:
-    try:
-        return tuple(map(operator.index, _sequence(what, items)))
-    except TypeError:
-        raise MeshTypeError(f"mesh: got {what} {items!r}, expected a sequence of integers") from None
+def mesh_of_bytes(data: bytes, origins: dict[str, tuple[str, ...]]) -> Mesh:
+    """Rebuild a mesh from what `Mesh.__reduce__` gives: plain values, which `torch.load` takes from strangers."""
+    mesh = Mesh.from_proto(layout_pb2.MeshProto.FromString(data))
+    vars(mesh)["_origins"] = origins
+    return mesh

@@ -1,21 +1,52 @@
-"""What makes the fields of a mesh valid, and which fields a slice of a mesh has."""
+"""What makes the fields of a mesh valid, what follows from them, and which fields a slice of a mesh has."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from dtckpt import wire
-from dtckpt.devices import DEVICE_KINDS, kind_of
+from dtckpt.devices import DEVICE_KINDS, DeviceSpec, kind_of, task_of, with_task
 from dtckpt.errors import MeshError, MeshTypeError, capped
 
 RESERVED_NAMES = ("unsharded", "match", "any", "scalar")
 """Words of the text form that no axis may be called."""
 
 _NOT_IN_NAMES = frozenset("|,=*+ ")
+
+
+def sequence_of(what: str, items: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the items of an argument, or refuse one that is no sequence."""
+    if isinstance(items, str | bytes) or not isinstance(items, Iterable):
+        raise MeshTypeError(f"mesh: got {what} {items!r}, expected a sequence")
+    return tuple(items)
+
+
+def ids_of(what: str, items: Iterable[int]) -> tuple[int, ...]:
+    """Return the integers of an argument, or refuse one that is no sequence of them."""
+    try:
+        return tuple(map(operator.index, sequence_of(what, items)))
+    except TypeError:
+        raise MeshTypeError(f"mesh: got {what} {items!r}, expected a sequence of integers") from None
+
+
+def dims_of(dim_names: Sequence[str], ids: object) -> tuple[tuple[str, int], ...]:
+    """Return names and sizes of the axes of an array of device ids, or refuse arguments that do not fit."""
+    if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
+        raise MeshError(f"mesh: got global_device_ids {ids!r:.80}, expected a numpy array of integers")
+    names = sequence_of("dim_names", dim_names)
+    if len(names) != ids.ndim:
+        raise MeshError(
+            f"mesh: got {len(names)} axis names {names} for ids of shape {ids.shape}, expected one name per axis"
+        )
+    if not ids.size:
+        raise MeshError(f"mesh: got no devices (ids of shape {ids.shape}), expected at least one")
+    return tuple(zip(names, ids.shape, strict=True))
 
 
 def validate_record(record: wire.MeshRecord) -> None:
@@ -107,9 +138,24 @@ def _validate_devices(record: wire.MeshRecord) -> None:
         raise MeshError(f"mesh: got use_xla_spmd on {kinds[0]} devices, expected TPU devices")
 
 
+def names_of_all(record: wire.MeshRecord) -> tuple[str, ...]:
+    """Return the names of all devices; those that are not given are this client's with another task."""
+    if record.global_devices or not record.local_devices:
+        return record.global_devices
+    local = [name for _, name in sorted(zip(record.local_device_ids, record.local_devices, strict=True))]
+    own_block = (min(record.local_device_ids) - record.global_device_ids[0]) // len(local)
+    first_tasks = [task_of(name) - own_block for name in local]
+    blocks = range(len(record.global_device_ids) // len(local))
+    if len(blocks) == 1:
+        return tuple(local)
+    return tuple(
+        with_task(name, first + block) for block in blocks for name, first in zip(local, first_tasks, strict=True)
+    )
+
+
 def slice_record(
     record: wire.MeshRecord, devices: Sequence[str], parts: Sequence[tuple[str, tuple[str, ...]]], label: str
-) -> wire.MeshRecord:
+) -> tuple[wire.MeshRecord, list[int]]:
     """Return the mesh whose axes are made of a mesh's axes, at the place of the local devices along the others.
 
     Args:
@@ -117,6 +163,9 @@ def slice_record(
         devices: names of all its devices.
         parts: name of every new axis, and the old axes that it is made of, major first.
         label: what errors call the mesh.
+
+    Returns:
+        Its fields, and where its devices stand in the mesh.
     """
     axes, shape = [axis for axis, _ in record.dims], [size for _, size in record.dims]
     kept = [axes.index(axis) for _, behind in parts for axis in behind]
@@ -134,9 +183,78 @@ def slice_record(
             "expected this client's devices in exactly one slice"
         )
     picked: list[int] = offsets[rows[0]].tolist()
+    dims = tuple((name, math.prod(shape[axes.index(axis)] for axis in behind)) for name, behind in parts)
+    return _picked(record, dims, picked, devices), picked
+
+
+def host_record(record: wire.MeshRecord, label: str) -> wire.MeshRecord:
+    """Return the unnamed mesh of the same grid on CPU devices of the same clients; ``label`` is what errors call it."""
+    if not record.global_device_ids:
+        raise MeshError(f"{label}: got a mesh without a grid of devices, expected one that has a host mesh")
+    specs = [DeviceSpec.parse(name) for name in record.local_devices]
+    devices = tuple(
+        DeviceSpec(spec.job, spec.replica or 0, spec.task, "CPU", spec.device_index).to_string() for spec in specs
+    )
+    if not devices:
+        raise MeshError(f"{label}: got a mesh without local devices, expected this client to own some")
+    return wire.MeshRecord(record.dims, record.global_device_ids, "", record.local_device_ids, devices)
+
+
+def unflattened_record(
+    record: wire.MeshRecord, axis: int, sizes: Sequence[int], names: Sequence[str], label: str
+) -> wire.MeshRecord:
+    """Return the mesh with one axis cut into several, major first; ``label`` is what errors call the mesh."""
+    cut, named = ids_of("mesh_sizes", sizes), sequence_of("mesh_dim_names", names)
+    name, size = record.dims[axis]
+    if len(cut) != len(named) or math.prod(cut) != size:
+        raise MeshError(
+            f"{label}: got sizes {cut} named {named} for axis {name!r}, expected one name per size, and sizes whose "
+            f"product is {size}"
+        )
+    new = tuple(zip(named, cut, strict=True))
+    return replace(record, dims=(*record.dims[:axis], *new, *record.dims[axis + 1 :]))
+
+
+def concatenated_record(
+    record: wire.MeshRecord,
+    devices: Sequence[str],
+    parts: Sequence[tuple[tuple[tuple[str, int], ...], Sequence[int]]],
+) -> tuple[wire.MeshRecord, list[int]]:
+    """Return the mesh of the axes of several parts of one mesh, at the place of the local devices along the others.
+
+    Args:
+        record: the mesh.
+        devices: names of all its devices.
+        parts: axes of every part, and where its devices stand in the mesh, row-major.
+
+    Returns:
+        Its fields, and where its devices stand in the mesh.
+    """
+    dims = tuple(dim for axes, _ in parts for dim in axes)
+    mine = [device_id - record.global_device_ids[0] for device_id in record.local_device_ids]
+    if not mine:
+        raise MeshError(f"meshes to concatenate: got axes {dict(dims)}, expected this client to have a device in them")
+    grid = np.array(mine[0])
+    for _, offsets in parts:
+        # Parts are evenly spaced: a step along one of them leads equally far from any device of another.
+        grid = np.add.outer(grid, np.array(offsets) - mine[0])
+    picked: list[int] = grid.ravel().tolist()
+    if len(set(picked)) != len(picked) or not set(picked) <= set(range(len(devices))):
+        raise MeshError(
+            f"meshes to concatenate: got axes {[name for name, _ in dims]} that overlap, expected a step along one to "
+            "lead elsewhere than any along the others"
+        )
+    return _picked(record, dims, picked, devices), picked
+
+
+def _picked(
+    record: wire.MeshRecord, dims: tuple[tuple[str, int], ...], picked: Sequence[int], devices: Sequence[str]
+) -> wire.MeshRecord:
+    """Return the mesh of some devices of a mesh, given by their offsets; those of this client are among them."""
+    mine = [device_id - record.global_device_ids[0] for device_id in record.local_device_ids]
     return replace(
         record,
-        dims=tuple((name, math.prod(shape[axes.index(axis)] for axis in behind)) for name, behind in parts),
+        dims=dims,
         global_device_ids=tuple(range(len(picked))),
         local_device_ids=tuple(map(picked.index, mine)),
         global_devices=tuple(devices[offset] for offset in picked),

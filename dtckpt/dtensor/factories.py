@@ -11,9 +11,9 @@ import torch
 
 from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.functional import from_placements, redistribute
-from dtckpt.dtensor.moving import get_default_mesh
+from dtckpt.dtensor.moving import as_mesh, get_default_mesh
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.errors import LayoutError, LayoutTypeError, MeshError, MeshTypeError
+from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.placement import Placement
@@ -23,18 +23,16 @@ Fill = Callable[[torch.Tensor, Region], object]
 """Fills one device's part, given the region that it covers."""
 
 
-def require_mesh(device_mesh: Mesh | None) -> Mesh:
-    """Return the mesh given, or that of the innermost `run_on` block.
+def require_mesh(device_mesh: Any) -> Mesh:
+    """Return the mesh given, a `Mesh` or PyTorch's ``DeviceMesh``, or that of the innermost block.
 
     Raises:
         MeshError: There is neither.
-        MeshTypeError: What was given is no mesh of dtckpt.
+        MeshTypeError: What was given is no mesh.
     """
-    mesh = get_default_mesh() if device_mesh is None else device_mesh
+    mesh = get_default_mesh() if device_mesh is None else as_mesh(device_mesh)
     if mesh is None:
         raise MeshError("no mesh was given and none is active; pass device_mesh, or use run_on(mesh)")
-    if not isinstance(mesh, Mesh):
-        raise MeshTypeError(f"device_mesh: got {type(mesh).__name__}, expected Mesh; Mesh.from_device_mesh converts")
     return mesh
 
 

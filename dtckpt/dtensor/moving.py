@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from dtckpt import default_mesh
 from dtckpt.dtensor.functional import redistribute
 from dtckpt.dtensor.packing import pack
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.errors import LayoutError, LayoutTypeError, MeshTypeError
+from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout import MATCH, UNSHARDED, Layout
 from dtckpt.mesh import Mesh
-
-_default_mesh: ContextVar[Mesh | None] = ContextVar("dtckpt_default_mesh", default=None)
 
 
 def relayout(tensor: torch.Tensor, layout: Layout) -> DTensor:
@@ -70,16 +68,24 @@ def call_with_layout(fn: Callable[..., Any], layout: Layout | None, *args: Any, 
 
 @contextmanager
 def run_on(mesh: Mesh) -> Iterator[Mesh]:
-    """Make ``mesh`` the default one inside a ``with`` block; the outer one comes back however the block ends."""
-    if not isinstance(mesh, Mesh):
-        raise MeshTypeError(f"run_on needs a Mesh; got {type(mesh).__name__}")
-    token = _default_mesh.set(mesh)
-    try:
-        yield mesh
-    finally:
-        _default_mesh.reset(token)
+    """Make ``mesh`` the default one inside a ``with`` block; the outer one comes back however the block ends.
+
+    ``with mesh:`` does the same. A ``DeviceMesh`` of PyTorch will do as well.
+    """
+    with as_mesh(mesh) as active:
+        yield active
 
 
 def get_default_mesh() -> Mesh | None:
-    """Return the mesh of the innermost `run_on` block, if there is one."""
-    return _default_mesh.get()
+    """Return the mesh of the innermost ``with mesh:`` or `run_on` block, if there is one."""
+    mesh: Mesh | None = default_mesh.get()
+    return mesh
+
+
+def as_mesh(mesh: Any) -> Mesh:
+    """Return a mesh as it is, and the `Mesh` of a PyTorch ``DeviceMesh``.
+
+    Raises:
+        MeshTypeError: This is neither.
+    """
+    return mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
