@@ -7,16 +7,23 @@ over the terms. Slicing, all-gather, all-to-all, reduce-scatter, broadcast and m
 Each byte goes at most once from one client to another: a device of the same client is asked first, and of several
 devices of one client that need the same box, one receives it and hands it on. Where several remote devices could give
 a box, the place of the taker in its mesh decides, so takers spread over givers, and both sides decide alike without a
-word. A client plans only what touches it.
+word.
+
+A client plans only what touches it. The parts of a layout are the mesh's grid of devices, its axes put in the order of
+the tensor's dims, so the parts that meet a box are a slice of that grid, and no other part is looked at.
 """
 
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
 
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
@@ -75,7 +82,7 @@ def plan_exchange(source: Layout, target: Layout, shape: tuple[int, ...], client
     Reductions that are pending in both layouts on an axis of one name, size and op stay pending; all others of the
     source are done. The target may have no others.
     """
-    return _Planner(source, target, shape, client).plan()
+    return _planner(source, target, client).plan(shape)
 
 
 def reduced_axes(source: Layout, target: Layout) -> tuple[str, ...]:
@@ -115,140 +122,203 @@ def term_of(source: Layout, axes: Sequence[str], device: int) -> Place:
     return tuple(place[source.mesh.axis_index(axis)] for axis in axes)
 
 
-@lru_cache(maxsize=1024)
-def _holders(layout: Layout, axes: tuple[str, ...]) -> dict[tuple[Place, Place], dict[int, tuple[int, ...]]]:
-    """Return who holds each part: by shard index and place along ``axes``, the devices of each client, ascending."""
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Who holds the parts of a layout: arrays by shard index, place along some axes, and copy.
+
+    Args:
+        devices: Ids. The copies of a part are in order of their clients, and those of one client ascend.
+        owners: Their clients.
+        is_first: Which copies are the first one of their client.
+    """
+
+    devices: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.int64]
+    is_first: npt.NDArray[np.bool_]
+
+    def at(
+        self, where: tuple[int | slice, ...]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return the arrays cut alike."""
+        return self.devices[where], self.owners[where], self.is_first[where]
+
+    def held_by(self, client: int) -> dict[Place, tuple[int, ...]]:
+        """Return the parts that a client holds, and its devices that do, ascending."""
+        mine = self.owners == client
+        found: dict[Place, list[int]] = {}
+        for (*part, _), device in zip(np.argwhere(mine).tolist(), self.devices[mine].tolist(), strict=True):
+            found.setdefault(tuple(part), []).append(device)
+        return {part: tuple(devices) for part, devices in found.items()}
+
+    def clients_of(self, part: Place) -> list[int]:
+        """Return the clients that hold a part, ascending."""
+        clients: list[int] = self.owners[part][self.is_first[part]].tolist()
+        return clients
+
+    def giver(self, part: Place, order: int) -> tuple[int, int]:
+        """Return client and device that give a part to the remote device which is ``order``-th in its mesh."""
+        starts = np.flatnonzero(self.is_first[part])
+        turn, number = divmod(order, len(starts))
+        copies = self.devices[part]
+        own = copies[starts[number] : starts[number + 1] if number + 1 < len(starts) else None]
+        return int(self.owners[part][starts[number]]), int(own[turn % len(own)])
+
+    def are_held_by_all(self, clients: Sequence[int]) -> bool:
+        """Tell whether each of these clients holds every part."""
+        if self.devices.shape[-1] < len(clients):
+            return False
+        counts = (self.is_first & np.isin(self.owners, clients)).sum(axis=-1)
+        return bool((counts == len(clients)).all())
+
+
+@lru_cache(maxsize=128)
+def _parts(layout: Layout, axes: tuple[str, ...]) -> _Parts:
     mesh = layout.mesh
-    columns = [mesh.axis_index(axis) for axis in axes]
-    found: dict[tuple[Place, Place], dict[int, list[int]]] = {}
-    for device, shard in zip(mesh.device_ids, layout.offset_to_shard(), strict=True):
-        place = mesh.coordinate(device) if axes else ()
-        key = shard, tuple(place[column] for column in columns)
-        found.setdefault(key, {}).setdefault(mesh.client_of(device), []).append(device)
-    return {key: {client: tuple(ids) for client, ids in clients.items()} for key, clients in found.items()}
-
-
-@lru_cache(maxsize=8192)
-def _edges(layout: Layout, dim: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    shards = layout.shards(dim, size)
-    return tuple(start for start, _ in shards), tuple(stop for _, stop in shards)
+    devices = layout.devices_by_part(axes)
+    owners = mesh.owners.reshape(-1)[devices - mesh.min_global_device_id()]
+    order = owners.argsort(axis=-1, kind="stable")
+    devices, owners = (np.take_along_axis(array, order, axis=-1) for array in (devices, owners))
+    is_first = np.ones(owners.shape, dtype=np.bool_)
+    np.not_equal(owners[..., 1:], owners[..., :-1], out=is_first[..., 1:])
+    return _Parts(devices, owners, is_first)
 
 
 def meeting(layout: Layout, shape: Sequence[int], region: Region) -> Iterator[tuple[Place, Region]]:
     """Yield every shard of a layout that shares elements with a region: its index, and the common box."""
     per_dim = []
-    for dim, (start, stop, size) in enumerate(zip(region.offset, region.stop, shape, strict=True)):
-        starts, stops = _edges(layout, dim, size)
-        shards = range(bisect_right(stops, start), bisect_left(starts, stop))
-        hits = [(index, max(start, starts[index]), min(stop, stops[index])) for index in shards]
-        per_dim.append([(index, first, last) for index, first, last in hits if first < last])
+    for dim, window in enumerate(_window(layout, shape, region)):
+        hits = ((index, *_common(layout, shape, region, dim, index)) for index in window)
+        per_dim.append([(index, start, length) for index, start, length in hits if length > 0])
     for combination in itertools.product(*per_dim):
-        offset = tuple(first for _, first, _ in combination)
-        box = Region(offset, tuple(last - first for _, first, last in combination))
+        box = Region(tuple(start for _, start, _ in combination), tuple(length for _, _, length in combination))
         yield tuple(index for index, _, _ in combination), box
 
 
-class _Planner:
-    def __init__(self, source: Layout, target: Layout, shape: tuple[int, ...], client: int) -> None:
-        self._source, self._target, self._shape, self._client = source, target, shape, client
-        kept, reduced = kept_axes(source, target), reduced_axes(source, target)
-        self._givers = _holders(source, (*kept, *reduced))
-        self._takers = _holders(target, kept)
-        self._terms = list(itertools.product(*(range(source.mesh.dim_size(axis)) for axis in reduced)))
-        self._num_kept = len(kept)
-        self._same_device = _same_devices(source.mesh, target.mesh)
+def _window(layout: Layout, shape: Sequence[int], region: Region) -> list[range]:
+    """Return which shards meet a region along every dim, empty ones between them included."""
+    bounds = zip(shape, region.offset, region.stop, strict=True)
+    return [layout.shards_meeting(dim, size, start, stop) for dim, (size, start, stop) in enumerate(bounds)]
 
-    def plan(self) -> ExchangePlan:
-        copies: list[Move] = []
-        receives: dict[int, list[Move]] = {}
-        forwards: list[Move] = []
-        for key, clients in self._takers.items():
-            mine = clients.get(self._client, ())
-            if mine:
-                self._plan_taking(key, mine, copies, receives, forwards)
-        everyone = set(self._target.mesh.clients)
+
+def _common(layout: Layout, shape: Sequence[int], region: Region, dim: int, index: int) -> tuple[int, int]:
+    """Return where along a dim what a shard has in common with a region starts, and its length."""
+    start, stop = layout.shard_bounds(dim, shape[dim], index)
+    first = max(start, region.offset[dim])
+    return first, min(stop, region.offset[dim] + region.shape[dim]) - first
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The moves of a plan, as they are found."""
+
+    copies: list[Move] = field(default_factory=list)
+    sends: defaultdict[int, list[Move]] = field(default_factory=lambda: defaultdict(list))
+    receives: defaultdict[int, list[Move]] = field(default_factory=lambda: defaultdict(list))
+    forwards: list[Move] = field(default_factory=list)
+
+
+@lru_cache(maxsize=128)
+def _planner(source: Layout, target: Layout, client: int) -> _Planner:
+    return _Planner(source, target, client)
+
+
+class _Planner:
+    """Plans one client's side of a change of layout; who holds which part does not depend on the shape."""
+
+    def __init__(self, source: Layout, target: Layout, client: int) -> None:
+        self._source, self._target = source, target
+        kept, reduced = kept_axes(source, target), reduced_axes(source, target)
+        self._givers, self._takers = _parts(source, (*kept, *reduced)), _parts(target, kept)
+        self._held, self._wanted = self._givers.held_by(client), self._takers.held_by(client)
+        self._holders = {part: self._givers.clients_of(part) for part in self._held}
+        self._client = client
+        self._num_kept = len(kept)
+        self._terms = list(itertools.product(*(range(source.mesh.dim_size(axis)) for axis in reduced)))
+        self._first_id = target.mesh.min_global_device_id()
+        self._same_device = _same_devices(source.mesh, target.mesh, client)
+        self._is_local = self._givers.are_held_by_all(target.mesh.clients)
+
+    def plan(self, shape: tuple[int, ...]) -> ExchangePlan:
+        draft = _Draft()
+        for part, takers in self._wanted.items():
+            self._take(shape, part, takers, draft)
+        for part, givers in () if self._is_local else self._held.items():
+            self._give(shape, part, givers, draft)
         return ExchangePlan(
-            copies=tuple(sorted(copies)),
-            sends=_in_order(self._sends()),
-            receives=_in_order(receives),
-            forwards=tuple(sorted(forwards)),
-            is_local=all(everyone <= set(holders) for holders in self._givers.values()),
+            copies=_in_order(draft.copies),
+            sends=_by_client(draft.sends),
+            receives=_by_client(draft.receives),
+            forwards=_in_order(draft.forwards),
+            is_local=self._is_local,
         )
 
-    def _plan_taking(
-        self,
-        key: tuple[Place, Place],
-        takers: tuple[int, ...],
-        copies: list[Move],
-        receives: dict[int, list[Move]],
-        forwards: list[Move],
-    ) -> None:
+    def _take(self, shape: tuple[int, ...], part: Place, takers: tuple[int, ...], draft: _Draft) -> None:
         """Plan how this client's devices ``takers``, which need the same box, get it."""
-        shard, kept = key
-        for index, box in meeting(self._source, self._shape, self._box(self._target, shard)):
-            holders = [self._givers[index, kept + term] for term in self._terms]
-            if all(self._client in clients for clients in holders):
-                copies.extend(
-                    _move(self._local_giver(clients[self._client], taker), taker, box)
-                    for taker in takers
-                    for clients in holders
-                )
+        first, *others = takers
+        kept = part[len(shape) :]
+        for index, box in meeting(self._source, shape, _box(self._target, shape, part)):
+            terms = [(*index, *kept, *term) for term in self._terms]
+            if all(term in self._held for term in terms):
+                draft.copies += [
+                    _move(self._local_giver(term, taker), taker, box) for taker in takers for term in terms
+                ]
                 continue
-            first, *others = takers
-            for clients in holders:
-                if self._client in clients:
-                    copies.append(_move(self._local_giver(clients[self._client], first), first, box))
+            for term in terms:
+                if term in self._held:
+                    draft.copies.append(_move(self._local_giver(term, first), first, box))
                 else:
-                    giver, device = self._remote_giver(clients, first)
-                    receives.setdefault(giver, []).append(_move(device, first, box))
-            forwards.extend(_move(first, other, box) for other in others)
+                    client, giver = self._givers.giver(term, first - self._first_id)
+                    draft.receives[client].append(_move(giver, first, box))
+            draft.forwards += [_move(first, other, box) for other in others]
 
-    def _sends(self) -> dict[int, list[Move]]:
-        sends: dict[int, list[Move]] = {}
-        for (shard, place), clients in self._givers.items():
-            if self._client not in clients:
+    def _give(self, shape: tuple[int, ...], part: Place, givers: tuple[int, ...], draft: _Draft) -> None:
+        """Plan to whom this client's devices ``givers``, which hold the same box, give some of it."""
+        clients, box = self._holders[part], _box(self._source, shape, part)
+        window = _window(self._target, shape, box)
+        kept = part[len(shape) : len(shape) + self._num_kept]
+        devices, owners, is_first = self._takers.at((*(slice(hits.start, hits.stop) for hits in window), *kept))
+        is_mine = is_first & ((devices - self._first_id) % len(clients) == clients.index(self._client))
+        for place in map(tuple, np.argwhere(is_mine.any(axis=-1)).tolist()):
+            common = box.intersect(
+                _box(self._target, shape, [hits[at] for hits, at in zip(window, place, strict=True)])
+            )
+            if common is None:
                 continue
-            kept = place[: self._num_kept]
-            for index, box in meeting(self._target, self._shape, self._box(self._source, shard)):
-                for taker, devices in self._takers[index, kept].items():
-                    if taker in clients:
-                        continue
-                    giver, device = self._remote_giver(clients, devices[0])
-                    if giver == self._client:
-                        sends.setdefault(taker, []).append(_move(device, devices[0], box))
-        return sends
+            chosen = is_mine[place]
+            for taker, client in zip(devices[place][chosen].tolist(), owners[place][chosen].tolist(), strict=True):
+                if client not in clients:
+                    turn = (taker - self._first_id) // len(clients)
+                    draft.sends[client].append(_move(givers[turn % len(givers)], taker, common))
 
-    def _box(self, layout: Layout, shard: Place) -> Region:
-        bounds = [
-            layout.shards(dim, size)[index] for dim, (size, index) in enumerate(zip(self._shape, shard, strict=True))
-        ]
-        return Region(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
-
-    def _local_giver(self, devices: tuple[int, ...], taker: int) -> int:
+    def _local_giver(self, part: Place, taker: int) -> int:
+        devices = self._held[part]
         same = self._same_device.get(taker)
         return same if same in devices else devices[taker % len(devices)]
 
-    def _remote_giver(self, clients: Mapping[int, tuple[int, ...]], taker: int) -> tuple[int, int]:
-        """Return client and device that give a box to the remote device ``taker``."""
-        order = taker - self._target.mesh.min_global_device_id()
-        names = sorted(clients)
-        client = names[order % len(names)]
-        devices = clients[client]
-        return client, devices[order // len(names) % len(devices)]
 
-
-def _same_devices(source: Mesh, target: Mesh) -> Mapping[int, int]:
-    """Return, by target device id, the id of the same device in the source mesh."""
+def _same_devices(source: Mesh, target: Mesh, client: int) -> Mapping[int, int]:
+    """Return, by a client's target device ids, the id of the same device in the source mesh."""
     if source == target:
-        return {device: device for device in target.device_ids}
-    by_name = dict(zip(source.portable().global_devices(), source.device_ids, strict=True))
-    names = zip(target.device_ids, target.portable().global_devices(), strict=True)
-    return {device: by_name[name] for device, name in names if name in by_name}
+        return {device: device for device in target.devices_of(client)}
+    by_name = {source.device_name(device): device for device in source.devices_of(client)}
+    names = {device: target.device_name(device) for device in target.devices_of(client)}
+    return {device: by_name[name] for device, name in names.items() if name in by_name}
+
+
+def _box(layout: Layout, shape: Sequence[int], part: Sequence[int]) -> Region:
+    """Return the box of a part, or of a shard: the indices come first."""
+    bounds = [layout.shard_bounds(dim, size, index) for dim, (size, index) in enumerate(zip(shape, part, strict=False))]
+    return Region(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
 
 
 def _move(source: int, target: int, box: Region) -> Move:
     return Move(target, box.offset, box.shape, source)
 
 
-def _in_order(moves: Mapping[int, Iterable[Move]]) -> dict[int, tuple[Move, ...]]:
-    return {client: tuple(sorted(listed)) for client, listed in sorted(moves.items())}
+def _in_order(moves: Iterable[Move]) -> tuple[Move, ...]:
+    # As `Move` sorts, without calling it for each comparison.
+    return tuple(sorted(moves, key=attrgetter("target", "offset", "shape", "source")))
+
+
+def _by_client(moves: Mapping[int, Iterable[Move]]) -> dict[int, tuple[Move, ...]]:
+    return {client: _in_order(listed) for client, listed in sorted(moves.items())}
