@@ -9,12 +9,14 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 
 from dtckpt.config import Config
 from dtckpt.devices import DEVICE_KINDS, DeviceSpec
-from dtckpt.errors import ConfigError, MeshError, MeshTypeError
+from dtckpt.errors import ConfigError, DeviceNotFoundError, MeshError, MeshTypeError
 from dtckpt.mesh import Mesh
 
 MeshDims = Mapping[str, int] | Sequence[tuple[str, int]]
@@ -141,6 +143,34 @@ def _num_cards() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def initialize_tpu_system() -> None:
+    """Make this client's TPU cores devices of the kind ``TPU``; works where ``torch_xla`` is installed and finds some.
+
+    Raises:
+        DeviceNotFoundError: There is no ``torch_xla``, or it finds no TPU.
+    """
+    configure_virtual_devices("TPU", _tpu_runtime().addressable_device_count())
+
+
+def shutdown_tpu_system() -> None:
+    """Forget the devices that `initialize_tpu_system` has found. Errors: as there."""
+    _tpu_runtime()
+    _configured.pop("TPU", None)
+
+
+def _tpu_runtime() -> Any:
+    try:
+        runtime: Any = import_module("torch_xla.runtime")
+        found = runtime.device_type()
+    except (ImportError, RuntimeError) as error:
+        raise DeviceNotFoundError(
+            f"TPU system: got no working torch_xla ({error}), expected one; install torch_xla on a machine with TPUs"
+        ) from error
+    if found != "TPU":
+        raise DeviceNotFoundError(f"TPU system: got {found} as device type of torch_xla, expected TPU; see PJRT_DEVICE")
+    return runtime
 
 
 # --- meshes -------------------------------------------------------------------------------------------------------

@@ -57,6 +57,10 @@ class MeshTypeError(MeshError, TypeError):
     """Something that is not a mesh (or not the right kind of argument) stands where one is needed."""
 
 
+class DeviceNotFoundError(DtckptError, RuntimeError):
+    """A kind of device was asked for that this client does not have, or not the library that drives it."""
+
+
 class LayoutError(DtckptError, ValueError):
     """A layout, a sharding spec or a placement is invalid, or does not fit the tensor or the mesh."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dtckpt import interop
-from dtckpt.dtensor import DTensor
+from dtckpt.dtensor import DTensor, DVariable
 from dtckpt.errors import DTypeError, LayoutError
 from dtckpt.format.dtypes import DTYPES, validate_dtype
 from dtckpt.layout import Layout
@@ -40,12 +40,14 @@ class Leaf:
         dtype: Dtype name.
         layout: Its layout; None for a plain tensor, of which every client has a copy.
         parts: This client's parts: the region that each covers, and the memory that holds it.
+        save_as_bf16: Whether it wants to be stored as bfloat16.
     """
 
     shape: tuple[int, ...]
     dtype: str
     layout: Layout | None
     parts: tuple[tuple[Region, torch.Tensor], ...]
+    save_as_bf16: bool = False
 
     def distinct_parts(self) -> dict[Region, list[torch.Tensor]]:
         """Return the non-empty regions of this client and their local copies."""
@@ -95,7 +97,8 @@ def as_leaf(value: torch.Tensor) -> Leaf:
             "relayout it to sharded or replicated first"
         )
     regions = (layout.region(device, shape) for device in layout.mesh.local_device_ids())
-    return Leaf(shape, dtype, layout, tuple(zip(regions, components, strict=True)))
+    save_as_bf16 = isinstance(value, DVariable) and value.save_as_bf16
+    return Leaf(shape, dtype, layout, tuple(zip(regions, components, strict=True)), save_as_bf16)
 
 
 def host_array(memory: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -145,7 +145,8 @@ def state_of(
     for name, tensor, slice_text in entries:
         leaf = as_leaf(tensor)
         place = parse_slice_spec(slice_text, leaf.shape)
-        stored = "bfloat16" if options.save_as_bf16 and leaf.dtype == "float32" else leaf.dtype
+        is_rounded = (options.save_as_bf16 or leaf.save_as_bf16) and leaf.dtype == "float32"
+        stored = "bfloat16" if is_rounded else leaf.dtype
         holdings = _holdings(leaf, clients)
         moved = tuple(Holding(item.region.translate(place.region.offset), item.clients) for item in holdings)
         is_whole = place.full_shape == leaf.shape

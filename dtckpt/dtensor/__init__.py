@@ -3,16 +3,21 @@
 Mirrors ``torch.distributed.tensor`` name for name, beside TensorFlow's names for the same things.
 """
 
+from torch.serialization import add_safe_globals
+
 from dtckpt.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtckpt.dtensor.distribution import distribute_module, distribute_tensor
 from dtckpt.dtensor.factories import empty, full, ones, rand, randn, zeros
 from dtckpt.dtensor.moving import call_with_layout, copy_to_mesh, relayout, run_on
 from dtckpt.dtensor.packing import pack, unpack
+from dtckpt.dtensor.serialization import SAFE_GLOBALS
 from dtckpt.dtensor.tensor import DTensor, check_layout, fetch_layout
+from dtckpt.dtensor.variable import DVariable, enable_save_as_bf16
 from dtckpt.placement import Partial, Placement, Replicate, Shard
 
 __all__ = [
     "DTensor",
+    "DVariable",
     "DeviceMesh",
     "Partial",
     "Placement",
@@ -24,6 +29,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "enable_save_as_bf16",
     "fetch_layout",
     "full",
     "init_device_mesh",
@@ -36,3 +42,5 @@ __all__ = [
     "unpack",
     "zeros",
 ]
+
+add_safe_globals([DTensor, DVariable, *SAFE_GLOBALS])

@@ -32,7 +32,7 @@ COMPONENTWISE = frozenset(
 """Operators that map each component to the result's component, whatever the layout."""
 
 
-PAIRWISE = frozenset({_aten.add.Tensor, _aten.add_.Tensor, _aten.copy_.default})
+PAIRWISE = frozenset({_aten.add.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.copy_.default})
 """Operators on two DTensors of one layout that work component by component: what accumulating gradients needs."""
 
 

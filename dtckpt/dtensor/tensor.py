@@ -192,13 +192,41 @@ class DTensor(torch.Tensor):
         del types
         return dispatch.dispatch(DTensor, func, args, kwargs or {})
 
+    # --- copying, pickling, PyTorch's distributed checkpoint ------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        from dtckpt.dtensor import serialization
+
+        return serialization.reduce(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        from dtckpt.dtensor import serialization
+
+        return serialization.deepcopy(self, memo)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Return the boxes that this client holds; see `dtckpt.dtensor.dcp`."""
+        from dtckpt.dtensor import dcp
+
+        return dcp.chunk_list(self)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002  (PyTorch's name)
+        from dtckpt.dtensor import dcp
+
+        return dcp.write_items(fqn, object)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        from dtckpt.dtensor import dcp
+
+        return dcp.shard_at(self, index)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
         del tensor_contents
         parts = ", ".join(
             f"{name.rpartition('/')[2].removeprefix('device:')}: {component!r}"
             for name, component in zip(self.device_mesh.local_devices(), self._components, strict=True)
         )
-        return f"DTensor({{{parts}}}, shape={tuple(self.shape)}, layout={self._layout.to_string()!r})"
+        return f"{type(self).__name__}({{{parts}}}, shape={tuple(self.shape)}, layout={self._layout.to_string()!r})"
 
 
 def fetch_layout(tensor: object) -> Layout:
