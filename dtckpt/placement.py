@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dtckpt.errors import LayoutError, LayoutTypeError
 
+if TYPE_CHECKING:
+    import torch
+
 REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
 """Reductions that a `Partial` may wait for; the last three are bitwise and for integers only."""
+
+_BITWISE_OPS = REDUCE_OPS[-3:]
 
 
 def validate_reduce_op(reduce_op: object) -> str:
@@ -16,6 +23,20 @@ def validate_reduce_op(reduce_op: object) -> str:
     if not isinstance(reduce_op, str) or reduce_op not in REDUCE_OPS:
         raise LayoutError(f"reduce op: got {reduce_op!r}, expected one of {', '.join(REDUCE_OPS)}")
     return reduce_op
+
+
+def validate_reductions(partial: Mapping[str, str], dtype: torch.dtype) -> None:
+    """Refuse bitwise reductions of numbers that have no bits to speak of.
+
+    Raises:
+        LayoutError: with the axes that they are pending on.
+    """
+    wrong = {axis: op for axis, op in partial.items() if op in _BITWISE_OPS}
+    if wrong and (dtype.is_floating_point or dtype.is_complex):
+        raise LayoutError(
+            f"pending reductions: got {wrong} for a tensor of {dtype}, expected integers or bool for bitwise ones; use "
+            "another reduction or dtype"
+        )
 
 
 class Placement:

@@ -23,8 +23,9 @@ from dtckpt.errors import (
     from_wire,
     to_wire,
 )
-from dtckpt.layout import Layout
+from dtckpt.layout import MATCH, Layout
 from dtckpt.mesh import Mesh
+from dtckpt.placement import validate_reductions
 
 
 def pack(
@@ -33,36 +34,41 @@ def pack(
     """Make a DTensor from the components of this client's devices.
 
     Component ``i`` belongs to ``layout.mesh.local_devices()[i]`` and is that device's region of the global tensor.
-    Components share memory with the result where they are on the right device already.
+    Components share memory with the result where they are on the right device already, or on the meta device.
 
-    Collective: Over the mesh's clients if ``shape`` is None, the mesh spans several clients and a process group
-    connects them: they exchange shapes and dtypes. Otherwise no communication.
+    Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``, if the mesh spans several clients
+    and a process group connects them: they exchange shapes and dtypes, and raise the same error. Otherwise no
+    communication.
 
     Args:
         tensors: One tensor, array, scalar or nested sequence of numbers per local device.
         layout: The layout; every tensor dim needs a spec.
-        shape: Global shape. Without it the shape is found from the components.
+        shape: Global shape. Without it the shape is found from the components, for which a client needs some.
         run_check: Compare the values of components that are copies of each other, on all clients where a process
             group connects them (collective then).
 
     Raises:
         LayoutTypeError: ``layout`` is no Layout, or ``tensors`` no sequence.
-        LayoutError: The layout cannot hold a tensor (MATCH, single device, empty mesh).
+        LayoutError: The layout cannot hold a tensor (MATCH, single device, empty mesh, bitwise reductions of floats).
         ComponentError: Count, rank, shapes or dtypes do not fit the layout or each other.
         ReplicaMismatchError: Copies differ (with ``run_check``).
     """
-    _validate_layout(layout)
-    clients = layout.mesh.clients
+    _validate_mesh(layout)
+    if shape is None and layout.mesh.is_remote():
+        raise ComponentError(
+            f"this client has no device in mesh {layout.mesh.name!r} {layout.mesh.axis_sizes} of clients "
+            f"{capped(layout.mesh.clients)}, so it cannot find the global shape; got no shape, expected one"
+        )
     components: list[torch.Tensor] = []
     failure: DtckptError | None = None
     try:
         components = _components(tensors, layout)
     except DtckptError as error:
         failure = error
-    facts = Facts.of(components, layout, failure)
-    if shape is None and len(clients) > 1 and transport.is_connected(clients):
-        facts = Facts.merged(transport.all_gather_object(facts, clients))
-    facts.validate_agreement()
+    facts = Facts.of(components, layout, failure, shape)
+    if (shape is None or run_check) and _is_shared(layout.mesh):
+        facts = Facts.merged(transport.all_gather_object(facts, layout.mesh.clients))
+    facts.validate_agreement(layout)
     whole = facts.global_shape(layout) if shape is None else tuple(shape)
     facts.validate(layout, whole)
     if run_check:
@@ -76,7 +82,7 @@ def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
 
     Collective: Over the mesh's clients, in place of the exchange of `pack`, which this client cannot come to.
     """
-    if mesh.num_clients < 2 or mesh.is_remote() or not transport.is_connected(mesh.clients):
+    if not _is_shared(mesh):
         return error
     facts = transport.all_gather_object(Facts({}, {}, to_wire(error)), mesh.clients)
     return from_wire(*(Facts.merged(facts).failure or to_wire(error)))
@@ -93,16 +99,21 @@ def unpack(tensor: DTensor) -> list[torch.Tensor]:
     return list(tensor.components)
 
 
-def _validate_layout(layout: Layout) -> None:
+def _is_shared(mesh: Mesh) -> bool:
+    """Whether this client and others of the mesh can talk."""
+    return mesh.num_clients > 1 and not mesh.is_remote() and transport.is_connected(mesh.clients)
+
+
+def _validate_mesh(layout: Layout) -> None:
     if not isinstance(layout, Layout):
         raise LayoutTypeError(f"pack needs a Layout; got {type(layout).__name__}")
     if layout.mesh.is_single_device() or not layout.mesh.device_ids:
         raise LayoutError(f"pack needs a layout on a mesh of devices; got {layout.to_string()}")
-    if "match" in layout.sharding_specs:
-        raise LayoutError(f"pack needs a spec for every dim; got 'match' in {layout.sharding_specs}")
 
 
 def _components(tensors: Sequence[Any], layout: Layout) -> list[torch.Tensor]:
+    if MATCH in layout.sharding_specs:
+        raise LayoutError(f"pack needs a spec for every dim; got 'match' in {layout.sharding_specs}")
     if isinstance(tensors, torch.Tensor | np.ndarray | str | bytes) or not isinstance(tensors, Sequence):
         raise LayoutTypeError(f"pack needs a sequence of components; got {type(tensors).__name__}")
     devices = [device_of(name) for name in layout.mesh.local_devices()]
@@ -111,12 +122,12 @@ def _components(tensors: Sequence[Any], layout: Layout) -> list[torch.Tensor]:
         if isinstance(value, DTensor) or value is None:
             raise ComponentError(f"component {position} must be a plain tensor; got {type(value).__name__}")
         try:
-            component = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+            component = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise ComponentError(f"component {position} cannot become a tensor: {error}") from error
         if component.layout != torch.strided:
             raise ComponentError(f"component {position} must be dense; got {component.layout}")
-        made.append(component.to(devices[position]) if position < len(devices) else component)
+        made.append(component)
     if len(made) != len(devices):
         raise ComponentError(f"pack needs one component per local device; got {len(made)}, expected {len(devices)}")
     for position, component in enumerate(made):
@@ -125,7 +136,9 @@ def _components(tensors: Sequence[Any], layout: Layout) -> list[torch.Tensor]:
                 f"component {position} does not fit the layout's rank; got shape {tuple(component.shape)}, "
                 f"expected {layout.rank} dims"
             )
-    return made
+    if len({component.is_meta for component in made}) > 1:
+        raise ComponentError("components must all be on the meta device or none; got some that are and some that not")
+    return [part if part.is_meta else part.to(device) for part, device in zip(made, devices, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,23 +149,32 @@ class Facts:
         shapes: Component shape by global device id.
         dtypes: Component dtype by global device id.
         failure: ``(code, message)`` of an error that kept a client from having components.
-        layouts: Texts of the layouts that clients give, each once.
+        layouts: Texts of the layouts that clients give, and whether they give meta tensors, each once.
+        global_shapes: Global shapes that clients give, each once.
     """
 
     shapes: Mapping[int, tuple[int, ...]]
     dtypes: Mapping[int, str]
     failure: tuple[str, str] | None
     layouts: tuple[str, ...] = ()
+    global_shapes: tuple[tuple[int, ...] | None, ...] = ()
 
     @classmethod
-    def of(cls, components: Sequence[torch.Tensor], layout: Layout, failure: DtckptError | None) -> Facts:
+    def of(
+        cls,
+        components: Sequence[torch.Tensor],
+        layout: Layout,
+        failure: DtckptError | None,
+        shape: Sequence[int] | None,
+    ) -> Facts:
         """Describe this client's components."""
         named = dict(zip(layout.mesh.local_device_ids(), components, strict=False))
         return cls(
             {device: tuple(component.shape) for device, component in named.items()},
             {device: str(component.dtype).removeprefix("torch.") for device, component in named.items()},
             to_wire(failure) if failure else None,
-            (", ".join(map(str, layout.placements)),),
+            (", ".join(map(str, layout.placements)) + " on meta" * any(part.is_meta for part in components),),
+            (None if shape is None else tuple(shape),),
         )
 
     @classmethod
@@ -161,7 +183,14 @@ class Facts:
         shapes = {device: shape for fact in facts for device, shape in fact.shapes.items()}
         dtypes = {device: dtype for fact in facts for device, dtype in fact.dtypes.items()}
         failure = next((fact.failure for fact in facts if fact.failure), None)
-        return cls(shapes, dtypes, failure, tuple(sorted({text for fact in facts for text in fact.layouts})))
+        layouts = tuple(sorted({text for fact in facts for text in fact.layouts}))
+        return cls(
+            shapes,
+            dtypes,
+            failure,
+            layouts,
+            tuple(dict.fromkeys(shape for fact in facts for shape in fact.global_shapes)),
+        )
 
     @property
     def dtype(self) -> str | None:
@@ -180,14 +209,18 @@ class Facts:
             sizes.append(sum(seen.values()) if is_complete else max(seen.values(), default=0) * layout.num_shards(dim))
         return tuple(sizes)
 
-    def validate_agreement(self) -> None:
-        """Check that every client has components, all of one dtype and in one layout."""
+    def validate_agreement(self, layout: Layout) -> None:
+        """Check that every client has components, all of one dtype that the layout can have, and in one layout."""
         if self.failure:
             raise from_wire(*self.failure)
         if len(self.layouts) > 1:
             raise ComponentError(f"clients give different placements; got {capped(self.layouts)}; expected the same")
+        if len(self.global_shapes) > 1:
+            raise ComponentError(f"clients give different global shapes; got {capped(self.global_shapes)}")
         if len(set(self.dtypes.values())) > 1:
             raise ComponentError(f"components must have one dtype; got {', '.join(sorted(set(self.dtypes.values())))}")
+        if self.dtype:
+            validate_reductions(layout.partial, getattr(torch, self.dtype))
 
     def validate(self, layout: Layout, shape: tuple[int, ...]) -> None:
         """Check that the components are those of a tensor of ``shape``."""
@@ -204,16 +237,15 @@ class Facts:
 
 def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...]) -> None:
     """Compare components that must be copies of each other, on all clients where a process group connects them."""
-    if layout.partial:
+    if layout.partial or any(component.is_meta for component in components):
         return
     names = layout.mesh.local_devices()
     digests = [
         (layout.region(device, shape), name, hashlib.blake2b(_bits(component).numpy().data, digest_size=16).digest())
         for device, name, component in zip(layout.mesh.local_device_ids(), names, components, strict=True)
     ]
-    clients = layout.mesh.clients
-    if len(clients) > 1 and not layout.mesh.is_remote() and transport.is_connected(clients):
-        digests = [item for listed in transport.all_gather_object(digests, clients) for item in listed]
+    if _is_shared(layout.mesh):
+        digests = [item for listed in transport.all_gather_object(digests, layout.mesh.clients) for item in listed]
     first: dict[Any, tuple[str, bytes]] = {}
     for region, name, digest in digests:
         other_name, other = first.setdefault(region, (name, digest))
