@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -23,6 +24,9 @@ from dtckpt.errors import CoordinationError, capped
 
 _BACKENDS = {"cuda": "nccl"}
 _DEFAULT_BACKEND = "gloo"
+_CPU = torch.device("cpu")
+CPU_BACKENDS = frozenset({"gloo", "mpi"})
+"""Backends that carry what lies in host memory; tensors of other devices are copied there first."""
 
 Key = tuple[tuple[int, ...], str]
 """Members, ascending, and backend of a group."""
@@ -83,6 +87,22 @@ def group_of(clients: Iterable[int], device_type: str = "cpu") -> dist.ProcessGr
         if group is None or not _is_alive(group):
             group = _made[key] = _make(key)
     return group
+
+
+def messenger(clients: Iterable[int]) -> tuple[Any, Mapping[int, int] | Sequence[int]]:
+    """Return what carries tagged pairwise messages of CPU tensors among clients, and each client's rank there.
+
+    Collective: As `group_of`, unless the default group can carry them itself, which needs no other group then.
+
+    Raises:
+        CoordinationError: There is no default group that spans the clients, or this client is not among them.
+    """
+    ranks = tuple(sorted(set(clients)))
+    world = dist.group.WORLD
+    if world is not None and ranks[-1] < (size := world.size()) and _world_backends().get("cpu") == _DEFAULT_BACKEND:
+        return world._get_backend(_CPU), range(size)
+    group = group_of(ranks, "cpu")
+    return group._get_backend(_CPU), {client: rank for rank, client in enumerate(ranks)}
 
 
 def remember(group: dist.ProcessGroup, device_type: str) -> None:

@@ -288,7 +288,7 @@ class Layout:
         """How every mesh axis treats the tensor, as PyTorch says it."""
         by_axis: dict[str, Placement] = {axis: Partial(op) for axis, op in self._partial}
         order = {axis: position for position, axis in enumerate(self._mesh.mesh_dim_names)}
-        for dim, axes in enumerate(self._axes):
+        for dim, axes in enumerate(self.split_axes):
             for position, axis in enumerate(axes):
                 before = (self._mesh.dim_size(a) for a in axes[:position] if order[a] > order[axis])
                 factor = math.prod(before)
@@ -306,7 +306,7 @@ class Layout:
         return () if spec == UNSHARDED else (spec,) if isinstance(spec, str) else spec
 
     @cached_property
-    def _axes(self) -> tuple[tuple[str, ...], ...]:
+    def split_axes(self) -> tuple[tuple[str, ...], ...]:
         """Axes that split every dim, major first."""
         if not self._mesh.device_ids:
             raise LayoutError(f"{self._label} has no shards: got a mesh without a grid, expected one that has axes")
@@ -315,7 +315,7 @@ class Layout:
     @cached_property
     def _splits(self) -> tuple[tuple[int, ...], ...]:
         """Sizes of the axes that split every dim, major first."""
-        return tuple(tuple(map(self._mesh.dim_size, axes)) for axes in self._axes)
+        return tuple(tuple(map(self._mesh.dim_size, axes)) for axes in self.split_axes)
 
     @cached_property
     def shard_grid(self) -> tuple[int, ...]:
@@ -341,7 +341,7 @@ class Layout:
         """Shard index of every device (row-major) along every dim."""
         grid = np.indices(self._mesh.shape, dtype=np.int64).reshape(self._mesh.ndim, self._mesh.size())
         indices = np.zeros((self._mesh.size(), self.rank), dtype=np.int64)
-        for dim, (axes, sizes) in enumerate(zip(self._axes, self._splits, strict=True)):
+        for dim, (axes, sizes) in enumerate(zip(self.split_axes, self._splits, strict=True)):
             for axis, size in zip(axes, sizes, strict=True):
                 indices[:, dim] = indices[:, dim] * size + grid[self._mesh.axis_index(axis)]
         return indices
@@ -357,7 +357,7 @@ class Layout:
 
     @cached_property
     def _axes_and_splits(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        return tuple(zip(self._axes, self._splits, strict=True))
+        return tuple(zip(self.split_axes, self._splits, strict=True))
 
     def offset_tuple_to_global_index(self, offset_tuple: Sequence[int]) -> int:
         """Return the row-major position of a shard index in the grid of shards."""
@@ -379,7 +379,7 @@ class Layout:
         Args:
             axes: names of axes that split no dim.
         """
-        front = [self._mesh.axis_index(axis) for axis in (*itertools.chain(*self._axes), *axes)]
+        front = [self._mesh.axis_index(axis) for axis in (*itertools.chain(*self.split_axes), *axes)]
         rest = [axis for axis in range(self._mesh.ndim) if axis not in front]
         grid = self._mesh.global_device_ids().transpose(front + rest)
         return grid.reshape(*self.shard_grid, *map(self._mesh.dim_size, axes), -1)

@@ -7,19 +7,22 @@ That of a Partial one is Replicate: each term adds to the tensor, so each has th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
+from dtckpt.dtensor import meta
 from dtckpt.dtensor.packing import pack
+from dtckpt.dtensor.redistribution import program_of, resolve_match
 from dtckpt.dtensor.redistribution import redistribute as redistribute_components
-from dtckpt.dtensor.redistribution import resolve_match
-from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensor import DTensor, described
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
-from dtckpt.placement import Placement
+from dtckpt.placement import Placement, validate_reductions
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -31,25 +34,61 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is wanted of some tensors: layouts, the dtypes to convert to on the way and back, and whether to wait."""
+
+    layouts: tuple[Layout, ...]
+    forward_dtype: torch.dtype | None = None
+    backward_dtype: torch.dtype | None = None
+    is_async: bool = False
+
+
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tensor: DTensor, layout: Layout, forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None
-    ) -> DTensor:
-        ctx.source, ctx.dtype, ctx.backward_dtype = tensor.layout, tensor.dtype, backward_dtype
-        dtype = forward_dtype or tensor.dtype
-        components = dict(zip(tensor.device_mesh.local_device_ids(), tensor.components, strict=True))
-        if dtype != tensor.dtype:
-            components = {device: component.to(dtype) for device, component in components.items()}
-        moved = redistribute_components(components, tensor.layout, layout, tensor.shape, dtype)
-        ordered = [moved[device].view_as(moved[device]) for device in layout.mesh.local_device_ids()]
-        return DTensor(ordered, layout, tensor.shape, dtype)
+    def forward(ctx: Any, wanted: _Wanted, *tensors: DTensor) -> tuple[DTensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.sources = [(tensor.layout, tensor.dtype) for tensor in tensors]
+        ctx.backward_dtype = wanted.backward_dtype
+        return _moved(wanted, tensors)
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[Any, ...]:
-        dtype = ctx.backward_dtype or ctx.dtype
-        back = _apply(_Redistribute, gradient, gradient_layout(ctx.source), dtype, None)
-        return back if back.dtype == ctx.dtype else back.to(ctx.dtype), None, None, None
+    def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Any, ...]:
+        there = [number for number, gradient in enumerate(gradients) if gradient is not None]
+        layouts = tuple(gradient_layout(ctx.sources[number][0]) for number in there)
+        dtypes = {ctx.backward_dtype or ctx.sources[number][1] for number in there}
+        if len(dtypes) == 1:
+            moved = _apply(_Redistribute, _Wanted(layouts, dtypes.pop()), *(gradients[number] for number in there))
+        else:
+            moved = tuple(
+                _apply(_Redistribute, _Wanted((layout,), ctx.sources[number][1]), gradients[number])[0]
+                for number, layout in zip(there, layouts, strict=True)
+            )
+        back: list[DTensor | None] = [None] * len(gradients)
+        for number, gradient in zip(there, moved, strict=True):
+            dtype = ctx.sources[number][1]
+            back[number] = gradient if gradient.dtype == dtype else gradient.to(dtype)
+        return None, *back
+
+
+def _moved(wanted: _Wanted, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
+    """Return tensors in other layouts, without a gradient."""
+    programs, sources = [], []
+    for tensor, layout in zip(tensors, wanted.layouts, strict=True):
+        dtype = wanted.forward_dtype or tensor.dtype
+        programs.append(program_of(tensor.layout, layout, tensor.shape, dtype))
+        components = tensor.components if dtype == tensor.dtype else [part.to(dtype) for part in tensor.components]
+        sources.append(dict(zip(tensor.device_mesh.local_device_ids(), components, strict=True)))
+    running = redistribute_components(programs, sources)
+    if not wanted.is_async:
+        running.wait()
+    made = []
+    for program, moved in zip(programs, running.components, strict=True):
+        layout = program.change.target
+        ordered = [moved[device] for device in layout.mesh.local_device_ids()]
+        made.append(DTensor(ordered, layout, program.change.shape, program.change.dtype))
+        made[-1]._pending = running if wanted.is_async else None
+    return tuple(made)
 
 
 class _FromLocal(torch.autograd.Function):
@@ -84,6 +123,7 @@ def redistribute(
     *,
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    is_async: bool = False,
 ) -> DTensor:
     """Return the tensor in another layout, on the same mesh or on another. Differentiable.
 
@@ -94,27 +134,71 @@ def redistribute(
         layout: Its new layout; a MATCH spec keeps the present one.
         forward_dtype: Convert to this dtype before moving.
         backward_dtype: Convert the gradient to this dtype before moving it back; it returns to the tensor's dtype.
+        is_async: Return while the last transfer is under way; the first use of the result waits for it.
 
     Raises:
         LayoutTypeError: ``tensor`` is no DTensor, or ``layout`` no Layout.
         LayoutError: The ranks differ.
     """
-    if not isinstance(tensor, DTensor):
-        raise LayoutTypeError(f"redistribute needs a DTensor; got {type(tensor).__name__}")
-    if not isinstance(layout, Layout):
-        raise LayoutTypeError(f"redistribute needs a Layout; got {type(layout).__name__}")
-    layout = resolve_match(layout, tensor.layout)
-    if layout == tensor.layout and forward_dtype in (None, tensor.dtype) and backward_dtype in (None, tensor.dtype):
-        return tensor
-    result: DTensor = _apply(_Redistribute, tensor, layout, forward_dtype, backward_dtype)
+    return redistribute_all(
+        [tensor], [layout], forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=is_async
+    )[0]
+
+
+def redistribute_all(
+    tensors: Sequence[DTensor],
+    layouts: Sequence[Layout],
+    *,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    is_async: bool = False,
+) -> list[DTensor]:
+    """Return tensors in other layouts; what goes from one client to another travels together. Differentiable.
+
+    Collective: As `redistribute`, with the same tensors in the same order. Arguments and errors: as there.
+    """
+    result = list(tensors)
+    moving: list[int] = []
+    wanted: list[Layout] = []
+    for number, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
+        if not isinstance(tensor, DTensor):
+            raise LayoutTypeError(f"redistribute needs a DTensor; got {type(tensor).__name__}")
+        if not isinstance(layout, Layout):
+            raise LayoutTypeError(f"redistribute needs a Layout; got {type(layout).__name__}")
+        there = resolve_match(layout, tensor.layout)
+        if tensor.components:  # a client without any may not know the dtype
+            validate_reductions(there.partial, forward_dtype or tensor.dtype)
+        if tensor.is_meta:
+            result[number] = meta.redistribute(tensor, there, forward_dtype or tensor.dtype)
+        elif there != tensor.layout or not {forward_dtype, backward_dtype} <= {None, tensor.dtype}:
+            moving.append(number)
+            wanted.append(there)
+    if moving:
+        asked = _Wanted(tuple(wanted), forward_dtype, backward_dtype, is_async)
+        chosen = [tensors[number] for number in moving]
+        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in chosen)
+        moved = _apply(_Redistribute, asked, *chosen) if needs_grad else _moved(asked, chosen)
+        for number, tensor in zip(moving, moved, strict=True):
+            result[number] = tensor
     return result
 
 
 def from_placements(mesh: Mesh, placements: Sequence[Placement] | None, ndim: int) -> Layout:
     """Return a layout from placements; None means replicated everywhere."""
-    if placements is not None and not isinstance(placements, Sequence):
+    if placements is None:
+        return Layout.replicated(mesh, ndim)
+    if not isinstance(placements, Sequence):
         raise LayoutTypeError(f"placements: got {placements!r}, expected a sequence of one per axis")
-    return Layout.replicated(mesh, ndim) if placements is None else Layout.from_placements(mesh, placements, ndim)
+    if not all(isinstance(each, Placement) for each in placements):
+        return Layout.from_placements(mesh, placements, ndim)  # which says what is wrong
+    return _known_layout(mesh, mesh.record.local_device_ids, tuple(placements), ndim)
+
+
+@lru_cache(maxsize=4096)
+def _known_layout(mesh: Mesh, local: tuple[int, ...], placements: tuple[Placement, ...], ndim: int) -> Layout:
+    # Equal meshes may be seen from different clients of one process.
+    del local
+    return Layout.from_placements(mesh, placements, ndim)
 
 
 def to_local(tensor: DTensor, gradient: Layout) -> torch.Tensor:
@@ -131,7 +215,7 @@ def to_local(tensor: DTensor, gradient: Layout) -> torch.Tensor:
             f"to_local needs one local device; got {len(tensor.components)}; unpack returns every component"
         )
     if gradient.mesh != tensor.device_mesh:
-        raise LayoutError(f"gradient placements are on mesh {gradient.mesh!r}, expected {tensor.device_mesh!r}")
+        raise LayoutError(f"gradient placements: got {described(gradient)}, expected {described(tensor.layout)}")
     if not tensor.components:
         return torch.empty(0, dtype=tensor.dtype)
     if not (torch.is_grad_enabled() and tensor.requires_grad):
@@ -152,7 +236,7 @@ def from_local(
     components = [] if layout.mesh.is_remote() else [local.detach()]
     packed = pack(components, layout, shape, run_check=run_check)
     if not components:
-        packed = DTensor([], layout, packed.shape, local.dtype)
+        packed = DTensor([], layout, packed.shape, local.dtype, device=local.device)
     if not (torch.is_grad_enabled() and local.requires_grad):
         return packed
     tensor: DTensor = _apply(_FromLocal, local, layout, tuple(packed.shape), gradient or gradient_layout(layout))

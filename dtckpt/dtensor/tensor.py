@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtckpt import wire
 from dtckpt.dtensor import dispatch
-from dtckpt.errors import DtckptError, LayoutError, LayoutTypeError
+from dtckpt.errors import DtckptError, LayoutError, LayoutTypeError, capped
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.placement import Placement
+
+if TYPE_CHECKING:
+    from dtckpt.dtensor.redistribution import Redistribution
 
 _DATA: Any = torch.Tensor.data
 
@@ -25,19 +29,30 @@ class DTensor(torch.Tensor):
         components: One plain tensor per local device, in `Mesh.local_devices` order.
         layout: How the global tensor is laid out over the mesh.
         shape: Global shape.
+        dtype: Dtype of the components.
+        device: Where they would be, if there are none.
     """
 
     _components: tuple[torch.Tensor, ...]
     _layout: Layout
+    _pending: Redistribution | None
+    """What the components wait for before they may be read; see `redistribute`."""
 
     @staticmethod
     def __new__(
-        cls, components: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int], dtype: torch.dtype
+        cls,
+        components: Sequence[torch.Tensor],
+        layout: Layout,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        device: torch.device | None = None,
     ) -> DTensor:
-        device = components[0].device if components else torch.device("cpu")
+        device = components[0].device if components else device or torch.device("cpu")
         wrapper = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         wrapper._components = tuple(components)
         wrapper._layout = layout
+        wrapper._pending = None
         return wrapper
 
     @property
@@ -58,6 +73,9 @@ class DTensor(torch.Tensor):
     @property
     def components(self) -> tuple[torch.Tensor, ...]:
         """The components of this client's devices, in `Mesh.local_devices` order; they share memory with it."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.wait()
         return self._components
 
     @property
@@ -71,7 +89,7 @@ class DTensor(torch.Tensor):
         if not isinstance(tensor, DTensor):
             raise LayoutTypeError(f"the data of a DTensor is a DTensor; got {type(tensor).__name__}")
         _DATA.__set__(self, tensor)
-        self._components, self._layout = tensor._components, tensor._layout
+        self._components, self._layout = tensor.components, tensor._layout
 
     @staticmethod
     def from_local(
@@ -113,7 +131,7 @@ class DTensor(torch.Tensor):
             layout = functional.from_placements(mesh, placements, local_tensor.ndim)
             gradient = None if grad_placements is None else Layout.from_placements(mesh, grad_placements, layout.rank)
         except DtckptError as error:
-            raise packing.shared_failure(error, mesh) if shape is None else error from None
+            raise packing.shared_failure(error, mesh) if shape is None or run_check else error from None
         return functional.from_local(local_tensor, layout, shape=shape, gradient=gradient, run_check=run_check)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -165,11 +183,10 @@ class DTensor(torch.Tensor):
         Args:
             device_mesh: The new mesh; default the present one.
             placements: One per axis of the new mesh; None means replicated.
-            async_op: Accepted for PyTorch's sake; the result is complete when the call returns.
+            async_op: Return while the last transfer is under way; the first use of the result waits for it.
             forward_dtype: Convert to this dtype before moving.
             backward_dtype: Convert the gradient to this dtype before moving it back.
         """
-        del async_op
         is_plain = device_mesh is None and forward_dtype is None and backward_dtype is None
         # The commonest change of all, none, costs no more than finding that out.
         if is_plain and placements is not None and tuple(placements) == self.placements:
@@ -178,7 +195,9 @@ class DTensor(torch.Tensor):
 
         mesh = self.device_mesh if device_mesh is None else factories.require_mesh(device_mesh)
         layout = functional.from_placements(mesh, placements, self.ndim)
-        return functional.redistribute(self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype)
+        return functional.redistribute(
+            self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance method
@@ -248,4 +267,13 @@ def check_layout(tensor: object, layout: Layout) -> None:
     """
     have = fetch_layout(tensor)
     if have != layout:
-        raise LayoutError(f"layout of the tensor differs; got {have.to_string()}, expected {layout.to_string()}")
+        raise LayoutError(f"layout of the tensor differs; got {described(have)}, expected {described(layout)}")
+
+
+def described(layout: Layout) -> str:
+    """Return a text for errors, which is the same on every client and does not name every device."""
+    mesh = layout.mesh
+    if mesh.is_single_device() or not mesh.device_ids:
+        return layout.to_string()
+    specs, _, _ = wire.layout_to_text(layout.record).partition(" mesh:")
+    return f"{specs} on {mesh.device_type} mesh {mesh.name!r} {mesh.axis_sizes} of clients {capped(mesh.clients)}"

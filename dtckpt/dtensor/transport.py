@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -12,19 +12,9 @@ import torch.distributed as dist
 from dtckpt.dtensor import observing
 from dtckpt.groups import group_of, is_connected
 
-__all__ = ["REDUCIBLE", "all_gather", "all_gather_object", "all_reduce", "is_connected", "swap"]
+__all__ = ["all_gather", "all_gather_object", "is_connected"]
 
 T = TypeVar("T")
-
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
-REDUCIBLE = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8})
-"""Dtypes that `all_reduce` takes, as gloo does."""
 
 
 def all_gather(message: torch.Tensor, clients: Sequence[int]) -> list[torch.Tensor]:
@@ -50,31 +40,3 @@ def all_gather_object(value: T, clients: Sequence[int]) -> list[T]:
         nbytes = sum(len(pickle.dumps(item)) for item in received) - len(pickle.dumps(value))
         observing.report("all_gather_object", nbytes, clients)
     return [item for item in received if item is not None]
-
-
-def swap(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], clients: Sequence[int]) -> None:
-    """Exchange messages pairwise.
-
-    Collective: Over ``clients``; one that has nothing to give or take comes too.
-
-    Args:
-        outgoing: Bytes on the CPU by taking client.
-        incoming: Memory on the CPU for the bytes of each giving client; filled.
-        clients: All that take part.
-    """
-    group = group_of(clients)
-    operations = [dist.P2POp(dist.irecv, message, peer, group) for peer, message in incoming.items() if message.numel()]
-    operations += [
-        dist.P2POp(dist.isend, message, peer, group) for peer, message in outgoing.items() if message.numel()
-    ]
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
-    if operations and observing.is_observed():
-        observing.report("exchange", sum(message.nbytes for message in incoming.values()), clients)
-
-
-def all_reduce(tensor: torch.Tensor, reduce_op: str, clients: Sequence[int]) -> None:
-    """Reduce a tensor in place over ``clients``, bit for bit alike on all. Collective: Over ``clients``."""
-    dist.all_reduce(tensor, _OPS[reduce_op], group=group_of(clients))
-    if observing.is_observed():
-        observing.report("all_reduce", tensor.nbytes, clients)

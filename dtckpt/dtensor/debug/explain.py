@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dtckpt.dtensor.redistribution import all_reduce_clients, plan_steps, resolve_match
+from dtckpt.dtensor.redistribution import resolve_match
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout import UNSHARDED, Layout
 from dtckpt.mesh import Mesh
 from dtckpt.planning.exchange import ExchangePlan, Move, kept_axes, meeting, plan_exchange, reduced_axes, term_of
+from dtckpt.planning.paths import plan_path
 from dtckpt.region import Region
 
 MAX_TEXT_DEVICES = 64
@@ -30,8 +31,7 @@ class Traffic:
     Args:
         device: Complete name.
         client: Its client.
-        received: From other clients. Of an all-reduce over n clients, what a ring passes to each: 2 (n - 1) / n of the
-            tensor.
+        received: From other clients.
         copied: From devices of its own client, itself included.
         lower_bound: What its client must receive for it: its target box without what that client held. A box that
             several devices of one client take counts for the first of them; a box that is reduced counts once, if
@@ -52,8 +52,8 @@ class Step:
     Args:
         source: Layout before.
         target: Layout after.
-        kind: ``copy`` (no client gets anything from another), ``exchange`` (boxes, pairwise), ``all_reduce`` or
-            ``terms`` (values become terms of a reduction, in place).
+        kind: ``copy`` (no client gets anything from another), ``exchange`` (boxes, pairwise) or ``terms`` (values
+            become terms of a reduction, in place).
         devices: The target's devices, in mesh order.
     """
 
@@ -157,7 +157,7 @@ def explain(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.d
     viewer = source.mesh.clients[0]
     here = _seen_by(viewer, source)
     steps = []
-    for step in plan_steps(here, _seen_by(viewer, target), shape, dtype):
+    for step in plan_path(here, _seen_by(viewer, target), shape, dtype.itemsize):
         steps.append(_explain_step(here, step, shape, dtype))
         here = step
     bounds = _as_traffic(here, _lower_bounds(source, here, shape), {}, {}, dtype)
@@ -171,12 +171,6 @@ def _explain_step(source: Layout, target: Layout, shape: tuple[int, ...], dtype:
     received: dict[int, int] = defaultdict(int)
     copied: dict[int, int] = defaultdict(int)
     axes = reduced_axes(source, target)
-    if peers := all_reduce_clients(source, target, axes, dtype):
-        for device in target.mesh.device_ids:
-            numel = target.region(device, shape).numel
-            received[device] = 2 * (len(peers) - 1) * numel // len(peers)
-            copied[device] = numel
-        return Step(source, target, "all_reduce", _as_traffic(target, bounds, received, copied, dtype))
     for client in target.mesh.clients:
         # Not through the cache: looking at a plan must not push out plans in use.
         plan = plan_exchange.__wrapped__(source, target, shape, client)

@@ -1,9 +1,10 @@
-"""The cache of exchange plans, seen from outside."""
+"""The cache of plans of changes of layout, seen from outside."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtckpt.dtensor import redistribution
 from dtckpt.planning.exchange import plan_exchange
 
 
@@ -26,10 +27,10 @@ class PlanCacheInfo:
 
 def plan_cache_info() -> PlanCacheInfo:
     """Return the statistics of this process's plan cache."""
-    info = plan_exchange.cache_info()
-    return PlanCacheInfo(info.hits, info.misses, info.currsize, info.maxsize or 0)
+    return PlanCacheInfo(*redistribution.cache_info())
 
 
 def clear_plan_cache() -> None:
     """Forget all plans of this process, and their statistics."""
+    redistribution.clear_cache()
     plan_exchange.cache_clear()

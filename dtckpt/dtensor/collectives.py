@@ -1,0 +1,257 @@
+"""Messages among clients through ``torch.distributed``: one Protocol, made of pairwise messages or of native calls.
+
+Members are clients. Devices of one client serve each other by copies, which takes no message: that is the redistribute
+engine's part (`dtckpt.dtensor.redistribution`), as is a mesh whose clients own several devices each.
+
+On Gloo every operation is made of tagged pairwise messages. Those are as fast as Gloo's own collectives or faster, work
+for every dtype, add terms in one order on all members, and clients that do not agree what to do do not meet: Gloo would
+take the message that comes and end the process if its size were wrong. NCCL has no tags and its collectives know the
+wiring, so there they are used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from dtckpt import groups
+from dtckpt.dtensor import observing
+from dtckpt.errors import CoordinationError, capped
+
+Message = tuple[int, torch.Tensor]
+"""A client, and the contiguous tensor that goes to it or comes from it."""
+
+REDUCERS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+"""How two terms become one; a sum becomes an average when it is complete."""
+
+_NATIVE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_NATIVE_DTYPES = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8}
+)
+
+
+class Work(Protocol):
+    """Communication under way."""
+
+    def wait(self) -> None:
+        """Return when this client's part is done (on CUDA: is ordered before what the current stream does next).
+
+        Raises:
+            CoordinationError: A member is gone, or the process group's timeout is over.
+        """
+
+
+class Collectives(Protocol):
+    """Communication among some clients.
+
+    Collective: Every method, over ``members`` (`exchange`: over those that it gives messages). Each starts the
+    communication and returns; tensors are contiguous, lie on one kind of device, and must be left alone until the
+    `Work` is done. Sizes and dtypes are the same for giver and taker; the methods do not check it.
+    """
+
+    members: tuple[int, ...]
+    """Clients, ascending. The pieces of a collective stand in this order."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Work:
+        """Exchange messages pairwise; those of one pair and tag arrive in order."""
+
+    def all_gather(self, received: Sequence[torch.Tensor], piece: torch.Tensor) -> Work:
+        """Fill ``received`` with every member's piece; pieces may differ in size."""
+
+    def all_to_all(self, received: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Work:
+        """Give every member its piece of ``given``; pieces may differ in size."""
+
+    def reduce_scatter(self, reduced: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str) -> Work:
+        """Fill ``reduced`` with the reduction of what all members have for this one in ``terms``."""
+
+    def all_reduce(self, tensor: torch.Tensor, reduce_op: str) -> Work:
+        """Reduce a tensor in place, bit for bit alike on all members."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        """Fill everyone's tensor with client ``root``'s."""
+
+    def scatter(self, received: torch.Tensor, given: Sequence[torch.Tensor], root: int) -> Work:
+        """Give every member its piece of client ``root``'s ``given``; the others' is empty."""
+
+
+class Pending:
+    """Works that are one; ``then`` is called once when all are done."""
+
+    def __init__(self, works: Sequence[Any], what: str, then: Callable[[], None] | None = None) -> None:
+        self._works, self._what, self._then = list(works), what, then
+
+    def wait(self) -> None:
+        try:
+            while self._works:
+                self._works.pop().wait()
+        except (RuntimeError, ValueError) as error:
+            raise CoordinationError(f"{self._what} failed: {error}; look for clients that ended") from error
+        if self._then is not None:
+            then, self._then = self._then, None
+            then()
+
+
+class Pairwise:
+    """`Collectives` of tagged pairwise messages; with one member, there are none and copies remain.
+
+    Args:
+        members: Clients, in any order.
+        client: This one.
+    """
+
+    def __init__(self, members: Sequence[int], client: int) -> None:
+        self.members = tuple(sorted(members))
+        self._client = client
+        self._own = self.members.index(client) if client in self.members else -1
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Work:
+        # Not kept: groups end and are made anew, while this stays.
+        backend, ranks = groups.messenger(self.members) if sends or receives else (None, ())
+        works = [backend.recv([tensor], ranks[peer], tag) for peer, tensor in receives if tensor.numel()]
+        works += [backend.send([tensor], ranks[peer], tag) for peer, tensor in sends if tensor.numel()]
+        if works and observing.is_observed():
+            observing.report("exchange", sum(tensor.nbytes for _, tensor in receives), self.members)
+        return Pending(works, f"exchange with clients {capped([peer for peer, _ in (*receives, *sends)])}")
+
+    def all_gather(self, received: Sequence[torch.Tensor], piece: torch.Tensor) -> Work:
+        received[self._own].copy_(piece)
+        return self.exchange([(peer, piece) for peer in self._others], self._from_others(received))
+
+    def all_to_all(self, received: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Work:
+        received[self._own].copy_(given[self._own])
+        return self.exchange(self._from_others(given), self._from_others(received))
+
+    def reduce_scatter(self, reduced: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str) -> Work:
+        arrived = [torch.empty_like(reduced) for _ in self.members]
+        arrived[self._own] = terms[self._own]
+        works = [self.exchange(self._from_others(terms), self._from_others(arrived))]
+        return Pending(works, "reduce_scatter", lambda: reduce_terms(reduced, arrived, reduce_op, len(self.members)))
+
+    def all_reduce(self, tensor: torch.Tensor, reduce_op: str) -> Work:
+        flat = tensor.view(-1)
+        # Chunks of one size, the last ones shorter or empty: each member reduces its own, then all are gathered.
+        size = math.ceil(flat.numel() / len(self.members))
+        chunks = [flat[index * size : (index + 1) * size] for index in range(len(self.members))]
+        reduced = torch.empty_like(chunks[self._own])
+        self.reduce_scatter(reduced, chunks, reduce_op).wait()
+        return self.all_gather(chunks, reduced)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        if self._client == root:
+            return self.exchange([(peer, tensor) for peer in self._others], [])
+        return self.exchange([], [(root, tensor)])
+
+    def scatter(self, received: torch.Tensor, given: Sequence[torch.Tensor], root: int) -> Work:
+        if self._client != root:
+            return self.exchange([], [(root, received)])
+        received.copy_(given[self._own])
+        return self.exchange(self._from_others(given), [])
+
+    @property
+    def _others(self) -> list[int]:
+        return [member for member in self.members if member != self._client]
+
+    def _from_others(self, tensors: Sequence[torch.Tensor]) -> list[Message]:
+        return [pair for pair in zip(self.members, tensors, strict=True) if pair[0] != self._client]
+
+
+class Native(Pairwise):
+    """`Collectives` of ``torch.distributed``'s own calls: NCCL's on CUDA. What those lack is made of messages.
+
+    Args:
+        members: Clients, in any order.
+        client: This one.
+        device_type: ``cuda`` or ``cpu``: where the tensors lie.
+    """
+
+    def __init__(self, members: Sequence[int], client: int, device_type: str) -> None:
+        super().__init__(members, client)
+        self._device_type = device_type
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Work:
+        del tag
+        operations = [dist.P2POp(dist.irecv, tensor, peer, self._group) for peer, tensor in receives if tensor.numel()]
+        operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for peer, tensor in sends if tensor.numel()]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return self._started("exchange", sum(tensor.nbytes for _, tensor in receives), works)
+
+    def all_gather(self, received: Sequence[torch.Tensor], piece: torch.Tensor) -> Work:
+        if not _are_even(received):
+            return super().all_gather(received, piece)
+        work = dist.all_gather(list(received), piece, self._group, async_op=True)
+        return self._started("all_gather", piece.nbytes * (len(self.members) - 1), [work])
+
+    def reduce_scatter(self, reduced: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str) -> Work:
+        if reduce_op not in _NATIVE_OPS or reduced.dtype not in _NATIVE_DTYPES or not _are_even(terms):
+            return super().reduce_scatter(reduced, terms, reduce_op)
+        work = dist.reduce_scatter(reduced, list(terms), _NATIVE_OPS[reduce_op], self._group, async_op=True)
+        nbytes = reduced.nbytes * (len(self.members) - 1)
+        return self._started("reduce_scatter", nbytes, [work], self._averaging(reduced, reduce_op))
+
+    def all_reduce(self, tensor: torch.Tensor, reduce_op: str) -> Work:
+        if reduce_op not in _NATIVE_OPS or tensor.dtype not in _NATIVE_DTYPES:
+            return super().all_reduce(tensor, reduce_op)
+        work = dist.all_reduce(tensor, _NATIVE_OPS[reduce_op], self._group, async_op=True)
+        return self._started("all_reduce", tensor.nbytes, [work], self._averaging(tensor, reduce_op))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        work = dist.broadcast(tensor, root, self._group, async_op=True)
+        return self._started("broadcast", 0 if self._client == root else tensor.nbytes, [work])
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return groups.group_of(self.members, self._device_type)
+
+    def _averaging(self, total: torch.Tensor, reduce_op: str) -> Callable[[], None] | None:
+        return (lambda: average(total, len(self.members))) if reduce_op == "avg" else None
+
+    def _started(self, kind: str, nbytes: int, works: Sequence[Any], then: Callable[[], None] | None = None) -> Work:
+        if observing.is_observed():
+            observing.report(kind, nbytes, self.members)
+        return Pending(works, f"{kind} among clients {capped(self.members)}", then)
+
+
+def collectives_of(members: Sequence[int], client: int, device_type: str) -> Collectives:
+    """Return the collectives for tensors on a kind of device; no group is made before they are used."""
+    is_native = device_type != "cpu" and groups.backend_of(device_type) not in groups.CPU_BACKENDS
+    return Native(members, client, device_type) if is_native else Pairwise(members, client)
+
+
+def reduce_terms(into: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str, divisor: int = 1) -> None:
+    """Write the reduction of ``terms``, in their order, into a tensor; an average is divided by ``divisor``."""
+    reducer, (first, *others) = REDUCERS[reduce_op], terms
+    if not others:
+        into.copy_(first)
+    for number, term in enumerate(others):
+        reducer(first if number == 0 else into, term, out=into)
+    if reduce_op == "avg":
+        average(into, divisor)
+
+
+def average(total: torch.Tensor, divisor: int) -> None:
+    """Divide a sum in place; one of integers is rounded towards zero."""
+    if divisor > 1:
+        total.copy_(torch.div(total, divisor))
+
+
+def _are_even(tensors: Sequence[torch.Tensor]) -> bool:
+    return len({tensor.numel() for tensor in tensors}) == 1

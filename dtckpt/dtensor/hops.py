@@ -1,0 +1,375 @@
+"""One exchange of boxes, for one tensor or for many: compiled to the steps of this client, then run.
+
+Compiling turns plans (`dtckpt.planning.exchange`) into what is left to do each time: messages to post, copies to make
+meanwhile, terms to reduce. Small boxes from one client to another travel in one message, aligned; a large one travels
+alone, and is received in its place where it lies there in one piece. Giver and taker cut messages alike, by size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from dtckpt.dtensor.collectives import REDUCERS, Work, average, collectives_of, reduce_terms
+from dtckpt.dtensor.devices import device_of
+from dtckpt.errors import LayoutError
+from dtckpt.groups import CPU_BACKENDS, backend_of
+from dtckpt.layout import Layout
+from dtckpt.mesh import Mesh
+from dtckpt.planning.exchange import Move, Place, kind_of, plan_exchange, reduced_axes, term_of
+from dtckpt.region import Region
+
+Components = Mapping[int, torch.Tensor]
+"""This client's components, by global device id of their mesh."""
+
+LARGE_NBYTES = 1 << 20
+"""A box from this size on is a message of its own."""
+MESSAGE_NBYTES = 64 << 20
+"""Small boxes that travel together make no message larger than this."""
+_ALIGNMENT = 16
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One tensor's change of layout; the layouts are as this client sees them.
+
+    Args:
+        source: Layout before.
+        target: Layout after; reductions that it lacks are done, and it has no others.
+        shape: Global shape.
+        dtype: The tensor's dtype.
+    """
+
+    source: Layout
+    target: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def clients(self) -> tuple[int, ...]:
+        """Clients of both meshes, ascending."""
+        ours, theirs = self.source.mesh, self.target.mesh
+        return ours.clients if ours is theirs else tuple(sorted({*ours.clients, *theirs.clients}))
+
+    @property
+    def client(self) -> int:
+        """This client; -1 if it has no device in either mesh."""
+        for mesh in (self.source.mesh, self.target.mesh):
+            if mesh.local_device_ids():
+                return mesh.client_of(mesh.local_device_ids()[0])
+        return -1
+
+    @property
+    def device_type(self) -> str:
+        """Where messages lie: on the devices if all have one kind and a backend for it, else in host memory."""
+        kinds = {self.source.mesh.device_type, self.target.mesh.device_type}
+        return "cuda" if kinds == {"cuda"} and backend_of("cuda") not in CPU_BACKENDS else "cpu"
+
+    @property
+    def number(self) -> int:
+        """A number below 2**31 that clients which want the same share, and others hardly ever do."""
+        layouts = [(_number(each.mesh), each.sharding_specs, each.partial) for each in (self.source, self.target)]
+        return zlib.crc32(f"{layouts} {self.shape} {self.dtype}".encode()) >> 1
+
+
+@lru_cache(maxsize=256)
+def _number(mesh: Mesh) -> int:
+    return zlib.crc32(repr(mesh.identity).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Where a box lies: in which of several tensors, in which device's component, from which index on."""
+
+    tensor: int
+    device: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    _index: tuple[slice, ...] | None = field(compare=False)  # None: all of the component
+
+    @classmethod
+    def cut(cls, tensor: int, device: int, region: Region, component: Region, dtype: torch.dtype) -> Box:
+        """Return where ``region`` lies in a component that covers ``component``."""
+        inside = region.relative_to(component)
+        index = None if region == component else inside.slices()
+        return cls(tensor, device, inside.offset, region.shape, dtype, index)
+
+    def of(self, tensors: Sequence[Components]) -> torch.Tensor:
+        component = tensors[self.tensor][self.device]
+        return component if self._index is None else component[self._index]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Boxes that travel as one message, and from which byte on each lies in it."""
+
+    boxes: tuple[Box, ...]
+    starts: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, boxes: Sequence[Box]) -> Parcel:
+        """Return the message of some boxes, each aligned for any dtype."""
+        ends = itertools.accumulate((-(-box.nbytes // _ALIGNMENT) * _ALIGNMENT for box in boxes), initial=0)
+        starts = tuple(ends)[:-1]
+        return cls(tuple(boxes), starts, starts[-1] + boxes[-1].nbytes)
+
+    def views(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield every box's place in the message's bytes."""
+        for box, start in zip(self.boxes, self.starts, strict=True):
+            yield memory[start : start + box.nbytes].view(box.dtype).view(box.shape)
+
+    def pack(self, tensors: Sequence[Components], device: torch.device | None) -> torch.Tensor:
+        """Return the message's bytes on a device, default the boxes'; one box in one piece there is not copied."""
+        if len(self.boxes) == 1:
+            alone = _plain(self.boxes[0].of(tensors))
+            alone = alone if device is None else alone.to(device)
+            return alone.contiguous().view(-1).view(torch.uint8)
+        where = device or self.boxes[0].of(tensors).device
+        memory = torch.empty(self.nbytes, dtype=torch.uint8, device=where)
+        for box, view in zip(self.boxes, self.views(memory), strict=True):
+            view.copy_(box.of(tensors))
+        return memory
+
+
+def cut_messages(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yield which boxes of a list travel together, by their sizes in bytes, in an order that both sides know."""
+    together: list[int] = []
+    nbytes = 0
+    for number, size in enumerate(sizes):
+        if size >= LARGE_NBYTES:
+            yield [number]
+            continue
+        if nbytes + size > MESSAGE_NBYTES:
+            yield together
+            together, nbytes = [], 0
+        together.append(number)
+        nbytes += size
+    if together:
+        yield together
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A new box that is made of terms, in their order: boxes of this client, or the numbers of boxes that arrive."""
+
+    box: Box
+    terms: tuple[Box | int, ...]
+    reduce_op: str
+    divisor: int
+
+
+class Hop:
+    """One exchange of boxes of some tensors, compiled for this client.
+
+    Args:
+        changes: One per tensor; all have the same clients and kind of messages.
+
+    Raises:
+        LayoutError: A dtype cannot be reduced by an op.
+    """
+
+    def __init__(self, changes: Sequence[Change]) -> None:
+        first = changes[0]
+        self.changes, self.clients, self.client = tuple(changes), first.clients, first.client
+        self.device_type = first.device_type
+        self.collectives = collectives_of(self.clients, self.client, self.device_type)
+        self.tag = first.number if len(changes) == 1 else zlib.crc32(str([c.number for c in changes]).encode()) >> 1
+        # By tensor: old components that stay as they are, by new device; and what has to be made.
+        self.kept: list[dict[int, int]] = []
+        self.new: list[list[tuple[int, tuple[int, ...], torch.dtype, torch.device]]] = []
+        self.copies: list[tuple[Box, Box]] = []
+        self.forwards: list[tuple[Box, Box]] = []
+        self.reductions: list[Reduction] = []
+        self.arrivals: list[Box] = []
+        gives: dict[int, list[Box]] = {}
+        takes: dict[int, list[int]] = {}
+        for tensor, change in enumerate(changes):
+            self._add(tensor, change, gives, takes)
+        self.reduced = {term for reduction in self.reductions for term in reduction.terms if isinstance(term, int)}
+        # Of a reduction, either of the first two terms may lie where their result goes.
+        firsts = ([term for term in each.terms[:2] if isinstance(term, int)] for each in self.reductions)
+        self.in_place = {*range(len(self.arrivals))} - self.reduced | {first for first, *_ in filter(None, firsts)}
+        # What several clients get is packed once: messages by number, and who gets which.
+        numbers: dict[Parcel, int] = {}
+        self.sends = [
+            (peer, numbers.setdefault(parcel, len(numbers)))
+            for peer, boxes in sorted(gives.items())
+            for parcel in _parcels(boxes)
+        ]
+        self.parcels = list(numbers)
+        self.receives = [
+            (peer, Parcel.of([self.arrivals[taken[i]] for i in inside]), [taken[i] for i in inside])
+            for peer, taken in sorted(takes.items())
+            for inside in cut_messages([self.arrivals[number].nbytes for number in taken])
+        ]
+
+    def _add(self, tensor: int, change: Change, gives: dict[int, list[Box]], takes: dict[int, list[int]]) -> None:
+        source, target, dtype = change.source, change.target, change.dtype
+        plan = plan_exchange(source, target, change.shape, self.client)
+        axes = reduced_axes(source, target)
+        held, wanted = _regions(source, change.shape), _regions(target, change.shape)
+        here, there = _devices(source.mesh), _devices(target.mesh)
+        is_kept = plan.is_local and not axes and _is_unchanged(plan.copies, held, wanted)
+        is_kept = is_kept and all(here[move.source] == there[move.target] for move in plan.copies)
+        kept = {move.target: move.source for move in plan.copies} if is_kept else {}
+        self.kept.append(kept)
+        self.new.append([(at, region.shape, dtype, there[at]) for at, region in wanted.items() if at not in kept])
+        if is_kept:
+            return
+
+        def given(move: Move) -> Box:
+            return Box.cut(tensor, move.source, move.region, held[move.source], dtype)
+
+        def taken(move: Move) -> Box:
+            return Box.cut(tensor, move.target, move.region, wanted[move.target], dtype)
+
+        terms: dict[Box, list[tuple[Place, Box | int]]] = {}
+        for move in plan.copies:
+            if axes:
+                terms.setdefault(taken(move), []).append((term_of(source, axes, move.source), given(move)))
+            else:
+                self.copies.append((taken(move), given(move)))
+        for peer, moves in plan.sends.items():
+            gives.setdefault(peer, []).extend(map(given, moves))
+        for peer, moves in plan.receives.items():
+            for move in moves:
+                takes.setdefault(peer, []).append(len(self.arrivals))
+                if axes:
+                    place = term_of(source, axes, move.source)
+                    terms.setdefault(taken(move), []).append((place, len(self.arrivals)))
+                self.arrivals.append(taken(move))
+        for move in plan.forwards:
+            origin = Box.cut(tensor, move.source, move.region, wanted[move.source], dtype)
+            self.forwards.append((taken(move), origin))
+        if axes:
+            reduce_op = kind_of(source.partial[axes[0]])
+            validate_reduction(reduce_op, dtype)
+            divisor = math.prod(source.mesh.dim_size(axis) for axis in axes if source.partial[axis] == "avg")
+            for box, listed in terms.items():
+                ordered = tuple(term for _, term in sorted(listed, key=lambda item: item[0]))
+                self.reductions.append(Reduction(box, ordered, reduce_op, divisor))
+
+    def start(self, tensors: Sequence[Components]) -> Transfer:
+        """Post the messages, and copy what this client has meanwhile.
+
+        Collective: Over the hop's clients, if any needs something from another.
+
+        Args:
+            tensors: The components of every tensor.
+        """
+        return Transfer(self, tensors)
+
+
+class Transfer:
+    """A hop under way. ``made`` are the new components of every tensor, complete after `finish`."""
+
+    def __init__(self, hop: Hop, tensors: Sequence[Components]) -> None:
+        self._hop = hop
+        self.made: list[dict[int, torch.Tensor]] = [
+            {device: torch.empty(shape, dtype=dtype, device=where) for device, shape, dtype, where in new}
+            for new in hop.new
+        ]
+        self._work: Work | None = None
+        self._rooms: list[torch.Tensor] = []
+        if hop.sends or hop.receives:
+            self._post(tensors)
+        for into, source in hop.copies:
+            into.of(self.made).copy_(source.of(tensors))
+        self._tensors = tensors if hop.reductions else ()
+        for made, components, kept in zip(self.made, tensors, hop.kept, strict=True):
+            made.update({device: components[source] for device, source in kept.items()})
+
+    def _post(self, tensors: Sequence[Components]) -> None:
+        hop = self._hop
+        device = _HOST if hop.device_type == "cpu" else None
+        messages = [parcel.pack(tensors, device) for parcel in hop.parcels]
+        self._rooms = [self._room(parcel, numbers, device) for _, parcel, numbers in hop.receives]
+        self._work = hop.collectives.exchange(
+            [(peer, messages[number]) for peer, number in hop.sends],
+            [(peer, room) for (peer, _, _), room in zip(hop.receives, self._rooms, strict=True)],
+            hop.tag,
+        )
+        # Until all is sent: a message may be memory of its own.
+        self._messages = messages
+
+    def _room(self, parcel: Parcel, numbers: Sequence[int], device: torch.device | None) -> torch.Tensor:
+        """Return memory for a message: the box's own place where it comes alone and lies there in one piece."""
+        place = parcel.boxes[0].of(self.made)
+        is_alone = len(numbers) == 1 and numbers[0] in self._hop.in_place
+        if is_alone and device in (None, place.device) and place.is_contiguous():
+            return place.view(-1).view(torch.uint8)
+        return torch.empty(parcel.nbytes, dtype=torch.uint8, device=device or place.device)
+
+    def finish(self) -> list[dict[int, torch.Tensor]]:
+        """Return ``made`` when all messages are there, delivered and reduced."""
+        if self._work is not None:
+            self._work.wait()
+        self._messages = []
+        arrived: dict[int, torch.Tensor] = {}
+        for (_, parcel, numbers), room in zip(self._hop.receives, self._rooms, strict=True):
+            arrived.update(zip(numbers, parcel.views(room), strict=True))
+        for number, view in arrived.items():
+            if number not in self._hop.reduced:
+                into = self._hop.arrivals[number].of(self.made)
+                if into.data_ptr() != view.data_ptr():
+                    into.copy_(view)
+        for reduction in self._hop.reductions:
+            into = reduction.box.of(self.made)
+            terms = [arrived[term] if isinstance(term, int) else term.of(self._tensors) for term in reduction.terms]
+            reduce_terms(into, [term.to(into.device) for term in terms], reduction.reduce_op)
+            average(into, reduction.divisor)
+        for into_box, source in self._hop.forwards:
+            into_box.of(self.made).copy_(source.of(self.made))
+        self._rooms, self._tensors, self._work = [], (), None
+        return self.made
+
+
+def validate_reduction(reduce_op: str, dtype: torch.dtype) -> None:
+    """Check that terms of a dtype can be reduced.
+
+    Raises:
+        LayoutError: They cannot.
+    """
+    try:
+        REDUCERS[reduce_op](torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype))
+    except (RuntimeError, TypeError) as error:
+        raise LayoutError(f"reduction: cannot reduce {dtype} by {reduce_op!r}: {error}; convert it first") from None
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is in memory as it reads, without pending conjugation or negation, and has no gradient."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _parcels(boxes: Sequence[Box]) -> Iterator[Parcel]:
+    for inside in cut_messages([box.nbytes for box in boxes]):
+        yield Parcel.of([boxes[number] for number in inside])
+
+
+def _regions(layout: Layout, shape: tuple[int, ...]) -> dict[int, Region]:
+    return {device: layout.region(device, shape) for device in layout.mesh.local_device_ids()}
+
+
+def _devices(mesh: Mesh) -> dict[int, torch.device]:
+    return dict(zip(mesh.local_device_ids(), map(device_of, mesh.local_devices()), strict=True))
+
+
+def _is_unchanged(copies: Sequence[Move], held: Mapping[int, Region], wanted: Mapping[int, Region]) -> bool:
+    """Whether every new component is an old one, whole, and no two of them the same one, which they would share."""
+    sources = {move.source for move in copies}
+    return len(sources) == len(copies) and all(
+        held[move.source] == move.region == wanted[move.target] for move in copies
+    )
