@@ -13,8 +13,8 @@ from dtckpt.dtensor import transport
 from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.factories import require_mesh
 from dtckpt.dtensor.functional import from_placements, redistribute
-from dtckpt.dtensor.moving import copy_to_mesh
-from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.moving import MeshLike, copy_to_mesh
+from dtckpt.dtensor.tensor import DTensor, described
 from dtckpt.errors import (
     ComponentError,
     DtckptError,
@@ -27,14 +27,14 @@ from dtckpt.errors import (
 )
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
-from dtckpt.placement import Placement
+from dtckpt.placement import Placement, validate_reductions
 
 _APPLIED = "_distribute_module_applied"
 
 
 def distribute_tensor(
     tensor: torch.Tensor,
-    device_mesh: Mesh | None = None,
+    device_mesh: MeshLike | None = None,
     placements: Sequence[Placement] | None = None,
     *,
     src_data_rank: int | None = 0,
@@ -44,9 +44,9 @@ def distribute_tensor(
     Collective: Over the mesh's clients, unless ``src_data_rank`` is None.
 
     Args:
-        tensor: On every client a tensor of one shape and dtype; the values count on one of them only. A DTensor that
-            has the wanted mesh and placements is returned as it is.
-        device_mesh: Default the mesh of the innermost `run_on` block.
+        tensor: On every client a tensor of one shape and dtype; the values count on one of them only. Of a meta tensor
+            the components are meta tensors. A DTensor that has the wanted mesh and placements is returned as it is.
+        device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
         placements: One per mesh axis; None means replicated.
         src_data_rank: Position along every axis of the device whose client gives the values; None: every client uses
             its own, which must be the same, and nothing is communicated.
@@ -65,7 +65,7 @@ def distribute_tensor(
     if isinstance(wanted, DtckptError):
         raise wanted
     plain = Layout(wanted.sharding_specs, mesh)
-    if src_data_rank is None:
+    if src_data_rank is None or tensor.is_meta:
         placed = copy_to_mesh(tensor.detach(), plain)
     else:
         placed = _own(redistribute(_on_one_device(tensor.detach(), mesh, src_data_rank), plain), tensor)
@@ -77,16 +77,10 @@ def distribute_tensor(
 def _as_it_is(tensor: DTensor, layout: Layout) -> DTensor:
     if tensor.layout != layout:
         raise LayoutError(
-            f"the tensor is distributed already; got {_described(tensor.layout)}, expected {_described(layout)}; "
+            f"the tensor is distributed already; got {described(tensor.layout)}, expected {described(layout)}; "
             "use redistribute"
         )
     return tensor
-
-
-def _described(layout: Layout) -> str:
-    """Return a text that is the same on every client."""
-    mesh = layout.mesh
-    return f"{layout.placements} on mesh {mesh.name!r} {mesh.axis_sizes} of clients {capped(mesh.clients)}"
 
 
 def _wanted(
@@ -101,10 +95,10 @@ def _wanted(
                 "distribute_tensor makes leaves, so no gradient would get through; got a tensor that was computed, "
                 "expected a leaf; use DTensor.from_local and redistribute, or detach it"
             )
-        if tensor.layout != torch.strided or tensor.is_meta:
-            kind = "a meta tensor" if tensor.is_meta else f"layout {tensor.layout}"
-            raise LayoutError(f"distribute_tensor needs a dense tensor that has values; got {kind}")
+        if tensor.layout != torch.strided:
+            raise LayoutError(f"distribute_tensor needs a dense tensor; got layout {tensor.layout}")
         layout = from_placements(mesh, placements, tensor.ndim)
+        validate_reductions(layout.partial, tensor.dtype)
         if position is not None and (not isinstance(position, int) or not 0 <= position < min(mesh.shape)):
             raise MeshError(f"src_data_rank is {position!r}; expected a position along every axis of {mesh.axis_sizes}")
         return layout
@@ -119,7 +113,8 @@ def _agreed(wanted: Layout | DtckptError, tensor: torch.Tensor, mesh: Mesh, posi
     if isinstance(wanted, DtckptError):
         seen: tuple[Any, ...] = (to_wire(wanted), None)
     else:
-        seen = (None, (tuple(tensor.shape), str(tensor.dtype), str(wanted.placements), position))
+        where = ("meta",) if tensor.is_meta else ()
+        seen = (None, (tuple(tensor.shape), str(tensor.dtype), str(wanted.placements), position, *where))
     facts = transport.all_gather_object(seen, mesh.clients)
     failure = next((failure for failure, _ in facts if failure is not None), None)
     if failure is not None:
@@ -155,18 +150,18 @@ def _own(made: DTensor, tensor: torch.Tensor) -> DTensor:
 
 def distribute_module(
     module: nn.Module,
-    device_mesh: Mesh | None = None,
+    device_mesh: MeshLike | None = None,
     partition_fn: Callable[[str, nn.Module, Mesh], None] | None = None,
     input_fn: Callable[[nn.Module, Any, Mesh], Any] | None = None,
     output_fn: Callable[[nn.Module, Any, Mesh], Any] | None = None,
 ) -> nn.Module:
-    """Turn a module's parameters and buffers into DTensors, in place.
+    """Turn a module's parameters and buffers into DTensors, in place; those that are tied stay so.
 
     Collective: Over the mesh's clients, as `distribute_tensor` for every parameter and buffer.
 
     Args:
         module: The module.
-        device_mesh: Default the mesh of the innermost `run_on` block.
+        device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
         partition_fn: Called with name, submodule and mesh for every submodule, the root (``""``) first; it may replace
             parameters by DTensors. What it leaves plain is replicated.
         input_fn: Called with module, inputs and mesh before the module's forward; what it returns are the inputs.
@@ -176,15 +171,18 @@ def distribute_module(
         ``module``.
 
     Raises:
-        LayoutError: The module was distributed before.
+        LayoutError: The module was distributed before, or ``partition_fn`` gave a tensor that several names stand for
+            several layouts.
     """
     mesh = require_mesh(device_mesh)
     if getattr(module, _APPLIED, False):
         raise LayoutError("distribute_module was applied to this module already; a module can be distributed once")
+    tied = _Tied(module)
     for name, submodule in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, submodule, mesh)
-        _replicate_rest(submodule, mesh)
+        _replicate_rest(submodule, mesh, tied)
+    tied.tie()
     if input_fn is not None:
         module.register_forward_pre_hook(lambda root, inputs: input_fn(root, inputs, mesh))
     if output_fn is not None:
@@ -193,11 +191,59 @@ def distribute_module(
     return module
 
 
-def _replicate_rest(module: nn.Module, mesh: Mesh) -> None:
-    for name, parameter in module._parameters.items():
-        if parameter is not None and not isinstance(parameter, DTensor):
-            whole = distribute_tensor(parameter.detach(), mesh)
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-    for name, buffer in module._buffers.items():
-        if buffer is not None and not isinstance(buffer, DTensor):
-            module._buffers[name] = distribute_tensor(buffer, mesh)
+Registry = dict[str, Any]
+"""Parameters or buffers of one module by name."""
+
+
+class _Tied:
+    """Where a module keeps every parameter and buffer that it had at first, so that one tensor becomes one DTensor."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names: dict[int, list[tuple[Registry, str]]] = {}
+        self._originals: list[torch.Tensor] = []  # kept alive, so that no other tensor takes over an id
+        for registry in (registry for submodule in module.modules() for registry in _registries(submodule)):
+            for name, tensor in registry.items():
+                if tensor is not None:
+                    self._names.setdefault(id(tensor), []).append((registry, name))
+                    self._originals.append(tensor)
+
+    def made_of(self, tensor: torch.Tensor) -> DTensor | None:
+        """Return the DTensor that has taken a tensor's place under another name, if there is one."""
+        return next(iter(self._made(self._names.get(id(tensor), []))), None)
+
+    def tie(self) -> None:
+        """Have all names of one tensor stand for one DTensor, also where each was distributed by itself."""
+        for names in self._names.values():
+            made = self._made(names)
+            layouts = list(dict.fromkeys(tensor.layout for tensor in made))
+            if len(layouts) > 1:
+                raise LayoutError(
+                    f"distribute_module: got layouts {capped(map(described, layouts))} for one tensor, registered as "
+                    f"{capped(name for _, name in names)}, expected one; have partition_fn give each name the same"
+                )
+            for registry, name in names:
+                if isinstance(registry.get(name), DTensor):
+                    registry[name] = made[0]
+
+    @staticmethod
+    def _made(names: Sequence[tuple[Registry, str]]) -> list[DTensor]:
+        now = (registry.get(name) for registry, name in names)
+        return [tensor for tensor in now if isinstance(tensor, DTensor)]
+
+
+def _registries(module: nn.Module) -> tuple[Registry, Registry]:
+    return module._parameters, module._buffers
+
+
+def _replicate_rest(module: nn.Module, mesh: Mesh, tied: _Tied) -> None:
+    for registry in _registries(module):
+        for name, tensor in registry.items():
+            if tensor is not None and not isinstance(tensor, DTensor):
+                made = tied.made_of(tensor)
+                registry[name] = _replicated(tensor, mesh) if made is None else made
+
+
+def _replicated(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return distribute_tensor(tensor, mesh)
+    return nn.Parameter(distribute_tensor(tensor.detach(), mesh), requires_grad=tensor.requires_grad)

@@ -11,7 +11,7 @@ import torch
 
 from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.functional import from_placements, redistribute
-from dtckpt.dtensor.moving import as_mesh, get_default_mesh
+from dtckpt.dtensor.moving import MeshLike, as_mesh, get_default_mesh
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
 from dtckpt.layout import Layout
@@ -23,7 +23,7 @@ Fill = Callable[[torch.Tensor, Region], object]
 """Fills one device's part, given the region that it covers."""
 
 
-def require_mesh(device_mesh: Any) -> Mesh:
+def require_mesh(device_mesh: MeshLike | None) -> Mesh:
     """Return the mesh given, a `Mesh` or PyTorch's ``DeviceMesh``, or that of the innermost block.
 
     Raises:
@@ -43,14 +43,14 @@ class Options(TypedDict, total=False):
         dtype: Default torch's default dtype.
         layout: ``torch.strided``; there is no other.
         requires_grad: Whether gradients are wanted.
-        device_mesh: Default the mesh of the innermost `run_on` block.
+        device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
         placements: One per mesh axis; None means replicated. Terms of Partial ones reduce to the values.
     """
 
     dtype: torch.dtype | None
     layout: torch.layout
     requires_grad: bool
-    device_mesh: Mesh | None
+    device_mesh: MeshLike | None
     placements: Sequence[Placement] | None
 
 
@@ -61,7 +61,7 @@ def _make(
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
-    device_mesh: Mesh | None = None,
+    device_mesh: MeshLike | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Return a new DTensor whose parts ``fill`` fills; the other arguments are `Options`."""
@@ -99,7 +99,7 @@ def _random(draw: Callable[[torch.Tensor, torch.Generator], object]) -> Fill:
 
     The stream's seed is drawn from torch's default generator: clients that share a seed make the same tensor.
     """
-    seed = int(torch.randint(1 << 62, ()))
+    seed = int(torch.randint(1 << 62, (), device="cpu"))
 
     def fill(part: torch.Tensor, region: Region) -> None:
         digest = hashlib.blake2b(f"{seed} {region}".encode(), digest_size=8).digest()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh as PyTorchMesh
 
 from dtckpt import default_mesh
 from dtckpt.dtensor.functional import redistribute
@@ -15,6 +16,9 @@ from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout import MATCH, UNSHARDED, Layout
 from dtckpt.mesh import Mesh
+
+MeshLike = Mesh | PyTorchMesh
+"""What will do where a mesh is asked for."""
 
 
 def relayout(tensor: torch.Tensor, layout: Layout) -> DTensor:
@@ -45,7 +49,7 @@ def copy_to_mesh(tensor: Any, layout: Layout) -> DTensor:
     if isinstance(tensor, DTensor):
         return redistribute(tensor, layout)
     try:
-        whole = torch.as_tensor(tensor)
+        whole = tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(tensor, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise LayoutTypeError(f"copy_to_mesh needs a tensor; got {type(tensor).__name__}: {error}") from error
     if layout.rank != whole.ndim:
@@ -67,7 +71,7 @@ def call_with_layout(fn: Callable[..., Any], layout: Layout | None, *args: Any, 
 
 
 @contextmanager
-def run_on(mesh: Mesh) -> Iterator[Mesh]:
+def run_on(mesh: MeshLike) -> Iterator[Mesh]:
     """Make ``mesh`` the default one inside a ``with`` block; the outer one comes back however the block ends.
 
     ``with mesh:`` does the same. A ``DeviceMesh`` of PyTorch will do as well.
@@ -82,7 +86,7 @@ def get_default_mesh() -> Mesh | None:
     return mesh
 
 
-def as_mesh(mesh: Any) -> Mesh:
+def as_mesh(mesh: MeshLike) -> Mesh:
     """Return a mesh as it is, and the `Mesh` of a PyTorch ``DeviceMesh``.
 
     Raises:

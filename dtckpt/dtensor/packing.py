@@ -173,7 +173,7 @@ class Facts:
             {device: tuple(component.shape) for device, component in named.items()},
             {device: str(component.dtype).removeprefix("torch.") for device, component in named.items()},
             to_wire(failure) if failure else None,
-            (", ".join(map(str, layout.placements)) + " on meta" * any(part.is_meta for part in components),),
+            () if failure else (f"{', '.join(map(str, layout.placements))}{' on meta' * _are_meta(components)}",),
             (None if shape is None else tuple(shape),),
         )
 
@@ -235,9 +235,13 @@ class Facts:
                 )
 
 
+def _are_meta(components: Sequence[torch.Tensor]) -> bool:
+    return any(component.is_meta for component in components)
+
+
 def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...]) -> None:
     """Compare components that must be copies of each other, on all clients where a process group connects them."""
-    if layout.partial or any(component.is_meta for component in components):
+    if layout.partial or _are_meta(components):
         return
     names = layout.mesh.local_devices()
     digests = [

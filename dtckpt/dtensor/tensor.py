@@ -15,6 +15,7 @@ from dtckpt.mesh import Mesh
 from dtckpt.placement import Placement
 
 if TYPE_CHECKING:
+    from dtckpt.dtensor.moving import MeshLike
     from dtckpt.dtensor.redistribution import Redistribution
 
 _DATA: Any = torch.Tensor.data
@@ -94,7 +95,7 @@ class DTensor(torch.Tensor):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
-        device_mesh: Mesh | None = None,
+        device_mesh: MeshLike | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         run_check: bool = False,
@@ -109,7 +110,7 @@ class DTensor(torch.Tensor):
 
         Args:
             local_tensor: This client's component; it is shared, never written to.
-            device_mesh: Default the mesh of the innermost `run_on` block.
+            device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
             placements: One per mesh axis; None means replicated.
             run_check: Compare the values of copies on all clients.
             shape: Global shape; without it the clients find it together, uneven shards included.
@@ -169,7 +170,7 @@ class DTensor(torch.Tensor):
 
     def redistribute(
         self,
-        device_mesh: Mesh | None = None,
+        device_mesh: MeshLike | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,

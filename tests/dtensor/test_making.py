@@ -302,6 +302,57 @@ def test_a_part_may_be_distributed_before_the_whole(mesh):
     assert part.weight is before
 
 
+class Tied(nn.Module):
+    """One parameter and one buffer, each under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 6, bias=False), nn.Linear(7, 6, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.ones(3))
+        self.second.register_buffer("scale", self.scale)
+
+
+def shard(*names, dim=0):
+    """Return a partition function that shards the weights of some submodules."""
+
+    def partition(name, module, on):
+        if name in names:
+            module.weight = nn.Parameter(distribute_tensor(module.weight, on, [Shard(dim), Replicate()]))
+
+    return partition
+
+
+@pytest.mark.parametrize(
+    ("partition", "placements"),
+    [
+        (None, (Replicate(), Replicate())),
+        (shard("first"), (Shard(0), Replicate())),
+        (shard("first", "second"), (Shard(0), Replicate())),
+        (lambda name, module, on: name or shard("")("", module.second, on), (Shard(0), Replicate())),
+    ],
+)
+def test_tied_parameters_stay_tied(mesh, partition, placements):
+    model = Tied()
+    whole = model.first.weight.detach().clone()
+    distribute_module(model, mesh, partition)
+    assert model.first.weight is model.second.weight
+    assert model.scale is model.second.scale
+    assert len(list(model.parameters())) == 1
+    assert model.first.weight.placements == placements
+    assert isinstance(model.first.weight, nn.Parameter)
+    assert torch.equal(model.second.weight.full_tensor(), whole)
+
+
+def test_tied_parameters_have_one_layout(mesh):
+    def partition(name, module, on):
+        shard("first")(name, module, on)
+        shard("second", dim=1)(name, module, on)
+
+    with pytest.raises(LayoutError, match=r"got layouts .*x,unsharded.*unsharded,x.* registered as weight, weight"):
+        distribute_module(Tied(), mesh, partition)
+
+
 def test_conversions_of_a_module_reach_its_components(mesh):
     model = distribute_module(Inner(), mesh)
     before = model.weight

@@ -139,3 +139,32 @@ def to_pytorch():
         ["/job:a/task:0/device:CPU:0"] * 4,
     )
     return tensor.full_tensor().tolist(), theirs.get_coordinate(), message(wide.to_device_mesh)
+
+
+def pytorchs_meshes_will_do():
+    from torch import nn
+
+    from dtckpt import DTensor, Replicate, Shard, run_on
+    from dtckpt.dtensor import distribute_module, distribute_tensor, full, ones, rand
+
+    theirs = init_torch_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ours, rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), [Shard(0), Replicate()]
+    seen = []
+    made = [
+        distribute_tensor(torch.ones(4, 3), theirs, rows),
+        DTensor.from_local(torch.ones(2, 3), theirs, rows),
+        ones(4, 3, device_mesh=theirs, placements=rows),
+        full((4, 3), 1.0, device_mesh=ours).redistribute(theirs, rows),
+        distribute_module(nn.Linear(2, 2), theirs, lambda name, module, mesh: seen.append(mesh)).weight,
+    ]
+    with run_on(theirs) as active:
+        made.append(rand(4, 3))
+        assert active == ours
+    line = theirs["tp"]
+    on_line = ones(2, device_mesh=line, placements=[Shard(0)])
+    assert [type(tensor.device_mesh) for tensor in made] == [Mesh] * len(made)
+    assert {tensor.device_mesh for tensor in made} == {ours, *seen}
+    assert len({id(tensor.device_mesh) for tensor in made}) == 1
+    assert on_line.device_mesh == ours["tp"]
+    assert ones(2, device_mesh=line).device_mesh is on_line.device_mesh
+    return [tensor.full_tensor().sum().item() for tensor in made[:4]]

@@ -85,6 +85,10 @@ def test_from_pytorch(pool):
     assert seen == [(("dim_0", "dim_1"), (0, client)) for client in range(4)]
 
 
+def test_pytorchs_meshes_will_do_wherever_one_is_asked_for(pool):
+    assert pool.values(cases.pytorchs_meshes_will_do, clients=4, group=True) == [[12.0] * 4] * 4
+
+
 def test_to_pytorch(pool):
     for client, (values, place, refused) in enumerate(pool.values(cases.to_pytorch, clients=4, group=True)):
         assert (values, place) == (list(range(8)), divmod(client, 2))

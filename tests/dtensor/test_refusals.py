@@ -1,0 +1,229 @@
+"""What DTensors refuse, and that every client of one call says the same."""
+
+import pytest
+import torch
+from states import cluster_mesh
+
+import dtckpt
+from dtckpt import (
+    MATCH,
+    UNSHARDED,
+    DTensor,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    abstract_mesh,
+    check_layout,
+    copy_to_mesh,
+    pack,
+)
+from dtckpt.dtensor import DeviceMesh, ones, zeros
+from dtckpt.errors import ComponentError, LayoutError, OperatorError
+
+from .test_making import alike
+
+MESH = abstract_mesh({"x": 2, "y": 2})
+OTHER = abstract_mesh({"z": 3})
+ROWS = Layout(["x", UNSHARDED], MESH)
+WHOLE = torch.arange(15.0).reshape(5, 3)
+
+
+# --- operators ----------------------------------------------------------------------------------------------------
+
+TENSOR = copy_to_mesh(WHOLE, ROWS)
+ELSEWHERE = copy_to_mesh(WHOLE, Layout(["z", UNSHARDED], OTHER))
+COLUMNS = copy_to_mesh(WHOLE, Layout([UNSHARDED, "x"], MESH))
+TALL = copy_to_mesh(torch.zeros(6, 3), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("operate", "error", "texts"),
+    [
+        (
+            lambda: TENSOR + ELSEWHERE,
+            LayoutError,
+            ["different meshes", "'x': 2, 'y': 2", "'z': 3", "redistribute moves"],
+        ),
+        (lambda: torch.cat([TENSOR, ELSEWHERE]), LayoutError, ["different meshes", "'z': 3"]),
+        (lambda: TENSOR.clone().copy_(ELSEWHERE), LayoutError, ["different meshes"]),
+        (
+            lambda: TENSOR + WHOLE,
+            OperatorError,
+            [r"plain tensor of shape (5, 3) beside a DTensor", "distribute_tensor"],
+        ),
+        (lambda: WHOLE * TENSOR, OperatorError, ["plain tensor of shape (5, 3) beside a DTensor"]),
+        (lambda: torch.stack([WHOLE, TENSOR]), OperatorError, ["plain tensor of shape (5, 3)"]),
+        (lambda: TENSOR.clone().add_(COLUMNS), LayoutError, ["layout and shape stay", "unsharded,x", "x,unsharded"]),
+        (lambda: TENSOR.clone().copy_(TALL), LayoutError, ["operand of shape (6, 3)", "expected shape (5, 3)"]),
+        (lambda: TENSOR.clone().sub_(COLUMNS), LayoutError, ["redistribute the operand"]),
+        (lambda: TENSOR.clone().t_(), OperatorError, ["works in place and has no rule"]),
+        (lambda: TENSOR.clone().squeeze_(0), OperatorError, ["works in place and has no rule"]),
+        (lambda: TENSOR.clone().resize_(2, 2), OperatorError, ["works in place and has no rule"]),
+        (lambda: torch.add(TENSOR, TENSOR, out=TALL), OperatorError, ["works in place and has no rule"]),
+        (TENSOR.exp, OperatorError, ["aten.exp.default has no rule for a DTensor"]),
+    ],
+)
+def test_operators_that_cannot_be_run(operate, error, texts):
+    before = [part.clone() for tensor in (TENSOR, TALL) for part in tensor.components]
+    with pytest.raises(error) as raised:
+        operate()
+    for text in texts:
+        assert text in str(raised.value)
+    assert all(map(torch.equal, before, [part for tensor in (TENSOR, TALL) for part in tensor.components]))
+
+
+# --- bitwise reductions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("reduce_op", ["band", "bor", "bxor"])
+def test_bitwise_reductions_are_for_integers(dtype, reduce_op):
+    terms, one = [Partial(reduce_op), Replicate()], abstract_mesh({"x": 1})
+    integers = ones(4, dtype=torch.int32, device_mesh=MESH, placements=terms)
+    for make in (
+        lambda: pack([torch.ones(4, dtype=dtype)] * 4, Layout([UNSHARDED], MESH, {"x": reduce_op})),
+        lambda: pack([torch.ones(4, dtype=dtype)] * 4, Layout([UNSHARDED], MESH, {"x": reduce_op}), (4,)),
+        lambda: DTensor.from_local(torch.ones(4, dtype=dtype), one, [Partial(reduce_op)]),
+        lambda: ones(4, dtype=dtype, device_mesh=MESH, placements=terms),
+        lambda: ones(4, dtype=dtype, device_mesh=MESH).redistribute(placements=terms),
+        lambda: ones(4, dtype=torch.int8, device_mesh=MESH).redistribute(placements=terms, forward_dtype=dtype),
+        lambda: integers.to(dtype),
+    ):
+        with pytest.raises(LayoutError, match=f"got .*'x': '{reduce_op}'.* for a tensor of {dtype}, expected integers"):
+            make()
+    assert ones(4, dtype=torch.bool, device_mesh=MESH, placements=terms).full_tensor().all()
+
+
+# --- leaves -------------------------------------------------------------------------------------------------------
+
+
+def test_leaves_and_their_gradients():
+    tensor = copy_to_mesh(WHOLE, ROWS)
+    assert (tensor.is_leaf, tensor.requires_grad) == (True, False)
+    assert tensor.requires_grad_() is tensor
+    for part in (tensor.detach(), tensor.data):
+        assert (type(part), part.layout, part.is_leaf, part.requires_grad) == (DTensor, ROWS, True, False)
+        assert part.components[0].data_ptr() == tensor.components[0].data_ptr()
+    moved = tensor.redistribute(placements=[Replicate(), Shard(1)])
+    assert (moved.is_leaf, moved.requires_grad) == (False, True)
+    with pytest.raises(RuntimeError, match="you can only change requires_grad flags of leaf"):
+        moved.requires_grad_(False)
+    (moved.full_tensor() ** 2).sum().backward()
+    assert tensor.grad.layout == ROWS
+    assert torch.equal(tensor.grad.full_tensor(), 2 * WHOLE)
+    terms = zeros(5, 3, requires_grad=True, device_mesh=MESH, placements=[Partial(), Shard(0)])
+    terms.full_tensor().sum().backward()
+    assert terms.grad.placements == (Replicate(), Shard(0))
+    with pytest.raises(RuntimeError, match="floating point"):
+        zeros(4, dtype=torch.int8, device_mesh=MESH).requires_grad_()
+    parameter = torch.nn.Parameter(tensor, requires_grad=False)
+    assert (parameter.is_leaf, parameter.requires_grad, parameter.layout) == (True, False, ROWS)
+
+
+# --- between clients ----------------------------------------------------------------------------------------------
+
+
+def line():
+    clients = dtckpt.num_clients()
+    return cluster_mesh({"x": clients}, clients, dtckpt.client_id())
+
+
+def pack_wrongly(wrong, guilty, **options):
+    mesh, is_guilty = line(), dtckpt.client_id() in guilty
+    layout, part = Layout(["x", UNSHARDED], mesh), torch.zeros(2, 3)
+    if is_guilty:
+        layout = Layout([MATCH, UNSHARDED], mesh) if wrong == "match" else layout
+        part = {"rank": part[0], "dtype": part.double(), "meta": part.to("meta"), "none": None}.get(wrong, part)
+    parts = [] if is_guilty and wrong == "count" else [part]
+    pack(parts, layout, **options)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [{}, {"run_check": True}, {"shape": (6, 3), "run_check": True}])
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("match", "needs a spec for every dim; got 'match'"),
+        ("rank", "got shape (3,), expected 2 dims"),
+        ("dtype", "got float32, float64"),
+        ("meta", "got S(0), S(0) on meta"),
+        ("none", "must be a plain tensor; got NoneType"),
+        ("count", "got 0, expected 1"),
+    ],
+)
+def test_all_clients_of_pack_raise_the_same(pool, wrong, text, options):
+    error, message = alike(pool.run(pack_wrongly, wrong, [1], clients=3, group=True, **options))
+    assert error in ("ComponentError", "LayoutError")
+    assert text in message
+
+
+def give_another_shape():
+    part = torch.zeros(2, 3)
+    DTensor.from_local(part, line(), [Shard(0)], shape=(6 - dtckpt.client_id() // 2, 3), run_check=True)
+
+
+def give_a_wrong_placement():
+    placements = [Shard(2 if dtckpt.client_id() == 2 else 0)]
+    DTensor.from_local(torch.zeros(2, 3), line(), placements, shape=(6, 3), run_check=True)
+
+
+def reduce_bits_of_floats():
+    DTensor.from_local(torch.zeros(2, 3), line(), [Partial("bor")])
+
+
+def check_another_layout():
+    check_layout(zeros(6, 3, device_mesh=line()), Layout(["x", UNSHARDED], line()))
+
+
+def ask_for_a_gradient_elsewhere():
+    zeros(6, 3, device_mesh=line()).to_local(grad_placements=[Shard(0), Shard(1)])
+
+
+def mix_meshes():
+    clients = dtckpt.num_clients()
+    other = cluster_mesh({"y": clients, "z": 2}, clients, dtckpt.client_id())
+    zeros(6, 3, device_mesh=line()) + zeros(6, 3, device_mesh=other)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("case", "kind", "text"),
+    [
+        (give_another_shape, "ComponentError", "clients give different global shapes; got (6, 3), (5, 3)"),
+        (give_a_wrong_placement, "LayoutError", "expected a dim below 2"),
+        (reduce_bits_of_floats, "LayoutError", "expected integers or bool for bitwise ones"),
+        (check_another_layout, "LayoutError", "on cpu mesh '' {'x': 3} of clients 0, 1, 2"),
+        (ask_for_a_gradient_elsewhere, "LayoutError", "got 2 for axes ['x']"),
+        (mix_meshes, "LayoutError", "got DTensors on different meshes"),
+    ],
+)
+def test_texts_are_the_same_on_every_client(pool, case, kind, text):
+    error, message = alike(pool.run(case, clients=3, group=True))
+    assert error == kind
+    assert text in message
+
+
+def stand_outside():
+    mesh = DeviceMesh("cpu", [0, 2])
+    try:
+        return tuple(DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]).shape)
+    except ComponentError as error:
+        return str(error)
+
+
+@pytest.mark.processes
+def test_a_client_outside_the_mesh_cannot_find_the_shape(pool):
+    inside, outside, other = pool.values(stand_outside, clients=3, group=True)
+    assert inside == other == (4, 3)
+    assert outside == (
+        "this client has no device in mesh '' {'dim_0': 2} of clients 0, 2, so it cannot find the global shape; "
+        "got no shape, expected one"
+    )
+
+
+def test_pack_outside_the_mesh():
+    layout = Layout(["x"], cluster_mesh({"x": 2}, 2, 0).portable())
+    with pytest.raises(ComponentError, match="no device in mesh"):
+        pack([], layout)
+    assert pack([], layout, (4,)).shape == (4,)
