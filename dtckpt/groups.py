@@ -28,8 +28,11 @@ _CPU = torch.device("cpu")
 CPU_BACKENDS = frozenset({"gloo", "mpi"})
 """Backends that carry what lies in host memory; tensors of other devices are copied there first."""
 
-Key = tuple[tuple[int, ...], str]
-"""Members, ascending, and backend of a group."""
+Override = tuple[str | None, Any]
+"""Backend of a group and options of the backend, where they are to be others than the usual ones."""
+
+Key = tuple[tuple[int, ...], str, Any]
+"""Members, ascending, backend of a group, and options of the backend; None for the usual ones."""
 
 _c10d: Any = distributed_c10d
 _lock = threading.Lock()
@@ -37,7 +40,7 @@ _lock = threading.Lock()
 # Groups are kept alive by torch until they are destroyed, so these tables empty themselves.
 _made: WeakValueDictionary[Key, dist.ProcessGroup] = WeakValueDictionary()
 _backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
-_times_made: WeakKeyDictionary[dist.ProcessGroup, Counter[Key]] = WeakKeyDictionary()
+_times_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[tuple[int, ...], str]]] = WeakKeyDictionary()
 
 
 def is_connected(clients: Iterable[int]) -> bool:
@@ -55,7 +58,7 @@ def backend_of(device_type: str) -> str:
     return _world_backends().get(device_type) or _BACKENDS.get(device_type, _DEFAULT_BACKEND)
 
 
-def group_of(clients: Iterable[int], device_type: str = "cpu") -> dist.ProcessGroup:
+def group_of(clients: Iterable[int], device_type: str = "cpu", override: Override = (None, None)) -> dist.ProcessGroup:
     """Return the group of some clients, the ranks in which ascend with the clients'.
 
     Collective: The first time over ``clients``, bounded by the timeout of the default group; later calls do not
@@ -64,6 +67,7 @@ def group_of(clients: Iterable[int], device_type: str = "cpu") -> dist.ProcessGr
     Args:
         clients: Ids of the members in any order, of which this client is one.
         device_type: ``cpu`` or ``cuda``: where the tensors lie that the group is to carry.
+        override: See `Override`; the default group is not returned then.
 
     Raises:
         CoordinationError: There is no default group that spans the clients, or this client is not among them.
@@ -78,10 +82,11 @@ def group_of(clients: Iterable[int], device_type: str = "cpu") -> dist.ProcessGr
         raise CoordinationError(
             f"process group: got clients {capped(ranks)}, expected this client, {dist.get_rank()}, among them"
         )
-    world = dist.group.WORLD
-    if len(ranks) == dist.get_world_size() and device_type in _world_backends() and world is not None:
+    world, is_usual = dist.group.WORLD, override == (None, None)
+    if is_usual and len(ranks) == dist.get_world_size() and device_type in _world_backends() and world is not None:
         return world
-    key = ranks, backend_of(device_type)
+    backend, options = override
+    key = ranks, backend or backend_of(device_type), options
     with _lock:
         group = _made.get(key)
         if group is None or not _is_alive(group):
@@ -114,7 +119,7 @@ def remember(group: dist.ProcessGroup, device_type: str) -> None:
     if ranks != sorted(ranks):
         return  # what counts on ranks that ascend would go wrong
     with _lock:
-        key = tuple(ranks), backend_of(device_type)
+        key = tuple(ranks), backend_of(device_type), None
         known = _made.get(key)
         if known is None or not _is_alive(known):
             _made[key] = group
@@ -140,12 +145,14 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def _make(key: Key) -> dist.ProcessGroup:
-    ranks, backend = key
+    ranks, backend, options = key
     world = dist.group.WORLD
     if world is None:
         raise CoordinationError("process group: got no default group, expected one")
     times = _times_made.setdefault(world, Counter())
-    times[key] += 1  # a group that was destroyed must not meet under its old name: addresses of then are still there
+    times[ranks, backend] += (
+        1  # a group that was destroyed must not meet under its old name: addresses of then are still there
+    )
     members = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
     with _without_splitting(world):
         group: dist.ProcessGroup
@@ -155,8 +162,9 @@ def _make(key: Key) -> dist.ProcessGroup:
             list(ranks),
             dist.Backend(backend),
             _c10d._get_default_store(),
-            f"dtckpt_{backend}_{members}_{times[key]}",
-            timeout=_timeout(world, backend),
+            f"dtckpt_{backend}_{members}_{times[ranks, backend]}",
+            backend_options=options,
+            timeout=_timeout(world, backend) if options is None else options._timeout,
             group_desc="dtckpt",
         )
     _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}

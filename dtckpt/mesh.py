@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dtckpt import default_mesh, mesh_rules, wire
+from dtckpt import default_mesh, mesh_parts, mesh_rules, wire
 from dtckpt._proto import layout_pb2
 from dtckpt.config import Config
 from dtckpt.devices import DeviceSpec, full_name, kind_of, task_of
@@ -149,8 +149,15 @@ class Mesh:
         if not self._record.global_device_ids:
             return self
         return Mesh.from_record(
-            replace(self._record, local_device_ids=(), local_devices=(), global_devices=self._device_names)
+            replace(self._record, local_device_ids=(), local_devices=(), global_devices=self.device_names)
         )
+
+    def seen_by(self, client: int) -> Mesh:
+        """Return the equal mesh as a client sees it, which need not be a member."""
+        record = self.portable().record
+        own = self.devices_of(client)
+        names = tuple(record.global_devices[device - self._first_id] for device in own)
+        return Mesh.from_record(replace(record, local_device_ids=own, local_devices=names))
 
     # --- being a value --------------------------------------------------------------------------------------------
 
@@ -158,7 +165,7 @@ class Mesh:
     def identity(self) -> tuple[object, ...]:
         """What the mesh is, whichever client sees it: name, axes, first id, names of all devices, marks."""
         record, first = self._record, self._record.global_device_ids[:1]
-        return record.name, record.dims, first, self._device_names, record.use_xla_spmd, record.single_device
+        return record.name, record.dims, first, self.device_names, record.use_xla_spmd, record.single_device
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):
@@ -176,7 +183,7 @@ class Mesh:
         return f"Mesh.from_string({wire.mesh_to_text(self._record)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return mesh_of_bytes, (self.as_proto().SerializeToString(deterministic=True), self._origins)
+        return mesh_of_bytes, (self.as_proto().SerializeToString(deterministic=True), self.origins)
 
     def __enter__(self) -> Mesh:
         """Make this the default mesh of a with statement's body, as `run_on` does."""
@@ -237,12 +244,12 @@ class Mesh:
                 return self.mesh_dim_names.index(axis)
         elif -self.ndim <= operator.index(axis) < self.ndim:
             return operator.index(axis) % self.ndim
-        raise MeshError(f"{self._label}: got axis {axis!r}, expected one of {self.dim_names} or its position")
+        raise MeshError(f"{self.label}: got axis {axis!r}, expected one of {self.dim_names} or its position")
 
     def contains_dim(self, dim_name: str) -> bool:
         """Tell whether the mesh has an axis of this name."""
         if not isinstance(dim_name, str):
-            raise MeshTypeError(f"{self._label}: got {dim_name!r} as axis name, expected str")
+            raise MeshTypeError(f"{self.label}: got {dim_name!r} as axis name, expected str")
         return dim_name in self.mesh_dim_names
 
     def __contains__(self, dim_name: str) -> bool:
@@ -318,7 +325,7 @@ class Mesh:
 
     def host_mesh(self) -> Mesh:
         """Return an unnamed mesh of the same grid on CPU devices of the same clients."""
-        return Mesh.from_record(mesh_rules.host_record(self._record, self._label))
+        return Mesh.from_record(mesh_rules.host_record(self._record, self.label))
 
     # --- where devices stand --------------------------------------------------------------------------------------
 
@@ -343,7 +350,7 @@ class Mesh:
         """Return the position of every local device, by axis name."""
         if self.device_ids and self._first_id != 0:
             raise MeshError(
-                f"{self._label}: local_device_locations got ids from {self._first_id}, expected ids from 0; "
+                f"{self.label}: local_device_locations got ids from {self._first_id}, expected ids from 0; "
                 "use coordinate(device_id)"
             )
         places = map(self.coordinate, self._record.local_device_ids)
@@ -354,7 +361,7 @@ class Mesh:
         ids = self._record.local_device_ids
         if len(ids) > 1:
             raise MeshError(
-                f"{self._label}: got {len(ids)} local devices, expected one; use coordinate(device_id) for each"
+                f"{self.label}: got {len(ids)} local devices, expected one; use coordinate(device_id) for each"
             )
         return self.coordinate(ids[0]) if ids else None
 
@@ -362,14 +369,14 @@ class Mesh:
         """Return where this client's only device stands along an axis, which may be left out if there is one only."""
         place = self.get_coordinate()
         if place is None:
-            raise MeshError(f"{self._label}: got no local device, expected this client to own one")
+            raise MeshError(f"{self.label}: got no local device, expected this client to own one")
         if mesh_dim is None and self.ndim != 1:
-            raise MeshError(f"{self._label}: got no axis, expected one of {self.dim_names}")
+            raise MeshError(f"{self.label}: got no axis, expected one of {self.dim_names}")
         if isinstance(mesh_dim, str) and mesh_dim not in self.mesh_dim_names:
             return self[mesh_dim].get_local_rank()
         return place[self.axis_index(0 if mesh_dim is None else mesh_dim)]
 
-    # --- slices ---------------------------------------------------------------------------------------------------
+    # --- parts ----------------------------------------------------------------------------------------------------
 
     def __getitem__(self, names: str | Sequence[str]) -> Mesh:
         """Return the mesh of the named axes, in the order named, that this client's devices stand in.
@@ -379,10 +386,7 @@ class Mesh:
         Raises:
             MeshError: no such axes, this client has no device here, or its devices stand in several slices.
         """
-        wanted = (names,) if isinstance(names, str) else sequence_of("axes to keep", names)
-        if wanted == self.mesh_dim_names:
-            return self
-        return self._slice(tuple((name, self._axes_behind(name)) for name in wanted))
+        return mesh_parts.sliced(self, names)
 
     def flatten(self, axes: Sequence[str] | None = None, name: str | None = None) -> Mesh:
         """Return the one-axis mesh over some axes, all unless named; the first of them varies slowest.
@@ -396,75 +400,45 @@ class Mesh:
         Raises:
             MeshError: the name stands for another axis, or as for slicing.
         """
-        kept = self if axes is None else self[axes]
-        name = "_".join(kept.mesh_dim_names) if name is None else name
-        behind = tuple(origin for axis in kept.mesh_dim_names for origin in kept._origins[axis])
-        known = self._origins.get(name, behind)
-        if known != behind:
-            raise MeshError(
-                f"{self._label}: got {name!r} as name for axes {behind}, expected another: it means {known}"
-            )
-        flat = kept if (name,) == kept.mesh_dim_names else kept._slice(((name, kept.mesh_dim_names),))
-        self._origins[name] = behind
+        return mesh_parts.flattened(self, axes, name)
+
+    def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> Mesh:
+        """Return `flatten` of all axes, as PyTorch spells it."""
+        flat = self.flatten(name=mesh_dim_name)
+        if backend_override is not None and flat is not self:
+            self.backends.update(mesh_rules.backends_of({0: backend_override}, flat.mesh_dim_names))
         return flat
 
-    def _flatten(self, mesh_dim_name: str | None = None) -> Mesh:
-        """Return `flatten` of all axes, as PyTorch spells it."""
-        return self.flatten(name=mesh_dim_name)
-
-    @cached_property
-    def _origins(self) -> dict[str, tuple[str, ...]]:
-        """What names mean in axes of the mesh that was sliced first: one dict for that mesh and all its slices."""
-        return {name: (name,) for name in self.mesh_dim_names}
-
-    @cached_property
-    def _slices(self) -> dict[tuple[tuple[str, tuple[str, ...]], ...], Mesh]:
-        return {}
-
-    def _axes_behind(self, name: str) -> tuple[str, ...]:
-        """Return the axes of this mesh that a name stands for."""
-        if not isinstance(name, str):
-            raise MeshTypeError(f"{self._label}: got {name!r} as axis name, expected str")
-        axes = (name,) if name in self.mesh_dim_names else self._origins.get(name, ())
-        if not axes or not set(axes) <= set(self.mesh_dim_names):
-            more = [known for known in self._origins if known not in self.mesh_dim_names]
-            flattened = f" or flattened {more}" if more else ""
-            raise MeshError(f"{self._label}: got axis {name!r}, expected one of {self.dim_names}{flattened}")
-        return axes
-
-    def _slice(self, parts: tuple[tuple[str, tuple[str, ...]], ...]) -> Mesh:
-        """Return the slice with new axes, each made of axes of this mesh."""
-        if parts not in self._slices:
-            self._slices[parts] = self._part(
-                *mesh_rules.slice_record(self._record, self._device_names, parts, self._label)
-            )
-            vars(self._slices[parts])["_origins"] = self._origins
-        return self._slices[parts]
-
-    def _unflatten(self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str]) -> Mesh:
+    def _unflatten(
+        self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str], backend_override: Any = None
+    ) -> Mesh:
         """Return the mesh with one axis cut into several, major first, as PyTorch spells it."""
-        axis = self.axis_index(dim)
-        record = mesh_rules.unflattened_record(self._record, axis, mesh_sizes, mesh_dim_names, self._label)
-        return self._part(record, range(self.size()))
+        return mesh_parts.unflattened(self, dim, mesh_sizes, mesh_dim_names, backend_override)
 
     @staticmethod
     def _concatenate(device_mesh_list: Sequence[Mesh]) -> Mesh:
         """Return the mesh of the axes of several parts of one mesh, in this order, as PyTorch spells it."""
-        roots = {mesh._place[0] for mesh in device_mesh_list}
-        if len(roots) != 1:
-            raise MeshError(f"meshes to concatenate: got parts of {len(roots)} meshes, expected parts of one")
-        root, parts = roots.pop(), [(mesh._record.dims, mesh._place[1]) for mesh in device_mesh_list]
-        return root._part(*mesh_rules.concatenated_record(root._record, root._device_names, parts))
+        return mesh_parts.concatenated(device_mesh_list)
 
     @cached_property
-    def _place(self) -> tuple[Mesh, Sequence[int]]:
+    def origins(self) -> dict[str, tuple[str, ...]]:
+        """What names mean in axes of the mesh that was sliced first: one dict for that mesh and all its slices."""
+        return {name: (name,) for name in self.mesh_dim_names}
+
+    @cached_property
+    def slices(self) -> dict[tuple[tuple[str, tuple[str, ...]], ...], Mesh]:
+        """Slices that were made, by their axes."""
+        return {}
+
+    @cached_property
+    def place(self) -> tuple[Mesh, Sequence[int]]:
         """The mesh that this one is a part of, itself if of no other, and where in it the devices stand, row-major."""
         return self, range(self.size())
 
-    def _part(self, record: wire.MeshRecord, offsets: Sequence[int]) -> Mesh:
-        mesh, (root, places) = Mesh.from_record(record), self._place
-        vars(mesh)["_place"] = root, [places[offset] for offset in offsets]
-        return mesh
+    @cached_property
+    def backends(self) -> dict[str, tuple[str | None, Any]]:
+        """Backend and options of process groups where they were asked for, by axis: one dict for a mesh and slices."""
+        return {}
 
     # --- process groups -------------------------------------------------------------------------------------------
 
@@ -490,7 +464,9 @@ class Mesh:
         """
         from dtckpt import groups
 
-        return groups.group_of(self.clients_along(mesh_dim), self.device_type)
+        clients = self.clients_along(mesh_dim)
+        name = mesh_dim if isinstance(mesh_dim, str) else self.mesh_dim_names[mesh_dim or 0]
+        return groups.group_of(clients, self.device_type, self.backends.get(name, (None, None)))
 
     def get_all_groups(self) -> list[ProcessGroup]:
         """Return the process groups of all axes. Collective and errors: as `get_group`."""
@@ -499,7 +475,7 @@ class Mesh:
     def clients_along(self, axis: int | str | None) -> tuple[int, ...]:
         """Return the clients of the devices that differ from this client's devices along one axis only."""
         if axis is None and self.ndim != 1:
-            raise MeshError(f"{self._label}: got no axis, expected one of {self.dim_names}")
+            raise MeshError(f"{self.label}: got no axis, expected one of {self.dim_names}")
         if isinstance(axis, str) and axis not in self.mesh_dim_names:
             return self[axis].clients
         position = self.axis_index(0 if axis is None else axis)
@@ -509,7 +485,7 @@ class Mesh:
         seen = {tuple(sorted(set(line))) for line in lines}
         if len(seen) != 1:
             raise MeshError(
-                f"{self._label}: got local devices that see {len(seen)} sets of clients along axis "
+                f"{self.label}: got local devices that see {len(seen)} sets of clients along axis "
                 f"{self.mesh_dim_names[position]!r}, expected one; this client has "
                 f"{len(self._record.local_device_ids)} devices in the mesh"
             )
@@ -520,7 +496,7 @@ class Mesh:
     @cached_property
     def owners(self) -> npt.NDArray[np.int64]:
         """Client of every device, as an array of the mesh's shape that cannot be written to."""
-        found = np.array([task_of(name) for name in self._device_names], dtype=np.int64)
+        found = np.array([task_of(name) for name in self.device_names], dtype=np.int64)
         found.flags.writeable = False
         return found.reshape(self.shape if self.device_ids else (0,))
 
@@ -543,37 +519,38 @@ class Mesh:
 
     def device_name(self, device_id: int) -> str:
         """Return the complete name of a device."""
-        return self._device_names[self._offset(device_id)]
+        return self.device_names[self._offset(device_id)]
 
     @cached_property
-    def _device_names(self) -> tuple[str, ...]:
+    def device_names(self) -> tuple[str, ...]:
         """Names of all devices in row-major order."""
         return mesh_rules.names_of_all(self._record)
 
     # --- inner parts ----------------------------------------------------------------------------------------------
 
     @property
-    def _label(self) -> str:
+    def label(self) -> str:
+        """What errors call the mesh."""
         axes = ",".join(f"{name}={size}" for name, size in self._record.dims)
         return f"mesh {self.name!r} ({axes or self.single_device or 'empty'})"
 
     @property
     def _first_id(self) -> int:
         if not self.device_ids:
-            raise MeshError(f"{self._label}: got a mesh without a grid of devices, expected one that has ids")
+            raise MeshError(f"{self.label}: got a mesh without a grid of devices, expected one that has ids")
         return self.device_ids[0]
 
     def _offset(self, device_id: int) -> int:
         offset = operator.index(device_id) - self._first_id
         if not 0 <= offset < self.size():
             raise MeshError(
-                f"{self._label}: got device {device_id}, expected an id from {self._first_id} to {self.device_ids[-1]}"
+                f"{self.label}: got device {device_id}, expected an id from {self._first_id} to {self.device_ids[-1]}"
             )
         return offset
 
     def _valid_offset(self, offset: int) -> int:
         if not 0 <= offset < self.size():
-            raise MeshError(f"{self._label}: got device offset {offset}, expected one from 0 to {self.size() - 1}")
+            raise MeshError(f"{self.label}: got device offset {offset}, expected one from 0 to {self.size() - 1}")
         return offset
 
     def _unravel(self, offset: int) -> tuple[int, ...]:
@@ -587,5 +564,5 @@ class Mesh:
 def mesh_of_bytes(data: bytes, origins: dict[str, tuple[str, ...]]) -> Mesh:
     """Rebuild a mesh from what `Mesh.__reduce__` gives: plain values, which `torch.load` takes from strangers."""
     mesh = Mesh.from_proto(layout_pb2.MeshProto.FromString(data))
-    vars(mesh)["_origins"] = origins
+    vars(mesh)["origins"] = origins
     return mesh

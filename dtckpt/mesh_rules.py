@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -185,6 +185,22 @@ def slice_record(
     picked: list[int] = offsets[rows[0]].tolist()
     dims = tuple((name, math.prod(shape[axes.index(axis)] for axis in behind)) for name, behind in parts)
     return _picked(record, dims, picked, devices), picked
+
+
+def backends_of(backend_override: Any, names: Sequence[str]) -> dict[str, tuple[str | None, Any]]:
+    """Return backend and options by axis, of PyTorch's mapping from axes or their positions, or list by axis."""
+    found: dict[str, tuple[str | None, Any]] = {}
+    is_mapping = isinstance(backend_override, Mapping)
+    for key, wanted in backend_override.items() if is_mapping else enumerate(backend_override or ()):
+        axis: Any = names[key] if isinstance(key, int) and 0 <= key < len(names) else key
+        if axis not in names or axis in found:
+            raise MeshError(
+                f"backend_override: got axis {key!r} in {backend_override!r:.200}, expected names or positions of the "
+                f"axes {list(names)}, each at most once"
+            )
+        backend, options = wanted if isinstance(wanted, tuple) else (wanted, None)
+        found[axis] = (backend, options) if backend is None or isinstance(backend, str) else (None, backend)
+    return found
 
 
 def host_record(record: wire.MeshRecord, label: str) -> wire.MeshRecord:

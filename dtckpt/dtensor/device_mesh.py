@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,21 @@ from dtckpt.clients import job_name
 from dtckpt.config import Config
 from dtckpt.errors import MeshError, MeshTypeError, capped
 from dtckpt.mesh import Mesh
+from dtckpt.mesh_rules import backends_of
 
 KINDS = {"cpu": "CPU", "cuda": "GPU"}
 """Kinds of devices by PyTorch's names."""
 
+BackendOverride = Mapping[int | str, Any] | Sequence[Any]
+"""By axis, its position, or in order: name of a backend, its options, or a pair of both, as PyTorch takes them."""
+
 
 def init_device_mesh(
-    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    backend_override: BackendOverride | None = None,
 ) -> Mesh:
     """Return the mesh of the first ranks, counted up in row-major order.
 
@@ -32,6 +40,7 @@ def init_device_mesh(
         device_type: ``cpu`` or ``cuda``.
         mesh_shape: size of every axis.
         mesh_dim_names: name of every axis; ``dim_0``, ``dim_1`` and so on when left out.
+        backend_override: backends of the process groups along some axes.
 
     Raises:
         MeshError: the arguments describe no mesh, or one of more ranks than there are.
@@ -43,15 +52,23 @@ def init_device_mesh(
     if min(shape, default=0) < 1:
         raise MeshError(f"device mesh: got mesh_shape {shape}, expected at least one size, and each at least 1")
     names = _names(mesh_dim_names, len(shape), f"mesh_shape {shape}")
-    return _over_ranks(device_type, np.arange(np.prod(shape)).reshape(shape), names)
+    return _over_ranks(device_type, np.arange(np.prod(shape)).reshape(shape), names, backend_override)
 
 
 class _DeviceMeshType(type):
     """Calling the class makes a `Mesh`, and every `Mesh` counts as an instance."""
 
-    def __call__(cls, device_type: str, mesh: object, *, mesh_dim_names: Sequence[str] | None = None) -> Mesh:
+    def __call__(
+        cls,
+        device_type: str,
+        mesh: object,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        backend_override: BackendOverride | None = None,
+    ) -> Mesh:
         ranks = _ranks(mesh)
-        return _over_ranks(device_type, ranks, _names(mesh_dim_names, ranks.ndim, f"ranks of shape {ranks.shape}"))
+        names = _names(mesh_dim_names, ranks.ndim, f"ranks of shape {ranks.shape}")
+        return _over_ranks(device_type, ranks, names, backend_override)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, Mesh)
@@ -61,7 +78,7 @@ class _DeviceMeshType(type):
 
 
 class DeviceMesh(Mesh, metaclass=_DeviceMeshType):
-    """PyTorch's spelling of `Mesh`: ``DeviceMesh(device_type, mesh, *, mesh_dim_names=None)``.
+    """PyTorch's spelling of `Mesh`: ``DeviceMesh(device_type, mesh, *, mesh_dim_names=None, backend_override=None)``.
 
     Collective: As `init_device_mesh`.
 
@@ -69,6 +86,7 @@ class DeviceMesh(Mesh, metaclass=_DeviceMeshType):
         device_type: ``cpu`` or ``cuda``.
         mesh: ranks, in nested sequences, an array or a tensor; not all of the world's need to occur.
         mesh_dim_names: name of every axis; ``dim_0``, ``dim_1`` and so on when left out.
+        backend_override: backends of the process groups along some axes.
 
     Raises:
         MeshError: the arguments describe no mesh, or name ranks that there are not.
@@ -140,7 +158,12 @@ def mesh_of_ranks(device_type: str, ranks: npt.NDArray[np.integer[Any]], names: 
 # --- arguments ----------------------------------------------------------------------------------------------------
 
 
-def _over_ranks(device_type: str, ranks: npt.NDArray[np.integer[Any]], names: Sequence[str]) -> Mesh:
+def _over_ranks(
+    device_type: str,
+    ranks: npt.NDArray[np.integer[Any]],
+    names: Sequence[str],
+    backend_override: BackendOverride | None = None,
+) -> Mesh:
     """Check what is left, from the arguments alone first, so that every client refuses what one refuses."""
     _require_device_type(device_type)
     listed = ranks.ravel()
@@ -149,6 +172,7 @@ def _over_ranks(device_type: str, ranks: npt.NDArray[np.integer[Any]], names: Se
         raise MeshError(f"device mesh: got ranks {capped(found[counts > 1])} more than once, expected each once")
     if listed.min() < 0:
         raise MeshError(f"device mesh: got rank {listed.min()}, expected ranks from 0")
+    backends = backends_of(backend_override, names)
     mesh_of_ranks(device_type, ranks, names)
     world = _world_size(device_type)
     if len(listed) > world or listed.max() >= world:
@@ -157,6 +181,7 @@ def _over_ranks(device_type: str, ranks: npt.NDArray[np.integer[Any]], names: Se
             "world; start as many clients, or use create_mesh for several devices of one client"
         )
     mesh = mesh_of_ranks(device_type, ranks, names)
+    mesh.backends.update(backends)
     _choose_card(mesh)
     return mesh
 

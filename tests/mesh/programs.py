@@ -73,6 +73,51 @@ seen = [
 ]
 """
 
+CUTTING = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+def total(group):
+    tensor = torch.tensor([10.0 ** dist.get_rank()])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+cut = world._unflatten(0, (2, 2), ("dp", "tp"))
+same = world._unflatten("world", (2, 2), ("dp", "tp"))
+other = world._unflatten(0, (1, 2, 2), ("pp", "ep", "etp"))
+joined = DeviceMesh._concatenate([cut["dp"], other["etp"]])
+pair = DeviceMesh._concatenate([cut["tp"]])
+seen = [
+    cut == same, cut.mesh.tolist(), cut.mesh_dim_names, cut["tp"].mesh.tolist(), cut.get_coordinate(),
+    [total(group) for group in cut.get_all_groups()], other.mesh.tolist(), other["ep", "etp"].mesh.tolist(),
+    joined.mesh.tolist(), joined.mesh_dim_names, joined.get_coordinate(),
+    [total(group) for group in joined.get_all_groups()], pair.mesh.tolist(), pair == cut["tp"],
+    world.mesh.tolist(), world.mesh_dim_names,
+]
+"""
+
+BACKENDS = """
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"tp": "fake"})
+by_place = DeviceMesh("cpu", [[0, 1], [2, 3]], backend_override=(("fake", None), (None, None)))
+line = init_device_mesh("cpu", (4,), mesh_dim_names=("world",), backend_override={0: "fake"})
+cut = line._unflatten(0, (2, 2), ("dp", "tp"), backend_override={"dp": "fake"})
+both = DeviceMesh._concatenate([cut["tp"], cut["dp"]])
+flat = mesh._flatten("all", "fake")
+seen = [
+    [dist.get_backend(group) for group in each.get_all_groups()]
+    for each in (mesh, mesh["tp"], mesh["dp"], by_place, line, cut, cut["dp"], both, flat, mesh["all"])
+]
+plain = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+seen += [mesh.get_group("tp") is mesh["tp"].get_group(), mesh == plain, dist.get_backend(plain.get_group("tp"))]
+"""
+
 ERRORS = """
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -100,6 +145,19 @@ seen = [
     raises(lambda: mesh.get_group(2)),
     raises(lambda: mesh._flatten("tp")),
     raises(lambda: mesh.size(2)),
+    raises(lambda: mesh._unflatten(2, (2, 1), ("a", "b"))),
+    raises(lambda: mesh._unflatten("pp", (2, 1), ("a", "b"))),
+    raises(lambda: mesh._unflatten(0, (2, 2), ("a", "b"))),
+    raises(lambda: mesh._unflatten(0, (2, 1), ("a",))),
+    raises(lambda: DeviceMesh._concatenate([mesh["tp"], mesh["tp"]])),
+    raises(lambda: DeviceMesh._concatenate([mesh, mesh["dp"]])),
+    raises(lambda: DeviceMesh.from_group([], "cpu")),
+    raises(lambda: DeviceMesh.from_group(mesh.get_all_groups(), "cpu")),
+    raises(lambda: DeviceMesh.from_group(mesh.get_group("tp"), "cpu", [0, 3])),
+    raises(lambda: DeviceMesh.from_group(mesh.get_all_groups(), "cpu", [0, 1, 2, 3], mesh_dim_names=("x",))),
+    raises(lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"pp": "gloo"})),
+    raises(lambda: init_device_mesh("cpu", (2, 2), backend_override={2: "gloo"})),
+    raises(lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("a",), backend_override={0: "gloo", "a": "gloo"})),
 ]
 """
 
@@ -108,6 +166,8 @@ PROGRAMS = {
     "flattening": FLATTENING,
     "part_of_the_world": PART_OF_THE_WORLD,
     "groups_given": GROUPS_GIVEN,
+    "cutting": CUTTING,
+    "backends": BACKENDS,
     "errors": ERRORS,
 }
 

@@ -92,6 +92,20 @@ def test_a_mesh_is_the_default_of_its_block():
     assert get_default_mesh() is None
 
 
+def test_backends_of_axes(seen_by):
+    mesh, options = seen_by(5, np.arange(8), ["world"]), object()
+    cut = mesh._unflatten(0, (2, 4), ("a", "b"), {0: "gloo", "b": ("nccl", options)})
+    assert cut.backends == {"a": ("gloo", None), "b": ("nccl", options)}
+    assert (cut["b"].backends, mesh.backends) == (cut.backends, {})
+    cut._flatten("ab", options)
+    assert cut["ab"].backends["ab"] == (None, options)
+    assert cut["b"]._flatten("b", "gloo") is cut["b"]
+    assert Mesh._concatenate([cut["b"], cut["a"]]).backends == cut.backends
+    for wrong in ({2: "gloo"}, {"c": "gloo"}, {0: "gloo", "a": "gloo"}, {-1: "gloo"}, ["gloo"] * 3):
+        with pytest.raises(MeshError, match="expected names or positions of the axes"):
+            mesh._unflatten(0, (2, 4), ("a", "b"), wrong)
+
+
 def test_names_given_by_flattening_are_pickled(seen_by):
     mesh = seen_by(5, GRID, NAMES)
     mesh["dp", "cp"].flatten(name="fsdp")

@@ -136,7 +136,7 @@ def test_names_of_flattened_axes_mean_one_thing(seen_by):
             mesh.flatten(axes, name)
     with pytest.raises(MeshError, match="expected another than the reserved"):
         mesh.flatten(name="any")
-    assert "any" not in mesh._origins
+    assert "any" not in mesh.origins
     with pytest.raises(MeshError, match=r"got axis 'fsdp', expected one of \['tp'\]"):
         mesh["tp"]["fsdp"]
     with pytest.raises(MeshError, match="each once"):
