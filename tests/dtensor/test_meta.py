@@ -103,7 +103,10 @@ def over_clients():
     on_part = DTensor.from_local(
         whole[:3] if client < clients - 1 else whole[3:], part, [Shard(0)], shape=(5, 3), stride=(3, 1)
     )
+    placed = distribute_tensor(whole, part, [Shard(0)], src_data_rank=0)
+    assert_meta(placed, on_part.layout, (5, 3))
     for moved, on in (
+        (placed.redistribute(mesh, [Shard(1)]), mesh),
         (tensor.redistribute(placements=[Shard(1)]), mesh),
         (on_part.redistribute(mesh, [Shard(1)]), mesh),
         (tensor.redistribute(part, [Shard(1)]), part),

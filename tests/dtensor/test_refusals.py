@@ -9,6 +9,7 @@ from dtckpt import (
     MATCH,
     UNSHARDED,
     DTensor,
+    DVariable,
     Layout,
     Partial,
     Replicate,
@@ -222,8 +223,12 @@ def test_a_client_outside_the_mesh_cannot_find_the_shape(pool):
     )
 
 
-def test_pack_outside_the_mesh():
-    layout = Layout(["x"], cluster_mesh({"x": 2}, 2, 0).portable())
+def test_outside_the_mesh():
+    outside = cluster_mesh({"x": 2}, 2, 0).portable()
+    for make in (copy_to_mesh, DVariable):
+        tensor = make(WHOLE.double(), Layout(["x", UNSHARDED], outside))
+        assert (tensor.dtype, tensor.shape, tensor.components) == (torch.float64, WHOLE.shape, ())
+    layout = Layout(["x"], outside)
     with pytest.raises(ComponentError, match="no device in mesh"):
         pack([], layout)
     assert pack([], layout, (4,)).shape == (4,)

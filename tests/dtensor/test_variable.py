@@ -1,6 +1,7 @@
 """`DVariable`: making one, assigning to it, using it as a tensor, saving it."""
 
 import copy
+import io
 import pickle
 
 import numpy as np
@@ -139,7 +140,11 @@ def test_trainable_ones_are_parameters():
 def test_copies_and_pickles_are_variables():
     variable = DVariable(WHOLE, ROWS, name="weight")
     variable.save_as_bf16 = True
-    for again in (copy.copy(variable), copy.deepcopy(variable), pickle.loads(pickle.dumps(variable))):
+    file = io.BytesIO()
+    torch.save(variable, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    for again in (copy.copy(variable), copy.deepcopy(variable), pickle.loads(pickle.dumps(variable)), loaded):
         assert type(again) is DVariable
         assert (again.name, again.trainable, again.save_as_bf16) == ("weight", True, True)
         assert isinstance(again, nn.Parameter)
