@@ -52,6 +52,9 @@ def dispatch(cls: type[DTensor], func: Callable[..., Any], args: tuple[Any, ...]
         if func is not _aten.add.Tensor:
             return source
         return cls(results, source.layout, source.shape, torch.promote_types(args[0].dtype, args[1].dtype))
+    if func is _aten.new_empty.default and isinstance(source, cls) and tuple(args[1]) == source.shape:
+        # How torch.distributed.checkpoint begins the copies that it saves in the background.
+        func, args = _aten.empty_like.default, args[:1]
     if func not in COMPONENTWISE or not isinstance(source, cls):
         raise _refusal(cls, func, args, kwargs)
     if source.layout.partial:

@@ -265,3 +265,22 @@ def dcp_with_pytorchs_tensors(path):
 def test_pytorchs_tensors_and_ours_read_each_other(pool, tmp_path):
     seen = pool.values(dcp_with_pytorchs_tensors, str(tmp_path), clients=2, group=True)
     assert seen == [[WHOLE.tolist(), (WHOLE + 1).tolist()]] * 2
+
+
+def dcp_in_the_background(path):
+    warnings.simplefilter("ignore")
+    clients = dtckpt.num_clients()
+    mesh = cluster_mesh({"x": 2, "y": clients}, clients, dtckpt.client_id())
+    saved = {"w": copy_to_mesh(WHOLE, Layout(["y", "x"], mesh)), "p": nn.Parameter(copy_to_mesh(WHOLE, ROWS))}
+    staged = dcp.async_save(saved, checkpoint_id=path)
+    staged.result()
+    loaded = {name: copy_to_mesh(torch.zeros(5, 3), Layout(["x", UNSHARDED], mesh)) for name in saved}
+    dcp.load(loaded, checkpoint_id=path)
+    dist.barrier()
+    return [tensor.full_tensor().tolist() for tensor in loaded.values()]
+
+
+@pytest.mark.processes
+def test_dcp_in_the_background(pool, tmp_path):
+    seen = pool.values(dcp_in_the_background, str(tmp_path), clients=2, group=True)
+    assert seen == [[WHOLE.tolist()] * 2] * 2
