@@ -96,15 +96,17 @@ class Collectives(Protocol):
 class Pending:
     """Works that are one; ``then`` is called once when all are done."""
 
-    def __init__(self, works: Sequence[Any], what: str, then: Callable[[], None] | None = None) -> None:
-        self._works, self._what, self._then = list(works), what, then
+    def __init__(
+        self, works: Sequence[Any], what: str, members: Sequence[int], then: Callable[[], None] | None = None
+    ) -> None:
+        self._works, self._what, self._members, self._then = list(works), what, members, then
 
     def wait(self) -> None:
         try:
             while self._works:
                 self._works.pop().wait()
-        except (RuntimeError, ValueError) as error:
-            raise CoordinationError(f"{self._what} failed: {error}; look for clients that ended") from error
+        except RuntimeError as error:
+            raise _gone(self._what, self._members, error) from error
         if self._then is not None:
             then, self._then = self._then, None
             then()
@@ -124,13 +126,18 @@ class Pairwise:
         self._own = self.members.index(client) if client in self.members else -1
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Work:
+        if not sends and not receives:
+            return Pending([], "exchange", self.members)
         # Not kept: groups end and are made anew, while this stays.
-        backend, ranks = groups.messenger(self.members) if sends or receives else (None, ())
-        works = [backend.recv([tensor], ranks[peer], tag) for peer, tensor in receives if tensor.numel()]
-        works += [backend.send([tensor], ranks[peer], tag) for peer, tensor in sends if tensor.numel()]
+        backend, ranks = groups.messenger(self.members)
+        try:
+            works = [backend.recv([tensor], ranks[peer], tag) for peer, tensor in receives if tensor.numel()]
+            works += [backend.send([tensor], ranks[peer], tag) for peer, tensor in sends if tensor.numel()]
+        except RuntimeError as error:
+            raise _gone("exchange", self.members, error) from error
         if works and observing.is_observed():
             observing.report("exchange", sum(tensor.nbytes for _, tensor in receives), self.members)
-        return Pending(works, f"exchange with clients {capped([peer for peer, _ in (*receives, *sends)])}")
+        return Pending(works, "exchange", self.members)
 
     def all_gather(self, received: Sequence[torch.Tensor], piece: torch.Tensor) -> Work:
         received[self._own].copy_(piece)
@@ -144,7 +151,8 @@ class Pairwise:
         arrived = [torch.empty_like(reduced) for _ in self.members]
         arrived[self._own] = terms[self._own]
         works = [self.exchange(self._from_others(terms), self._from_others(arrived))]
-        return Pending(works, "reduce_scatter", lambda: reduce_terms(reduced, arrived, reduce_op, len(self.members)))
+        number = len(self.members)
+        return Pending(works, "reduce_scatter", self.members, lambda: reduce_terms(reduced, arrived, reduce_op, number))
 
     def all_reduce(self, tensor: torch.Tensor, reduce_op: str) -> Work:
         flat = tensor.view(-1)
@@ -227,7 +235,7 @@ class Native(Pairwise):
     def _started(self, kind: str, nbytes: int, works: Sequence[Any], then: Callable[[], None] | None = None) -> Work:
         if observing.is_observed():
             observing.report(kind, nbytes, self.members)
-        return Pending(works, f"{kind} among clients {capped(self.members)}", then)
+        return Pending(works, kind, self.members, then)
 
 
 def collectives_of(members: Sequence[int], client: int, device_type: str) -> Collectives:
@@ -251,6 +259,13 @@ def average(total: torch.Tensor, divisor: int) -> None:
     """Divide a sum in place; one of integers is rounded towards zero."""
     if divisor > 1:
         total.copy_(torch.div(total, divisor))
+
+
+def _gone(what: str, members: Sequence[int], error: Exception) -> CoordinationError:
+    """Return what to raise when a peer ended, or did not come in time."""
+    return CoordinationError(
+        f"{what} among clients {capped(members)} failed: {error}; look for clients that ended or hang"
+    )
 
 
 def _are_even(tensors: Sequence[torch.Tensor]) -> bool:

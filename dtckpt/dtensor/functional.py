@@ -16,10 +16,10 @@ import torch
 
 from dtckpt.dtensor import meta
 from dtckpt.dtensor.packing import pack
-from dtckpt.dtensor.redistribution import program_of, resolve_match
+from dtckpt.dtensor.redistribution import Program, program_of, resolve_match, tell
 from dtckpt.dtensor.redistribution import redistribute as redistribute_components
 from dtckpt.dtensor.tensor import DTensor, described
-from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError
+from dtckpt.errors import ComponentError, DtckptError, LayoutError, LayoutTypeError
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.placement import Placement, validate_reductions
@@ -36,10 +36,9 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What is wanted of some tensors: layouts, the dtypes to convert to on the way and back, and whether to wait."""
+    """What is wanted of some tensors: a program each, the dtype to convert gradients to, and whether not to wait."""
 
-    layouts: tuple[Layout, ...]
-    forward_dtype: torch.dtype | None = None
+    programs: tuple[Program, ...]
     backward_dtype: torch.dtype | None = None
     is_async: bool = False
 
@@ -55,38 +54,38 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Any, ...]:
         there = [number for number, gradient in enumerate(gradients) if gradient is not None]
-        layouts = tuple(gradient_layout(ctx.sources[number][0]) for number in there)
-        dtypes = {ctx.backward_dtype or ctx.sources[number][1] for number in there}
-        if len(dtypes) == 1:
-            moved = _apply(_Redistribute, _Wanted(layouts, dtypes.pop()), *(gradients[number] for number in there))
-        else:
-            moved = tuple(
-                _apply(_Redistribute, _Wanted((layout,), ctx.sources[number][1]), gradients[number])[0]
-                for number, layout in zip(there, layouts, strict=True)
+        chosen = [gradient for gradient in gradients if gradient is not None]
+        programs = tuple(
+            program_of(
+                gradient.layout,
+                gradient_layout(ctx.sources[number][0]),
+                gradient.shape,
+                ctx.backward_dtype or ctx.sources[number][1],
             )
+            for number, gradient in zip(there, chosen, strict=True)
+        )
         back: list[DTensor | None] = [None] * len(gradients)
-        for number, gradient in zip(there, moved, strict=True):
+        for number, moved in zip(there, _apply(_Redistribute, _Wanted(programs), *chosen), strict=True):
             dtype = ctx.sources[number][1]
-            back[number] = gradient if gradient.dtype == dtype else gradient.to(dtype)
+            back[number] = moved if moved.dtype == dtype else moved.to(dtype)
         return None, *back
 
 
 def _moved(wanted: _Wanted, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
     """Return tensors in other layouts, without a gradient."""
-    programs, sources = [], []
-    for tensor, layout in zip(tensors, wanted.layouts, strict=True):
-        dtype = wanted.forward_dtype or tensor.dtype
-        programs.append(program_of(tensor.layout, layout, tensor.shape, dtype))
+    sources = []
+    for tensor, program in zip(tensors, wanted.programs, strict=True):
+        dtype = program.change.dtype
         components = tensor.components if dtype == tensor.dtype else [part.to(dtype) for part in tensor.components]
         sources.append(dict(zip(tensor.device_mesh.local_device_ids(), components, strict=True)))
-    running = redistribute_components(programs, sources)
+    running = redistribute_components(wanted.programs, sources)
     if not wanted.is_async:
         running.wait()
     made = []
-    for program, moved in zip(programs, running.components, strict=True):
-        layout = program.change.target
-        ordered = [moved[device] for device in layout.mesh.local_device_ids()]
-        made.append(DTensor(ordered, layout, program.change.shape, program.change.dtype))
+    for program, moved in zip(wanted.programs, running.components, strict=True):
+        change = program.change
+        ordered = [moved[device] for device in change.target.mesh.local_device_ids()]
+        made.append(DTensor(ordered, change.target, change.shape, change.dtype))
         made[-1]._pending = running if wanted.is_async else None
     return tuple(made)
 
@@ -157,30 +156,47 @@ def redistribute_all(
 
     Collective: As `redistribute`, with the same tensors in the same order. Arguments and errors: as there.
     """
-    result = list(tensors)
-    moving: list[int] = []
-    wanted: list[Layout] = []
-    for number, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
-        if not isinstance(tensor, DTensor):
-            raise LayoutTypeError(f"redistribute needs a DTensor; got {type(tensor).__name__}")
-        if not isinstance(layout, Layout):
-            raise LayoutTypeError(f"redistribute needs a Layout; got {type(layout).__name__}")
-        there = resolve_match(layout, tensor.layout)
-        if tensor.components:  # a client without any may not know the dtype
-            validate_reductions(there.partial, forward_dtype or tensor.dtype)
-        if tensor.is_meta:
-            result[number] = meta.redistribute(tensor, there, forward_dtype or tensor.dtype)
-        elif there != tensor.layout or not {forward_dtype, backward_dtype} <= {None, tensor.dtype}:
-            moving.append(number)
-            wanted.append(there)
+    try:
+        there = [_validated(*pair, forward_dtype) for pair in zip(tensors, layouts, strict=True)]
+        programs = [
+            None
+            if tensor.is_meta or _is_done(tensor, layout, forward_dtype, backward_dtype)
+            else program_of(tensor.layout, layout, tensor.shape, forward_dtype or tensor.dtype)
+            for tensor, layout in zip(tensors, there, strict=True)
+        ]
+    except DtckptError as error:
+        tell(error, [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)])
+        raise
+    result = [
+        meta.redistribute(tensor, layout, forward_dtype or tensor.dtype) if tensor.is_meta else tensor
+        for tensor, layout in zip(tensors, there, strict=True)
+    ]
+    moving = [number for number, program in enumerate(programs) if program is not None]
     if moving:
-        asked = _Wanted(tuple(wanted), forward_dtype, backward_dtype, is_async)
         chosen = [tensors[number] for number in moving]
+        wanted = _Wanted(tuple(filter(None, programs)), backward_dtype, is_async)
         needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in chosen)
-        moved = _apply(_Redistribute, asked, *chosen) if needs_grad else _moved(asked, chosen)
+        moved = _apply(_Redistribute, wanted, *chosen) if needs_grad else _moved(wanted, chosen)
         for number, tensor in zip(moving, moved, strict=True):
             result[number] = tensor
     return result
+
+
+def _validated(tensor: object, layout: object, dtype: torch.dtype | None) -> Layout:
+    """Return the layout that a tensor is to get, MATCH specs resolved."""
+    if not isinstance(tensor, DTensor):
+        raise LayoutTypeError(f"redistribute needs a DTensor; got {type(tensor).__name__}")
+    if not isinstance(layout, Layout):
+        raise LayoutTypeError(f"redistribute needs a Layout; got {type(layout).__name__}")
+    resolved = resolve_match(layout, tensor.layout)
+    validate_reductions(resolved.partial, dtype or tensor.dtype)
+    return resolved
+
+
+def _is_done(
+    tensor: DTensor, layout: Layout, forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None
+) -> bool:
+    return layout == tensor.layout and {forward_dtype, backward_dtype} <= {None, tensor.dtype}
 
 
 def from_placements(mesh: Mesh, placements: Sequence[Placement] | None, ndim: int) -> Layout:
@@ -239,7 +255,8 @@ def from_local(
         packed = DTensor([], layout, packed.shape, local.dtype, device=local.device)
     if not (torch.is_grad_enabled() and local.requires_grad):
         return packed
-    tensor: DTensor = _apply(_FromLocal, local, layout, tuple(packed.shape), gradient or gradient_layout(layout))
+    placed = local.to(packed.device)
+    tensor: DTensor = _apply(_FromLocal, placed, layout, tuple(packed.shape), gradient or gradient_layout(layout))
     return tensor
 
 

@@ -194,6 +194,8 @@ class Hop:
         self.forwards: list[tuple[Box, Box]] = []
         self.reductions: list[Reduction] = []
         self.arrivals: list[Box] = []
+        self.is_local = True
+        """Whether no client needs anything from another."""
         gives: dict[int, list[Box]] = {}
         takes: dict[int, list[int]] = {}
         for tensor, change in enumerate(changes):
@@ -219,6 +221,7 @@ class Hop:
     def _add(self, tensor: int, change: Change, gives: dict[int, list[Box]], takes: dict[int, list[int]]) -> None:
         source, target, dtype = change.source, change.target, change.dtype
         plan = plan_exchange(source, target, change.shape, self.client)
+        self.is_local &= plan.is_local
         axes = reduced_axes(source, target)
         held, wanted = _regions(source, change.shape), _regions(target, change.shape)
         here, there = _devices(source.mesh), _devices(target.mesh)

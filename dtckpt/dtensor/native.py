@@ -66,6 +66,8 @@ class NativeHop:
         found: Which collective it is.
     """
 
+    is_local = False
+
     def __init__(self, change: Change, found: Recognised) -> None:
         self._change, self._found = change, found
         mesh = change.source.mesh

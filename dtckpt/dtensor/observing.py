@@ -10,7 +10,7 @@ from threading import Lock
 
 from dtckpt.errors import capped
 
-_LOG = logging.getLogger("dtckpt.dtensor")
+LOG = logging.getLogger("dtckpt.dtensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 def is_observed() -> bool:
     """Whether anyone listens; ask before working out what to `report`."""
-    return bool(_observers) or _LOG.isEnabledFor(logging.DEBUG)
+    return bool(_observers) or LOG.isEnabledFor(logging.DEBUG)
 
 
 def report(kind: str, nbytes: int, clients: Iterable[int]) -> None:
     """Tell observers and log of a communication that has been done; see `Communication`."""
     communication = Communication(kind, nbytes, tuple(clients))
-    if _LOG.isEnabledFor(logging.DEBUG):
-        _LOG.debug("%s: got %d bytes, clients %s", kind, nbytes, capped(communication.clients))
+    if LOG.isEnabledFor(logging.DEBUG):
+        LOG.debug("%s: got %d bytes, clients %s", kind, nbytes, capped(communication.clients))
     for observer in _observers:
         observer(communication)

@@ -10,15 +10,18 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
+from dtckpt.dtensor import divergence
 from dtckpt.dtensor.hops import Change, Components, Hop, Transfer
 from dtckpt.dtensor.native import NativeHop, NativeTransfer, recognise
-from dtckpt.errors import LayoutError
+from dtckpt.errors import CoordinationError, DtckptError, LayoutError
 from dtckpt.layout import MATCH, Layout
+from dtckpt.mesh import Mesh
 from dtckpt.planning.paths import plan_path
 
 _LOG = logging.getLogger("dtckpt.dtensor")
@@ -56,6 +59,11 @@ class Program:
     change: Change
     hops: tuple[Hop | NativeHop, ...]
     neutral: Mapping[int, int]
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether no client needs anything from another."""
+        return all(hop.is_local for hop in self.hops)
 
 
 def program_of(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.dtype) -> Program:
@@ -97,18 +105,22 @@ class Redistribution:
     Args:
         programs: One per tensor.
         tensors: The components of each.
+        call: Looks after what this client waits for.
     """
 
-    def __init__(self, programs: Sequence[Program], tensors: Sequence[Components]) -> None:
+    def __init__(
+        self, programs: Sequence[Program], tensors: Sequence[Components], call: divergence.Call | None = None
+    ) -> None:
+        self._call = call
+        self._under_way: list[Transfer | NativeTransfer] = []
         here = [dict(components) for components in tensors]
-        self._under_way: list[tuple[list[int], Transfer | NativeTransfer]] = []
         for number in range(max((len(program.hops) for program in programs), default=0)):
-            self.wait()
+            self._finish()
             for members, hop in _wave(programs, number):
                 transfer = hop.start([here[member] for member in members])
                 for member, made in zip(members, transfer.made, strict=True):
                     here[member] = made
-                self._under_way.append((members, transfer))
+                self._under_way.append(transfer)
         self.components: list[dict[int, torch.Tensor]] = []
         """The new components of every tensor by device id of its target mesh; complete after `wait`."""
         for program, made in zip(programs, here, strict=True):
@@ -116,13 +128,26 @@ class Redistribution:
             self.components.append({**made, **neutral})
 
     def wait(self) -> None:
-        """Complete what is under way."""
-        while self._under_way:
-            self._under_way.pop(0)[1].finish()
+        """Complete what is under way.
+
+        Raises:
+            DtckptError: Another client failed, or wanted something else.
+            CoordinationError: A client is gone.
+        """
+        self._finish()
+        if self._call is not None:
+            call, self._call = self._call, None
+            call.validate()
+
+    def _finish(self) -> None:
+        with self._call.waiting() if self._under_way and self._call else nullcontext():
+            while self._under_way:
+                self._under_way.pop(0).finish()
 
     def __del__(self) -> None:
         # Others wait for what this client sends, whether or not anyone wants its result.
-        self.wait()
+        with suppress(CoordinationError):
+            self._finish()
 
 
 def _wave(programs: Sequence[Program], number: int) -> list[tuple[list[int], Hop | NativeHop]]:
@@ -155,7 +180,26 @@ def redistribute(programs: Sequence[Program], tensors: Sequence[Components]) -> 
         for program in programs:
             change = program.change
             _LOG.debug("redistribute %s of %s: %r to %r", change.shape, change.dtype, change.source, change.target)
-    return Redistribution(programs, tensors)
+    # Where the host does not wait, there is nothing to look after.
+    is_watched = any(not program.is_local for program in programs) and all(
+        program.change.device_type == "cpu" for program in programs
+    )
+    call = divergence.Call([program.change for program in programs], _part) if is_watched else None
+    return Redistribution(programs, tensors, call)
+
+
+def _part(changes: Sequence[Change]) -> divergence.Part:
+    programs = [_compile(change, change.client) for change in changes]
+    peers = (peer for program in programs for hop in program.hops if isinstance(hop, Hop) for peer, _ in hop.sends)
+    return frozenset(peers), lambda tensors: Redistribution(programs, tensors).wait()
+
+
+def tell(error: DtckptError, meshes: Sequence[Mesh]) -> None:
+    """Tell the clients of the source meshes of an error that keeps this one from a redistribution with them.
+
+    Blocks: See `divergence.tell`.
+    """
+    divergence.tell(error, meshes, _part)
 
 
 def cache_info() -> tuple[int, int, int, int]:

@@ -190,12 +190,16 @@ class DTensor(torch.Tensor):
         """
         is_plain = device_mesh is None and forward_dtype is None and backward_dtype is None
         # The commonest change of all, none, costs no more than finding that out.
-        if is_plain and placements is not None and tuple(placements) == self.placements:
+        if is_plain and isinstance(placements, list | tuple) and tuple(placements) == self.placements:
             return self
-        from dtckpt.dtensor import factories, functional
+        from dtckpt.dtensor import factories, functional, redistribution
 
-        mesh = self.device_mesh if device_mesh is None else factories.require_mesh(device_mesh)
-        layout = functional.from_placements(mesh, placements, self.ndim)
+        try:
+            mesh = self.device_mesh if device_mesh is None else factories.require_mesh(device_mesh)
+            layout = functional.from_placements(mesh, placements, self.ndim)
+        except DtckptError as error:
+            redistribution.tell(error, [self.device_mesh])
+            raise
         return functional.redistribute(
             self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op
         )

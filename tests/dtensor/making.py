@@ -18,10 +18,10 @@ from dtckpt.dtensor import (
     empty,
     full,
     init_device_mesh,
+    observing,
     ones,
     rand,
     randn,
-    observing,
     zeros,
 )
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError, MeshTypeError

@@ -13,7 +13,6 @@ import torch
 from dtckpt.dtensor.redistribution import resolve_match
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout import UNSHARDED, Layout
-from dtckpt.mesh import Mesh
 from dtckpt.planning.exchange import ExchangePlan, Move, kept_axes, meeting, plan_exchange, reduced_axes, term_of
 from dtckpt.planning.paths import plan_path
 from dtckpt.region import Region
@@ -256,13 +255,7 @@ def _summed(bounds: Sequence[Traffic], steps: Sequence[Step]) -> tuple[Traffic, 
 
 def _seen_by(client: int, layout: Layout) -> Layout:
     """Return the layout on the mesh as a client sees it."""
-    mesh, names = layout.mesh, layout.mesh.portable().global_devices()
-    own = mesh.devices_of(client)
-    first = mesh.min_global_device_id()
-    record = replace(
-        mesh.portable().record, local_device_ids=own, local_devices=tuple(names[device - first] for device in own)
-    )
-    return Layout(layout.sharding_specs, Mesh.from_record(record), layout.partial)
+    return Layout(layout.sharding_specs, layout.mesh.seen_by(client), layout.partial)
 
 
 def _brief(layout: Layout) -> str:

@@ -1,0 +1,46 @@
+"""Redistributions that clients do not agree about; runs in client processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from states import cluster_mesh
+
+import dtckpt
+from dtckpt import DTensor, Mesh, Partial, Replicate, Shard
+from dtckpt.errors import DtckptError
+
+WHOLE = torch.arange(60.0).reshape(10, 6)
+
+WISHES: dict[str, Any] = {
+    "columns": [Shard(1)],
+    "rows": [Shard(0)],
+    "whole": [Replicate()],
+    "dim too large": [Shard(5)],
+    "too many": [Shard(0), Shard(1)],
+    "no placements": 3,
+    "terms": [Partial()],
+}
+
+
+def rows(mesh: Mesh) -> DTensor:
+    layout = dtckpt.Layout(["x", dtckpt.UNSHARDED], mesh)
+    (device,) = mesh.local_device_ids()
+    return DTensor.from_local(WHOLE[layout.region(device, WHOLE.shape).slices()].clone(), mesh, [Shard(0)])
+
+
+def ask(wish: str, times: int = 1) -> list[tuple[str, str] | bool]:
+    """Ask for something, per client; then, several times, for what all ask for. Return what became of each."""
+    client, clients = dtckpt.client_id(), dtckpt.num_clients()
+    tensor = rows(cluster_mesh({"x": clients}, clients, client))
+    seen: list[tuple[str, str] | bool] = []
+    for placements in (WISHES[wish], *[[Shard(1)], [Replicate()]] * times):
+        try:
+            moved = tensor.redistribute(placements=placements)
+        except DtckptError as error:
+            seen.append((type(error).__name__, str(error)))
+        else:
+            region = moved.layout.region(client, WHOLE.shape)
+            seen.append(torch.equal(moved.to_local(), WHOLE[region.slices()]))
+    return seen
