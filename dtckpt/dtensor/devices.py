@@ -18,4 +18,4 @@ def device_of(name: str) -> torch.device:
         return torch.device("xla", int(index or 0))
     if kind.upper() == "GPU" and torch.cuda.is_available():
         return torch.device("cuda", int(index or 0) % torch.cuda.device_count())
-    raise LayoutError(f"there is no torch device for mesh device {name!r} on this client")
+    raise LayoutError(f"there is no torch device for mesh device {name!r} on its client")

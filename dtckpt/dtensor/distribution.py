@@ -99,6 +99,8 @@ def _wanted(
             raise LayoutError(f"distribute_tensor needs a dense tensor; got layout {tensor.layout}")
         layout = from_placements(mesh, placements, tensor.ndim)
         validate_reductions(layout.partial, tensor.dtype)
+        for name in mesh.local_devices():
+            device_of(name)
         if position is not None and (not isinstance(position, int) or not 0 <= position < min(mesh.shape)):
             raise MeshError(f"src_data_rank is {position!r}; expected a position along every axis of {mesh.axis_sizes}")
         return layout

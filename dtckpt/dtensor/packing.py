@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,16 +61,18 @@ def pack(
             f"{capped(layout.mesh.clients)}, so it cannot find the global shape; got no shape, expected one"
         )
     components: list[torch.Tensor] = []
+    given: tuple[int, ...] | None = None
     failure: DtckptError | None = None
     try:
+        given = None if shape is None else _shape_of(shape)
         components = _components(tensors, layout)
     except DtckptError as error:
         failure = error
-    facts = Facts.of(components, layout, failure, shape)
+    facts = Facts.of(components, layout, failure, given)
     if (shape is None or run_check) and _is_shared(layout.mesh):
         facts = Facts.merged(transport.all_gather_object(facts, layout.mesh.clients))
     facts.validate_agreement(layout)
-    whole = facts.global_shape(layout) if shape is None else tuple(shape)
+    whole = facts.global_shape(layout) if given is None else given
     facts.validate(layout, whole)
     if run_check:
         _validate_replicas(components, layout, whole)
@@ -109,6 +112,13 @@ def _validate_mesh(layout: Layout) -> None:
         raise LayoutTypeError(f"pack needs a Layout; got {type(layout).__name__}")
     if layout.mesh.is_single_device() or not layout.mesh.device_ids:
         raise LayoutError(f"pack needs a layout on a mesh of devices; got {layout.to_string()}")
+
+
+def _shape_of(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, shape))
+    except TypeError:
+        raise LayoutTypeError(f"global shape: got {shape!r}, expected a sequence of integers") from None
 
 
 def _components(tensors: Sequence[Any], layout: Layout) -> list[torch.Tensor]:
@@ -165,7 +175,7 @@ class Facts:
         components: Sequence[torch.Tensor],
         layout: Layout,
         failure: DtckptError | None,
-        shape: Sequence[int] | None,
+        shape: tuple[int, ...] | None,
     ) -> Facts:
         """Describe this client's components."""
         named = dict(zip(layout.mesh.local_device_ids(), components, strict=False))
@@ -174,7 +184,7 @@ class Facts:
             {device: str(component.dtype).removeprefix("torch.") for device, component in named.items()},
             to_wire(failure) if failure else None,
             () if failure else (f"{', '.join(map(str, layout.placements))}{' on meta' * _are_meta(components)}",),
-            (None if shape is None else tuple(shape),),
+            (shape,),
         )
 
     @classmethod
@@ -184,13 +194,8 @@ class Facts:
         dtypes = {device: dtype for fact in facts for device, dtype in fact.dtypes.items()}
         failure = next((fact.failure for fact in facts if fact.failure), None)
         layouts = tuple(sorted({text for fact in facts for text in fact.layouts}))
-        return cls(
-            shapes,
-            dtypes,
-            failure,
-            layouts,
-            tuple(dict.fromkeys(shape for fact in facts for shape in fact.global_shapes)),
-        )
+        global_shapes = tuple(dict.fromkeys(shape for fact in facts for shape in fact.global_shapes))
+        return cls(shapes, dtypes, failure, layouts, global_shapes)
 
     @property
     def dtype(self) -> str | None:

@@ -60,7 +60,8 @@ class DVariable(DTensor):
         if dtype not in (None, value.dtype):
             raise ComponentError(f"DVariable {name!r}: got a value of {value.dtype}, expected {dtype}")
         components = [component.detach().clone() for component in value.components]
-        made = cast("DVariable", DTensor.__new__(cls, components, value.layout, value.shape, value.dtype))
+        facts = value.layout, value.shape, value.dtype
+        made = cast("DVariable", DTensor.__new__(cls, components, *facts, device=value.device))
         made._name, made.trainable, made._save_as_bf16, made._is_param = name, trainable, False, trainable
         made.requires_grad_(trainable and (value.dtype.is_floating_point or value.dtype.is_complex))
         return made

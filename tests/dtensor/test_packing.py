@@ -111,6 +111,8 @@ BAD_COMPONENTS = {
     ),
     "global shape": (parts_of((2, 3)) * 4, ROWS, (5, 3), ComponentError, r"global shape \(5, 3\)"),
     "rank of the global shape": (parts_of((2, 3)) * 4, ROWS, (4,), ComponentError, "expected 2 dims"),
+    "no global shape": (parts_of((2, 3)) * 4, ROWS, 4, LayoutTypeError, "expected a sequence of integers"),
+    "global shape of numbers": (parts_of((2, 3)) * 4, ROWS, (4.5, 3), LayoutTypeError, "expected a sequence of integ"),
     "negative global shape": (parts_of((2, 3)) * 4, ROWS, (-4, 3), (ComponentError, LayoutError), "-4"),
     "first shard shorter": (parts_of((1, 3), (1, 3), (3, 3), (3, 3)), ROWS, None, ComponentError, "torch.chunk"),
     "a DTensor": ([pack(parts_of((2, 3)) * 4, ROWS)] * 4, ROWS, None, ComponentError, "plain tensor; got DTensor"),

@@ -19,7 +19,7 @@ from dtckpt import (
     copy_to_mesh,
     pack,
 )
-from dtckpt.dtensor import DeviceMesh, ones, zeros
+from dtckpt.dtensor import DeviceMesh, distribute_tensor, ones, zeros
 from dtckpt.errors import ComponentError, LayoutError, OperatorError
 
 from .test_making import alike
@@ -187,6 +187,12 @@ def mix_meshes():
     zeros(6, 3, device_mesh=line()) + zeros(6, 3, device_mesh=other)
 
 
+def distribute_where_a_device_is_missing():
+    dtckpt.configure_virtual_devices("TPU", 1)
+    mesh = dtckpt.create_distributed_mesh({"x": dtckpt.num_clients()}, device_type="TPU")
+    distribute_tensor(torch.zeros(6, 3), mesh, [Shard(0)], src_data_rank=1)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("case", "kind", "text"),
@@ -197,6 +203,7 @@ def mix_meshes():
         (check_another_layout, "LayoutError", "on cpu mesh '' {'x': 3} of clients 0, 1, 2"),
         (ask_for_a_gradient_elsewhere, "LayoutError", "got 2 for axes ['x']"),
         (mix_meshes, "LayoutError", "got DTensors on different meshes"),
+        (distribute_where_a_device_is_missing, "LayoutError", "task:0/device:TPU:0' on its client"),
     ],
 )
 def test_texts_are_the_same_on_every_client(pool, case, kind, text):
