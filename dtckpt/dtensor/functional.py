@@ -78,9 +78,7 @@ def _moved(wanted: _Wanted, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
         dtype = program.change.dtype
         components = tensor.components if dtype == tensor.dtype else [part.to(dtype) for part in tensor.components]
         sources.append(dict(zip(tensor.device_mesh.local_device_ids(), components, strict=True)))
-    running = redistribute_components(wanted.programs, sources)
-    if not wanted.is_async:
-        running.wait()
+    running = redistribute_components(wanted.programs, sources, is_async=wanted.is_async)
     made = []
     for program, moved in zip(wanted.programs, running.components, strict=True):
         change = program.change

@@ -68,9 +68,10 @@ class Change:
 
     @property
     def device_type(self) -> str:
-        """Where messages lie: on the devices if all have one kind and a backend for it, else in host memory."""
-        kinds = {self.source.mesh.device_type, self.target.mesh.device_type}
-        return "cuda" if kinds == {"cuda"} and backend_of("cuda") not in CPU_BACKENDS else "cpu"
+        """Where messages lie: on the cards, if every client has one there and a backend for it, else in host memory."""
+        meshes = self.source.mesh, self.target.mesh
+        has_cards = all(mesh.device_type == "cuda" and mesh.num_clients == mesh.size() for mesh in meshes)
+        return "cuda" if has_cards and backend_of("cuda") not in CPU_BACKENDS else "cpu"
 
     @property
     def number(self) -> int:

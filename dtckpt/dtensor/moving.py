@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh as PyTorchMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dtckpt import default_mesh
-from dtckpt.dtensor.functional import redistribute
+from dtckpt.dtensor.functional import redistribute, redistribute_all
 from dtckpt.dtensor.packing import pack
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, LayoutTypeError
@@ -21,18 +22,40 @@ MeshLike = Mesh | PyTorchMesh
 """What will do where a mesh is asked for."""
 
 
-def relayout(tensor: torch.Tensor, layout: Layout) -> DTensor:
-    """Return a tensor in another layout; a MATCH spec keeps the present one. Differentiable for DTensors.
+def relayout(tensor: Any, layout: Any) -> Any:
+    """Return a tensor, or all tensors of a tree, in other layouts. Differentiable for DTensors.
+
+    What the tensors of a tree send from one client to another travels together, in few messages.
 
     Collective: As `redistribute`. A plain tensor is taken to be the same on every client; nothing is communicated.
 
+    Args:
+        tensor: A tensor, what `torch.as_tensor` makes one of, or a tree (dicts, lists, tuples) with tensors in it.
+        layout: A Layout, for all tensors, or a tree of the same structure with one for each; a MATCH spec keeps the
+            present one.
+
+    Returns:
+        A DTensor, or a tree of the same structure; what is no tensor there stays.
+
     Raises:
         LayoutTypeError: ``layout`` is no Layout, or ``tensor`` no tensor.
-        LayoutError: The ranks differ.
+        LayoutError: The ranks differ, or the trees do.
     """
-    if isinstance(tensor, DTensor):
-        return redistribute(tensor, layout)
-    return copy_to_mesh(tensor, layout)
+    leaves, structure = tree_flatten(tensor)
+    if isinstance(tensor, torch.Tensor) or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return redistribute(tensor, layout) if isinstance(tensor, DTensor) else copy_to_mesh(tensor, layout)
+    layouts, layout_structure = tree_flatten(layout)
+    if isinstance(layout, Layout):
+        layouts = [layout] * len(leaves)
+    elif layout_structure != structure:
+        raise LayoutError(f"relayout: layouts and tensors are different trees; got {layout_structure}, {structure}")
+    moving = [number for number, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
+    moved = redistribute_all([leaves[number] for number in moving], [layouts[number] for number in moving])
+    result = dict(zip(moving, moved, strict=True))
+    for number, leaf in enumerate(leaves):
+        if number not in result:
+            result[number] = copy_to_mesh(leaf, layouts[number]) if isinstance(leaf, torch.Tensor) else leaf
+    return tree_unflatten([result[number] for number in range(len(leaves))], structure)
 
 
 def copy_to_mesh(tensor: Any, layout: Layout) -> DTensor:

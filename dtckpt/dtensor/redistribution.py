@@ -19,6 +19,7 @@ import torch
 from dtckpt.dtensor import divergence
 from dtckpt.dtensor.hops import Change, Components, Hop, Transfer
 from dtckpt.dtensor.native import NativeHop, NativeTransfer, recognise
+from dtckpt.dtensor.streams import Beside
 from dtckpt.errors import CoordinationError, DtckptError, LayoutError
 from dtckpt.layout import MATCH, Layout
 from dtckpt.mesh import Mesh
@@ -166,8 +167,36 @@ def _wave(programs: Sequence[Program], number: int) -> list[tuple[list[int], Hop
     return waves
 
 
-def redistribute(programs: Sequence[Program], tensors: Sequence[Components]) -> Redistribution:
-    """Start to bring tensors into other layouts; all but the last hop is done when this returns.
+class EnqueuedRedistribution:
+    """Tensors whose way is enqueued on streams beside the current ones, so that the host need not wait.
+
+    Args:
+        programs: One per tensor; nothing travels through host memory.
+        tensors: The components of each.
+    """
+
+    def __init__(self, programs: Sequence[Program], tensors: Sequence[Components]) -> None:
+        inputs = [part for components in tensors for part in components.values()]
+        self._beside = Beside([part.device for part in inputs])
+        self.components: list[dict[int, torch.Tensor]] = []
+
+        def work() -> list[torch.Tensor]:
+            running = Redistribution(programs, tensors)
+            running.wait()
+            self.components = running.components
+            return [part for components in self.components for part in components.values()]
+
+        self._beside.run(work, inputs)
+
+    def wait(self) -> None:
+        """Order what the current streams do next after the last transfer."""
+        self._beside.wait()
+
+
+def redistribute(
+    programs: Sequence[Program], tensors: Sequence[Components], *, is_async: bool = False
+) -> Redistribution | EnqueuedRedistribution:
+    """Bring tensors into other layouts.
 
     Collective: Over the clients of all meshes, with the same changes in the same order, unless no byte moves between
     clients for any of them.
@@ -175,17 +204,24 @@ def redistribute(programs: Sequence[Program], tensors: Sequence[Components]) -> 
     Args:
         programs: What is wanted, per tensor; see `program_of`.
         tensors: The components of each by device id of its source mesh.
+        is_async: Return while the last hop is under way.
+
+    Raises:
+        DtckptError: Another client failed, or wanted something else.
+        CoordinationError: A client is gone.
     """
     if _LOG.isEnabledFor(logging.DEBUG):  # before it starts: a client that hangs has said where
         for program in programs:
             change = program.change
             _LOG.debug("redistribute %s of %s: %r to %r", change.shape, change.dtype, change.source, change.target)
-    # Where the host does not wait, there is nothing to look after.
-    is_watched = any(not program.is_local for program in programs) and all(
-        program.change.device_type == "cpu" for program in programs
-    )
-    call = divergence.Call([program.change for program in programs], _part) if is_watched else None
-    return Redistribution(programs, tensors, call)
+    has_waits = any(not program.is_local and program.change.device_type == "cpu" for program in programs)
+    if is_async and not has_waits and any(part.is_cuda for components in tensors for part in components.values()):
+        return EnqueuedRedistribution(programs, tensors)
+    call = divergence.Call([program.change for program in programs], _part) if has_waits else None
+    running = Redistribution(programs, tensors, call)
+    if not is_async:
+        running.wait()
+    return running
 
 
 def _part(changes: Sequence[Change]) -> divergence.Part:

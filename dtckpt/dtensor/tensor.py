@@ -16,7 +16,7 @@ from dtckpt.placement import Placement
 
 if TYPE_CHECKING:
     from dtckpt.dtensor.moving import MeshLike
-    from dtckpt.dtensor.redistribution import Redistribution
+    from dtckpt.dtensor.redistribution import EnqueuedRedistribution, Redistribution
 
 _DATA: Any = torch.Tensor.data
 
@@ -36,7 +36,7 @@ class DTensor(torch.Tensor):
 
     _components: tuple[torch.Tensor, ...]
     _layout: Layout
-    _pending: Redistribution | None
+    _pending: Redistribution | EnqueuedRedistribution | None
     """What the components wait for before they may be read; see `redistribute`."""
 
     @staticmethod
