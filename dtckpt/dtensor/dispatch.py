@@ -38,6 +38,9 @@ PAIRWISE = frozenset({_aten.add.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor, _a
 """Operators on two DTensors of one layout that work component by component: what accumulating gradients needs."""
 
 
+_NEW_EMPTY = frozenset({_aten.new_empty.default, _aten.new_empty_strided.default})
+
+
 def dispatch(cls: type[DTensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run ``func``; ``cls`` is `DTensor`.
 
@@ -52,8 +55,8 @@ def dispatch(cls: type[DTensor], func: Callable[..., Any], args: tuple[Any, ...]
         if func is not _aten.add.Tensor:
             return source
         return cls(results, source.layout, source.shape, torch.promote_types(args[0].dtype, args[1].dtype))
-    if func is _aten.new_empty.default and isinstance(source, cls) and tuple(args[1]) == source.shape:
-        # How torch.distributed.checkpoint begins the copies that it saves in the background.
+    if func in _NEW_EMPTY and isinstance(source, cls) and tuple(args[1]) == source.shape:
+        # How autograd begins the gradient of a leaf, and torch.distributed.checkpoint what it saves in the background.
         func, args = _aten.empty_like.default, args[:1]
     if func not in COMPONENTWISE or not isinstance(source, cls):
         raise _refusal(cls, func, args, kwargs)

@@ -116,6 +116,13 @@ def test_leaves_and_their_gradients():
     terms = zeros(5, 3, requires_grad=True, device_mesh=MESH, placements=[Partial(), Shard(0)])
     terms.full_tensor().sum().backward()
     assert terms.grad.placements == (Replicate(), Shard(0))
+    gradient = copy_to_mesh(WHOLE, ROWS)
+    leaf = zeros(5, 3, requires_grad=True, device_mesh=MESH, placements=ROWS.placements)
+    for count in (1, 2, 3):
+        leaf.backward(gradient)
+        assert leaf.grad.layout == ROWS
+        assert torch.equal(leaf.grad.full_tensor(), count * WHOLE)
+    assert torch.equal(gradient.full_tensor(), WHOLE)
     with pytest.raises(RuntimeError, match="floating point"):
         zeros(4, dtype=torch.int8, device_mesh=MESH).requires_grad_()
     parameter = torch.nn.Parameter(tensor, requires_grad=False)
