@@ -9,6 +9,7 @@ import argparse
 import os
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed import tensor as theirs
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtckpt
+from dtckpt.dtensor.redistribution import program_of
 
 CHANGES = {
     "S0 -> S1": (["S0"], ["S1"]),
@@ -56,9 +58,42 @@ def main() -> None:
             mine, peer = compare(axes, source, target, int(mib * (1 << 20)), rounds)
             table.add_row(name, f"{mib:g}", f"{mine * 1e3:.2f}", f"{peer * 1e3:.2f}", f"{peer / mine:.2f}")
             mib *= 32
+    costs = overheads()
     if dist.get_rank() == 0:
         Console(width=100).print(table)
+        Console(width=100).print(costs)
     dist.destroy_process_group()
+
+
+def overheads() -> Table:
+    """Return a table of what calls cost that move nothing, measured on this client alone."""
+    size = dist.get_world_size()
+    ours_mesh, their_mesh = dtckpt.create_distributed_mesh([("a", size)]), init_device_mesh("cpu", (size,))
+    local = torch.ones(8, 8)
+    ours = dtckpt.DTensor.from_local(local, ours_mesh, [dtckpt.Shard(0)])
+    peer = theirs.DTensor.from_local(local, their_mesh, [theirs.Shard(0)], run_check=False)
+    target = dtckpt.Layout.from_placements(ours_mesh, [dtckpt.Shard(1)], 2)
+    program_of(ours.layout, target, ours.shape, ours.dtype)
+    mine, other = [dtckpt.Shard(0)], [theirs.Shard(0)]
+    calls: dict[str, tuple[Callable[[], object], Callable[[], object] | None]] = {
+        "redistribute to the same": (
+            lambda: ours.redistribute(placements=mine),
+            lambda: peer.redistribute(placements=other),
+        ),
+        "to_local": (ours.to_local, peer.to_local),
+        "cached plan look-up": (lambda: program_of(ours.layout, target, ours.shape, ours.dtype), None),
+    }
+    table = Table(title="calls that move nothing, microseconds (best of 9)")
+    for column in ("call", "dtckpt", "PyTorch"):
+        table.add_column(column)
+    for name, (mine_call, their_call) in calls.items():
+        table.add_row(name, f"{each(mine_call):.2f}", f"{each(their_call):.2f}" if their_call else "")
+    return table
+
+
+def each(work: Callable[[], object], count: int = 2000) -> float:
+    """Return the microseconds of one call, in the best of nine runs."""
+    return min(timeit.repeat(work, number=count, repeat=9)) / count * 1e6
 
 
 def compare(

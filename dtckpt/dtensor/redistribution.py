@@ -78,7 +78,7 @@ def program_of(source: Layout, target: Layout, shape: Sequence[int], dtype: torc
 def _compile(change: Change, client: int) -> Program:
     del client
     source, target, shape, dtype = change.source, change.target, change.shape, change.dtype
-    path = plan_path(source, target, shape, dtype.itemsize, is_native=change.device_type != "cpu")
+    path = plan_path(source, target, shape, is_native=change.device_type != "cpu")
     hops: list[Hop | NativeHop] = []
     for before, after in itertools.pairwise((source, *path)):
         hop = Change(before, after, shape, dtype)

@@ -137,7 +137,8 @@ def test_single_steps_without_reductions_meet_the_lower_bound(seed):
 def test_what_takes_part_in_between_only_is_listed_too():
     big, small = cluster_mesh({"x": 4, "y": 2}, 8, 0), cluster_mesh({"z": 2}, 2, 0)
     found = explain(Layout([UNSHARDED], big, {"x": "sum", "y": "max"}), Layout(["z"], small), (8,), F32)
-    assert len(found.steps) == 2
+    # The maximum; the sum, each piece once; then what the small mesh wants.
+    assert len(found.steps) == 3
     assert [each.lower_bound for each in found.devices] == [16, 16] + [0] * 6
     assert found.received == sum(each.received for step in found.steps for each in step.devices)
 
@@ -148,8 +149,10 @@ def test_meshes_of_other_clients_need_everything():
     found = explain(placed(LINE, [Shard(0)]), placed(far, [Shard(0)]), (8, 8), F32)
     assert [(each.client, each.received, each.lower_bound) for each in found.devices] == [(4, 128, 128), (5, 128, 128)]
     back = explain(placed(far, [Partial()]), placed(LINE, [Replicate()]), (8, 8), F32)
+    # Its own clients reduce half of it each, so that no term travels to all the others.
     assert [(each.client, each.received, each.lower_bound) for each in back.devices] == [
-        (client, 512, 256) for client in range(4)
+        *((client, 256, 256) for client in range(4)),
+        *((client, 128, 0) for client in (4, 5)),
     ]
 
 

@@ -156,7 +156,7 @@ def explain(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.d
     viewer = source.mesh.clients[0]
     here = _seen_by(viewer, source)
     steps = []
-    for step in plan_path(here, _seen_by(viewer, target), shape, dtype.itemsize):
+    for step in plan_path(here, _seen_by(viewer, target), shape):
         steps.append(_explain_step(here, step, shape, dtype))
         here = step
     bounds = _as_traffic(here, _lower_bounds(source, here, shape), {}, {}, dtype)
