@@ -258,7 +258,9 @@ def reduce_terms(into: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: s
 def average(total: torch.Tensor, divisor: int) -> None:
     """Divide a sum in place; one of integers is rounded towards zero."""
     if divisor > 1:
-        total.copy_(torch.div(total, divisor))
+        # Integers are divided as such: a float does not have all their digits.
+        is_whole = not (total.is_floating_point() or total.is_complex() or total.dtype == torch.bool)
+        total.copy_(torch.div(total, divisor, rounding_mode="trunc" if is_whole else None))
 
 
 def _gone(what: str, members: Sequence[int], error: Exception) -> CoordinationError:
