@@ -1,0 +1,57 @@
+"""The contract of `Collectives`, which every implementation keeps."""
+
+import pytest
+import torch
+
+from dtckpt.dtensor.collectives import Native, Pairwise, collectives_of
+
+from . import collecting
+
+NUM_CARDS = torch.cuda.device_count()
+
+
+def needs_cards(number):
+    return [
+        pytest.mark.cuda,
+        pytest.mark.skipif(number > NUM_CARDS, reason=f"NCCL needs a card per client: {number}; there are {NUM_CARDS}"),
+    ]
+
+
+IMPLEMENTATIONS = [
+    pytest.param(None, 1, None, id="pairwise alone"),
+    pytest.param(None, 2, None, id="pairwise of 2"),
+    pytest.param(None, 3, None, id="pairwise of 3"),
+    pytest.param(None, 4, None, id="pairwise of 4"),
+    pytest.param(None, 4, (3, 1), id="pairwise of 2 among 4"),
+    pytest.param("cpu", 1, None, id="native alone"),
+    pytest.param("cpu", 3, None, id="native of 3"),
+    pytest.param("cpu", 4, (0, 2, 3), id="native of 3 among 4"),
+    pytest.param("cuda", 1, None, marks=needs_cards(1), id="nccl alone"),
+    pytest.param("cuda", 2, None, marks=needs_cards(2), id="nccl of 2"),
+    pytest.param("cuda", 4, (0, 2, 3), marks=needs_cards(4), id="nccl of 3 among 4"),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("native", "clients", "members"), IMPLEMENTATIONS)
+def test_contract(pool, native, clients, members):
+    answers = pool.values(collecting.run, native, members, clients=clients, group=True)
+    wrong = [{name: wrong for name, (wrong, _) in found.items() if wrong} for found in answers]
+    assert wrong == [{}] * clients
+    taking_part = [found for found in answers if found]
+    assert len(taking_part) == len(members or range(clients))
+    for name in collecting.ALIKE:
+        assert len({tuple(found[name][1]) for found in taking_part}) == 1, f"{name}: members have different bits"
+
+
+def test_alone_pairwise_needs_no_process_group():
+    for check, function in collecting.CHECKS.items():
+        bench = collecting.Bench(Pairwise([0], 0), 0, torch.device("cpu"))
+        function(bench)
+        assert bench.wrong == [], check
+
+
+def test_host_memory_is_served_by_messages_and_cards_by_the_library():
+    assert type(collectives_of([2, 0], 0, "cpu")) is Pairwise
+    assert type(collectives_of([2, 0], 0, "cuda")) is Native
+    assert collectives_of([2, 0], 0, "cpu").members == (0, 2)
