@@ -185,6 +185,8 @@ class Pairwise:
 class Native(Pairwise):
     """`Collectives` of ``torch.distributed``'s own calls: NCCL's on CUDA. What those lack is made of messages.
 
+    What is only moved goes as bytes, since the libraries do not know all dtypes.
+
     Args:
         members: Clients, in any order.
         client: This one.
@@ -197,15 +199,16 @@ class Native(Pairwise):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Work:
         del tag
-        operations = [dist.P2POp(dist.irecv, tensor, peer, self._group) for peer, tensor in receives if tensor.numel()]
-        operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for peer, tensor in sends if tensor.numel()]
+        group = self._group
+        operations = [dist.P2POp(dist.irecv, as_bytes(room), peer, group) for peer, room in receives if room.numel()]
+        operations += [dist.P2POp(dist.isend, as_bytes(given), peer, group) for peer, given in sends if given.numel()]
         works = dist.batch_isend_irecv(operations) if operations else []
         return self._started("exchange", sum(tensor.nbytes for _, tensor in receives), works)
 
     def all_gather(self, received: Sequence[torch.Tensor], piece: torch.Tensor) -> Work:
         if not _are_even(received):
             return super().all_gather(received, piece)
-        work = dist.all_gather(list(received), piece, self._group, async_op=True)
+        work = dist.all_gather([as_bytes(room) for room in received], as_bytes(piece), self._group, async_op=True)
         return self._started("all_gather", piece.nbytes * (len(self.members) - 1), [work])
 
     def reduce_scatter(self, reduced: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str) -> Work:
@@ -222,7 +225,7 @@ class Native(Pairwise):
         return self._started("all_reduce", tensor.nbytes, [work], self._averaging(tensor, reduce_op))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        work = dist.broadcast(tensor, root, self._group, async_op=True)
+        work = dist.broadcast(as_bytes(tensor), root, self._group, async_op=True)
         return self._started("broadcast", 0 if self._client == root else tensor.nbytes, [work])
 
     @property
@@ -242,6 +245,14 @@ def collectives_of(members: Sequence[int], client: int, device_type: str) -> Col
     """Return the collectives for tensors on a kind of device; no group is made before they are used."""
     is_native = device_type != "cpu" and groups.backend_of(device_type) not in groups.CPU_BACKENDS
     return Native(members, client, device_type) if is_native else Pairwise(members, client)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as bytes.
+
+    One of one element is contiguous whatever its strides say, and ``view`` would refuse those.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def reduce_terms(into: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str, divisor: int = 1) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from dtckpt.dtensor.collectives import Native, Work, average
-from dtckpt.dtensor.hops import Change, Components, validate_reduction
+from dtckpt.dtensor.hops import Change, Components, plain, validate_reduction
 from dtckpt.planning.exchange import kind_of, reduced_axes, term_of
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
@@ -89,7 +89,7 @@ class NativeHop:
 
     def start(self, tensors: Sequence[Components]) -> NativeTransfer:
         """Start the collective. Collective: over the clients along the axes."""
-        component = tensors[0][self._device].detach()
+        component = plain(tensors[0][self._device])
         region = self._change.target.region(self._device, self._change.shape)
         kind, dim = self._found.kind, self._found.dim
         if kind == ALL_REDUCE:
