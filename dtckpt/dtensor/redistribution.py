@@ -226,7 +226,7 @@ def redistribute(
 
 def _part(changes: Sequence[Change]) -> divergence.Part:
     programs = [_compile(change, change.client) for change in changes]
-    peers = (peer for program in programs for hop in program.hops if isinstance(hop, Hop) for peer, _ in hop.sends)
+    peers = (peer for program in programs for hop in program.hops if isinstance(hop, Hop) for peer in hop.takers)
     return frozenset(peers), lambda tensors: Redistribution(programs, tensors).wait()
 
 

@@ -11,6 +11,8 @@ from states import cluster_mesh
 
 import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Region, abstract_mesh, pack
+from dtckpt.dtensor import hops
+from dtckpt.dtensor.debug import clear_plan_cache
 from dtckpt.dtensor.functional import redistribute
 
 REDUCE = {
@@ -130,6 +132,21 @@ def check_clients(seeds: Sequence[int], devices: int) -> list[str]:
         if not torch.allclose(tensor(seed, source, shape).full_tensor(), whole):
             found.append(f"seed {seed}: full_tensor from {source} of {shape}")
     return found
+
+
+def check_clients_in_many_messages(seeds: Sequence[int], devices: int) -> list[str]:
+    """As `check_clients`, while boxes count as large, and few messages as many."""
+    sizes = {"LARGE_NBYTES": 24, "MESSAGE_NBYTES": 64, "IN_FLIGHT_NBYTES": 100}
+    before = {name: getattr(hops, name) for name in sizes}
+    clear_plan_cache()
+    try:
+        for name, size in sizes.items():
+            setattr(hops, name, size)
+        return check_clients(seeds, devices)
+    finally:
+        for name, size in before.items():
+            setattr(hops, name, size)
+        clear_plan_cache()
 
 
 def _mesh(rng: random.Random, clients: int, devices: int, client: int) -> Mesh:

@@ -47,6 +47,13 @@ def test_any_layout_to_any_other_over_clients(pool, clients, devices):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(("clients", "devices"), [(4, 1), (2, 3)])
+def test_many_messages_one_after_the_other(pool, clients, devices):
+    found = pool.values(moves.check_clients_in_many_messages, range(1000, 1060), devices, clients=clients, group=True)
+    assert found == [[]] * clients
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("clients", [2, 3])
 def test_gradients_go_back_over_clients(pool, clients):
     assert pool.values(moves.gradients_over_clients, clients=clients, group=True) == [[]] * clients
