@@ -41,6 +41,8 @@ PATIENCE_S = 0.25
 GRACE_S = 2.0
 """How long a client that failed looks for others that wait for it."""
 _POLL_S = 0.01
+_CLIENTS_PER_LOOK = 1000
+"""Among more clients than this, each looks less often, so that the store is not asked more often than it can answer."""
 
 _JOIN_S = 60.0
 """How long a client waits for those that it would give something, before it takes part in what they want."""
@@ -76,8 +78,9 @@ class Call:
         counter = _counter()
         self._count = counter[self._group]
         counter[self._group] += 1
-        self._was_looked_at = False
+        self._board: Board | None = None
         self._joined: set[str] = set()
+        self._next_look = 0.0
         self._looking = threading.Lock()
 
     @contextmanager
@@ -98,30 +101,28 @@ class Call:
             DtckptError: A client failed: its error. Clients wanted different things: `LayoutError`.
         """
         with self._looking:
-            if not self._was_looked_at:
-                return
-            key = _key(self._group, self._count)
-            if error := _odd(_read(key)):
-                clients = _clients(change.source.mesh for change in self._changes)
-                _settle(key, self._joined, clients, dist.get_rank(), self._plan)
-                raise _odd(_read(key)) or error
+            if self._board is not None and (error := _odd(self._board.read())):
+                self._board.settle(self._joined)
+                raise _odd(self._board.read()) or error
 
-    def look(self) -> None:
-        """Say what this client wants, and take part in whatever else others want. Blocks until that is done."""
-        mine, client = _described(self._changes), dist.get_rank()
+    def look(self, now: float) -> None:
+        """Say what this client wants, and take part in whatever else others want. Blocks until that is done.
 
-        def add(state: dict[str, Any]) -> bool:
-            clients = state["wanted"].setdefault(mine, [])
-            if is_new := client not in clients:
-                clients.append(client)
-            return is_new
-
+        Args:
+            now: Monotonic seconds; nothing happens before the next look is due.
+        """
         with self._looking:
-            self._was_looked_at = True
-            key = _key(self._group, self._count)
-            self._joined |= {mine}
-            _update(key, add)
-            _join(key, self._joined, client, self._plan)
+            if now < self._next_look:
+                return
+            clients = _clients(change.source.mesh for change in self._changes)
+            self._next_look = now + PATIENCE_S * max(1, len(clients) / _CLIENTS_PER_LOOK)
+            if self._board is None:
+                self._board = Board(self._group, self._count, clients, self._plan)
+                mine = _described(self._changes)
+                self._joined = {mine}
+                self._board.update(lambda state: state["wanted"].setdefault(mine, dist.get_rank()) == dist.get_rank())
+                self._board.register()
+            self._board.join(self._joined)
 
 
 def tell(error: DtckptError, meshes: Sequence[Mesh], plan: Plan) -> None:
@@ -138,70 +139,121 @@ def tell(error: DtckptError, meshes: Sequence[Mesh], plan: Plan) -> None:
     client = dist.get_rank() if is_connected(clients) else -1
     if len(clients) < 2 or client not in clients:
         return
-    group, store = _group(meshes), _store()
-    key = _key(group, _counter()[group])
-    _update(key, lambda state: state["errors"].append([client, *to_wire(error)]) or True)
-    store.add(f"{key}/failed", 1)
+    group = _group(meshes)
+    board = Board(group, _counter()[group], clients, plan)
+
+    def say(state: dict[str, Any]) -> bool:
+        # One error is enough: all may fail at once, and they may be many.
+        return not state["errors"] and bool(state["errors"].setdefault(str(client), to_wire(error)))
+
+    def take_back(state: dict[str, Any]) -> bool:
+        return not state["wanted"] and state["errors"].pop(str(client), None) is not None
+
+    board.update(say)
+    board.register()
+    board.count("failed", 1)
     deadline = time.monotonic() + GRACE_S
-    state = _read(key)
-    while not state["wanted"] and store.add(f"{key}/failed", 0) < len(clients):
-        if time.monotonic() > deadline:
-            # Take it back, unless others begin to want something just now.
-            state = _update(key, lambda state: not state["wanted"] and not state["errors"].clear())
-            if not state["wanted"]:
-                store.add(f"{key}/failed", -1)
-                return
+    while not board.read()["wanted"] and board.count("failed", 0) < len(clients):
+        if time.monotonic() > deadline and not board.update(take_back)["wanted"]:
+            board.unregister()
+            board.count("failed", -1)
+            return
         time.sleep(_POLL_S)
-        state = _read(key)
     # All have failed, or others communicate: this call counts.
     _counter()[group] += 1
-    _settle(key, set(), clients, client, plan)
+    if board.read()["wanted"]:
+        board.update(say)
+    board.settle(set())
 
 
-def _join(key: str, known: set[str], client: int, plan: Plan) -> None:
-    """Take part in all wishes that are not known yet.
+class Board:
+    """Where clients say what they want of one call, and what went wrong: a few keys of the default group's store.
 
-    Nobody may take what this client gives for an answer. So it gives only when all who get something have said what
-    they want, as those who wait in vain will: they look at the state again when they are done.
+    What a client wants, or why it fails, stands here before it takes part in what others want. And nobody may take
+    what such a client gives for an answer: so it gives only when all who get something have registered, as those who
+    wait in vain will, and who has registered reads this again when all is done.
+
+    Args:
+        group: The clients, as numbers.
+        count: Which of their calls.
+        clients: The clients.
+        plan: Returns this client's part in a redistribution.
     """
-    for text in sorted(_read(key)["wanted"].keys() - known):
-        known.add(text)
-        changes = _changes(text, client)
-        peers, run = plan(changes)
-        deadline = time.monotonic() + _JOIN_S
-        while not peers <= _heard(_read(key)):
-            if time.monotonic() > deadline:
-                raise CoordinationError(f"clients {capped(sorted(peers))} did not come to a redistribution in time")
+
+    def __init__(self, group: Group, count: int, clients: Set[int], plan: Plan) -> None:
+        self._key = f"dtckpt/redistribute/{'-'.join(map(str, group))}/{count}"
+        self._clients, self._plan = clients, plan
+        self._store: Any = _c10d._get_default_store()
+
+    def read(self) -> dict[str, Any]:
+        """Return ``wanted``: who was first to want it, by description; and ``errors``: code and text, by client."""
+        return _parsed(self._store.get(self._key) if self._store.check([self._key]) else b"")
+
+    def update(self, change: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Change the state, whoever else changes it too, unless ``change`` returns False; return it."""
+        known = self._store.get(self._key) if self._store.check([self._key]) else b""
+        while True:
+            state = _parsed(known)
+            if not change(state):
+                return state
+            wanted = json.dumps(state)
+            found = self._store.compare_set(self._key, known.decode(), wanted)
+            if found.decode() == wanted:
+                return state
+            known = found
+
+    def count(self, name: str, by: int) -> int:
+        """Add to a counter and return it."""
+        return int(self._store.add(f"{self._key}/{name}", by))
+
+    def register(self) -> None:
+        """Say that this client is here."""
+        self._store.set(f"{self._key}/{dist.get_rank()}", "here")
+        self.count("here", 1)
+
+    def unregister(self) -> None:
+        """Take `register` back."""
+        self._store.delete_key(f"{self._key}/{dist.get_rank()}")
+        self.count("here", -1)
+
+    def join(self, known: set[str]) -> None:
+        """Take part in all that is wanted and not known yet."""
+        for text in sorted(self.read()["wanted"].keys() - known):
+            known.add(text)
+            changes = _changes(text, dist.get_rank())
+            peers, run = self._plan(changes)
+            deadline = time.monotonic() + _JOIN_S
+            while peers and not self._store.check([f"{self._key}/{peer}" for peer in sorted(peers)]):
+                if time.monotonic() > deadline:
+                    raise CoordinationError(f"clients {capped(sorted(peers))} did not come to a redistribution in time")
+                time.sleep(_POLL_S)
+            run([_zeros(change) for change in changes])
+
+    def settle(self, known: set[str]) -> None:
+        """Take part in what others want until all clients have registered, or no one more has for `GRACE_S`."""
+        deadline, seen = time.monotonic() + GRACE_S, 0
+        while seen < len(self._clients) and time.monotonic() < deadline:
+            self.join(known)
+            if (now := self.count("here", 0)) != seen:
+                deadline, seen = time.monotonic() + GRACE_S, now
             time.sleep(_POLL_S)
-        run([_zeros(change) for change in changes])
+        self.join(known)
 
 
-def _heard(state: Mapping[str, Any]) -> set[int]:
-    """Return the clients that have said something."""
-    return {client for client, _, _ in state["errors"]}.union(*state["wanted"].values())
-
-
-def _settle(key: str, known: set[str], clients: Set[int], client: int, plan: Plan) -> None:
-    """Take part in what others want until all clients have said something, or no one has for `GRACE_S`."""
-    deadline, seen = time.monotonic() + GRACE_S, set[int]()
-    while seen < clients and time.monotonic() < deadline:
-        _join(key, known, client, plan)
-        if (now := _heard(_read(key))) != seen:
-            deadline, seen = time.monotonic() + GRACE_S, now
-        time.sleep(_POLL_S)
-    _join(key, known, client, plan)
+def _parsed(data: bytes) -> dict[str, Any]:
+    return json.loads(data) if data else {"wanted": {}, "errors": {}}
 
 
 def _odd(state: Mapping[str, Any]) -> DtckptError | None:
     """Return the error that a state is, if it is one."""
     if state["errors"]:
-        client, code, message = state["errors"][0]
+        client, (code, message) = min(state["errors"].items(), key=lambda item: int(item[0]))
         return from_wire(code, f"client {client}: {message}")
     if len(state["wanted"]) < 2:
         return None
-    wishes = [f"client {min(clients)}: {_brief(text)}" for text, clients in state["wanted"].items()]
+    wishes = sorted(f"client {client}: {_brief(text)}" for text, client in state["wanted"].items())
     return LayoutError(
-        f"redistribute: clients want different things; got {capped(sorted(wishes), 4)}; expected the same on all"
+        f"redistribute: clients want different things; got {capped(wishes, 4)}; expected the same on all"
     )
 
 
@@ -231,39 +283,7 @@ def _counter() -> Counter[Group]:
     return _counts.setdefault(dist.group.WORLD, Counter())
 
 
-def _key(group: Group, count: int) -> str:
-    return f"dtckpt/redistribute/{'-'.join(map(str, group))}/{count}"
-
-
-# --- the state: what clients want, and what went wrong ---------------------------------------------------------------
-
-
-def _store() -> Any:
-    return _c10d._get_default_store()
-
-
-def _parsed(data: bytes) -> dict[str, Any]:
-    return json.loads(data) if data else {"wanted": {}, "errors": []}
-
-
-def _read(key: str) -> dict[str, Any]:
-    store = _store()
-    return _parsed(store.get(key) if store.check([key]) else b"")
-
-
-def _update(key: str, change: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Change the state, whoever else changes it too, unless ``change`` returns False; return it."""
-    store = _store()
-    known = store.get(key) if store.check([key]) else b""
-    while True:
-        state = _parsed(known)
-        if not change(state):
-            return state
-        wanted = json.dumps(state)
-        found = store.compare_set(key, known.decode(), wanted)
-        if found.decode() == wanted:
-            return state
-        known = found
+# --- what clients want, as text --------------------------------------------------------------------------------------
 
 
 def _described(changes: Sequence[Change]) -> str:
@@ -322,7 +342,7 @@ def _look_after_all() -> None:
         now = dict(_waiting)
         for number in seen & now.keys():
             try:
-                now[number].look()
+                now[number].look(time.monotonic())
             except (
                 CoordinationError,
                 RuntimeError,
