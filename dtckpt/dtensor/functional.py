@@ -36,9 +36,13 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What is wanted of some tensors: a program each, the dtype to convert gradients to, and whether not to wait."""
+    """What is wanted of some tensors: a program each, the dtype to convert gradients to, and whether not to wait.
+
+    The layouts are those that were asked for: the programs' own may be on equal meshes that know other names.
+    """
 
     programs: tuple[Program, ...]
+    layouts: tuple[Layout, ...]
     backward_dtype: torch.dtype | None = None
     is_async: bool = False
 
@@ -55,17 +59,13 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Any, ...]:
         there = [number for number, gradient in enumerate(gradients) if gradient is not None]
         chosen = [gradient for gradient in gradients if gradient is not None]
+        layouts = tuple(gradient_layout(ctx.sources[number][0]) for number in there)
         programs = tuple(
-            program_of(
-                gradient.layout,
-                gradient_layout(ctx.sources[number][0]),
-                gradient.shape,
-                ctx.backward_dtype or ctx.sources[number][1],
-            )
-            for number, gradient in zip(there, chosen, strict=True)
+            program_of(gradient.layout, layout, gradient.shape, ctx.backward_dtype or ctx.sources[number][1])
+            for number, gradient, layout in zip(there, chosen, layouts, strict=True)
         )
         back: list[DTensor | None] = [None] * len(gradients)
-        for number, moved in zip(there, _apply(_Redistribute, _Wanted(programs), *chosen), strict=True):
+        for number, moved in zip(there, _apply(_Redistribute, _Wanted(programs, layouts), *chosen), strict=True):
             dtype = ctx.sources[number][1]
             back[number] = moved if moved.dtype == dtype else moved.to(dtype)
         return None, *back
@@ -80,10 +80,9 @@ def _moved(wanted: _Wanted, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
         sources.append(dict(zip(tensor.device_mesh.local_device_ids(), components, strict=True)))
     running = redistribute_components(wanted.programs, sources, is_async=wanted.is_async)
     made = []
-    for program, moved in zip(wanted.programs, running.components, strict=True):
-        change = program.change
-        ordered = [moved[device] for device in change.target.mesh.local_device_ids()]
-        made.append(DTensor(ordered, change.target, change.shape, change.dtype))
+    for program, layout, moved in zip(wanted.programs, wanted.layouts, running.components, strict=True):
+        ordered = [moved[device] for device in layout.mesh.local_device_ids()]
+        made.append(DTensor(ordered, layout, program.change.shape, program.change.dtype))
         made[-1]._pending = running if wanted.is_async else None
     return tuple(made)
 
@@ -172,7 +171,8 @@ def redistribute_all(
     moving = [number for number, program in enumerate(programs) if program is not None]
     if moving:
         chosen = [tensors[number] for number in moving]
-        wanted = _Wanted(tuple(filter(None, programs)), backward_dtype, is_async)
+        asked = tuple(there[number] for number in moving)
+        wanted = _Wanted(tuple(filter(None, programs)), asked, backward_dtype, is_async)
         needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in chosen)
         moved = _apply(_Redistribute, wanted, *chosen) if needs_grad else _moved(wanted, chosen)
         for number, tensor in zip(moving, moved, strict=True):
@@ -205,13 +205,13 @@ def from_placements(mesh: Mesh, placements: Sequence[Placement] | None, ndim: in
         raise LayoutTypeError(f"placements: got {placements!r}, expected a sequence of one per axis")
     if not all(isinstance(each, Placement) for each in placements):
         return Layout.from_placements(mesh, placements, ndim)  # which says what is wrong
-    return _known_layout(mesh, mesh.record.local_device_ids, tuple(placements), ndim)
+    return _known_layout(mesh, id(mesh), tuple(placements), ndim)
 
 
 @lru_cache(maxsize=4096)
-def _known_layout(mesh: Mesh, local: tuple[int, ...], placements: tuple[Placement, ...], ndim: int) -> Layout:
-    # Equal meshes may be seen from different clients of one process.
-    del local
+def _known_layout(mesh: Mesh, identity: int, placements: tuple[Placement, ...], ndim: int) -> Layout:
+    # Equal meshes may be seen from different clients of one process, and know different names and backends.
+    del identity
     return Layout.from_placements(mesh, placements, ndim)
 
 

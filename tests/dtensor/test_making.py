@@ -166,6 +166,17 @@ def test_the_mesh_of_the_block(mesh):
         assert DTensor.from_local(WHOLE).device_mesh is one
 
 
+def test_tensors_are_on_the_very_mesh_that_was_given():
+    for name in ("one", "other"):
+        mesh = abstract_mesh({"x": 2, "y": 3})
+        mesh.flatten(name=name)
+        tensor = zeros(6, device_mesh=mesh, placements=[Shard(0), Replicate()], requires_grad=True)
+        moved = tensor.redistribute(mesh, [Replicate(), Shard(0)])
+        moved.full_tensor().sum().backward()
+        for each in (tensor, moved, distribute_tensor(WHOLE, mesh, [Shard(0), Shard(1)]), tensor.grad):
+            assert each.device_mesh[name].size() == 6
+
+
 @pytest.mark.parametrize(("kind", "text", "call"), REFUSED)
 def test_what_is_refused(mesh, kind, text, call):
     with pytest.raises(kind, match=text):
