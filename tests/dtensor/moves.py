@@ -108,6 +108,27 @@ def check_one_process(seed: int) -> None:
         assert torch.equal(part, other), "replicas differ"
 
 
+def check_gradient(seed: int, clients: int = 1, devices: int = 1) -> None:
+    """Send the gradient of a random change of layout back: it is the one given, in the source's layout."""
+    rng = random.Random(seed)
+    if clients > 1:
+        meshes = [_mesh(rng, clients, devices, dtckpt.client_id()) for _ in range(2)]
+    else:
+        meshes = [abstract_mesh(random_axes(rng)) for _ in range(2)]
+    meshes[1] = rng.choice(meshes)
+    shape = tuple(rng.randint(0, 7) for _ in range(rng.randint(0, 3)))
+    source, target = (random_layout(rng, mesh, len(shape)) for mesh in meshes)
+    leaf = tensor(seed, source, shape).requires_grad_()
+    moved = redistribute(leaf, target)
+    # The gradient of a term is that of the whole value.
+    given = tensor(seed + 1, Layout(target.sharding_specs, target.mesh), shape)
+    moved.backward(given)
+    assert leaf.grad.layout == Layout(source.sharding_specs, source.mesh)
+    wanted = expected(seed + 1, given.layout, shape)
+    for device, part in zip(source.mesh.local_device_ids(), leaf.grad.components, strict=True):
+        assert torch.equal(part, wanted[source.region(device, shape).slices()]), seed
+
+
 # --- in client processes ------------------------------------------------------------------------------------------
 
 
@@ -132,6 +153,11 @@ def check_clients(seeds: Sequence[int], devices: int) -> list[str]:
         if not torch.allclose(tensor(seed, source, shape).full_tensor(), whole):
             found.append(f"seed {seed}: full_tensor from {source} of {shape}")
     return found
+
+
+def check_gradients(seeds: Sequence[int], devices: int) -> None:
+    for seed in seeds:
+        check_gradient(seed, dtckpt.num_clients(), devices)
 
 
 def check_clients_in_many_messages(seeds: Sequence[int], devices: int) -> list[str]:

@@ -39,6 +39,11 @@ def test_any_layout_to_any_other(seed):
     moves.check_one_process(seed)
 
 
+@given(st.integers(0, 2**32))
+def test_gradients_come_back_from_any_layout_to_any_other(seed):
+    moves.check_gradient(seed)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(("clients", "devices"), [(2, 1), (3, 1), (4, 1), (2, 3)])
 def test_any_layout_to_any_other_over_clients(pool, clients, devices):
@@ -51,6 +56,12 @@ def test_any_layout_to_any_other_over_clients(pool, clients, devices):
 def test_many_messages_one_after_the_other(pool, clients, devices):
     found = pool.values(moves.check_clients_in_many_messages, range(1000, 1060), devices, clients=clients, group=True)
     assert found == [[]] * clients
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("clients", "devices"), [(3, 1), (2, 3)])
+def test_gradients_come_back_from_any_layout_over_clients(pool, clients, devices):
+    assert pool.values(moves.check_gradients, range(40), devices, clients=clients, group=True) == [None] * clients
 
 
 @pytest.mark.processes
