@@ -53,7 +53,9 @@ class _Redistribute(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.sources = [(tensor.layout, tensor.dtype) for tensor in tensors]
         ctx.backward_dtype = wanted.backward_dtype
-        return _moved(wanted, tensors)
+        moved = _moved(wanted, tensors)
+        ctx.mark_non_differentiable(*(one for one, tensor in zip(moved, tensors, strict=True) if not tensor.requires_grad))
+        return moved
 
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Any, ...]:
@@ -90,12 +92,15 @@ def _moved(wanted: _Wanted, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, layout: Layout, shape: tuple[int, ...], gradient: Layout) -> DTensor:
+        ctx.set_materialize_grads(False)  # a plain tensor of zeros would be no gradient of a DTensor
         ctx.gradient, ctx.shape = gradient, local.shape
         components = [] if layout.mesh.is_remote() else [local.view_as(local)]
         return DTensor(components, layout, shape, local.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[Any, ...]:
+        if gradient is None:
+            return None, None, None, None
         moved = redistribute(gradient, ctx.gradient)
         local = to_local(moved, moved.layout) if moved.components else torch.zeros(ctx.shape, dtype=gradient.dtype)
         return local, None, None, None
