@@ -136,8 +136,10 @@ def tell(error: DtckptError, meshes: Sequence[Mesh], plan: Plan) -> None:
         plan: Returns this client's part in a redistribution.
     """
     clients = _clients(meshes)
-    client = dist.get_rank() if is_connected(clients) else -1
-    if len(clients) < 2 or client not in clients:
+    if len(clients) < 2 or not is_connected(clients):
+        return
+    client = dist.get_rank()
+    if client not in clients:
         return
     group = _group(meshes)
     board = Board(group, _counter()[group], clients, plan)
