@@ -54,7 +54,8 @@ class _Redistribute(torch.autograd.Function):
         ctx.sources = [(tensor.layout, tensor.dtype) for tensor in tensors]
         ctx.backward_dtype = wanted.backward_dtype
         moved = _moved(wanted, tensors)
-        ctx.mark_non_differentiable(*(one for one, tensor in zip(moved, tensors, strict=True) if not tensor.requires_grad))
+        fixed = [one for one, tensor in zip(moved, tensors, strict=True) if not tensor.requires_grad]
+        ctx.mark_non_differentiable(*fixed)
         return moved
 
     @staticmethod
