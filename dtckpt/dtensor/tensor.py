@@ -248,7 +248,7 @@ class DTensor(torch.Tensor):
         del tensor_contents
         parts = ", ".join(
             f"{name.rpartition('/')[2].removeprefix('device:')}: {component!r}"
-            for name, component in zip(self.device_mesh.local_devices(), self._components, strict=True)
+            for name, component in zip(self.device_mesh.local_devices(), self.components, strict=True)
         )
         return f"{type(self).__name__}({{{parts}}}, shape={tuple(self.shape)}, layout={self._layout.to_string()!r})"
 
