@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -32,6 +33,8 @@ LARGE_NBYTES = 1 << 20
 """A box from this size on is a message of its own."""
 MESSAGE_NBYTES = 64 << 20
 """Small boxes that travel together make no message larger than this."""
+IN_FLIGHT_NBYTES = 256 << 20
+"""Messages of one client that are under way at a time, given and taken, if one alone is not larger."""
 _ALIGNMENT = 16
 _HOST = torch.device("cpu")
 
@@ -172,6 +175,21 @@ class Reduction:
     divisor: int
 
 
+@dataclass(slots=True)
+class Wave:
+    """Messages that are under way at the same time.
+
+    Args:
+        sends: Clients, and the number of the message that each gets.
+        receives: Clients, what their messages hold, and the numbers of the boxes in it.
+        nbytes: Of all messages.
+    """
+
+    sends: list[tuple[int, int]]
+    receives: list[tuple[int, Parcel, list[int]]]
+    nbytes: int
+
+
 class Hop:
     """One exchange of boxes of some tensors, compiled for this client.
 
@@ -207,17 +225,59 @@ class Hop:
         self.in_place = {*range(len(self.arrivals))} - self.reduced | {first for first, *_ in filter(None, firsts)}
         # What several clients get is packed once: messages by number, and who gets which.
         numbers: dict[Parcel, int] = {}
-        self.sends = [
-            (peer, numbers.setdefault(parcel, len(numbers)))
+        sends = [
+            (peer, numbers.setdefault(parcel, len(numbers)), parcel.nbytes)
             for peer, boxes in sorted(gives.items())
             for parcel in _parcels(boxes)
         ]
         self.parcels = list(numbers)
-        self.receives = [
+        sent = Counter(number for _, number, _ in sends)
+        self.shared = {number for number, times in sent.items() if times > 1}
+        receives = [
             (peer, Parcel.of([self.arrivals[taken[i]] for i in inside]), [taken[i] for i in inside])
             for peer, taken in sorted(takes.items())
             for inside in cut_messages([self.arrivals[number].nbytes for number in taken])
         ]
+        self.waves = list(self._waves(sends, receives))
+        self.takers = {peer for peer, _, _ in sends}
+        """Clients that this one gives something."""
+
+    def _waves(
+        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, Parcel, list[int]]]
+    ) -> Iterator[Wave]:
+        """Yield which messages are under way at a time, so that those in memory stay few.
+
+        In round (k, n) each client gives its nth message to the one k places on. Rounds come in this order on all
+        clients, so whatever both sides put into one wave, the first message that is missing has been posted by both
+        (the schedule of block-cyclic redistribution: Desprez et al., "Scheduling block-cyclic array redistribution").
+        """
+        place = {client: number for number, client in enumerate(self.clients)}
+        rounds: dict[tuple[int, int], Wave] = {}
+        counts: Counter[tuple[bool, int]] = Counter()
+
+        def at(peer: int, *, is_taken: bool) -> Wave:
+            distance = place[self.client] - place[peer] if is_taken else place[peer] - place[self.client]
+            counts[is_taken, peer] += 1
+            return rounds.setdefault((distance % len(place), counts[is_taken, peer]), Wave([], [], 0))
+
+        for peer, number, nbytes in sends:
+            wave = at(peer, is_taken=False)
+            wave.sends.append((peer, number))
+            wave.nbytes += nbytes
+        for peer, parcel, inside in receives:
+            wave = at(peer, is_taken=True)
+            wave.receives.append((peer, parcel, inside))
+            wave.nbytes += parcel.nbytes
+        together = Wave([], [], 0)
+        for _, wave in sorted(rounds.items(), key=lambda item: item[0]):
+            if together.nbytes and together.nbytes + wave.nbytes > IN_FLIGHT_NBYTES:
+                yield together
+                together = Wave([], [], 0)
+            together.sends += wave.sends
+            together.receives += wave.receives
+            together.nbytes += wave.nbytes
+        if together.nbytes:
+            yield together
 
     def _add(self, tensor: int, change: Change, gives: dict[int, list[Box]], takes: dict[int, list[int]]) -> None:
         source, target, dtype = change.source, change.target, change.dtype
@@ -286,28 +346,44 @@ class Transfer:
             {device: torch.empty(shape, dtype=dtype, device=where) for device, shape, dtype, where in new}
             for new in hop.new
         ]
+        self._tensors = tensors
         self._work: Work | None = None
-        self._rooms: list[torch.Tensor] = []
-        if hop.sends or hop.receives:
-            self._post(tensors)
+        self._receiving: list[tuple[Parcel, list[int], torch.Tensor]] = []
+        self._sending: list[torch.Tensor] = []
+        self._shared: dict[int, torch.Tensor] = {}
+        # Terms that have arrived, by number.
+        self._terms: dict[int, torch.Tensor] = {}
+        self._post(hop.waves[:1])
         for into, source in hop.copies:
             into.of(self.made).copy_(source.of(tensors))
-        self._tensors = tensors if hop.reductions else ()
         for made, components, kept in zip(self.made, tensors, hop.kept, strict=True):
             made.update({device: components[source] for device, source in kept.items()})
+        self._post(hop.waves[1:])
 
-    def _post(self, tensors: Sequence[Components]) -> None:
-        hop = self._hop
-        device = _HOST if hop.device_type == "cpu" else None
-        messages = [parcel.pack(tensors, device) for parcel in hop.parcels]
-        self._rooms = [self._room(parcel, numbers, device) for _, parcel, numbers in hop.receives]
-        self._work = hop.collectives.exchange(
-            [(peer, messages[number]) for peer, number in hop.sends],
-            [(peer, room) for (peer, _, _), room in zip(hop.receives, self._rooms, strict=True)],
-            hop.tag,
-        )
-        # Until all is sent: a message may be memory of its own.
-        self._messages = messages
+    def _post(self, waves: Sequence[Wave]) -> None:
+        """Post the messages of waves, each when those before are done."""
+        device = _HOST if self._hop.device_type == "cpu" else None
+        for wave in waves:
+            self._complete()
+            self._sending = [self._message(number, device) for _, number in wave.sends]
+            rooms = [self._room(parcel, numbers, device) for _, parcel, numbers in wave.receives]
+            self._receiving = [
+                (parcel, numbers, room) for (_, parcel, numbers), room in zip(wave.receives, rooms, strict=True)
+            ]
+            self._work = self._hop.collectives.exchange(
+                [(peer, message) for (peer, _), message in zip(wave.sends, self._sending, strict=True)],
+                [(peer, room) for (peer, _, _), room in zip(wave.receives, rooms, strict=True)],
+                self._hop.tag,
+            )
+
+    def _message(self, number: int, device: torch.device | None) -> torch.Tensor:
+        """Return the bytes of a message; what goes to several clients is packed once."""
+        if number in self._shared:
+            return self._shared[number]
+        message = self._hop.parcels[number].pack(self._tensors, device)
+        if number in self._hop.shared:
+            self._shared[number] = message
+        return message
 
     def _room(self, parcel: Parcel, numbers: Sequence[int], device: torch.device | None) -> torch.Tensor:
         """Return memory for a message: the box's own place where it comes alone and lies there in one piece."""
@@ -319,26 +395,30 @@ class Transfer:
 
     def finish(self) -> list[dict[int, torch.Tensor]]:
         """Return ``made`` when all messages are there, delivered and reduced."""
-        if self._work is not None:
-            self._work.wait()
-        self._messages = []
-        arrived: dict[int, torch.Tensor] = {}
-        for (_, parcel, numbers), room in zip(self._hop.receives, self._rooms, strict=True):
-            arrived.update(zip(numbers, parcel.views(room), strict=True))
-        for number, view in arrived.items():
-            if number not in self._hop.reduced:
-                into = self._hop.arrivals[number].of(self.made)
-                if into.data_ptr() != view.data_ptr():
-                    into.copy_(view)
+        self._complete()
         for reduction in self._hop.reductions:
             into = reduction.box.of(self.made)
-            terms = [arrived[term] if isinstance(term, int) else term.of(self._tensors) for term in reduction.terms]
+            terms = [self._terms[term] if isinstance(term, int) else term.of(self._tensors) for term in reduction.terms]
             reduce_terms(into, [term.to(into.device) for term in terms], reduction.reduce_op)
             average(into, reduction.divisor)
         for into_box, source in self._hop.forwards:
             into_box.of(self.made).copy_(source.of(self.made))
-        self._rooms, self._tensors, self._work = [], (), None
+        self._terms, self._shared, self._tensors = {}, {}, ()
         return self.made
+
+    def _complete(self) -> None:
+        """Deliver what is under way."""
+        if self._work is not None:
+            self._work.wait()
+        for parcel, numbers, room in self._receiving:
+            for number, view in zip(numbers, parcel.views(room), strict=True):
+                if number in self._hop.reduced:
+                    self._terms[number] = view
+                    continue
+                into = self._hop.arrivals[number].of(self.made)
+                if into.data_ptr() != view.data_ptr():
+                    into.copy_(view)
+        self._work, self._receiving, self._sending = None, [], []
 
 
 def validate_reduction(reduce_op: str, dtype: torch.dtype) -> None:
