@@ -412,11 +412,12 @@ class Transfer:
             self._work.wait()
         for parcel, numbers, room in self._receiving:
             for number, view in zip(numbers, parcel.views(room), strict=True):
-                if number in self._hop.reduced:
-                    self._terms[number] = view
-                    continue
                 into = self._hop.arrivals[number].of(self.made)
-                if into.data_ptr() != view.data_ptr():
+                is_there = into.data_ptr() == view.data_ptr()
+                if number in self._hop.reduced:
+                    # Of two views of one memory with different strides torch cannot tell that they are the same.
+                    self._terms[number] = into if is_there else view
+                elif not is_there:
                     into.copy_(view)
         self._work, self._receiving, self._sending = None, [], []
 
