@@ -113,6 +113,7 @@ class Redistribution:
         self, programs: Sequence[Program], tensors: Sequence[Components], call: divergence.Call | None = None
     ) -> None:
         self._call = call
+        self._error: DtckptError | None = None
         self._under_way: list[Transfer | NativeTransfer] = []
         here = [dict(components) for components in tensors]
         for number in range(max((len(program.hops) for program in programs), default=0)):
@@ -135,10 +136,16 @@ class Redistribution:
             DtckptError: Another client failed, or wanted something else.
             CoordinationError: A client is gone.
         """
-        self._finish()
-        if self._call is not None:
-            call, self._call = self._call, None
-            call.validate()
+        if self._error is not None:
+            raise self._error
+        try:
+            self._finish()
+            if self._call is not None:
+                call, self._call = self._call, None
+                call.validate()
+        except DtckptError as error:
+            self._error = error  # whoever waits for the same again must not take what is there for a result
+            raise
 
     def _finish(self) -> None:
         with self._call.waiting() if self._under_way and self._call else nullcontext():

@@ -75,8 +75,8 @@ class DTensor(torch.Tensor):
     def components(self) -> tuple[torch.Tensor, ...]:
         """The components of this client's devices, in `Mesh.local_devices` order; they share memory with it."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.wait()
+            self._pending.wait()
+            self._pending = None
         return self._components
 
     @property
