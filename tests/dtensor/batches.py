@@ -16,6 +16,7 @@ import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Partial, Replicate, Shard, pack, relayout
 from dtckpt.dtensor.collectives import Pairwise
 from dtckpt.dtensor.functional import redistribute_all
+from dtckpt.dtensor.hops import Change, Hop
 from dtckpt.dtensor.observing import Communication, observed_by
 
 from .lines import bits_of, mesh_of
@@ -123,6 +124,28 @@ def check(seeds: Sequence[int]) -> list[str]:
                         found.append(f"{told}: device {device} has {part} of {whole}")
             if [bits_of(part) for part in one.components] != before[number]:
                 found.append(f"{told}: the source was written to")
+    return found
+
+
+def strides() -> list[str]:
+    """Move boxes that count as contiguous, although their strides are not those of a tensor of their shape."""
+    client, found = dtckpt.client_id(), []
+    # One element, cut out of more.
+    mesh = mesh_of((4,), range(4), client)
+    part = (torch.arange(4.0).view(2, 2) + client)[:1, 1]
+    whole = pack([part], Layout(["a0"], mesh), (4,)).full_tensor()
+    if whole.tolist() != [1.0, 2.0, 3.0, 4.0]:
+        found.append(f"single elements: {whole}")
+    # Terms that arrive where their sum goes: one row, in pieces.
+    grid = mesh_of((2, 2), range(4), client)
+    change = Change(
+        Layout([UNSHARDED, "a1"], grid, {"a0": "sum"}), Layout([UNSHARDED, UNSHARDED], grid), (1, 6), torch.float32
+    )
+    row, column = divmod(client, 2)
+    term = torch.full((1, 3), 10.0 * row + column)
+    made = Hop([change]).start([{client: term}]).finish()[0][client]
+    if made.tolist() != [[10.0] * 3 + [12.0] * 3]:
+        found.append(f"sum of pieces: {made}")
     return found
 
 

@@ -19,6 +19,11 @@ def test_together_as_one_by_one(pool, clients):
 
 
 @pytest.mark.processes
+def test_strides_of_dims_of_size_one_do_not_matter(pool):
+    assert pool.values(batches.strides, clients=4, group=True) == [[]] * 4
+
+
+@pytest.mark.processes
 def test_many_small_tensors_take_one_message_each_way(pool):
     for counts, seen, wrong in pool.values(batches.messages, 100, 6, clients=2, group=True):
         assert wrong == []
