@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dtckpt import default_mesh
 from dtckpt.dtensor.functional import redistribute, redistribute_all
 from dtckpt.dtensor.packing import pack
+from dtckpt.dtensor.redistribution import tell
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout import MATCH, UNSHARDED, Layout
@@ -48,7 +49,9 @@ def relayout(tensor: Any, layout: Any) -> Any:
     if isinstance(layout, Layout):
         layouts = [layout] * len(leaves)
     elif layout_structure != structure:
-        raise LayoutError(f"relayout: layouts and tensors are different trees; got {layout_structure}, {structure}")
+        error = LayoutError(f"relayout: layouts and tensors are different trees; got {layout_structure}, {structure}")
+        tell(error, [leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)])
+        raise error
     moving = [number for number, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
     moved = redistribute_all([leaves[number] for number in moving], [layouts[number] for number in moving])
     result = dict(zip(moving, moved, strict=True))
