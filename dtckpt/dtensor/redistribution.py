@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -20,7 +20,7 @@ from dtckpt.dtensor import divergence
 from dtckpt.dtensor.hops import Change, Components, Hop, Transfer
 from dtckpt.dtensor.native import NativeHop, NativeTransfer, recognise
 from dtckpt.dtensor.streams import Beside
-from dtckpt.errors import CoordinationError, DtckptError, LayoutError
+from dtckpt.errors import DtckptError, LayoutError
 from dtckpt.layout import MATCH, Layout
 from dtckpt.mesh import Mesh
 from dtckpt.planning.paths import plan_path
@@ -153,9 +153,14 @@ class Redistribution:
                 self._under_way.pop(0).finish()
 
     def __del__(self) -> None:
-        # Others wait for what this client sends, whether or not anyone wants its result.
-        with suppress(CoordinationError):
-            self._finish()
+        # Others wait for what this client sends, and for its part in what they want instead, whether or not anyone wants
+        # its result.
+        if self._error is not None:
+            return
+        try:
+            self.wait()
+        except Exception as error:  # there is nobody to raise it to
+            _LOG.warning("a redistribution whose result was dropped has failed: %s", error)
 
 
 def _wave(programs: Sequence[Program], number: int) -> list[tuple[list[int], Hop | NativeHop]]:
