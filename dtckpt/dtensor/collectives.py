@@ -12,8 +12,9 @@ wiring, so there they are used.
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ import torch.distributed as dist
 from dtckpt import groups
 from dtckpt.dtensor import observing
 from dtckpt.errors import CoordinationError, capped
+
+T = TypeVar("T")
 
 Message = tuple[int, torch.Tensor]
 """A client, and the contiguous tensor that goes to it or comes from it."""
@@ -253,6 +256,22 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     One of one element is contiguous whatever its strides say, and ``view`` would refuse those.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def all_gather_object(value: T, clients: Sequence[int]) -> list[T]:
+    """Return every client's value, in the order of ``clients``.
+
+    Collective: Over ``clients``, bounded by the process group's timeout.
+
+    Raises:
+        CoordinationError: There is no process group that spans the clients.
+    """
+    received: list[T | None] = [None for _ in clients]
+    dist.all_gather_object(received, value, group=groups.group_of(clients))
+    if observing.is_observed():
+        nbytes = sum(len(pickle.dumps(item)) for item in received) - len(pickle.dumps(value))
+        observing.report("all_gather_object", nbytes, clients)
+    return [item for item in received if item is not None]
 
 
 def reduce_terms(into: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str, divisor: int = 1) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dtckpt.dtensor import transport
+from dtckpt.dtensor.collectives import all_gather_object
 from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.factories import require_mesh
 from dtckpt.dtensor.functional import from_placements, redistribute
@@ -25,6 +25,7 @@ from dtckpt.errors import (
     from_wire,
     to_wire,
 )
+from dtckpt.groups import is_connected
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.placement import Placement, validate_reductions
@@ -110,14 +111,14 @@ def _wanted(
 
 def _agreed(wanted: Layout | DtckptError, tensor: torch.Tensor, mesh: Mesh, position: int) -> Layout | DtckptError:
     """Return ``wanted`` if all clients want the same, else one error, the same one on all of them."""
-    if not transport.is_connected(mesh.clients):
+    if not is_connected(mesh.clients):
         return wanted
     if isinstance(wanted, DtckptError):
         seen: tuple[Any, ...] = (to_wire(wanted), None)
     else:
         where = ("meta",) if tensor.is_meta else ()
         seen = (None, (tuple(tensor.shape), str(tensor.dtype), str(wanted.placements), position, *where))
-    facts = transport.all_gather_object(seen, mesh.clients)
+    facts = all_gather_object(seen, mesh.clients)
     failure = next((failure for failure, _ in facts if failure is not None), None)
     if failure is not None:
         return from_wire(*failure)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtckpt.dtensor import transport
+from dtckpt.dtensor.collectives import all_gather_object
 from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import (
@@ -24,6 +24,7 @@ from dtckpt.errors import (
     from_wire,
     to_wire,
 )
+from dtckpt.groups import is_connected
 from dtckpt.layout import MATCH, Layout
 from dtckpt.mesh import Mesh
 from dtckpt.placement import validate_reductions
@@ -70,7 +71,7 @@ def pack(
         failure = error
     facts = Facts.of(components, layout, failure, given)
     if (shape is None or run_check) and _is_shared(layout.mesh):
-        facts = Facts.merged(transport.all_gather_object(facts, layout.mesh.clients))
+        facts = Facts.merged(all_gather_object(facts, layout.mesh.clients))
     facts.validate_agreement(layout)
     whole = facts.global_shape(layout) if given is None else given
     facts.validate(layout, whole)
@@ -87,7 +88,7 @@ def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
     """
     if not _is_shared(mesh):
         return error
-    facts = transport.all_gather_object(Facts({}, {}, to_wire(error)), mesh.clients)
+    facts = all_gather_object(Facts({}, {}, to_wire(error)), mesh.clients)
     return from_wire(*(Facts.merged(facts).failure or to_wire(error)))
 
 
@@ -104,7 +105,7 @@ def unpack(tensor: DTensor) -> list[torch.Tensor]:
 
 def _is_shared(mesh: Mesh) -> bool:
     """Whether this client and others of the mesh can talk."""
-    return mesh.num_clients > 1 and not mesh.is_remote() and transport.is_connected(mesh.clients)
+    return mesh.num_clients > 1 and not mesh.is_remote() and is_connected(mesh.clients)
 
 
 def _validate_mesh(layout: Layout) -> None:
@@ -254,7 +255,7 @@ def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape
         for device, name, component in zip(layout.mesh.local_device_ids(), names, components, strict=True)
     ]
     if _is_shared(layout.mesh):
-        digests = [item for listed in transport.all_gather_object(digests, layout.mesh.clients) for item in listed]
+        digests = [item for listed in all_gather_object(digests, layout.mesh.clients) for item in listed]
     first: dict[Any, tuple[str, bytes]] = {}
     for region, name, digest in digests:
         other_name, other = first.setdefault(region, (name, digest))

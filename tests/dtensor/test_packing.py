@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from states import bits_of, differences, dtype_names, layouts, meshes, packed, shapes, tensor_of
 
 from dtckpt import MATCH, UNSHARDED, DTensor, Layout, Mesh, abstract_mesh, check_layout, fetch_layout, pack, unpack
-from dtckpt.dtensor import transport
+from dtckpt.dtensor.collectives import all_gather_object
 from dtckpt.errors import (
     ComponentError,
     CoordinationError,
@@ -201,4 +201,4 @@ def test_exchanges_need_a_process_group():
     with pytest.raises(
         CoordinationError, match="got clients 0, 1, expected clients that a default process group spans"
     ):
-        transport.all_gather(torch.zeros(1), [0, 1])
+        all_gather_object(0, [0, 1])
