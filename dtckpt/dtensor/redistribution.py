@@ -153,8 +153,8 @@ class Redistribution:
                 self._under_way.pop(0).finish()
 
     def __del__(self) -> None:
-        # Others wait for what this client sends, and for its part in what they want instead, whether or not anyone wants
-        # its result.
+        # Others wait for what this client sends, and for its part in what they want instead, whether or not anyone
+        # here wants the result.
         if self._error is not None:
             return
         try:
