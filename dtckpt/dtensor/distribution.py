@@ -66,7 +66,7 @@ def distribute_tensor(
     if isinstance(wanted, DtckptError):
         raise wanted
     plain = Layout(wanted.sharding_specs, mesh)
-    if src_data_rank is None or tensor.is_meta:
+    if src_data_rank is None or tensor.is_meta or mesh.num_clients == 1:
         placed = copy_to_mesh(tensor.detach(), plain)
     else:
         placed = _own(redistribute(_on_one_device(tensor.detach(), mesh, src_data_rank), plain), tensor)

@@ -22,7 +22,7 @@ from dtckpt.dtensor.tensor import DTensor, described
 from dtckpt.errors import ComponentError, DtckptError, LayoutError, LayoutTypeError
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
-from dtckpt.placement import Placement, validate_reductions
+from dtckpt.placement import Placement, Replicate, validate_reductions
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -206,7 +206,7 @@ def _is_done(
 def from_placements(mesh: Mesh, placements: Sequence[Placement] | None, ndim: int) -> Layout:
     """Return a layout from placements; None means replicated everywhere."""
     if placements is None:
-        return Layout.replicated(mesh, ndim)
+        placements = (Replicate(),) * mesh.ndim
     if not isinstance(placements, Sequence):
         raise LayoutTypeError(f"placements: got {placements!r}, expected a sequence of one per axis")
     if not all(isinstance(each, Placement) for each in placements):
@@ -267,12 +267,19 @@ def from_local(
 def full_tensor(tensor: DTensor, gradient: Layout | None = None) -> torch.Tensor:
     """Return the whole tensor as a plain one, with pending reductions done. Collective: as `redistribute`."""
     hosts = one_device_per_client(tensor.device_mesh)
-    whole = redistribute(tensor, Layout.replicated(hosts, tensor.ndim))
+    whole = redistribute(tensor, from_placements(hosts, None, tensor.ndim))
     return to_local(whole, whole.layout if gradient is None else gradient)
 
 
 def one_device_per_client(mesh: Mesh) -> Mesh:
     """Return the mesh of every client's first device, on one axis."""
+    return _hosts(mesh, id(mesh))
+
+
+@lru_cache(maxsize=256)
+def _hosts(mesh: Mesh, identity: int) -> Mesh:
+    # Equal meshes may be seen from different clients of one process.
+    del identity
     names = mesh.portable().global_devices()
     first = mesh.min_global_device_id()
     chosen = [names[mesh.devices_of(client)[0] - first] for client in mesh.clients]
