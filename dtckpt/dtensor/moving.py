@@ -87,7 +87,9 @@ def copy_to_mesh(tensor: Any, layout: Layout) -> DTensor:
     specs = [UNSHARDED if spec == MATCH else spec for spec in layout.sharding_specs]
     layout = Layout(specs, layout.mesh)
     regions = (layout.region(device, whole.shape) for device in layout.mesh.local_device_ids())
-    made = pack([whole[region.slices()].clone() for region in regions], layout, whole.shape)
+    made = pack(
+        [whole[region.slices()].clone(memory_format=torch.contiguous_format) for region in regions], layout, whole.shape
+    )
     return made if made.components else DTensor([], layout, whole.shape, whole.dtype, device=whole.device)
 
 
