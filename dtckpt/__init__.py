@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtckpt import dtensor, errors
+    from dtckpt.checkpoint.asynchronous import SaveHandle, save_async
     from dtckpt.checkpoint.named import name_based_restore, name_based_save, sharded_save
     from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
     from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from dtckpt.resharding.engine import reshard
 
 _MODULES = {
+    "checkpoint.asynchronous": ("SaveHandle", "save_async"),
     "checkpoint.named": ("name_based_restore", "name_based_save", "sharded_save"),
     "checkpoint.options": ("RestoreOptions", "SaveOptions"),
     "checkpoint.reader": ("Checkpoint", "TensorInfo", "open_checkpoint"),
@@ -116,6 +118,7 @@ __all__ = [
     "Region",
     "Replicate",
     "RestoreOptions",
+    "SaveHandle",
     "SaveOptions",
     "SaveReport",
     "Shard",
@@ -152,6 +155,7 @@ __all__ = [
     "restore",
     "run_on",
     "save",
+    "save_async",
     "sharded_save",
     "shutdown_multi_client",
     "shutdown_tpu_system",

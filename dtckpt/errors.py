@@ -154,6 +154,17 @@ class RegionNotFoundError(CheckpointError, LookupError):
     """A tensor was saved in part, and the region asked for is outside what was saved."""
 
 
+class RestoreMismatchError(CheckpointError, AssertionError):
+    """A checkpoint and the objects that it was restored to do not cover each other: ``missing``, ``unexpected``."""
+
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+
+
+class SaveTimeoutError(CheckpointError, TimeoutError):
+    """A save takes longer than the caller wants to wait; it goes on."""
+
+
 class StorageError(CheckpointError, OSError):
     """Storage refused an operation."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,14 @@ from dtckpt.errors import CoordinationError, DtckptError, MeshError
 from dtckpt.format.digest import bytes_digest
 
 _running = threading.Lock()
+
+
+def _forget_parent() -> None:
+    global _running  # noqa: PLW0603  (the thread that held it does not live in a forked process)
+    _running = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 class Rounds:
@@ -47,6 +56,7 @@ class Rounds:
         is_everyone = self.participants == tuple(everyone)
         self._group = "" if is_everyone else f"#{bytes_digest(repr(self.participants).encode()):016x}"
         self.seconds: dict[str, float] = {}
+        self.phase = ""
 
     @property
     def is_leader(self) -> bool:
@@ -63,6 +73,7 @@ class Rounds:
         """Keep other threads' saves and restores over several clients out, and clear the phase at the end.
 
         Threads that save at the same time must come in the same order on every client: rounds of one name are one.
+        It may be left in another thread than the one that entered it.
 
         Raises:
             CoordinationError: Another thread's did not end in time.
@@ -74,10 +85,11 @@ class Rounds:
             raise CoordinationError(
                 f"{self._operation} cannot begin: another thread's save or restore did not end in {self._timeout_s:g} s"
             )
+        held = _running
         try:
             yield
         finally:
-            _running.release()
+            held.release()
             self._coordination.heartbeat(Progress())
 
     def run(self, name: str, work: Callable[[], bytes | None]) -> Mapping[int, bytes]:
@@ -93,6 +105,7 @@ class Rounds:
         Returns:
             What every participant's part returned.
         """
+        self.phase = name
         self._coordination.heartbeat(Progress(phase=f"{self._operation}/{name}"))
         start = time.monotonic()
         failure: BaseException | None = None

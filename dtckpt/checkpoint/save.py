@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dtckpt.checkpoint import in_flight
 from dtckpt.checkpoint.agreement import Summary, validate_agreement
 from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_tensor
 from dtckpt.checkpoint.options import SaveOptions
@@ -25,6 +27,7 @@ from dtckpt.format.slices import parse_slice_spec
 from dtckpt.planning.save_plan import Holding, SavePlan, TensorPlan, TensorSpec, holdings_of, plan_save
 from dtckpt.region import Region
 from dtckpt.storage import directory
+from dtckpt.storage.locks import locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,8 @@ def save(path: str | Path, tree: Any, *, options: SaveOptions | None = None) -> 
     client raises the same error. After an error the path holds what it held before, or, where a client was lost after
     the commit, the new checkpoint; never anything else.
 
-    Blocks: On storage, and on the slowest client, each barrier at most ``options.timeout_s`` seconds.
+    Blocks: On storage, and on the slowest client, each barrier at most ``options.timeout_s`` seconds; before that, on
+    a `save_async` in flight. If that failed and nobody has looked, its error is raised here, and nothing is saved.
 
     Args:
         path: Directory of the checkpoint; parents are made.
@@ -100,14 +104,18 @@ def save(path: str | Path, tree: Any, *, options: SaveOptions | None = None) -> 
     1
     """
 
-    def collect() -> State:
-        leaves, structure = trees.flatten(expand_stateful(tree), is_tensor)
-        entries = [(name, value, "") for name, value in leaves.items()]
-        everyone = range(coordination.member.num_clients)
-        return state_of(entries, options or SaveOptions(), clients=everyone, tree=trees.dump(structure))
-
     coordination = current_coordination()
-    return save_state(path, collect, options=options, coordination=coordination)
+    options = options or SaveOptions()
+    return save_state(
+        path, lambda: state_of_tree(tree, options, coordination), options=options, coordination=coordination
+    )
+
+
+def state_of_tree(tree: Any, options: SaveOptions, coordination: Coordination) -> State:
+    """Describe a state tree for a save over all clients."""
+    leaves, structure = trees.flatten(expand_stateful(tree), is_tensor)
+    entries = [(name, value, "") for name, value in leaves.items()]
+    return state_of(entries, options, clients=range(coordination.member.num_clients), tree=trees.dump(structure))
 
 
 def expand_stateful(tree: Any, depth: int = 0) -> Any:
@@ -171,9 +179,13 @@ class MemorySource:
         self._parts = parts
         self._host: dict[int, np.ndarray[Any, Any]] = {}
 
+    def parts(self, name: str) -> Sequence[tuple[Region, list[torch.Tensor]]]:
+        """Return the boxes of a tensor and the local copies of each."""
+        return self._parts.get(name, ())
+
     def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
         """Return a view of the elements of a region inside one of the boxes."""
-        for box, copies in self._parts[plan.spec.name]:
+        for box, copies in self.parts(plan.spec.name):
             if box.contains(region):
                 array = self._host_array(copies[0])
                 return array[region.relative_to(box).slices()] if region.ndim else array
@@ -181,7 +193,7 @@ class MemorySource:
 
     def copies(self, plan: TensorPlan, region: Region) -> Sequence[np.ndarray[Any, Any]]:
         """Return all local copies of a box."""
-        found = next(copies for box, copies in self._parts[plan.spec.name] if box == region)
+        found = next(copies for box, copies in self.parts(plan.spec.name) if box == region)
         return [self._host_array(copy) for copy in found]
 
     def _host_array(self, memory: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -209,19 +221,31 @@ def save_state(
         participants: The clients that save; default: all of the job.
     """
     options = options or SaveOptions()
-    coordination = coordination or current_coordination()
-    rounds = Rounds(coordination, "save", options.timeout_s, participants)
-    attempt = _Attempt(path, collect, options, coordination, rounds)
-    with rounds.exclusive():
-        try:
-            return attempt.run()
-        except BaseException:
-            attempt.abandon()
-            raise
+    in_flight.wait(options.timeout_s)
+    attempt = Attempt(path, collect, options, coordination or current_coordination(), participants)
+    with attempt.rounds.exclusive():
+        attempt.begin()
+        return attempt.complete()
 
 
-class _Attempt:
-    """One attempt at a save, as one client goes through it."""
+Stage = Callable[[State, SavePlan, int], State]
+"""Turns a planned state of a client into one that later changes of its tensors do not reach."""
+
+
+class Attempt:
+    """One attempt at a save, as one client goes through it: `begin`, then `complete`.
+
+    The caller is inside ``rounds.exclusive()``; a failure leaves nothing under construction.
+
+    Args:
+        path: The checkpoint's directory.
+        collect: Gives this client's side of the state; its errors reach all clients.
+        options: See `SaveOptions`.
+        coordination: The way to the other clients.
+        participants: The clients that save; default: all of the job.
+        stage: Makes the state independent of its tensors, before `begin` returns; default: it stays as it is.
+        extra_files: Files, by name, that the leader adds to the checkpoint.
+    """
 
     def __init__(
         self,
@@ -229,61 +253,75 @@ class _Attempt:
         collect: Callable[[], State],
         options: SaveOptions,
         coordination: Coordination,
-        rounds: Rounds,
+        participants: Sequence[int] | None = None,
+        *,
+        stage: Stage | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
     ) -> None:
         self._path = path
         self._collect = collect
         self._options = options
         self._member = coordination.member
-        self._rounds = rounds
+        self.rounds = Rounds(coordination, "save", options.timeout_s, participants)
+        self._stage = stage
+        self._extra_files = extra_files or {}
         self._staging: directory.Staging | None = None
+        self._lock = ExitStack()
+        self._begun: list[tuple[State, SavePlan]] = []
+        self._token = ""
         self._client_nbytes = 0
 
-    def run(self) -> SaveReport:
-        """Go through all rounds."""
-        state, plan, token = self._begin()
+    def begin(self) -> None:
+        """Plan, agree with the other clients on what is saved, and stage. Collective: barrier ``save/begin``."""
+        with self._tidy():
+            payloads = self.rounds.run("begin", self._prepare)
+            validate_agreement(payloads, self._begun[0][1])
+            self._token = Summary.from_bytes(payloads[self.rounds.leader]).token
+        del self._collect  # it holds the caller's tensors, which a staged save must not keep alive
+
+    def _prepare(self) -> bytes:
+        in_flight.raise_unseen()
         target = local_path(self._path)
-        writer = ClientWriter(
-            plan,
-            directory.staging_path(target, token),
-            self._rounds.client,
-            state.source,
-            kvstore=self._options.kvstore,
-            is_durable=self._options.fsync,
-            max_pending_nbytes=state.max_pending_nbytes,
-        )
-        if plan.has_moves:
-            self._rounds.run("edges", writer.hand_over)
-        announced = self._rounds.run("written", lambda: self._write(writer))
-        self._rounds.run("merged", lambda: self._finish(plan, state, token, announced))
-        return SaveReport(target, plan.nbytes, self._client_nbytes, dict(self._rounds.seconds))
+        state = self._collect()
+        plan = plan_save(state.specs, self._options.chunk_nbytes)
+        token = ""
+        if self.rounds.is_leader:
+            token = f"{self._member.attempt}-{self._member.incarnation:x}-{secrets.token_hex(4)}"
+            directory.check_target(target, overwrite=self._options.overwrite)
+            self._staging = directory.begin(target, token)
+            # Whoever collects leftovers takes the lock for a sign of life.
+            self._lock.enter_context(locked(self._staging.path))
+        if self._stage is not None:
+            state = self._stage(state, plan, self.rounds.client)
+        self._begun.append((state, plan))
+        return Summary.of(str(target), token, plan, state.tree, self._options).to_bytes()
 
-    def _begin(self) -> tuple[State, SavePlan, str]:
-        found: list[tuple[State, SavePlan]] = []
-
-        def prepare() -> bytes:
+    def complete(self) -> SaveReport:
+        """Write and commit. Collective: barriers ``save/edges`` (where needed), ``save/written``, ``save/merged``."""
+        with self._tidy(), self._lock:
+            state, plan = self._begun.pop()
             target = local_path(self._path)
-            state = self._collect()
-            plan = plan_save(state.specs, self._options.chunk_nbytes)
-            found.append((state, plan))
-            token = ""
-            if self._rounds.is_leader:
-                token = f"{self._member.attempt}-{self._member.incarnation:x}-{secrets.token_hex(4)}"
-                directory.check_target(target, overwrite=self._options.overwrite)
-                self._staging = directory.begin(target, token)
-            return Summary.of(str(target), token, plan, state.tree, self._options).to_bytes()
-
-        payloads = self._rounds.run("begin", prepare)
-        state, plan = found[0]
-        validate_agreement(payloads, plan)
-        return state, plan, Summary.from_bytes(payloads[self._rounds.leader]).token
+            writer = ClientWriter(
+                plan,
+                directory.staging_path(target, self._token),
+                self.rounds.client,
+                state.source,
+                kvstore=self._options.kvstore,
+                is_durable=self._options.fsync,
+                max_pending_nbytes=state.max_pending_nbytes,
+            )
+            if plan.has_moves:
+                self.rounds.run("edges", writer.hand_over)
+            announced = self.rounds.run("written", lambda: self._write(writer))
+            self.rounds.run("merged", lambda: self._finish(plan, state, announced))
+            return SaveReport(target, plan.nbytes, self._client_nbytes, dict(self.rounds.seconds))
 
     def _write(self, writer: ClientWriter) -> bytes:
         digest, self._client_nbytes = writer.write(check_replicas=self._options.check_replicas)
         return digest
 
-    def _finish(self, plan: SavePlan, state: State, token: str, announced: Mapping[int, bytes]) -> None:
-        if not self._rounds.is_leader or self._staging is None:
+    def _finish(self, plan: SavePlan, state: State, announced: Mapping[int, bytes]) -> None:
+        if not self.rounds.is_leader or self._staging is None:
             return
         options = self._options
         manifest = Manifest(
@@ -291,13 +329,21 @@ class _Attempt:
             arrays={},
             tree=state.tree,
             job=self._member.job,
-            num_clients=len(self._rounds.participants),
-            attempt=token,
+            num_clients=len(self.rounds.participants),
+            attempt=self._token,
         )
+        for name, data in self._extra_files.items():
+            directory.write_file(self._staging.path / name, data, is_durable=options.fsync)
         merge_clients(plan, self._staging.path, announced, manifest, is_durable=options.fsync)
         directory.commit(self._staging, overwrite=options.overwrite, is_durable=options.fsync)
 
-    def abandon(self) -> None:
-        """Remove what this attempt left under construction."""
-        if self._staging is not None:
-            directory.abandon(self._staging)
+    @contextmanager
+    def _tidy(self) -> Iterator[None]:
+        """Remove what is under construction if the work inside fails."""
+        try:
+            yield
+        except BaseException:
+            if self._staging is not None:
+                directory.abandon(self._staging)
+            self._lock.close()
+            raise

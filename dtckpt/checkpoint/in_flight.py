@@ -1,0 +1,214 @@
+"""The one save that goes on in the background of this process, and its handle.
+
+One at a time: saves of one job are one after the other anyway, and their staging memory is the same.
+
+A failure that nobody looked at is not lost: the next save raises it, inside its first round, so that all clients raise
+it together, also those where somebody did look. At exit it is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtckpt.errors import CoordinationError, SaveTimeoutError
+
+if TYPE_CHECKING:
+    from dtckpt.checkpoint.rounds import Rounds
+    from dtckpt.checkpoint.save import SaveReport
+
+logger = logging.getLogger("dtckpt.checkpoint")
+
+
+@dataclass(slots=True)
+class Transfer:
+    """How much of what was staged has been handed to storage; counted while it is written."""
+
+    nbytes_total: int = 0
+    nbytes_done: int = 0
+    staging_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveProgress:
+    """How far a save is on this client.
+
+    Args:
+        phase: ``begin``, ``edges``, ``written``, ``merged``; then ``done`` or ``failed``.
+        nbytes_done: Bytes that were handed to storage.
+        nbytes_total: Bytes that this client writes.
+    """
+
+    phase: str
+    nbytes_done: int
+    nbytes_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStats:
+    """What a save has cost on this client so far.
+
+    Args:
+        seconds: Seconds per finished phase, waiting for the others included; ``stage`` is a part of ``begin``.
+        blocking_s: Seconds until the call returned.
+        staged_nbytes: Bytes that were copied to the staging memory.
+    """
+
+    seconds: Mapping[str, float]
+    blocking_s: float
+    staged_nbytes: int
+
+
+class SaveHandle:
+    """A save that goes on in the background.
+
+    Args:
+        path: The checkpoint.
+        rounds: The save's rounds.
+        transfer: What it moves.
+        timeout_s: Longest wait for the others, per round.
+        blocking_s: Seconds until the call returned.
+    """
+
+    def __init__(self, path: Path, rounds: Rounds, transfer: Transfer, *, timeout_s: float, blocking_s: float) -> None:
+        self.path = path
+        self.timeout_s = timeout_s
+        self._rounds = rounds
+        self._transfer = transfer
+        self._blocking_s = blocking_s
+        self._ended = threading.Event()
+        self._report: SaveReport | None = None
+        self._failure: BaseException | None = None
+        self._is_unseen = False
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"SaveHandle({str(self.path)!r}, {self.progress.phase})"
+
+    def result(self, timeout_s: float | None = None) -> SaveReport:
+        """Return the save's report when it is committed.
+
+        Blocks: On the save, at most ``timeout_s`` seconds; by default until it ends, which its own timeouts see to.
+
+        Raises:
+            SaveTimeoutError: The save takes longer; it goes on.
+            DtckptError: What the save failed with, the same on all clients; see `dtckpt.save`.
+        """
+        if not self._ended.wait(timeout_s):
+            progress = self.progress
+            raise SaveTimeoutError(
+                f"the save of {self.path} did not end in {timeout_s:g} s and goes on: phase {progress.phase!r}, "
+                f"{progress.nbytes_done} of {progress.nbytes_total} bytes written; ask again later"
+            )
+        self._is_unseen = False
+        if self._failure is not None:
+            raise self._failure
+        assert self._report is not None  # noqa: S101  (an ended save has one or the other)
+        return self._report
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._ended.is_set()
+
+    @property
+    def progress(self) -> SaveProgress:
+        """How far the save is."""
+        phase = self._rounds.phase if not self.done() else "failed" if self._failure else "done"
+        total = self._transfer.nbytes_total
+        return SaveProgress(phase, min(self._transfer.nbytes_done, total), total)
+
+    @property
+    def stats(self) -> SaveStats:
+        """What the save has cost so far."""
+        seconds = {"stage": self._transfer.staging_s, **self._rounds.seconds}
+        return SaveStats(seconds, self._blocking_s, self._transfer.nbytes_total)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the save, and for what is tidied up after it; return whether it has ended. Raises nothing."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self.done()
+
+    def run(self, work: Callable[[], SaveReport]) -> None:
+        """Do the save's work in this thread, whatever it raises."""
+        try:
+            self._report = work()
+        except BaseException as error:
+            error.add_note(f"This is what the save of {self.path} failed with, in the background.")
+            self._failure, self._is_unseen = error, True
+        self._ended.set()
+
+    def launch(self, work: Callable[[], SaveReport], held: ExitStack, then: Callable[[], None]) -> None:
+        """Do the work in a thread of its own, then let go of what is ``held``, then call ``then``."""
+        global _latest  # noqa: PLW0603  (one save at a time in a process)
+
+        def run() -> None:
+            with held:  # until the failure is noted: whoever has the turn next must see it
+                self.run(work)
+            then()
+
+        self._thread = threading.Thread(target=run, daemon=True, name="dtckpt-save")
+        before, _latest = _latest, self
+        try:
+            self._thread.start()
+        except BaseException:
+            _latest = before
+            held.close()
+            raise
+
+
+_turn = threading.Lock()
+_latest: SaveHandle | None = None
+
+
+def take_turn(timeout_s: float) -> threading.Lock:
+    """Wait until no save is in flight, and keep others from starting one until the lock is released.
+
+    Raises:
+        CoordinationError: The one in flight did not end in time.
+    """
+    if not _turn.acquire(timeout=timeout_s):
+        where = "" if _latest is None else f" of {_latest.path}"
+        raise CoordinationError(
+            f"this save cannot begin: the one in flight{where} did not end in {timeout_s:g} s; wait for its result()"
+        )
+    return _turn
+
+
+def wait(timeout_s: float) -> None:
+    """Wait until no save is in flight. Raises: as `take_turn`."""
+    take_turn(timeout_s).release()
+
+
+def raise_unseen() -> None:
+    """Raise what the latest save failed with, if nobody has looked yet."""
+    if _latest is not None and _latest._is_unseen:
+        _latest.result()
+
+
+def _wait_at_exit() -> None:
+    """Let a save in flight commit before the process ends; a lost failure is at least told."""
+    handle = _latest
+    if handle is None:
+        return
+    if not handle.wait(handle.timeout_s):
+        logger.error("the process ends before the save of %s, which is given up", handle.path)
+    elif handle._is_unseen:
+        logger.error("the save of %s failed, and nobody asked for its result: %s", handle.path, handle._failure)
+
+
+def _forget_parent() -> None:
+    """In a forked process: the save goes on in the parent only."""
+    global _turn, _latest
+    _turn, _latest = threading.Lock(), None
+
+
+# Not `atexit`: by the time that runs, no new threads can be started, and barriers use some.
+threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_forget_parent)

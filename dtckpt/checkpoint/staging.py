@@ -1,0 +1,133 @@
+"""Staging: one host copy of what a client will write or compare, in memory that is kept from one save to the next.
+
+The memory is one block. A save of the same structure finds it ready, which matters: fresh memory costs a page fault
+per page, more than the copy itself. Tensors on a card are copied into page-locked memory, on a stream of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtckpt.checkpoint.in_flight import Transfer
+from dtckpt.checkpoint.save import MemorySource, State
+from dtckpt.planning.save_plan import SavePlan, TensorPlan
+from dtckpt.region import Region
+
+_ALIGNMENT = 64
+Parts = list[tuple[Region, list[torch.Tensor]]]
+
+
+class StagedSource(MemorySource):
+    """Elements from staging memory; counts what is fetched."""
+
+    def __init__(self, parts: dict[str, Parts], transfer: Transfer) -> None:
+        super().__init__(parts)
+        self._transfer = transfer
+
+    def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
+        """Return a view of the elements of a region."""
+        elements = super().fetch(plan, region)
+        self._transfer.nbytes_done += elements.nbytes
+        return elements
+
+
+class StagingMemory:
+    """The block, and what was cut out of it for the save before."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self._pieces: list[torch.Tensor] = []
+
+    def stage(self, state: State, plan: SavePlan, client: int, *, with_copies: bool, transfer: Transfer) -> State:
+        """Copy what a client will write, and with ``with_copies`` every copy that it holds.
+
+        Blocks: On the copy; on a card, on the work that the current stream has still to do.
+        """
+        start = time.monotonic()
+        if not isinstance(state.source, MemorySource):
+            return state
+        found = [
+            (item.spec.name, region, views)
+            for item in plan.tensors
+            for region, views in _wanted(item, state.source.parts(item.spec.name), client, with_copies=with_copies)
+        ]
+        sources = [view for _, _, views in found for view in views]
+        targets = self._carve(sources)
+        with torch.no_grad():
+            _copy(targets, sources)
+        parts: dict[str, Parts] = {}
+        remaining = iter(targets)
+        for name, region, views in found:
+            parts.setdefault(name, []).append((region, [next(remaining) for _ in views]))
+        transfer.nbytes_total = sum(target.nbytes for target in targets)
+        transfer.staging_s = time.monotonic() - start
+        return State(state.specs, StagedSource(parts, transfer), state.tree, state.max_pending_nbytes)
+
+    def _carve(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return memory for the tensors."""
+        shapes = [(source.shape, source.dtype) for source in sources]
+        is_pinned = any(source.is_cuda for source in sources)
+        sizes = [math.ceil(source.nbytes / _ALIGNMENT) * _ALIGNMENT for source in sources]
+        needed = sum(sizes)
+        if not needed <= self._block.numel() <= 2 * needed or is_pinned > self._block.is_pinned():
+            self._pieces, self._block = [], torch.empty(0, dtype=torch.uint8)  # the old one goes before the new comes
+            self._block = torch.empty(needed, dtype=torch.uint8, pin_memory=is_pinned)
+        elif shapes == self._shapes:
+            return self._pieces
+        starts = np.cumsum([0, *sizes]).tolist()
+        self._pieces = [
+            self._block[start : start + source.nbytes].view(source.dtype).view(source.shape)
+            for start, source in zip(starts, sources, strict=False)
+        ]
+        self._shapes = shapes
+        return self._pieces
+
+
+def _wanted(
+    plan: TensorPlan, parts: Sequence[tuple[Region, list[torch.Tensor]]], client: int, *, with_copies: bool
+) -> Iterator[tuple[Region, list[torch.Tensor]]]:
+    """Yield what is to be staged of a tensor: boxes that are written or compared whole, else the parts written."""
+    written = list(_written(plan, client))
+    for box, copies in parts:
+        inside = [region for region in written if box.contains(region)]
+        if with_copies:
+            yield box, [copy.detach() for copy in copies]
+        elif sum(region.numel for region in inside) == box.numel:
+            yield box, [copies[0].detach()]
+        else:
+            for region in inside:
+                yield region, [copies[0].detach()[region.relative_to(box).slices()]]
+
+
+def _written(plan: TensorPlan, client: int) -> Iterator[Region]:
+    """Yield the disjoint regions whose elements a client gives: its chunks, and its pieces of split ones."""
+    for number in plan.owned_by(client):
+        if number not in plan.pieces:
+            yield plan.grid.region(plan.grid.index(number))
+    for pieces in plan.pieces.values():
+        yield from (piece.region for piece in pieces if piece.client == client)
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    pairs = list(zip(targets, sources, strict=True))
+    with ExitStack() as copying:
+        for device in sorted({source.device for source in sources if source.is_cuda}, key=str):
+            # Beside the work that the current stream gets from now on, but after what it has already.
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            copying.callback(stream.synchronize)
+            with torch.cuda.stream(stream):
+                for target, source in pairs:
+                    if source.device == device:
+                        target.copy_(source, non_blocking=True)
+        on_host = [pair for pair in pairs if not pair[1].is_cuda]
+        if on_host:
+            torch._foreach_copy_([target for target, _ in on_host], [source for _, source in on_host])
