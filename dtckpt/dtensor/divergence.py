@@ -4,7 +4,7 @@ Gloo cannot give up a message that it waits for, and a client whose arguments ar
 fails says so in the store of the default process group, and one that has waited for long says there what it wants.
 Whoever finds another wish takes part in that one too, with zeros, from a thread of its own if it waits itself: then no
 message is left over, all waits end, and all raise the same error. Messages carry what they are part of in their tags
-(`dtckpt.dtensor.hops`), so those of different wishes never meet.
+(`dtckpt.dtensor.redistribution`), so those of different wishes never meet.
 
 Nothing of this happens, or costs anything, while clients agree and are quick. What runs on NCCL is not covered: there
 the host does not wait.

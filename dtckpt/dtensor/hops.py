@@ -205,7 +205,6 @@ class Hop:
         self.changes, self.clients, self.client = tuple(changes), first.clients, first.client
         self.device_type = first.device_type
         self.collectives = collectives_of(self.clients, self.client, self.device_type)
-        self.tag = first.number if len(changes) == 1 else zlib.crc32(str([c.number for c in changes]).encode()) >> 1
         # By tensor: old components that stay as they are, by new device; and what has to be made.
         self.kept: list[dict[int, int]] = []
         self.new: list[list[tuple[int, tuple[int, ...], torch.dtype, torch.device]]] = []
@@ -326,22 +325,23 @@ class Hop:
                 ordered = tuple(term for _, term in sorted(listed, key=lambda item: item[0]))
                 self.reductions.append(Reduction(box, ordered, reduce_op, divisor))
 
-    def start(self, tensors: Sequence[Components]) -> Transfer:
+    def start(self, tensors: Sequence[Components], tag: int = 0) -> Transfer:
         """Post the messages, and copy what this client has meanwhile.
 
         Collective: Over the hop's clients, if any needs something from another.
 
         Args:
             tensors: The components of every tensor.
+            tag: The messages'; below 2**31.
         """
-        return Transfer(self, tensors)
+        return Transfer(self, tensors, tag)
 
 
 class Transfer:
     """A hop under way. ``made`` are the new components of every tensor, complete after `finish`."""
 
-    def __init__(self, hop: Hop, tensors: Sequence[Components]) -> None:
-        self._hop = hop
+    def __init__(self, hop: Hop, tensors: Sequence[Components], tag: int) -> None:
+        self._hop, self._tag = hop, tag
         self.made: list[dict[int, torch.Tensor]] = [
             {device: torch.empty(shape, dtype=dtype, device=where) for device, shape, dtype, where in new}
             for new in hop.new
@@ -373,7 +373,7 @@ class Transfer:
             self._work = self._hop.collectives.exchange(
                 [(peer, message) for (peer, _), message in zip(wave.sends, self._sending, strict=True)],
                 [(peer, room) for (peer, _, _), room in zip(wave.receives, rooms, strict=True)],
-                self._hop.tag,
+                self._tag,
             )
 
     def _message(self, number: int, device: torch.device | None) -> torch.Tensor:

@@ -87,8 +87,9 @@ class NativeHop:
             validate_reduction(self._reduce_op, change.dtype)
         self._divisor = math.prod(mesh.dim_size(axis) for axis in found.axes if partial.get(axis) == "avg")
 
-    def start(self, tensors: Sequence[Components]) -> NativeTransfer:
-        """Start the collective. Collective: over the clients along the axes."""
+    def start(self, tensors: Sequence[Components], tag: int = 0) -> NativeTransfer:
+        """Start the collective, which needs no tag. Collective: over the clients along the axes."""
+        del tag
         component = plain(tensors[0][self._device])
         region = self._change.target.region(self._device, self._change.shape)
         kind, dim = self._found.kind, self._found.dim

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -100,6 +101,15 @@ def _together(hops: tuple[Hop, ...]) -> Hop:
     return Hop([hop.changes[0] for hop in hops])
 
 
+@lru_cache(maxsize=256)
+def _number(programs: tuple[Program, ...]) -> int:
+    """Return a number below 2**31 for the tags of all that some programs send, when they run together.
+
+    Paths to different layouts may begin with the same hop. Its messages must not be taken for those of another path.
+    """
+    return zlib.crc32(str([program.change.number for program in programs]).encode()) >> 1
+
+
 class Redistribution:
     """Tensors on their way; the last hop may be under way still.
 
@@ -115,11 +125,12 @@ class Redistribution:
         self._call = call
         self._error: DtckptError | None = None
         self._under_way: list[Transfer | NativeTransfer] = []
+        first_tag = _number(tuple(programs))
         here = [dict(components) for components in tensors]
         for number in range(max((len(program.hops) for program in programs), default=0)):
             self._finish()
             for members, hop in _wave(programs, number):
-                transfer = hop.start([here[member] for member in members])
+                transfer = hop.start([here[member] for member in members], (first_tag + number) % 2**31)
                 for member, made in zip(members, transfer.made, strict=True):
                     here[member] = made
                 self._under_way.append(transfer)
@@ -260,3 +271,4 @@ def clear_cache() -> None:
     """Forget all programs."""
     _compile.cache_clear()
     _together.cache_clear()
+    _number.cache_clear()
