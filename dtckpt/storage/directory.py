@@ -121,7 +121,7 @@ def begin(target: Path, token: str) -> Staging:
         if old := _interrupted_exchange(target):
             old.rename(target)
         for leftover in (*_siblings(target, "new"), *_siblings(target, "old")):
-            _discard(leftover, target)
+            discard(leftover, target)
         for trash in _siblings(target, "trash"):
             shutil.rmtree(trash, ignore_errors=True)
         path.mkdir()
@@ -148,7 +148,7 @@ def commit(staging: Staging, *, overwrite: bool, is_durable: bool = True) -> Non
         if not target.exists():
             _rename(staging.path, target, _RENAME_NOREPLACE)
             if _inode(target) != staging.inode:
-                _discard(target, target)
+                discard(target, target)
                 raise _taken_over(staging)
         else:
             check_target(target, overwrite=overwrite)
@@ -188,22 +188,24 @@ def _replace(staging: Staging) -> None:
         if _inode(target) != staging.inode:
             _rename(staging.path, target, _RENAME_EXCHANGE)
             raise _taken_over(staging)
-    _discard(aside, target)
+    discard(aside, target)
 
 
 def abandon(staging: Staging) -> None:
     """Take an attempt's directory away, if it still stands."""
     if _inode(staging.path) == staging.inode:
-        _discard(staging.path, staging.target)
+        discard(staging.path, staging.target)
 
 
-def _discard(folder: Path, target: Path) -> None:
-    """Take a directory away in one step, then delete it."""
+def discard(folder: Path, target: Path, *, is_durable: bool = False) -> None:
+    """Take a directory away in one step, for good if ``is_durable``; then delete it."""
     trash = _sibling(target, "trash", secrets.token_hex(4))
     try:
         folder.rename(trash)
     except FileNotFoundError:
         return
+    if is_durable:
+        _sync(target.parent)
     shutil.rmtree(trash, ignore_errors=True)
 
 
