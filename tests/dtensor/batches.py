@@ -18,6 +18,7 @@ from dtckpt.dtensor.collectives import Pairwise
 from dtckpt.dtensor.functional import redistribute_all
 from dtckpt.dtensor.hops import Change, Hop
 from dtckpt.dtensor.observing import Communication, observed_by
+from dtckpt.errors import LayoutError
 
 from .lines import bits_of, mesh_of
 
@@ -178,6 +179,24 @@ def messages(number: int, size: int) -> tuple[list[tuple[int, int]], list[Commun
         moved = relayout(tensors, Layout([UNSHARDED, "a0"], mesh))
     wrong = [text for one, whole in zip(moved, wholes, strict=True) for text in states.differences(one, whole)]
     return counts, seen, wrong
+
+
+def trees_that_differ() -> tuple[str, bool]:
+    """Give one layout too few on one client; then redistribute again.
+
+    Returns:
+        What is raised, and whether what came afterwards is right.
+    """
+    clients, client = dtckpt.num_clients(), dtckpt.client_id()
+    mesh = mesh_of((clients,), range(clients), client)
+    whole = torch.arange(24.0).view(4, 6)
+    tensors = [_rows(whole, mesh), _rows(whole + 1, mesh)]
+    layouts = [Layout([UNSHARDED, "a0"], mesh)] * 2
+    try:
+        relayout(tensors, layouts[client == 0 :])
+    except LayoutError as error:
+        return str(error), all(not states.differences(one, whole) for one in relayout(tensors[:1], layouts[:1]))
+    return "", False
 
 
 # --- gradients -----------------------------------------------------------------------------------------------------

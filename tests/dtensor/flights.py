@@ -175,3 +175,12 @@ def failed() -> tuple[list[str], bool]:
         except DtckptError as error:
             errors.append(f"{type(error).__name__}: {error}")
     return errors, torch.equal(rows[0].full_tensor(), whole)
+
+
+def dropped_instead_of_others() -> bool:
+    """Drop results that clients want differently; return whether what comes afterwards is right."""
+    mesh, client = _everyone(), dtckpt.client_id()
+    whole = torch.arange(24.0 * 5).view(24, 5)
+    rows = packed(whole, Layout(["a0", UNSHARDED], mesh))
+    rows.redistribute(placements=[Shard(1) if client else Replicate()], async_op=True)
+    return torch.equal(rows.full_tensor(), whole)

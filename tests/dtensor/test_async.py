@@ -38,3 +38,9 @@ def test_what_failed_goes_on_failing(pool):
         assert len(set(errors)) == 1
         assert "clients want different things" in errors[0]
         assert is_right
+
+
+def test_who_drops_a_result_goes_along_with_what_others_want(pool):
+    answers = pool.run(flights.dropped_instead_of_others, clients=3, group=True)
+    assert [answer.value for answer in answers] == [True] * 3, answers
+    assert max(answer.seconds for answer in answers) < 15

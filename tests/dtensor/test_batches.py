@@ -61,3 +61,10 @@ def test_trees_that_differ_are_refused():
         relayout([tensor, tensor], [ROWS])
     with pytest.raises(LayoutError, match="different trees"):
         relayout({"a": tensor}, {"b": ROWS})
+
+
+@pytest.mark.processes
+def test_a_tree_that_differs_on_one_client_is_an_error_on_all(pool):
+    for text, is_right in pool.values(batches.trees_that_differ, clients=3, group=True):
+        assert "different trees" in text
+        assert is_right

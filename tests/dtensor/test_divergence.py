@@ -37,7 +37,14 @@ def test_an_error_of_all_clients_is_raised_at_once(pool):
     assert seconds < 2, "they waited for each other"
 
 
-@pytest.mark.parametrize("wishes", [["columns", "whole"], ["whole", "columns", "whole", "columns"]])
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        ["columns", "whole"],
+        ["whole", "columns", "whole", "columns"],
+        pytest.param(["whole", "terms", "whole"], id="paths that begin with the same hop"),
+    ],
+)
 def test_different_wishes_are_an_error_on_all(pool, wishes):
     seen, _ = asked(pool, wishes)
     assert {first[0] for first, *_ in seen} == {"LayoutError"}
