@@ -409,7 +409,7 @@ class Layout:
             _chunk_of(size, splits, [place[axis] for axis in axes])
             for size, (axes, splits) in zip(sizes, self._axes_and_splits, strict=True)
         ]
-        return Region(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
+        return Region.known(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
 
     def global_shape_from_local_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the global shape of a tensor whose shards all have this shape; a size of -1 stays unknown."""

@@ -41,6 +41,14 @@ class Region:
         object.__setattr__(self, "shape", shape)
 
     @classmethod
+    def known(cls, offset: tuple[int, ...], shape: tuple[int, ...]) -> Region:
+        """Return a region of numbers that are known to be valid; nothing is checked, which takes most of the time."""
+        region = object.__new__(cls)
+        object.__setattr__(region, "offset", offset)
+        object.__setattr__(region, "shape", shape)
+        return region
+
+    @classmethod
     def full(cls, shape: Sequence[int]) -> Region:
         """Return the region of a whole tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
@@ -86,7 +94,7 @@ class Region:
         self._require_same_rank(other)
         start = tuple(map(max, self.offset, other.offset))
         shape = tuple(map(operator.sub, map(min, self.stop, other.stop), start))
-        return Region(start, shape) if min(shape, default=1) > 0 else None
+        return Region.known(start, shape) if min(shape, default=1) > 0 else None
 
     def contains(self, other: Region) -> bool:
         """Tell whether every element of the other region is in this one (true of one that holds none)."""
@@ -117,7 +125,8 @@ class Region:
     def relative_to(self, origin: Region) -> Region:
         """Return this region counted from the first index of another."""
         self._require_same_rank(origin)
-        return self.translate([-start for start in origin.offset])
+        offset = tuple(map(operator.sub, self.offset, origin.offset))
+        return Region.known(offset, self.shape) if min(offset, default=0) >= 0 else Region(offset, self.shape)
 
     def _require_same_rank(self, other: Region) -> None:
         if self.ndim != other.ndim:
