@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 
-from dtckpt import UNSHARDED, DTensor, Layout, Mesh, abstract_mesh, pack, unpack
+from dtckpt import UNSHARDED, DTensor, Layout, Mesh, abstract_mesh, create_mesh, pack, unpack
+from dtckpt.clients import virtual_devices
 from dtckpt.format.dtypes import DTYPES
 
 dtype_names = st.sampled_from(sorted(DTYPES))
@@ -57,10 +59,27 @@ def axis_sizes(draw, names: str = "abc", max_size: int = 4) -> dict[str, int]:
     return {axis: draw(st.integers(1, max_size)) for axis in draw(st.permutations(names))[:count]}
 
 
+MeshMaker = Callable[[dict[str, int]], Mesh]
+
+
+def card_mesh(axes: dict[str, int]) -> Mesh:
+    """Return a mesh of CUDA devices of this process, which share the cards that there are."""
+    with virtual_devices(GPU=math.prod(axes.values())):
+        return create_mesh(axes, device_type="GPU")
+
+
+needs_card = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="mesh devices on CUDA need a card to share"),
+]
+MESH_MAKERS = [pytest.param(abstract_mesh, id="host"), pytest.param(card_mesh, marks=needs_card, id="card")]
+"""Where the components of this process's tensors lie, for `pytest.mark.parametrize`."""
+
+
 @st.composite
-def meshes(draw, names: str = "abc") -> Mesh:
+def meshes(draw, names: str = "abc", make_mesh: MeshMaker = abstract_mesh) -> Mesh:
     """Meshes whose devices are all local."""
-    return abstract_mesh(draw(axis_sizes(names)))
+    return make_mesh(draw(axis_sizes(names)))
 
 
 @st.composite

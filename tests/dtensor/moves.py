@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from states import cluster_mesh
+from states import MeshMaker, cluster_mesh
 
 import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Region, abstract_mesh, pack
@@ -85,11 +85,11 @@ def expected(seed: int, layout: Layout, shape: tuple[int, ...]) -> torch.Tensor:
     )
 
 
-def check_one_process(seed: int) -> None:
+def check_one_process(seed: int, make_mesh: MeshMaker = abstract_mesh) -> None:
     """Move a random tensor between random layouts on meshes of this process, and its gradient back."""
     rng = random.Random(seed)
-    source_mesh = abstract_mesh(random_axes(rng))
-    target_mesh = source_mesh if rng.random() < 0.5 else abstract_mesh(random_axes(rng))
+    source_mesh = make_mesh(random_axes(rng))
+    target_mesh = source_mesh if rng.random() < 0.5 else make_mesh(random_axes(rng))
     shape = tuple(rng.randint(0, 7) for _ in range(rng.randint(0, 3)))
     source, target = (random_layout(rng, mesh, len(shape)) for mesh in (source_mesh, target_mesh))
     before = tensor(seed, source, shape)
@@ -101,7 +101,7 @@ def check_one_process(seed: int) -> None:
         assert part.shape == target.region(device, shape).shape
     found = put_together(target, shape, list(zip(target_mesh.device_ids, after.components, strict=True)))
     torch.testing.assert_close(found, whole)
-    torch.testing.assert_close(before.full_tensor(), whole)
+    torch.testing.assert_close(before.full_tensor().cpu(), whole)
     replicas: dict[tuple[Region, tuple[int, ...]], torch.Tensor] = {}
     for device, part in zip(target_mesh.device_ids, after.components, strict=True):
         other = replicas.setdefault((target.region(device, shape), term_of(target, device)), part)

@@ -3,7 +3,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from states import bits_of, differences, dtype_names, layouts, meshes, packed, shapes, tensor_of
+from states import MESH_MAKERS, bits_of, differences, dtype_names, layouts, meshes, packed, shapes, tensor_of
 
 from dtckpt import MATCH, UNSHARDED, DTensor, Layout, Mesh, abstract_mesh, check_layout, fetch_layout, pack, unpack
 from dtckpt.dtensor.collectives import all_gather_object
@@ -22,9 +22,10 @@ ROWS = Layout(["x", UNSHARDED], MESH)
 COPIES = Layout.replicated(MESH, 2)
 
 
-@given(st.data())
-def test_components_in_components_out(data):
-    mesh, shape, dtype = data.draw(meshes()), data.draw(shapes), data.draw(dtype_names)
+@pytest.mark.parametrize("make_mesh", MESH_MAKERS)
+@given(data=st.data())
+def test_components_in_components_out(make_mesh, data):
+    mesh, shape, dtype = data.draw(meshes(make_mesh=make_mesh)), data.draw(shapes), data.draw(dtype_names)
     layout = data.draw(layouts(mesh, len(shape)))
     whole = tensor_of("w", shape, dtype)
     tensor = packed(whole, layout)
@@ -35,9 +36,10 @@ def test_components_in_components_out(data):
     assert all(one.data_ptr() == other.data_ptr() for one, other in zip(parts, unpack(again), strict=True))
 
 
-@given(st.data())
-def test_the_global_shape_follows_from_the_components(data):
-    mesh, shape = data.draw(meshes()), data.draw(shapes)
+@pytest.mark.parametrize("make_mesh", MESH_MAKERS)
+@given(data=st.data())
+def test_the_global_shape_follows_from_the_components(make_mesh, data):
+    mesh, shape = data.draw(meshes(make_mesh=make_mesh)), data.draw(shapes)
     layout = data.draw(layouts(mesh, len(shape)))
     whole = tensor_of("w", shape, "int16")
     parts = [whole[layout.region(device, shape).slices()] for device in mesh.local_device_ids()]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import packed
+from states import MESH_MAKERS, packed
 
 from dtckpt import (
     MATCH,
@@ -33,10 +33,11 @@ from . import moves
 WHOLE = torch.arange(42.0, dtype=torch.float64).reshape(6, 7)
 
 
-@given(st.integers(0, 2**32))
+@pytest.mark.parametrize("make_mesh", MESH_MAKERS)
+@given(seed=st.integers(0, 2**32))
 @settings(max_examples=400)
-def test_any_layout_to_any_other(seed):
-    moves.check_one_process(seed)
+def test_any_layout_to_any_other(make_mesh, seed):
+    moves.check_one_process(seed, make_mesh)
 
 
 @given(st.integers(0, 2**32))
