@@ -131,12 +131,15 @@ class TensorEntry(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     WRITERS_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     """Array path below the root of the key-value store."""
     dtype: _builtins.str
     """dtype of the tensor, and of the stored elements where that differs."""
     stored_dtype: _builtins.str
+    content: _builtins.int
+    """Content digest (see docs/format.md): equal for equal stored elements, whatever the chunks."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -172,12 +175,15 @@ class TensorEntry(_message.Message):
         digests: _abc.Iterable[_builtins.int] | None = ...,
         writers: _abc.Iterable[Global___WriterRun] | None = ...,
         missing: _abc.Iterable[_builtins.int] | None = ...,
+        content: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "content", b"content", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_shape", b"chunk_shape", "digests", b"digests", "dtype", b"dtype", "layout", b"layout", "missing", b"missing", "name", b"name", "path", b"path", "shape", b"shape", "stored_dtype", b"stored_dtype", "writers", b"writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "chunk_shape", b"chunk_shape", "content", b"content", "digests", b"digests", "dtype", b"dtype", "layout", b"layout", "missing", b"missing", "name", b"name", "path", b"path", "shape", b"shape", "stored_dtype", b"stored_dtype", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
+    _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__content) -> _WhichOneofReturnType__content | None: ...
 
 Global___TensorEntry: _TypeAlias = TensorEntry  # noqa: Y015
 
@@ -290,8 +296,11 @@ class TensorChunks(_message.Message):
     TENSOR_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
     tensor: _builtins.int
     """Position in the plan, which every client computes alike."""
+    content: _builtins.int
+    """Their part of the sum that is the tensor's content."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Row-major chunk numbers, ascending, and their digests."""
@@ -304,10 +313,11 @@ class TensorChunks(_message.Message):
         tensor: _builtins.int = ...,
         chunks: _abc.Iterable[_builtins.int] | None = ...,
         digests: _abc.Iterable[_builtins.int] | None = ...,
+        content: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "digests", b"digests", "tensor", b"tensor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "content", b"content", "digests", b"digests", "tensor", b"tensor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dtckpt.checkpoint.leaves import host_array, torch_dtype
@@ -29,13 +30,13 @@ from dtckpt.errors import (
     capped,
 )
 from dtckpt.format import tree as trees
-from dtckpt.format.digest import chunk_digest
+from dtckpt.format.digest import as_bytes, bytes_digest, digest_chunk, digest_of_blocks
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.manifest import MANIFEST_NAME, ArrayEntry, Manifest
+from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME, ArrayEntry, Manifest
 from dtckpt.layout import Layout
 from dtckpt.region import Region
 from dtckpt.storage import directory
-from dtckpt.storage.arrays import ArrayReader, stored_empty
+from dtckpt.storage.arrays import ArrayReader, client_folder, stored_empty
 from dtckpt.storage.failures import translated
 
 MAX_NBYTES_IN_FLIGHT = 64 << 20
@@ -66,6 +67,8 @@ class TensorInfo:
         stored_dtype: The dtype of its elements on storage.
         layout: Layout at the time of the save; None if it was on no mesh.
         nbytes: Bytes of its elements on storage.
+        content_digest: Says what the tensor holds: tensors of equal shape and stored dtype have equal elements if and
+            only if their content digests are equal (but for one case in 2**32), whatever their layouts.
     """
 
     name: str
@@ -74,6 +77,7 @@ class TensorInfo:
     stored_dtype: torch.dtype
     layout: Layout | None
     nbytes: int
+    content_digest: int | None
     _entry: ArrayEntry
 
     @property
@@ -105,6 +109,23 @@ class TensorInfo:
         """Bytes of the largest chunk's elements on storage."""
         return min(math.prod(self._entry.grid.chunk_shape), math.prod(self.shape)) * self.stored_dtype.itemsize
 
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """Elements per dim of a chunk."""
+        return self._entry.grid.chunk_shape
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Elements per dim of the smallest part of a chunk that a read takes from storage."""
+        blocks, shape = self._entry.blocks, list(self._entry.grid.chunk_shape)
+        if shape:
+            shape[blocks.dim] = min(blocks.rows, shape[blocks.dim])
+        return tuple(shape)
+
+    def read_nbytes(self, region: Region) -> int:
+        """Return the bytes that a read of a region takes from storage: those of all blocks that meet it."""
+        return sum(read.nbytes for read in _chunk_reads(self._entry, [(region, None)]))
+
 
 @dataclass(frozen=True, slots=True)
 class Damage:
@@ -129,6 +150,8 @@ class Checkpoint:
         self.path = path
         self.manifest = manifest
         self._reader = ArrayReader(manifest.kvstore, root)
+        self._root = root
+        self._block_starts: dict[str, npt.NDArray[np.int64]] | None = None
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(
                 name=name,
@@ -137,6 +160,7 @@ class Checkpoint:
                 stored_dtype=torch_dtype(entry.stored_dtype),
                 layout=entry.layout,
                 nbytes=entry.stored_nbytes,
+                content_digest=entry.content,
                 _entry=entry,
             )
             for name, entry in manifest.arrays.items()
@@ -201,7 +225,8 @@ class Checkpoint:
     ) -> int:
         """Read a region of a tensor into ready memory of its shape, converting to the memory's dtype.
 
-        Only chunks that meet the region are read; those inside it go straight into ``into``.
+        Only chunks that meet the region are read, and of large ones only the blocks that do; chunks inside the region
+        go straight into ``into``.
 
         Args:
             name: Tensor name.
@@ -235,14 +260,13 @@ class Checkpoint:
         pending: deque[_ChunkRead] = deque()
         try:
             for name, wanted in requests:
-                entry = self.info(name)._entry
-                for index, uses in _uses_by_chunk(entry, wanted).items():
-                    size = entry.grid.region(index).numel * DTYPES[entry.stored_dtype].itemsize
-                    while pending and in_flight + size > max_in_flight:
+                for read in _chunk_reads(self.info(name)._entry, wanted):
+                    while pending and in_flight + read.nbytes > max_in_flight:
                         in_flight -= self._finish(pending.popleft())
-                    pending.append(self._start(entry, index, uses))
-                    in_flight += size
-                    nbytes += size
+                    self._start(read)
+                    pending.append(read)
+                    in_flight += read.nbytes
+                    nbytes += read.nbytes
             while pending:
                 self._finish(pending.popleft())
         except (CheckpointCorruptError, StorageError) as error:
@@ -253,30 +277,66 @@ class Checkpoint:
                 read.handle.exception()
         return nbytes
 
-    def _start(self, entry: ArrayEntry, index: tuple[int, ...], uses: Sequence[_Use]) -> _ChunkRead:
-        chunk = entry.grid.region(index)
-        (_, first), *more = uses
-        is_direct = not more and first.shape == chunk.shape and first.dtype.name == entry.stored_dtype
-        if is_direct and first.flags.aligned:
-            memory, uses = first, ()
+    def _start(self, read: _ChunkRead) -> None:
+        (_, first), *more = read.uses
+        is_direct = not more and first.shape == read.box.shape and first.dtype.name == read.entry.stored_dtype
+        if is_direct and first.flags.aligned and read.is_whole:
+            read.memory, read.uses = first, ()
+        elif read.is_whole:
+            read.memory = stored_empty(read.entry.stored_dtype, read.box.shape)
+        entry = read.entry
+        if read.is_whole:
+            read.handle = self._reader.start(entry.path, entry.grid, entry.stored_dtype, read.chunk, read.memory)
         else:
-            memory = stored_empty(entry.stored_dtype, chunk.shape)
-        handle = self._reader.start(entry.path, entry.grid, entry.stored_dtype, chunk, memory)
-        return _ChunkRead(entry, index, chunk, memory, uses, handle)
+            read.handle = self._reader.start_span(entry.path, read.index, *_stored_span(entry, read.chunk, read.box))
 
     def _finish(self, read: _ChunkRead) -> int:
         """Wait for one chunk, verify it, and deliver it; return its bytes."""
-        entry = read.entry
-        self._reader.finish(read.handle, entry.path, read.chunk)
+        entry, memory = read.entry, read.memory
         number = entry.grid.number(read.index)
-        if chunk_digest(entry.name, read.index, read.memory) != int(entry.digests[number]):
+        digest = int(entry.digests[number])
+        if read.is_whole:
+            self._reader.finish(read.handle, entry.path, read.chunk)
+            is_sound = digest_chunk(entry.name, read.index, memory, entry.blocks)[0] == digest
+        else:
+            start, stop = _stored_span(entry, read.chunk, read.box)
+            data = self._reader.finish_span(read.handle, entry.path, read.box, stop - start)
+            memory = _from_span(entry, read.box, data)
+            digests = self._block_digests(entry, read.index, number)[read.blocks.start : read.blocks.stop]
+            boxes = entry.blocks.cut(Region.full(memory.shape))
+            found = [bytes_digest(as_bytes(memory[box.slices()]).data) for box in boxes]
+            is_sound = found == digests
+        if not is_sound:
             raise CheckpointCorruptError(
                 f"chunk {read.chunk} of tensor {entry.name!r} in {self.path} is damaged: its digest does not match "
                 f"(written by client {int(entry.writers[number])}); restore another checkpoint"
             )
         for source, target in read.uses:
-            convert(read.memory[source] if source else read.memory, target)
-        return read.memory.nbytes
+            convert(memory[source] if source else memory, target)
+        return read.nbytes
+
+    def _block_digests(self, entry: ArrayEntry, index: tuple[int, ...], number: int) -> list[int]:
+        """Return the digests of a chunk's blocks, verified by that of the chunk."""
+        file = self._root / client_folder(int(entry.writers[number])) / BLOCKS_NAME
+        count = entry.blocks.count(entry.grid.region(index).shape)
+        with translated("read block digests", file, is_read=True), open(file, "rb") as stream:
+            stream.seek(8 * self._blocks_before(entry.name, number))
+            digests = np.frombuffer(stream.read(8 * count), np.uint8)
+        if digests.size != 8 * count or digest_of_blocks(entry.name, index, digests.view("<u8")) != int(
+            entry.digests[number]
+        ):
+            raise CheckpointCorruptError(
+                f"the block digests of chunk {number} of tensor {entry.name!r} in {file} are damaged; read the whole "
+                "chunk, or restore another checkpoint"
+            )
+        found: list[int] = digests.view("<u8").tolist()
+        return found
+
+    def _blocks_before(self, name: str, number: int) -> int:
+        """Return how many block digests stand before those of a chunk in its writer's file."""
+        if self._block_starts is None:
+            self._block_starts = _block_starts(self.manifest)
+        return int(self._block_starts[name][number])
 
     def _cause_of(self, error: CheckpointError) -> CheckpointError:
         """Tell damage from a checkpoint that a save has replaced since it was opened."""
@@ -308,26 +368,35 @@ class Checkpoint:
 
 
 _Use = tuple[tuple[slice, ...], np.ndarray[Any, Any]]
-"""A part of a chunk, as an index into it, and the memory that wants it."""
+"""A part of what is read, as an index into it, and the memory that wants it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _ChunkRead:
-    """A chunk on its way: ``memory`` takes all of it; ``uses`` is what to do with it then."""
+    """A chunk, or some of its blocks, on its way: what to do with it, and once it was started, where it goes."""
 
     entry: ArrayEntry
     index: tuple[int, ...]
     chunk: Region
-    memory: np.ndarray[Any, Any]
+    blocks: range
+    box: Region
+    """What of the chunk is read."""
     uses: Sequence[_Use]
-    handle: Any
+    memory: Any = None
+    handle: Any = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.box == self.chunk
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.entry.itemsize
 
 
-def _uses_by_chunk(
-    entry: ArrayEntry, wanted: Iterable[tuple[Region, np.ndarray[Any, Any]]]
-) -> dict[tuple[int, ...], list[_Use]]:
-    """Return, per chunk that meets any of the wanted regions, which part goes where."""
-    uses: dict[tuple[int, ...], list[_Use]] = {}
+def _chunk_reads(entry: ArrayEntry, wanted: Iterable[tuple[Region, Any]]) -> Iterator[_ChunkRead]:
+    """Yield what must be read, chunk by chunk, for some regions of a tensor."""
+    parts: dict[tuple[int, ...], list[tuple[Region, Any]]] = {}
     for region, into in wanted:
         if region.ndim != len(entry.shape) or not Region.full(entry.shape).contains(region):
             raise RegionError(f"region {region} is outside tensor {entry.name!r} of shape {entry.shape}")
@@ -339,9 +408,59 @@ def _uses_by_chunk(
                 )
             overlap = chunk.intersect(region)
             if overlap is not None:
-                target = into[overlap.relative_to(region).slices()] if region.ndim else into
-                uses.setdefault(index, []).append((overlap.relative_to(chunk).slices(), target))
-    return uses
+                is_part = into is not None and region.ndim
+                target = into[overlap.relative_to(region).slices()] if is_part else into
+                parts.setdefault(index, []).append((overlap, target))
+    blocks = entry.blocks
+    for index, uses in parts.items():
+        chunk = box = entry.grid.region(index)
+        needed = range(blocks.count(chunk.shape))
+        if len(needed) > 1:
+            spans = [blocks.meeting(chunk, overlap) for overlap, _ in uses]
+            needed = range(min(span.start for span in spans), max(span.stop for span in spans))
+            box = blocks.span(chunk, needed.start, needed.stop)
+        cuts = [(overlap.relative_to(box).slices(), target) for overlap, target in uses]
+        yield _ChunkRead(entry, index, chunk, needed, box, cuts)
+
+
+def _stored_span(entry: ArrayEntry, chunk: Region, box: Region) -> tuple[int, int]:
+    """Return where in a stored chunk, which is as long as any, some blocks begin and end, in bytes."""
+    dim = entry.blocks.dim
+    row = math.prod(entry.grid.chunk_shape[dim + 1 :]) * entry.itemsize
+    start = (box.offset[dim] - chunk.offset[dim]) * row
+    return start, start + box.shape[dim] * row
+
+
+def _from_span(entry: ArrayEntry, box: Region, data: bytes) -> np.ndarray[Any, Any]:
+    """Return the elements of blocks as they are stored, without the padding of edge chunks."""
+    dim = entry.blocks.dim
+    stored = (*box.shape[: dim + 1], *entry.grid.chunk_shape[dim + 1 :])
+    elements = np.frombuffer(data, DTYPES[entry.stored_dtype]).reshape(stored)
+    return elements[tuple(slice(size) for size in box.shape)]
+
+
+def _block_starts(manifest: Manifest) -> dict[str, npt.NDArray[np.int64]]:
+    """Return per tensor and chunk how many block digests stand before the chunk's in its writer's file."""
+    totals: dict[int, int] = {}
+    starts: dict[str, npt.NDArray[np.int64]] = {}
+    for name, entry in manifest.arrays.items():
+        grid, blocks = entry.grid, entry.blocks
+        if not grid.num_chunks or blocks.count(grid.chunk_shape) <= 1:
+            continue
+        lengths = np.minimum(
+            grid.chunk_shape[blocks.dim],
+            grid.shape[blocks.dim] - np.arange(grid.counts[blocks.dim]) * grid.chunk_shape[blocks.dim],
+        )
+        along = -(-lengths // blocks.rows)
+        along[along == 1] = 0  # a chunk of one block has no digests but its own
+        counts = np.broadcast_to(along.reshape(-1, *[1] * (len(grid.counts) - blocks.dim - 1)), grid.counts).reshape(-1)
+        starts[name] = np.zeros(grid.num_chunks, np.int64)
+        for writer in np.unique(entry.writers).tolist():
+            mine = entry.writers == writer
+            ends = np.cumsum(counts[mine]) + totals.get(writer, 0)
+            starts[name][mine] = ends - counts[mine]
+            totals[writer] = int(ends[-1])
+    return starts
 
 
 def convert(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.reader import convert
 from dtckpt.errors import CheckpointCorruptError, ReplicaMismatchError, StorageError, capped
-from dtckpt.format.digest import as_bytes, bytes_digest, chunk_digest
+from dtckpt.format.content import ContentSum, content_digest
+from dtckpt.format.digest import Blocks, as_bytes, bytes_digest, digest_chunk
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.manifest import MANIFEST_NAME, ArrayEntry, Manifest
+from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME, ArrayEntry, Manifest
 from dtckpt.planning.save_plan import NO_CLIENT, SavePlan, TensorPlan
 from dtckpt.region import Region
 from dtckpt.storage import directory
@@ -69,6 +70,8 @@ class ClientWriter:
         self._is_durable = is_durable
         self._max_pending_nbytes = max_pending_nbytes
         self._folder = root / client_folder(client)
+        self._digests: dict[tuple[int, int], int] = {}
+        """Of the chunks that were written as they lie in memory, by tensor and number."""
 
     def _open_folder(self) -> None:
         with translated("create the client's folder", self._folder):
@@ -112,28 +115,37 @@ class ClientWriter:
             max_pending_nbytes=self._max_pending_nbytes,
         )
         message = checkpoint_pb2.ClientChunks(client=self._client)
+        blocks: list[int] = []
         nbytes = 0
         try:
             for position, plan in enumerate(self._plan.tensors):
-                numbers: list[int] = []
+                cut, content = Blocks.of(plan.grid, DTYPES[plan.spec.stored_dtype].itemsize), _content_sum(plan)
+                numbers = list(plan.owned_by(self._client))
                 digests: list[int] = []
-                for number in plan.owned_by(self._client):
+                for number in numbers:
                     index = plan.grid.index(number)
                     region = plan.grid.region(index)
                     if number in plan.pieces:
                         elements = self._assemble(position, plan, number, region, received)
                     else:
                         elements = self._stored(plan, region)
-                    digests.append(chunk_digest(plan.spec.name, index, elements))
-                    numbers.append(number)
+                    digest, parts = digest_chunk(plan.spec.name, index, elements, cut)
+                    content.add(elements, region)
+                    digests.append(digest)
+                    blocks.extend(parts)
+                    if number not in plan.pieces and plan.spec.stored_dtype == plan.spec.dtype:
+                        self._digests[position, number] = digest
                     nbytes += elements.nbytes
                     writer.write(plan.path, plan.grid, plan.spec.stored_dtype, region, elements)
                 if numbers:
-                    message.tensors.add(tensor=position, chunks=numbers, digests=digests)
+                    message.tensors.add(tensor=position, chunks=numbers, digests=digests, content=content.total)
             writer.commit()
         except BaseException:
             writer.abort()
             raise
+        if blocks:
+            data = np.array(blocks, "<u8").tobytes()
+            directory.write_file(self._folder / BLOCKS_NAME, data, is_durable=self._is_durable)
         if check_replicas:
             message.copies.extend(self._copy_digests())
         data = message.SerializeToString(deterministic=True)
@@ -145,7 +157,10 @@ class ClientWriter:
             for box, holding in enumerate(plan.spec.holdings):
                 if self._client not in holding.clients:
                     continue
-                digests = [bytes_digest(as_bytes(copy).data) for copy in self._source.copies(plan, holding.region)]
+                copies = self._source.copies(plan, holding.region)
+                if len(copies) == len(holding.clients) == 1:
+                    continue
+                digests = [self._copy_digest(position, holding.region, *item) for item in enumerate(copies)]
                 if len(set(digests)) > 1:
                     raise ReplicaMismatchError(
                         f"copies of {holding.region} of tensor {plan.spec.name!r} differ between the devices of client "
@@ -153,6 +168,20 @@ class ClientWriter:
                     )
                 if len(holding.clients) > 1:
                     yield checkpoint_pb2.CopyDigest(tensor=position, box=box, digest=digests[0])
+
+    def _copy_digest(self, position: int, box: Region, number: int, copy: np.ndarray[Any, Any]) -> int:
+        """Return the digest of a copy, chunk by chunk: those of the chunks that were just written are known."""
+        plan = self._plan.tensors[position]
+        cut = Blocks.of(plan.grid, copy.itemsize)
+        digests: list[int] = []
+        for index in plan.grid.meeting(box):
+            known = None if number else self._digests.get((position, plan.grid.number(index)))
+            part = plan.grid.region(index).intersect(box)
+            if known is None and part is not None:
+                elements = copy[part.relative_to(box).slices()] if box.ndim else copy
+                known = digest_chunk(plan.spec.name, index, elements, cut)[0]
+            digests.append(known or 0)
+        return bytes_digest(np.array(digests, np.uint64).data)
 
     def _stored(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
         """Return the elements of a region in the stored dtype."""
@@ -201,6 +230,10 @@ class ClientWriter:
         return whole
 
 
+def _content_sum(plan: TensorPlan) -> ContentSum:
+    return ContentSum(plan.grid.shape, DTYPES[plan.spec.stored_dtype].itemsize)
+
+
 def _edges_name(owner: int) -> str:
     return f"edges_{owner}"
 
@@ -227,20 +260,28 @@ def merge_clients(
     """
     digests = [np.zeros(item.grid.num_chunks, np.uint64) for item in plan.tensors]
     writers = [np.full(item.grid.num_chunks, NO_CLIENT, np.int32) for item in plan.tensors]
+    contents = [0] * len(plan.tensors)
     copies: dict[tuple[int, int], dict[int, list[int]]] = {}
     for client, expected in sorted(payloads.items()):
         chunk_list = _chunk_list(root / client_folder(client), client, expected)
         for part in chunk_list.tensors:
             digests[part.tensor][list(part.chunks)] = np.array(part.digests, np.uint64)
             writers[part.tensor][list(part.chunks)] = client
+            contents[part.tensor] = (contents[part.tensor] + part.content) % 2**64
         for copy in chunk_list.copies:
             copies.setdefault((copy.tensor, copy.box), {}).setdefault(copy.digest, []).append(client)
     _validate_copies(plan, copies)
     entries: dict[str, ArrayEntry] = {}
-    for item, item_digests, item_writers in zip(plan.tensors, digests, writers, strict=True):
+    for item, item_digests, item_writers, total in zip(plan.tensors, digests, writers, contents, strict=True):
         if not np.array_equal(item_writers, item.owners):
             raise CheckpointCorruptError(
                 f"chunks of tensor {item.spec.name!r} were not written as planned; nothing was committed, save again"
+            )
+        content = content_digest(total, item.grid.shape, item.spec.stored_dtype)
+        if item.spec.content not in (None, content):
+            raise CheckpointCorruptError(
+                f"tensor {item.spec.name!r} would not hold what it held before: got content {content:016x}, expected "
+                f"{item.spec.content:016x}; nothing was committed"
             )
         entries[item.spec.name] = ArrayEntry(
             name=item.spec.name,
@@ -252,6 +293,7 @@ def merge_clients(
             writers=item_writers,
             layout=item.spec.layout,
             missing=frozenset(item.missing),
+            content=content,
         )
     complete = manifest.with_arrays(entries)
     clients = sorted({client for item in plan.tensors for client in np.unique(item.owners).tolist()} - {NO_CLIENT})

@@ -2,21 +2,90 @@
 
 The seed is derived from the tensor's name and the chunk's index, so two chunks that changed places do not verify.
 Elements are hashed in C order in the stored dtype, little endian, without the padding of edge chunks.
+
+A chunk of several blocks (`Blocks`) is hashed block by block, without a seed, and its digest is that of its blocks'
+digests. So a reader that knows those verifies single blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from dtckpt.format.grid import ChunkGrid
+from dtckpt.region import Region
 
-def chunk_digest(name: str, index: Sequence[int], elements: np.ndarray[Any, Any]) -> int:
-    """Return the digest of one chunk; non-contiguous ``elements`` are copied first."""
-    place = f"{name}\0{','.join(map(str, index))}".encode()
-    return xxhash.xxh3_64_intdigest(as_bytes(elements).data, seed=xxhash.xxh3_64_intdigest(place))
+BLOCK_NBYTES = 256 << 10
+"""Bytes of a block, unless one row of a chunk is larger. Part of the format."""
+
+_DIGEST = np.dtype("<u8")
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How the chunks of a tensor are cut into blocks, which are verified apart: rows of one dim.
+
+    Args:
+        dim: The first dim along which chunks are longer than one element; it alone is cut.
+        rows: Elements per block along that dim.
+    """
+
+    dim: int
+    rows: int
+
+    @classmethod
+    def of(cls, grid: ChunkGrid, itemsize: int) -> Blocks:
+        """Return the blocks of a tensor's chunks."""
+        dim = next((dim for dim, size in enumerate(grid.chunk_shape) if size > 1), 0)
+        row_nbytes = itemsize * math.prod(grid.chunk_shape[dim + 1 :])
+        return cls(dim, max(1, BLOCK_NBYTES // row_nbytes))
+
+    def count(self, shape: Sequence[int]) -> int:
+        """Return how many blocks a chunk has that covers a box of this shape."""
+        return -(-shape[self.dim] // self.rows) if shape else 1
+
+    def cut(self, chunk: Region) -> Iterator[Region]:
+        """Yield the box of each block of a chunk."""
+        for start in range(0, chunk.shape[self.dim], self.rows):
+            yield self.span(chunk, start // self.rows, start // self.rows + 1)
+
+    def meeting(self, chunk: Region, region: Region) -> range:
+        """Return the numbers of the chunk's blocks from the first to the last that shares an element with a region."""
+        start = max(region.offset[self.dim] - chunk.offset[self.dim], 0)
+        stop = min(region.stop[self.dim] - chunk.offset[self.dim], chunk.shape[self.dim])
+        return range(start // self.rows, -(-stop // self.rows))
+
+    def span(self, chunk: Region, first: int, stop: int) -> Region:
+        """Return the box of blocks ``first`` to ``stop`` of a chunk."""
+        begin = first * self.rows
+        offset, shape = list(chunk.offset), list(chunk.shape)
+        offset[self.dim] += begin
+        shape[self.dim] = min(stop * self.rows, shape[self.dim]) - begin
+        return Region(tuple(offset), tuple(shape))
+
+
+def digest_chunk(
+    name: str, index: Sequence[int], elements: np.ndarray[Any, Any], blocks: Blocks
+) -> tuple[int, list[int]]:
+    """Return the digest of one chunk and those of its blocks (none, if it is one block itself)."""
+    if blocks.count(elements.shape) <= 1:
+        return xxhash.xxh3_64_intdigest(as_bytes(elements).data, seed=_seed(name, index)), []
+    parts = [bytes_digest(as_bytes(elements[box.slices()]).data) for box in blocks.cut(Region.full(elements.shape))]
+    return digest_of_blocks(name, index, parts), parts
+
+
+def digest_of_blocks(name: str, index: Sequence[int], digests: Sequence[int] | np.ndarray[Any, Any]) -> int:
+    """Return the digest of a chunk from those of its blocks."""
+    return xxhash.xxh3_64_intdigest(np.asarray(digests, _DIGEST).data, seed=_seed(name, index))
+
+
+def _seed(name: str, index: Sequence[int]) -> int:
+    return xxhash.xxh3_64_intdigest(f"{name}\0{','.join(map(str, index))}".encode())
 
 
 def as_bytes(elements: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

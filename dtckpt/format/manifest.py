@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError
-from dtckpt.format.digest import bytes_digest
+from dtckpt.format.digest import Blocks, bytes_digest
 from dtckpt.format.dtypes import validate_dtype
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.names import is_path_of
@@ -27,6 +27,9 @@ from dtckpt.mesh import Mesh
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "dtckpt.manifest"
+BLOCKS_NAME = "dtckpt.blocks"
+"""In a client's folder: the digests of the blocks (8 bytes each, little endian) of all chunks that it wrote and that
+have several, in the order of the manifest."""
 KVSTORES = ("ocdbt", "zarr")
 """The two ways to keep the arrays, in the order of the `KvStore` enum (from 1)."""
 
@@ -45,6 +48,7 @@ class ArrayEntry:
         writers: Per chunk, row-major: the client that wrote it (-1 where missing).
         layout: Layout at the time of the save, if the tensor was on a mesh.
         missing: Row-major numbers of the chunks that were not saved.
+        content: Content digest; see `dtckpt.format.content`.
     """
 
     name: str
@@ -56,6 +60,7 @@ class ArrayEntry:
     writers: npt.NDArray[np.int32]
     layout: Layout | None = None
     missing: frozenset[int] = frozenset()
+    content: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,7 +70,17 @@ class ArrayEntry:
     @property
     def stored_nbytes(self) -> int:
         """Bytes of the elements on storage."""
-        return math.prod(self.shape) * validate_dtype(self.stored_dtype).itemsize
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one stored element."""
+        return validate_dtype(self.stored_dtype).itemsize
+
+    @property
+    def blocks(self) -> Blocks:
+        """How chunks are cut into blocks."""
+        return Blocks.of(self.grid, self.itemsize)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +178,7 @@ def _entry_proto(entry: ArrayEntry, meshes: dict[Mesh, int]) -> checkpoint_pb2.T
             for client, run in groupby(max(0, writer) for writer in entry.writers.tolist())
         ],
         missing=sorted(entry.missing),
+        content=entry.content,
     )
     if entry.layout is not None:
         position = meshes.setdefault(entry.layout.mesh, len(meshes))
@@ -208,4 +224,5 @@ def _entry(message: checkpoint_pb2.TensorEntry, meshes: Sequence[Mesh]) -> Array
         writers=writers,
         layout=layout,
         missing=missing,
+        content=message.content if message.HasField("content") else None,
     )

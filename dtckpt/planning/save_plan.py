@@ -47,6 +47,7 @@ class TensorSpec:
         stored_dtype: Element type on storage.
         holdings: Who holds what.
         layout: Layout to be recorded, if there is one.
+        content: Content digest that the stored elements must come to, where it is known already.
     """
 
     name: str
@@ -55,6 +56,7 @@ class TensorSpec:
     stored_dtype: str
     holdings: tuple[Holding, ...]
     layout: Layout | None = None
+    content: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,6 +217,7 @@ class ArrayReader:
         self._kvstore = _kvstore(kind, root, file_io_mode={"mode": "memmap"})
         self._context = _context()
         self._arrays: dict[str, Any] = {}
+        self._store: Any = None
 
     def start(self, path: str, grid: ChunkGrid, stored_dtype: str, region: Region, into: np.ndarray[Any, Any]) -> Any:
         """Start reading ``region`` (global indices) into ready memory of its shape; `finish` waits for it."""
@@ -239,8 +240,25 @@ class ArrayReader:
         with translated(f"read {region} of array {path!r}", self._where, is_read=True):
             read.result()
 
+    def start_span(self, path: str, index: Sequence[int], start: int, stop: int) -> Any:
+        """Start reading bytes ``start`` to ``stop`` of a stored chunk; `finish_span` waits for them."""
+        with translated(f"open array {path!r}", self._where, is_read=True):
+            if self._store is None:
+                self._store = ts.KvStore.open(self._kvstore, context=self._context).result()
+            key = "/".join([path, "c", *map(str, index)])
+            return self._store.read(key, byte_range=slice(start, stop))
+
+    def finish_span(self, read: Any, path: str, region: Region, nbytes: int) -> bytes:
+        """Return the ``nbytes`` of a part of a chunk. Blocks: on storage. Raises: as `finish`."""
+        with translated(f"read {region} of array {path!r}", self._where, is_read=True):
+            result = read.result()
+            if result.state != "value" or len(result.value) != nbytes:
+                raise ValueError("the chunk is missing or cut short")
+            return bytes(result.value)
+
     def close(self) -> None:
         """Forget the open arrays."""
+        self._store = None
         self._arrays.clear()
 
 

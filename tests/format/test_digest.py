@@ -2,7 +2,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtckpt.format.digest import as_bytes, chunk_digest
+from dtckpt.format.digest import Blocks, as_bytes, bytes_digest, digest_chunk, digest_of_blocks
+from dtckpt.format.grid import ChunkGrid
+
+
+def chunk_digest(name, index, elements):
+    return digest_chunk(name, index, elements, Blocks(0, 1 << 20))[0]
 
 
 def test_a_digest_is_bound_to_tensor_and_place():
@@ -23,6 +28,35 @@ def test_a_digest_belongs_to_the_format():
     # Changing these numbers makes every stored checkpoint unreadable.
     assert chunk_digest("w", (0, 1), np.arange(6, dtype="<f4").reshape(2, 3)) == 0x6AA6A33B0C054AC2
     assert chunk_digest("s", (), np.zeros((), "<i8")) == 0xBDC68EB9A2094E95
+    elements = np.arange(6, dtype="<f4").reshape(2, 3)
+    assert digest_chunk("w", (0, 1), elements, Blocks(0, 1))[0] == 0xCB32AC348F7468A9
+
+
+@given(st.integers(1, 70000), st.integers(1, 70000), st.integers(1, 70000), st.data())
+def test_blocks_cut_chunks_into_rows_of_their_first_long_dim(height, width, chunk, data):
+    grid = ChunkGrid((3, height, width), (1, min(chunk, height), width))
+    blocks = Blocks.of(grid, 2)
+    region = grid.region((data.draw(st.integers(0, 2)), data.draw(st.integers(0, grid.counts[1] - 1)), 0))
+    boxes = list(blocks.cut(region))
+    assert len(boxes) == blocks.count(region.shape)
+    assert sum(box.numel for box in boxes) == region.numel
+    start = data.draw(st.integers(0, len(boxes) - 1))
+    stop = data.draw(st.integers(start + 1, len(boxes)))
+    span = blocks.span(region, start, stop)
+    assert blocks.meeting(region, span) == range(start, stop)
+    assert sum(box.numel for box in boxes[start:stop]) == span.numel
+    assert all(box.numel * 2 <= 256 << 10 or box.shape[blocks.dim] == 1 for box in boxes)
+
+
+def test_a_chunk_of_blocks_is_bound_to_its_place_through_them():
+    elements = np.arange(64, dtype="<i4").reshape(16, 4)
+    blocks = Blocks(0, 4)
+    digest, parts = digest_chunk("w", (0, 1), elements, blocks)
+    assert parts == [bytes_digest(elements[row : row + 4].tobytes()) for row in range(0, 16, 4)]
+    assert digest == digest_of_blocks("w", (0, 1), parts)
+    swapped = elements.reshape(4, 4, 4)[[1, 0, 2, 3]].reshape(16, 4)
+    others = [digest_chunk("w", (0, 1), swapped, blocks), digest_chunk("w", (1, 0), elements, blocks)]
+    assert digest not in {other for other, _ in others}
 
 
 def test_memory_order_does_not_matter():
