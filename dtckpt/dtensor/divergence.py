@@ -220,7 +220,9 @@ class Board:
 
     def join(self, known: set[str]) -> None:
         """Take part in all that is wanted and not known yet."""
-        for text in sorted(self.read()["wanted"].keys() - known):
+        # In the order in which they were said, of which everybody knows a first part: in another order, three clients
+        # could each take part in what the next one waits for.
+        for text in [text for text in self.read()["wanted"] if text not in known]:
             known.add(text)
             changes = _changes(text, dist.get_rank())
             peers, run = self._plan(changes)
