@@ -6,11 +6,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import TypeVar
 
 from dtckpt.coordination import Coordination, Progress, Vote
 from dtckpt.errors import CoordinationError, DtckptError, MeshError
 from dtckpt.format.digest import bytes_digest
+
+T = TypeVar("T")
 
 _running = threading.Lock()
 
@@ -92,7 +96,9 @@ class Rounds:
             held.release()
             self._coordination.heartbeat(Progress())
 
-    def run(self, name: str, work: Callable[[], bytes | None]) -> Mapping[int, bytes]:
+    def run(
+        self, name: str, work: Callable[[], bytes | None], *, meanwhile: Callable[[], object] | None = None
+    ) -> Mapping[int, bytes]:
         """Do this client's part of a round and learn how it went for all.
 
         Collective: Over the participants, barrier ``<operation>/<name>``. Passes for all or raises the same error
@@ -101,6 +107,8 @@ class Rounds:
         Args:
             name: Name of the round.
             work: This client's part; what it returns is handed to all participants.
+            meanwhile: What to do while the others are waited for, if ``work`` went well. The round does not depend on
+                it, and what it raises is raised here only.
 
         Returns:
             What every participant's part returned.
@@ -118,17 +126,40 @@ class Rounds:
             failure = error
         try:
             if len(self.participants) == 1:
+                if meanwhile is not None:
+                    meanwhile()
                 return {self.client: payload}
-            return self._coordination.barrier(
-                f"{self._operation}/{name}{self._group}",
-                Vote(payload=payload) if failure is None else Vote.of_error(failure),
-                timeout_s=self._timeout_s,
-                participants=self.participants,
-                collect=True,
-            ).payloads
+            vote = Vote(payload=payload) if failure is None else Vote.of_error(failure)
+            if meanwhile is None or failure is not None:
+                return self._meet(name, vote)
+            return _wait_beside(lambda: self._meet(name, vote), meanwhile)
         except DtckptError as verdict:
             if failure is not None and not isinstance(failure, Exception):
                 raise failure from verdict
             raise verdict from failure
         finally:
             self.seconds[name] = time.monotonic() - start
+
+    def _meet(self, name: str, vote: Vote) -> Mapping[int, bytes]:
+        return self._coordination.barrier(
+            f"{self._operation}/{name}{self._group}",
+            vote,
+            timeout_s=self._timeout_s,
+            participants=self.participants,
+            collect=True,
+        ).payloads
+
+
+def _wait_beside(meet: Callable[[], T], work: Callable[[], object]) -> T:
+    """Return what ``meet`` returns in a thread of its own; until then, work in this one."""
+    met: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            met.set_result(meet())
+        except BaseException as error:
+            met.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="dtckpt-round").start()
+    work()
+    return met.result()

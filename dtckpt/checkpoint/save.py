@@ -268,15 +268,20 @@ class Attempt:
         self._staging: directory.Staging | None = None
         self._lock = ExitStack()
         self._begun: list[tuple[State, SavePlan]] = []
+        self._staging_failure: Exception | None = None
         self._token = ""
         self._client_nbytes = 0
 
     def begin(self) -> None:
         """Plan, agree with the other clients on what is saved, and stage. Collective: barrier ``save/begin``."""
         with self._tidy():
-            payloads = self.rounds.run("begin", self._prepare)
-            validate_agreement(payloads, self._begun[0][1])
+            payloads = self.rounds.run("begin", self._prepare, meanwhile=self._stage_state)
+            _, plan = self._begun[0]
+            validate_agreement(payloads, plan)
             self._token = Summary.from_bytes(payloads[self.rounds.leader]).token
+            if self._staging_failure is not None:
+                # The others are past this round; they learn it in their next one.
+                self.rounds.run("edges" if plan.has_moves else "written", self._fail_staging)
         del self._collect  # it holds the caller's tensors, which a staged save must not keep alive
 
     def _prepare(self) -> bytes:
@@ -291,10 +296,23 @@ class Attempt:
             self._staging = directory.begin(target, token)
             # Whoever collects leftovers takes the lock for a sign of life.
             self._lock.enter_context(locked(self._staging.path))
-        if self._stage is not None:
-            state = self._stage(state, plan, self.rounds.client)
         self._begun.append((state, plan))
         return Summary.of(str(target), token, plan, state.tree, self._options).to_bytes()
+
+    def _stage_state(self) -> None:
+        """Make the state independent of its tensors, while the others are waited for: the copy hides the wait."""
+        if self._stage is None:
+            return
+        state, plan = self._begun.pop()
+        try:
+            state = self._stage(state, plan, self.rounds.client)
+        except Exception as error:
+            self._staging_failure = error
+        self._begun.append((state, plan))
+
+    def _fail_staging(self) -> None:
+        assert self._staging_failure is not None  # noqa: S101  (else nobody calls this)
+        raise self._staging_failure
 
     def complete(self) -> SaveReport:
         """Write and commit. Collective: barriers ``save/edges`` (where needed), ``save/written``, ``save/merged``."""
