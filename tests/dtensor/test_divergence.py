@@ -42,6 +42,8 @@ def test_an_error_of_all_clients_is_raised_at_once(pool):
     [
         ["columns", "whole"],
         ["whole", "columns", "whole", "columns"],
+        ["whole", "columns", "terms"],
+        ["terms", "whole", "columns", "whole"],
         pytest.param(["whole", "terms", "whole"], id="paths that begin with the same hop"),
     ],
 )
