@@ -22,6 +22,7 @@ class SaveOptions:
         chunk_nbytes: Bound on the bytes of one chunk, where shards can be cut evenly.
         overwrite: Replace a checkpoint at the path; the old one stays until the new one is durable.
         check_replicas: Compare all copies of a value, on one client and across clients, before committing.
+        content_digest: Say of every tensor what it holds, whatever its layout; see `TensorInfo.content_digest`.
         fsync: Whether a finished save survives a power loss.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
     """
@@ -30,14 +31,15 @@ class SaveOptions:
     save_as_bf16: bool = False
     chunk_nbytes: int = 16 << 20
     overwrite: bool = False
-    check_replicas: bool = False
+    check_replicas: bool = True
+    content_digest: bool = True
     fsync: bool = True
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         _validate_choice("kvstore", self.kvstore, KVSTORES)
         _validate_positive("chunk_nbytes", self.chunk_nbytes, Integral)
-        _validate_flags(self, "save_as_bf16", "overwrite", "check_replicas", "fsync")
+        _validate_flags(self, "save_as_bf16", "overwrite", "check_replicas", "content_digest", "fsync")
         _validate_positive("timeout_s", self.timeout_s)
 
 

@@ -335,7 +335,9 @@ class Attempt:
             return SaveReport(target, plan.nbytes, self._client_nbytes, dict(self.rounds.seconds))
 
     def _write(self, writer: ClientWriter) -> bytes:
-        digest, self._client_nbytes = writer.write(check_replicas=self._options.check_replicas)
+        digest, self._client_nbytes = writer.write(
+            check_replicas=self._options.check_replicas, content_digest=self._options.content_digest
+        )
         return digest
 
     def _finish(self, plan: SavePlan, state: State, announced: Mapping[int, bytes]) -> None:

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from dtckpt._proto import checkpoint_pb2
+from dtckpt.checkpoint.digesting import TensorDigests, digesting
 from dtckpt.checkpoint.reader import convert
 from dtckpt.errors import CheckpointCorruptError, ReplicaMismatchError, StorageError, capped
-from dtckpt.format.content import ContentSum, content_digest
+from dtckpt.format.content import content_digest
 from dtckpt.format.digest import Blocks, as_bytes, bytes_digest, digest_chunk
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME, ArrayEntry, Manifest
@@ -70,8 +71,6 @@ class ClientWriter:
         self._is_durable = is_durable
         self._max_pending_nbytes = max_pending_nbytes
         self._folder = root / client_folder(client)
-        self._digests: dict[tuple[int, int], int] = {}
-        """Of the chunks that were written as they lie in memory, by tensor and number."""
 
     def _open_folder(self) -> None:
         with translated("create the client's folder", self._folder):
@@ -96,11 +95,12 @@ class ClientWriter:
                 digest = bytes_digest(data).to_bytes(_DIGEST_NBYTES, "big")
                 directory.write_file(self._folder / _edges_name(owner), data + digest, is_durable=False)
 
-    def write(self, *, check_replicas: bool) -> tuple[bytes, int]:
+    def write(self, *, check_replicas: bool, content_digest: bool) -> tuple[bytes, int]:
         """Write this client's chunks and its chunk list.
 
         Args:
             check_replicas: Compare this client's copies, and note digests of those that others have too.
+            content_digest: Add up the content of the tensors.
 
         Returns:
             Digest of the chunk list's file, and the bytes of the chunks.
@@ -114,53 +114,55 @@ class ClientWriter:
             is_durable=self._is_durable,
             max_pending_nbytes=self._max_pending_nbytes,
         )
-        message = checkpoint_pb2.ClientChunks(client=self._client)
-        blocks: list[int] = []
         nbytes = 0
         try:
-            for position, plan in enumerate(self._plan.tensors):
-                cut, content = Blocks.of(plan.grid, DTYPES[plan.spec.stored_dtype].itemsize), _content_sum(plan)
-                numbers = list(plan.owned_by(self._client))
-                digests: list[int] = []
-                for number in numbers:
-                    index = plan.grid.index(number)
-                    region = plan.grid.region(index)
-                    if number in plan.pieces:
-                        elements = self._assemble(position, plan, number, region, received)
-                    else:
-                        elements = self._stored(plan, region)
-                    digest, parts = digest_chunk(plan.spec.name, index, elements, cut)
-                    content.add(elements, region)
-                    digests.append(digest)
-                    blocks.extend(parts)
-                    if number not in plan.pieces and plan.spec.stored_dtype == plan.spec.dtype:
-                        self._digests[position, number] = digest
-                    nbytes += elements.nbytes
-                    writer.write(plan.path, plan.grid, plan.spec.stored_dtype, region, elements)
-                if numbers:
-                    message.tensors.add(tensor=position, chunks=numbers, digests=digests, content=content.total)
-            writer.commit()
+            # Where memory is bounded, elements are gone as soon as they are written.
+            with digesting(beside=self._max_pending_nbytes is None, with_content=content_digest) as digests:
+                for position, plan in enumerate(self._plan.tensors):
+                    for number in plan.owned_by(self._client):
+                        region = plan.grid.region(plan.grid.index(number))
+                        if number in plan.pieces:
+                            elements = self._assemble(position, plan, number, region, received)
+                        else:
+                            elements = self._stored(plan, region)
+                        writer.write(plan.path, plan.grid, plan.spec.stored_dtype, region, elements)
+                        digests.add(position, plan, number, elements)
+                        nbytes += elements.nbytes
+                writer.commit()
+                found = digests.results()
         except BaseException:
             writer.abort()
             raise
-        if blocks:
-            data = np.array(blocks, "<u8").tobytes()
+        message = checkpoint_pb2.ClientChunks(client=self._client)
+        for position, result in found.items():
+            numbers, values = list(result.chunks), list(result.chunks.values())
+            part = message.tensors.add(tensor=position, chunks=numbers, digests=values)
+            if content_digest:
+                part.content = result.content
+        if any(result.blocks for result in found.values()):
+            data = np.array([digest for result in found.values() for digest in result.blocks], "<u8").tobytes()
             directory.write_file(self._folder / BLOCKS_NAME, data, is_durable=self._is_durable)
         if check_replicas:
-            message.copies.extend(self._copy_digests())
+            message.copies.extend(self._copy_digests(found))
         data = message.SerializeToString(deterministic=True)
         directory.write_file(self._folder / CHUNKS_NAME, data, is_durable=False)
         return bytes_digest(data).to_bytes(_DIGEST_NBYTES, "big"), nbytes
 
-    def _copy_digests(self) -> Iterator[checkpoint_pb2.CopyDigest]:
+    def _copy_digests(self, written: Mapping[int, TensorDigests]) -> Iterator[checkpoint_pb2.CopyDigest]:
         for position, plan in enumerate(self._plan.tensors):
+            # A chunk that was written as it lies in memory need not be digested again.
+            is_same = plan.spec.stored_dtype == plan.spec.dtype and position in written
+            known = written[position].chunks if is_same else {}
             for box, holding in enumerate(plan.spec.holdings):
                 if self._client not in holding.clients:
                     continue
                 copies = self._source.copies(plan, holding.region)
                 if len(copies) == len(holding.clients) == 1:
                     continue
-                digests = [self._copy_digest(position, holding.region, *item) for item in enumerate(copies)]
+                digests = [
+                    _copy_digest(plan, holding.region, copy, {} if number else known)
+                    for number, copy in enumerate(copies)
+                ]
                 if len(set(digests)) > 1:
                     raise ReplicaMismatchError(
                         f"copies of {holding.region} of tensor {plan.spec.name!r} differ between the devices of client "
@@ -168,20 +170,6 @@ class ClientWriter:
                     )
                 if len(holding.clients) > 1:
                     yield checkpoint_pb2.CopyDigest(tensor=position, box=box, digest=digests[0])
-
-    def _copy_digest(self, position: int, box: Region, number: int, copy: np.ndarray[Any, Any]) -> int:
-        """Return the digest of a copy, chunk by chunk: those of the chunks that were just written are known."""
-        plan = self._plan.tensors[position]
-        cut = Blocks.of(plan.grid, copy.itemsize)
-        digests: list[int] = []
-        for index in plan.grid.meeting(box):
-            known = None if number else self._digests.get((position, plan.grid.number(index)))
-            part = plan.grid.region(index).intersect(box)
-            if known is None and part is not None:
-                elements = copy[part.relative_to(box).slices()] if box.ndim else copy
-                known = digest_chunk(plan.spec.name, index, elements, cut)[0]
-            digests.append(known or 0)
-        return bytes_digest(np.array(digests, np.uint64).data)
 
     def _stored(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
         """Return the elements of a region in the stored dtype."""
@@ -230,8 +218,18 @@ class ClientWriter:
         return whole
 
 
-def _content_sum(plan: TensorPlan) -> ContentSum:
-    return ContentSum(plan.grid.shape, DTYPES[plan.spec.stored_dtype].itemsize)
+def _copy_digest(plan: TensorPlan, box: Region, copy: np.ndarray[Any, Any], known: Mapping[int, int]) -> int:
+    """Return the digest of a copy of a box, made of those of its parts of the chunks; some chunks' are known."""
+    cut = Blocks.of(plan.grid, copy.itemsize)
+    digests: list[int] = []
+    for index in plan.grid.meeting(box):
+        number, part = plan.grid.number(index), plan.grid.region(index).intersect(box)
+        if number in known and number not in plan.pieces:
+            digests.append(known[number])
+        elif part is not None:
+            elements = copy[part.relative_to(box).slices()] if box.ndim else copy
+            digests.append(digest_chunk(plan.spec.name, index, elements, cut)[0])
+    return bytes_digest(np.array(digests, np.uint64).data)
 
 
 def _edges_name(owner: int) -> str:
@@ -260,6 +258,7 @@ def merge_clients(
     """
     digests = [np.zeros(item.grid.num_chunks, np.uint64) for item in plan.tensors]
     writers = [np.full(item.grid.num_chunks, NO_CLIENT, np.int32) for item in plan.tensors]
+    has_content = True
     contents = [0] * len(plan.tensors)
     copies: dict[tuple[int, int], dict[int, list[int]]] = {}
     for client, expected in sorted(payloads.items()):
@@ -267,6 +266,7 @@ def merge_clients(
         for part in chunk_list.tensors:
             digests[part.tensor][list(part.chunks)] = np.array(part.digests, np.uint64)
             writers[part.tensor][list(part.chunks)] = client
+            has_content &= part.HasField("content")
             contents[part.tensor] = (contents[part.tensor] + part.content) % 2**64
         for copy in chunk_list.copies:
             copies.setdefault((copy.tensor, copy.box), {}).setdefault(copy.digest, []).append(client)
@@ -277,8 +277,8 @@ def merge_clients(
             raise CheckpointCorruptError(
                 f"chunks of tensor {item.spec.name!r} were not written as planned; nothing was committed, save again"
             )
-        content = content_digest(total, item.grid.shape, item.spec.stored_dtype)
-        if item.spec.content not in (None, content):
+        content = content_digest(total, item.grid.shape, item.spec.stored_dtype) if has_content else None
+        if content is not None and item.spec.content not in (None, content):
             raise CheckpointCorruptError(
                 f"tensor {item.spec.name!r} would not hold what it held before: got content {content:016x}, expected "
                 f"{item.spec.content:016x}; nothing was committed"

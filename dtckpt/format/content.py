@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ TILE = 512
 _Words = npt.NDArray[np.uint64]
 _PART_NBYTES = 4 << 20
 """Elements that must be copied are, this many bytes at a time."""
+_FEW_WORDS = 4096
+"""Tensors of no more words are often alike in shape: their weights are kept."""
 _BATCH_NBYTES = 256 << 10
 """Stays in the cache between the two passes."""
 _HALF = np.uint64(32)
@@ -79,7 +82,13 @@ class ContentSum:
         for part in _parts(region, elements):
             lines, start = self._lines(elements[part.relative_to(region).slices()], part)
             words, position = _words(lines, start)
-            self.total = (self.total + self._sum(words, position, self._numbers(part))) % 2**64
+            if words.size <= _FEW_WORDS:
+                low, high = _weights_of_words(self._shape[: self._first], part, position, words.shape[1])
+                halves = np.right_shift(words, _HALF).reshape(-1)
+                total = int(np.einsum("i,i->", words.reshape(-1), low)) + int(np.einsum("i,i->", halves, high))
+            else:
+                total = _sum(words, position, _line_weights(self._shape[: self._first], part))
+            self.total = (self.total + total) % 2**64
 
     def _lines(self, elements: np.ndarray[Any, Any], region: Region) -> tuple[npt.NDArray[np.uint8], int]:
         """Return the bytes of each line, and where in the line they begin."""
@@ -87,33 +96,44 @@ class ContentSum:
         if region.shape[first + 1 :] != inner:
             # Zeros add nothing, so the cut dims may be filled up with them.
             whole = np.zeros(region.shape[: first + 1] + inner, elements.dtype)
-            whole[(..., *region.slices()[first + 1 :])] = elements
+            whole[(slice(None),) * (first + 1) + region.slices()[first + 1 :]] = elements
             elements = whole
         count = math.prod(region.shape[:first])
         start = region.offset[first] * math.prod(inner) * elements.itemsize if first < len(self._shape) else 0
         return np.ascontiguousarray(elements).reshape(-1).view(np.uint8).reshape(count, -1), start
 
-    def _numbers(self, region: Region) -> _Words:
-        """Return the number of each line in the tensor, as a column."""
-        numbers = np.zeros(1, np.uint64)
-        for dim in range(self._first):
-            along = np.arange(region.offset[dim], region.offset[dim] + region.shape[dim], dtype=np.uint64)
-            numbers = np.add.outer(numbers * np.uint64(self._shape[dim]), along).reshape(-1)
-        return numbers[:, None]
 
-    def _sum(self, words: _Words, position: int, numbers: _Words) -> int:
-        """Add up lines of words, the first of which is the line's word ``position``."""
-        factors, stop = _weights(_LINE, numbers), position + words.shape[1]
-        head = min(stop, -(-position // TILE) * TILE)
-        body = max(head, stop // TILE * TILE)
-        total = 0
-        for begin, end in ((position, head), (head, body), (body, stop)):
-            if begin < end:
-                width = min(TILE, end - begin)
-                tiles = np.arange(begin // TILE, -(-end // TILE), dtype=np.uint64)
-                part = words[:, begin - position : end - position].reshape(-1, width)
-                total += _dot(part, begin % TILE, (factors * _weights(_TILE, tiles)).reshape(-1))
-        return total
+def _line_weights(shape: tuple[int, ...], region: Region) -> _Words:
+    """Return the weight of each line of a region, as a column; ``shape`` is that of the dims that number lines."""
+    numbers = np.zeros(1, np.uint64)
+    for size, start, length in zip(shape, region.offset, region.shape, strict=False):
+        along = np.arange(start, start + length, dtype=np.uint64)
+        numbers = np.add.outer(numbers * np.uint64(size), along).reshape(-1)
+    return _weights(_LINE, numbers)[:, None]
+
+
+@lru_cache(maxsize=64)
+def _weights_of_words(shape: tuple[int, ...], region: Region, position: int, width: int) -> tuple[_Words, _Words]:
+    """Return the weights of every word of a small region, and those of its high half."""
+    words = np.arange(position, position + width, dtype=np.uint64)
+    shared = _line_weights(shape, region) * _weights(_TILE, words // np.uint64(TILE))
+    low, high = ((shared * _FIRST_WEIGHTS[stream][words % np.uint64(TILE)]).reshape(-1) for stream in (_LOW, _HIGH))
+    return low, high
+
+
+def _sum(words: _Words, position: int, factors: _Words) -> int:
+    """Add up lines of words, the first of which is the line's word ``position``."""
+    stop = position + words.shape[1]
+    head = min(stop, -(-position // TILE) * TILE)
+    body = max(head, stop // TILE * TILE)
+    total = 0
+    for begin, end in ((position, head), (head, body), (body, stop)):
+        if begin < end:
+            width = min(TILE, end - begin)
+            tiles = np.arange(begin // TILE, -(-end // TILE), dtype=np.uint64)
+            part = words[:, begin - position : end - position].reshape(-1, width)
+            total += _dot(part, begin % TILE, (factors * _weights(_TILE, tiles)).reshape(-1))
+    return total
 
 
 def _dot(rows: _Words, start: int, factors: _Words) -> int:

@@ -44,6 +44,8 @@ class ReshardedTensor:
     new_num_chunks: int
     nbytes: int
     new_nbytes: int
+    content_digest: int | None
+    """That of the old tensor, which the new one has too; None if the old one has none or the stored dtype changes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +83,8 @@ def reshard(
 ) -> ReshardReport:
     """Write checkpoint ``src`` anew as ``dst``, chunked for the shards of another mesh.
 
-    Values, names and structure stay. Runs in this process alone and needs none of the mesh's devices. The new
+    Values, names and structure stay; that values did is proven, tensor by tensor, by their content digests, before the
+    new checkpoint appears. Runs in this process alone and needs none of the mesh's devices. The new
     checkpoint appears whole or not at all.
 
     Blocks: On storage.
@@ -102,6 +105,7 @@ def reshard(
         MeshError: A layout is on another mesh.
         ConfigError: ``max_memory`` is less than one chunk needs, ``dtype`` is no floating-point type, or one of
             ``src`` and ``dst`` lies inside the other.
+        CheckpointCorruptError: ``src`` is damaged, or a tensor would not hold what it held.
         CheckpointExistsError: ``dst`` is taken; noticed before anything is planned, also in a dry run.
         CheckpointError: As for `dtckpt.open_checkpoint` and `dtckpt.save`.
     """
@@ -155,7 +159,9 @@ def _spec(name: str, info: TensorInfo, mesh: Mesh, layouts: Layouts | None, new_
         dtype = stored = new_dtype
     # All shards are written by this process, whichever client will read them.
     boxes = tuple(Holding(holding.region, (0,)) for holding in holdings_of(layout, info.shape))
-    return TensorSpec(name, info.shape, dtype, stored, _saved_only(boxes, info), layout)
+    # What is stored anew as it was must hold what it held.
+    content = info.content_digest if stored == str(info.stored_dtype).removeprefix("torch.") else None
+    return TensorSpec(name, info.shape, dtype, stored, _saved_only(boxes, info), layout, content)
 
 
 def _saved_only(boxes: Sequence[Holding], info: TensorInfo) -> tuple[Holding, ...]:
@@ -184,6 +190,7 @@ def _describe(info: TensorInfo, plan: TensorPlan) -> ReshardedTensor:
         new_num_chunks=plan.grid.num_chunks - len(plan.missing),
         nbytes=info.nbytes,
         new_nbytes=math.prod(info.shape) * DTYPES[plan.spec.stored_dtype].itemsize,
+        content_digest=plan.spec.content,
     )
 
 
