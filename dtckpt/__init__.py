@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dtckpt import dtensor, errors
     from dtckpt.checkpoint.asynchronous import SaveHandle, save_async
+    from dtckpt.checkpoint.manager import CheckpointManager, RestoredStep
     from dtckpt.checkpoint.named import name_based_restore, name_based_save, sharded_save
     from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
     from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
     from dtckpt.checkpoint.restore import restore
+    from dtckpt.checkpoint.retention import Retention
     from dtckpt.checkpoint.save import SaveReport, save
     from dtckpt.clients import (
         abstract_mesh,
@@ -57,10 +59,12 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "checkpoint.asynchronous": ("SaveHandle", "save_async"),
+    "checkpoint.manager": ("CheckpointManager", "RestoredStep"),
     "checkpoint.named": ("name_based_restore", "name_based_save", "sharded_save"),
     "checkpoint.options": ("RestoreOptions", "SaveOptions"),
     "checkpoint.reader": ("Checkpoint", "TensorInfo", "open_checkpoint"),
     "checkpoint.restore": ("restore",),
+    "checkpoint.retention": ("Retention",),
     "checkpoint.save": ("SaveReport", "save"),
     "clients": (
         "abstract_mesh",
@@ -109,6 +113,7 @@ __all__ = [
     "MATCH",
     "UNSHARDED",
     "Checkpoint",
+    "CheckpointManager",
     "DTensor",
     "DVariable",
     "Layout",
@@ -118,6 +123,8 @@ __all__ = [
     "Region",
     "Replicate",
     "RestoreOptions",
+    "RestoredStep",
+    "Retention",
     "SaveHandle",
     "SaveOptions",
     "SaveReport",

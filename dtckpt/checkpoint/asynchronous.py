@@ -71,7 +71,7 @@ def start_save(
     options: SaveOptions,
     coordination: Coordination,
     extra_files: Mapping[str, bytes] | None = None,
-    then: Callable[[], None] = lambda: None,
+    then: Callable[[SaveHandle], object] = lambda _: None,
 ) -> SaveHandle:
     """Run the save protocol, from the first barrier on in the background. Collective and errors: as `save_async`.
 

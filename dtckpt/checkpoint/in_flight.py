@@ -117,6 +117,16 @@ class SaveHandle:
         return self._ended.is_set()
 
     @property
+    def is_committed(self) -> bool:
+        """Whether the save has ended well."""
+        return self._report is not None
+
+    def raise_if_unseen(self) -> None:
+        """Raise what the save failed with, if it has and nobody has looked yet."""
+        if self._is_unseen:
+            self.result()
+
+    @property
     def progress(self) -> SaveProgress:
         """How far the save is."""
         phase = self._rounds.phase if not self.done() else "failed" if self._failure else "done"
@@ -144,14 +154,14 @@ class SaveHandle:
             self._failure, self._is_unseen = error, True
         self._ended.set()
 
-    def launch(self, work: Callable[[], SaveReport], held: ExitStack, then: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], SaveReport], held: ExitStack, then: Callable[[SaveHandle], object]) -> None:
         """Do the work in a thread of its own, then let go of what is ``held``, then call ``then``."""
         global _latest  # noqa: PLW0603  (one save at a time in a process)
 
         def run() -> None:
             with held:  # until the failure is noted: whoever has the turn next must see it
                 self.run(work)
-            then()
+            then(self)
 
         self._thread = threading.Thread(target=run, daemon=True, name="dtckpt-save")
         before, _latest = _latest, self
@@ -188,8 +198,8 @@ def wait(timeout_s: float) -> None:
 
 def raise_unseen() -> None:
     """Raise what the latest save failed with, if nobody has looked yet."""
-    if _latest is not None and _latest._is_unseen:
-        _latest.result()
+    if _latest is not None:
+        _latest.raise_if_unseen()
 
 
 def _wait_at_exit() -> None:

@@ -244,7 +244,7 @@ class Attempt:
         coordination: The way to the other clients.
         participants: The clients that save; default: all of the job.
         stage: Makes the state independent of its tensors, before `begin` returns; default: it stays as it is.
-        extra_files: Files, by name, that the leader adds to the checkpoint.
+        extra_files: Files, by name, that the leader adds to the checkpoint; ``collect`` may still change them.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class Attempt:
         self._member = coordination.member
         self.rounds = Rounds(coordination, "save", options.timeout_s, participants)
         self._stage = stage
-        self._extra_files = extra_files or {}
+        self._extra_files = {} if extra_files is None else extra_files
         self._staging: directory.Staging | None = None
         self._lock = ExitStack()
         self._begun: list[tuple[State, SavePlan]] = []

@@ -1,0 +1,413 @@
+"""`CheckpointManager`: the checkpoints of a training run, by step."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dtckpt.checkpoint.asynchronous import start_save
+from dtckpt.checkpoint.in_flight import SaveHandle
+from dtckpt.checkpoint.leftovers import collect_leftovers
+from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
+from dtckpt.checkpoint.reader import local_path
+from dtckpt.checkpoint.restore import Layouts, restore
+from dtckpt.checkpoint.retention import Metrics, Retention
+from dtckpt.checkpoint.root_lock import RootLock
+from dtckpt.checkpoint.rounds import Rounds
+from dtckpt.checkpoint.save import State, state_of_tree
+from dtckpt.checkpoint.schedule import SaveRules, Schedule
+from dtckpt.checkpoint.steps import METRICS_NAME, StepFolders
+from dtckpt.coordination import current_coordination
+from dtckpt.coordination.protocol import printable
+from dtckpt.errors import (
+    BarrierConflictError,
+    CheckpointCorruptError,
+    CheckpointIncompleteError,
+    CheckpointNotFoundError,
+    CheckpointVersionError,
+    ConfigError,
+    DtckptError,
+    StorageError,
+    capped,
+)
+from dtckpt.mesh import Mesh
+from dtckpt.storage import directory
+from dtckpt.storage.locks import locked
+
+logger = logging.getLogger("dtckpt.checkpoint")
+
+MAX_REASON_CHARS = 500
+_DAMAGE = (
+    CheckpointCorruptError,
+    CheckpointIncompleteError,
+    CheckpointNotFoundError,
+    CheckpointVersionError,
+    StorageError,
+)
+"""Errors that say that a checkpoint cannot be read, not that the caller asked for the wrong thing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerOptions:
+    """How a manager works; see `CheckpointManager`."""
+
+    keep: Retention
+    rules: SaveRules
+    is_async: bool
+    leftover_age_s: float
+    save: SaveOptions
+
+    def __post_init__(self) -> None:
+        if not self.leftover_age_s > 0:
+            raise ConfigError(f"leftover_age_s must be positive; got {self.leftover_age_s!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredStep:
+    """What `CheckpointManager.restore` found.
+
+    Args:
+        step: The step that was restored.
+        tree: The target, or the new tree.
+        skipped: Newer steps that could not be restored, and why.
+    """
+
+    step: int
+    tree: Any
+    skipped: Mapping[int, str]
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What trying to restore a step led to, on this client."""
+
+    tree: Any = None
+    failure: DtckptError | None = None
+
+
+class CheckpointManager:
+    """Saves checkpoints as ``root/step_00000010``, decides when, keeps the wanted ones, restores the newest valid one.
+
+    Whatever else lies in ``root`` is ignored. One process at a time manages a root; others may read.
+
+    A step that is saved again replaces the one that is there, atomically.
+
+    Args:
+        root: Directory of the checkpoints; made by the first save.
+        keep: Which checkpoints are kept: a number of newest ones, or a `Retention`; default all.
+        save_interval_steps: Save at multiples of this. Default, if nothing else says when to save: every step.
+        save_interval_s: Save when this many seconds have passed since the last save began; client 0 decides.
+        save_when: Save when this says so; client 0 decides.
+        is_async: Whether saves go on in the background.
+        skip_when_busy: Whether a step is passed over while a save is still in flight; else it waits for that.
+        leftover_age_s: Seconds without any change after which an unfinished attempt whose leader is gone is removed.
+        options: How checkpoints are written; ``overwrite`` is always on.
+
+    >>> import tempfile, torch, dtckpt
+    >>> weight = torch.zeros(3)
+    >>> with dtckpt.CheckpointManager(tempfile.mkdtemp(), keep=2, save_interval_steps=10) as manager:
+    ...     for step in range(40):
+    ...         weight += 1
+    ...         handle = manager.save(step, {"weight": weight})
+    ...     manager.wait()
+    ...     manager.all_steps(), manager.restore().tree["weight"].tolist()
+    ([20, 30], [31.0, 31.0, 31.0])
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        keep: int | Retention | None = None,
+        save_interval_steps: int | None = None,
+        save_interval_s: float | None = None,
+        save_when: Callable[[int], bool] | None = None,
+        is_async: bool = True,
+        skip_when_busy: bool = False,
+        leftover_age_s: float = 3600.0,
+        options: SaveOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folders = StepFolders(local_path(root))
+        self.options = ManagerOptions(
+            keep=keep if isinstance(keep, Retention) else Retention(last=keep),
+            rules=SaveRules(
+                interval_steps=save_interval_steps,
+                interval_s=save_interval_s,
+                when=save_when,
+                skip_when_busy=skip_when_busy,
+            ),
+            is_async=is_async,
+            leftover_age_s=leftover_age_s,
+            save=replace(options or SaveOptions(), overwrite=True),
+        )
+        self._schedule = Schedule(self.options.rules, timeout_s=self.options.save.timeout_s, clock=clock)
+        self._handle: SaveHandle | None = None
+        self._lock = RootLock(self.root)
+        self._removing = threading.Lock()
+        self._pinned: set[int] = set()
+        self._damaged: set[int] = set()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except DtckptError as failure:
+            if error is None:
+                raise
+            logger.error("while another error was on its way: %s", failure)
+
+    # --- what there is ------------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> Path:
+        """The directory of the checkpoints."""
+        return self._folders.root
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step is, or would be."""
+        return self._folders.path(step)
+
+    def all_steps(self) -> list[int]:
+        """Return the steps that have a finished checkpoint, ascending, as this client sees them."""
+        return self._folders.all_steps()
+
+    def latest_step(self) -> int | None:
+        """Return the newest step that has a finished checkpoint."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """Return the step with the best metric, as ``keep`` names it."""
+        steps = self.all_steps()
+        return next(iter(self.options.keep.ranked(steps, {step: self.metrics(step) for step in steps})), None)
+
+    def metrics(self, step: int) -> Metrics:
+        """Return the metrics that a step was saved with; empty if there were none."""
+        return self._folders.metrics(step)
+
+    # --- when to save -------------------------------------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Whether a step is to be saved; the same on all clients. Asking again does not change the answer.
+
+        Collective: Over all clients, if client 0 decides (``save_interval_s``, ``save_when``, ``skip_when_busy``) or
+        preemption is watched: barrier ``manager/decide``. Local otherwise.
+
+        Raises:
+            BarrierConflictError: Clients ask for different steps.
+        """
+        self.path(step)
+        return self._schedule.should_save(step, is_busy=self._handle is not None and not self._handle.done())
+
+    def preemption(self, *signals: int) -> AbstractContextManager[None]:
+        """Watch, in a context, for signals that announce the end of the process, by default SIGTERM.
+
+        The first `should_save` after any client got one is true on all clients, and `reached_preemption` is set
+        there: save, and leave the training loop. What the signals did before is put back at the end.
+
+        Collective: All clients watch; then `should_save` is collective.
+
+        Raises:
+            ValueError: This is not the main thread; only that one can handle signals.
+        """
+        return self._schedule.preemption(*signals)
+
+    @property
+    def reached_preemption(self) -> bool:
+        """Whether a signal has reached some client, and all clients know."""
+        return self._schedule.reached_preemption
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, tree: Any, *, metrics: Metrics | None = None, force: bool = False) -> SaveHandle | None:
+        """Save the state of a step, if it is due.
+
+        When the checkpoint is committed, those that need not be kept are removed, in the background too.
+
+        Collective: As `should_save`, then as `dtckpt.save_async` (``is_async``) or `dtckpt.save`.
+
+        Args:
+            step: The step.
+            tree: As for `dtckpt.save`; several named items are a dict.
+            metrics: Numbers by name, for ``keep``; those of client 0 count.
+            force: Whether to save although it is not due.
+
+        Returns:
+            The save's handle; None if the step is not due.
+
+        Raises:
+            CheckpointConflictError: Another process, or another manager of this one, saves to this root.
+            DtckptError: As for `dtckpt.save_async` and `dtckpt.save`; and what the save before failed with, if nobody
+                has looked.
+        """
+        if not force and not self.should_save(step):
+            return None
+        options, coordination = self.options.save, current_coordination()
+        is_leader = coordination.member.client == 0
+        files: dict[str, bytes] = {}
+        if self._handle is not None:
+            self._handle.wait()  # and so for its removals, which must not see half of this save
+
+        def collect() -> State:
+            if is_leader:
+                self._lock.acquire()
+                if metrics:
+                    files[METRICS_NAME] = json.dumps({name: float(metrics[name]) for name in metrics}).encode()
+            return state_of_tree(tree, options, coordination)
+
+        self._handle = start_save(
+            self.path(step),
+            collect,
+            options=options,
+            coordination=coordination,
+            extra_files=files,
+            then=lambda handle: self._tidy_up(step) if is_leader and handle.is_committed else None,
+        )
+        self._schedule.note_saved(step)
+        if not self.options.is_async:
+            self._handle.result()
+            self._handle.wait()
+        return self._handle
+
+    def wait(self) -> None:
+        """Wait for the save in flight and for the removal of old checkpoints.
+
+        Raises:
+            DtckptError: What the save failed with, if nobody has looked.
+        """
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle.raise_if_unseen()
+
+    def close(self) -> None:
+        """Wait as `wait` does, and let other processes manage the root. Idempotent."""
+        try:
+            self.wait()
+        finally:
+            self._lock.release()
+
+    # --- restoring ----------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        target: Any = None,
+        *,
+        mesh: Mesh | None = None,
+        layouts: Layouts | None = None,
+        options: RestoreOptions | None = None,
+        partial: bool = False,
+    ) -> RestoredStep:
+        """Restore a step; by default the newest valid one, passing over those that are damaged.
+
+        Waits for a save in flight first; its failure is not raised here.
+
+        Collective: Over all clients; barriers ``manager/chosen`` and ``manager/restored`` around `dtckpt.restore`.
+
+        Args:
+            step: The step; default the newest. A step that is named is not replaced by another.
+            target: As for `dtckpt.restore`.
+            mesh: As for `dtckpt.restore`.
+            layouts: As for `dtckpt.restore`.
+            options: As for `dtckpt.restore`.
+            partial: Whether the target may ask for less than there is: some items of many.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint, or none that is valid.
+            DtckptError: As for `dtckpt.restore`, where it is not about damage, or the step was named.
+        """
+        options = options or RestoreOptions()
+        options = replace(options, allow_unexpected=options.allow_unexpected or partial)
+        rounds = Rounds(current_coordination(), "manager", options.timeout_s)
+        if self._handle is not None:
+            self._handle.wait()
+
+        def read(path: Path) -> Any:
+            return restore(path, target, mesh=mesh, layouts=layouts, options=options)
+
+        skipped: dict[int, str] = {}
+        while (chosen := self._choose(rounds, step, skipped)) is not None:
+            outcome = _Outcome()
+            answers = rounds.run("restored", functools.partial(self._try, chosen, read, outcome))
+            reasons = [f"client {client}: {text.decode()}" for client, text in sorted(answers.items()) if text]
+            if not reasons:
+                return RestoredStep(chosen, outcome.tree, skipped)
+            if step is not None:
+                raise outcome.failure or CheckpointCorruptError(f"step {step} cannot be restored: {reasons[0]}")
+            logger.error("step %d cannot be restored, trying the one before: %s", chosen, reasons[0])
+            skipped[chosen] = reasons[0]
+            self._damaged.add(chosen)
+        told = "".join(f"; step {step}: {reason}" for step, reason in skipped.items())
+        raise CheckpointNotFoundError(f"there is no valid checkpoint in {self.root}{told}")
+
+    def _try(self, step: int, read: Callable[[Path], Any], outcome: _Outcome) -> bytes:
+        """Restore a step; return what is damaged about it."""
+        try:
+            with self._pin(step):
+                outcome.tree = read(self.path(step))
+        except _DAMAGE as error:
+            outcome.failure = error
+            return printable(f"{type(error).__name__}: {error}")[:MAX_REASON_CHARS].encode()
+        return b""
+
+    def _choose(self, rounds: Rounds, step: int | None, skipped: Mapping[int, str]) -> int | None:
+        """Return the step to be restored next, as client 0 sees it."""
+
+        def propose() -> bytes:
+            if step is not None:
+                self.path(step)
+            left = [found for found in self.all_steps() if found not in skipped] if step is None else [step]
+            return json.dumps([step, max(left, default=None)]).encode()
+
+        proposals = {client: json.loads(data) for client, data in sorted(rounds.run("chosen", propose).items())}
+        asked = {client: proposal[0] for client, proposal in proposals.items()}
+        if len(set(asked.values())) > 1:
+            raise BarrierConflictError(f"clients restore different steps; got {capped(asked.items())}")
+        chosen: int | None = proposals[0][1]
+        return chosen
+
+    @contextmanager
+    def _pin(self, step: int) -> Iterator[None]:
+        """Keep a step from being removed, by this process or another one on this host."""
+        with self._removing:
+            self._pinned.add(step)
+        try:
+            with locked(directory.locate(self.path(step)), is_shared=True):
+                yield
+        finally:
+            self._pinned.discard(step)
+
+    # --- removing -----------------------------------------------------------------------------------------------
+
+    def _tidy_up(self, saved: int) -> None:
+        """Remove what need not be kept, and what dead attempts left. In the background, on client 0 only."""
+        self._damaged.discard(saved)
+        try:
+            steps = self.all_steps()
+            known = {step: self.metrics(step) for step in steps} if self.options.keep.best else {}
+            for step in self.options.keep.doomed(steps, known, protected={saved}, damaged=self._damaged):
+                self._remove(step)
+            collect_leftovers(self.root, min_age_s=self.options.leftover_age_s, now=time.time())
+        except (DtckptError, OSError) as error:
+            logger.warning("old checkpoints in %s could not all be removed: %s", self.root, error)
+
+    def _remove(self, step: int) -> None:
+        path = self.path(step)
+        with self._removing:
+            if step not in self._pinned:
+                with locked(path) as is_free:
+                    if is_free:
+                        directory.discard(path, path, is_durable=True)

@@ -1,0 +1,73 @@
+"""Which checkpoints of a training run are kept; pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from dtckpt.errors import ConfigError
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What is kept: whatever any of the rules keeps. Without rules, everything.
+
+    Args:
+        last: This many newest steps.
+        every_steps: Steps that are multiples of this.
+        best: This many steps with the best metric.
+        metric: Name of the metric.
+        mode: Whether the best metric is the smallest (``min``) or the largest (``max``).
+
+    >>> Retention(last=2, every_steps=100).doomed([90, 100, 110, 120, 130])
+    [90, 110]
+    """
+
+    last: int | None = None
+    every_steps: int | None = None
+    best: int | None = None
+    metric: str = "loss"
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every_steps", "best"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"retention {name} must be a positive number of steps or None; got {value!r}")
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"retention mode is unknown; got {self.mode!r}, expected 'min' or 'max'")
+
+    def ranked(self, steps: Collection[int], metrics: Mapping[int, Metrics]) -> list[int]:
+        """Return the steps that have the metric, best first, the newer first among equals."""
+        sign = 1.0 if self.mode == "min" else -1.0
+        values = {step: sign * metrics.get(step, {}).get(self.metric, math.nan) for step in steps}
+        return sorted((step for step in steps if not math.isnan(values[step])), key=lambda step: (values[step], -step))
+
+    def doomed(
+        self,
+        steps: Collection[int],
+        metrics: Mapping[int, Metrics] | None = None,
+        *,
+        protected: Collection[int] = (),
+        damaged: Collection[int] = (),
+    ) -> list[int]:
+        """Return the steps that need not be kept, ascending. The newest good one is never among them.
+
+        Args:
+            steps: All steps that have a checkpoint.
+            metrics: Metrics by step, as far as they are known.
+            protected: Steps that stay whatever the rules say; they do not count as any rule's.
+            damaged: Steps that cannot be restored. They stay, to be looked at, and count for nothing.
+        """
+        good = sorted(set(steps) - set(damaged))
+        if (self.last, self.every_steps, self.best) == (None, None, None):
+            return []
+        kept = {*protected, *good[-max(1, self.last or 1) :]}
+        if self.every_steps is not None:
+            kept.update(step for step in good if step % self.every_steps == 0)
+        if self.best is not None:
+            kept.update(self.ranked(good, metrics or {})[: self.best])
+        return [step for step in good if step not in kept]
