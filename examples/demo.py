@@ -114,7 +114,7 @@ def check_nothing_lost(folder: Path) -> None:
     """Check that the last committed checkpoint is intact, and that the unfinished one does not exist."""
     with dtckpt.open_checkpoint(folder / COMMITTED) as checkpoint:
         num_chunks = sum(info.num_chunks for info in checkpoint.tensors.values())
-        check(f"{COMMITTED} is intact: {num_chunks} chunks read, every digest is right", not checkpoint.verify())
+        check(f"{COMMITTED} is intact: {num_chunks} chunks read, every digest is right", checkpoint.verify().is_sound)
     state = dtckpt.restore(folder / COMMITTED)  # without a mesh: whole tensors, in this process
     is_whole = f"step_{int(state['step'])}" == COMMITTED and state["config"] == train_bytes_lm.CONFIG
     check(f"it restores: step {int(state['step'])}, {state['config']}", is_whole)

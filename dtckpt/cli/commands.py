@@ -95,3 +95,15 @@ def inspect(path: str, patterns: tuple[str, ...], with_chunks: bool, as_json: bo
     from dtckpt.cli.inspecting import run_inspect
 
     run_inspect(path, patterns, with_chunks=with_chunks, as_json=as_json)
+
+
+@cli.command(epilog=exit_code_help())
+@click.argument("path")
+@click.option("--threads", type=click.IntRange(min=1), help="Chunks that are read at one time [default: one per core].")
+@_json_option("Print one JSON line per damage, then one with the result.")
+@_debug_option
+def verify(path: str, threads: int | None, as_json: bool) -> int:
+    """Read all of checkpoint PATH and compare every digest; exit with 1 if anything is damaged."""
+    from dtckpt.cli.verifying import run_verify
+
+    return run_verify(path, as_json=as_json, threads=threads)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from dtckpt.checkpoint.reader import Checkpoint, ChunkInfo, TensorInfo, open_checkpoint
+from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
 from dtckpt.cli.arguments import layout_text
 from dtckpt.cli.output import format_count, format_nbytes, format_shape, printable, write_event, write_line, write_table
 from dtckpt.errors import TensorNotFoundError, capped
@@ -87,6 +87,9 @@ def _tensor_json(info: TensorInfo, meshes: Sequence[Mesh], *, with_chunks: bool)
         "chunks": info.num_chunks,
         "bytes": info.nbytes,
         "is_whole": info.is_whole,
+        "content_digest": None if info.content_digest is None else _digest_text(info.content_digest),
+        "chunk_shape": info.chunk_shape,
+        "block_shape": info.block_shape,
     }
     if with_chunks:
         facts["chunk_list"] = [
@@ -94,7 +97,7 @@ def _tensor_json(info: TensorInfo, meshes: Sequence[Mesh], *, with_chunks: bool)
                 "offset": chunk.region.offset,
                 "shape": chunk.region.shape,
                 "key": chunk.key,
-                "digest": _digest_text(chunk),
+                "digest": _digest_text(chunk.digest),
                 "client": chunk.client,
             }
             for chunk in info.chunks
@@ -115,9 +118,9 @@ def _dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _digest_text(chunk: ChunkInfo) -> str:
+def _digest_text(digest: int) -> str:
     # As text: JSON readers that keep numbers as doubles would round it.
-    return f"{chunk.digest:016x}"
+    return f"{digest:016x}"
 
 
 # --- text ---------------------------------------------------------------------------------------------------------
@@ -144,12 +147,13 @@ def _write_text(
     if tensors:
         write_line("")
         write_table(
-            ("TENSOR", "SHAPE", "DTYPE", "LAYOUT", "CHUNKS", "SIZE"), [_tensor_row(info, meshes) for info in tensors]
+            ("TENSOR", "SHAPE", "DTYPE", "LAYOUT", "CHUNKS", "SIZE", "READ UNIT", "CONTENT"),
+            [_tensor_row(info, meshes) for info in tensors],
         )
     if with_chunks and tensors:
         write_line("")
         rows = [
-            (info.name, _region_text(chunk.region), chunk.key, _digest_text(chunk), str(chunk.client))
+            (info.name, _region_text(chunk.region), chunk.key, _digest_text(chunk.digest), str(chunk.client))
             for info in tensors
             for chunk in info.chunks
         ]
@@ -177,6 +181,8 @@ def _tensor_row(info: TensorInfo, meshes: Sequence[Mesh]) -> tuple[str, ...]:
         layout,
         str(info.num_chunks) if info.is_whole else f"{info.num_chunks} (part)",
         format_nbytes(info.nbytes),
+        format_shape(info.block_shape),
+        "" if info.content_digest is None else _digest_text(info.content_digest),
     )
 
 

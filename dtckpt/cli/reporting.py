@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from dtckpt.cli.arguments import layout_text
+from dtckpt.cli.bars import Bar
 from dtckpt.cli.output import (
     format_count,
     format_nbytes,
@@ -89,33 +90,21 @@ class BarReporter(Reporter):
     """Shows a bar on standard error meanwhile."""
 
     def __enter__(self) -> Self:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-        # Names are no markup.
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._progress.add_task("resharding", total=self.plan.nbytes)
-        self._progress.start()
+        self._bar = Bar("resharding", self.plan.nbytes).__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        self._bar.__exit__(kind, error, trace)
 
     def advance(self, name: str, nbytes: int) -> None:
         """Move the bar."""
-        self._progress.update(self._task, description=printable(name)[-40:], advance=nbytes)
+        self._bar.advance(name, nbytes)
 
     def finish(self) -> None:
         """Remove the bar, print the summary."""
-        self._progress.stop()
+        self._bar.__exit__(None, None, None)
         super().finish()
 
 

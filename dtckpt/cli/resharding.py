@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.cli.arguments import LayoutRules, parse_dtype, parse_mesh, parse_size, read_rules
+from dtckpt.cli.bars import is_watched
 from dtckpt.cli.reporting import BarReporter, JsonReporter, PlanReporter, Reporter
 from dtckpt.resharding.engine import ReshardReport, reshard
 
@@ -85,5 +85,4 @@ def _reporter(request: Request, plan: ReshardReport, start: float) -> Reporter:
         return JsonReporter(plan, start, request.kvstore, is_dry_run=request.dry_run)
     if request.dry_run:
         return PlanReporter(plan, start)
-    is_watched = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
-    return BarReporter(plan, start) if is_watched else Reporter(plan, start)
+    return BarReporter(plan, start) if is_watched() else Reporter(plan, start)

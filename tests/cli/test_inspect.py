@@ -21,9 +21,11 @@ def test_text(run, source, tensors):
         f"tensors     9, 17 chunks, {nbytes} B",
     ]
     rows = {line.split()[0]: line.split() for line in lines[8:] if line}
-    assert rows["model/uneven"][1:] == ["7x5", "float64", "y+x,unsharded", "4", "280", "B"]
-    assert rows["optim/scale"][1:] == ["scalar", "float32", "scalar", "1", "4", "B"]
-    assert rows["optim/ids"][1:] == ["6x2", "int64", "none", "1", "96", "B"]
+    assert rows["model/uneven"][1:8] == ["7x5", "float64", "y+x,unsharded", "4", "280", "B", "2x5"]
+    assert rows["optim/scale"][1:8] == ["scalar", "float32", "scalar", "1", "4", "B", "scalar"]
+    assert rows["optim/ids"][1:8] == ["6x2", "int64", "none", "1", "96", "B", "6x2"]
+    with dtckpt.open_checkpoint(source) as checkpoint:
+        assert rows["optim/ids"][8] == f"{checkpoint.info('optim/ids').content_digest:016x}"
     assert rows["step"][1:] == ["7"]
     # Values steer no terminal and break no line.
     assert "note   'a\\nb \\x1b[31m'" in lines

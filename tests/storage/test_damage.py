@@ -103,7 +103,7 @@ def test_every_bit_of_a_chunk_counts(copy):
 
 def test_verify_names_the_damage(copy):
     with dtckpt.open_checkpoint(copy) as checkpoint:
-        assert checkpoint.verify() == []
+        assert checkpoint.verify().damages == ()
     needle = WHOLES["w"][:2].numpy().tobytes()[:40]
     touched = 0
     for file in files_of(copy):
@@ -113,7 +113,7 @@ def test_verify_names_the_damage(copy):
             touched += 1
     assert touched
     with dtckpt.open_checkpoint(copy) as checkpoint:
-        (damage,) = checkpoint.verify()
+        (damage,) = checkpoint.verify().damages
         assert damage.tensor == "w"
         assert damage.region.offset == (0, 0)
         assert "damaged" in damage.reason

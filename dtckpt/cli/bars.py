@@ -1,0 +1,52 @@
+"""A progress bar of bytes, on standard error."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from dtckpt.cli.output import printable
+
+
+class Bar:
+    """A bar that shows which tensor is at work; gone when the context ends.
+
+    Args:
+        title: What is shown before the first tensor.
+        nbytes: Bytes in all.
+    """
+
+    def __init__(self, title: str, nbytes: int) -> None:
+        self._title = title
+        self._nbytes = nbytes
+
+    def __enter__(self) -> Self:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        # Names are no markup.
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._progress.add_task(self._title, total=self._nbytes)
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def advance(self, name: str, nbytes: int) -> None:
+        """Move the bar."""
+        self._progress.update(self._task, description=printable(name)[-40:], advance=nbytes)
+
+
+def is_watched() -> bool:
+    """Whether somebody sits at a terminal and sees all output."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
