@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -385,7 +385,10 @@ class CheckpointManager:
         with self._removing:
             self._pinned.add(step)
         try:
-            with locked(directory.locate(self.path(step)), is_shared=True):
+            with ExitStack() as held:
+                # Why it is not there is for the restore to say: it says so to all clients.
+                with suppress(OSError):
+                    held.enter_context(locked(directory.locate(self.path(step)), is_shared=True))
                 yield
         finally:
             self._pinned.discard(step)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from states import bits_of
 
 import dtckpt
 from dtckpt import SaveOptions, errors
@@ -186,3 +190,135 @@ def fork_amid_a_save(path: str) -> None:
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     handle.result(WAIT_S)
+
+
+# --- managers ------------------------------------------------------------------------------------------------------
+
+
+def manage(root: str, steps: int, **options: Any) -> list[Any]:
+    """Save a run's steps; return what is there in the end."""
+    mesh = mesh_over_all({"x": dtckpt.num_clients()})
+    with dtckpt.CheckpointManager(root, **options) as manager:
+        for step in range(steps):
+            tree = tree_on(mesh, SMALL, str(step))
+            manager.save(step, tree, metrics={"loss": abs(step - 3.0)})
+            spoil(tree)
+        manager.wait()
+        return [manager.all_steps(), manager.latest_step(), manager.best_step()]
+
+
+def resume(root: str, odd_client: int = -1) -> tuple[int, list[int], list[str]]:
+    """Restore the newest valid step; one client may find the newest one damaged though the others do not."""
+    from dtckpt.checkpoint import manager as managing
+
+    mesh = mesh_over_all({"x": dtckpt.num_clients()})
+    restore = managing.restore
+
+    def fail_once(path: Any, *args: Any, **kwargs: Any) -> Any:
+        managing.restore = restore
+        raise errors.CheckpointCorruptError(f"{path} is damaged for me alone")
+
+    if dtckpt.client_id() == odd_client:
+        managing.restore = fail_once
+    manager = dtckpt.CheckpointManager(root)
+    if odd_client >= 0:  # new tensors, and so every client by itself
+        found = manager.restore()
+        return found.step, sorted(found.skipped), []
+    found = manager.restore(target=tree_on(mesh, SMALL, "other"))
+    expected = tree_on(mesh, SMALL, found.tree["step"])
+    return found.step, sorted(found.skipped), differing(found.tree, expected)
+
+
+def differing(tree: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    def parts(value: Any) -> Any:
+        return [bits_of(part) for part in dtckpt.unpack(value)] if isinstance(value, dtckpt.DTensor) else bits_of(value)
+
+    return [name for name in SMALL if parts(tree[name]) != parts(expected[name])]
+
+
+def restore_different_steps(root: str) -> None:
+    dtckpt.CheckpointManager(root).restore(dtckpt.client_id())
+
+
+def manage_by_time(root: str) -> list[int]:
+    """Client 0's clock decides; that of the others stands still."""
+    now = [0.0]
+    manager = dtckpt.CheckpointManager(root, save_interval_s=10, clock=lambda: now[0])
+    for step in range(6):
+        if dtckpt.client_id() == 0:
+            now[0] += 5
+        if manager.should_save(step):
+            assert manager.save(step, {"step": step}) is not None
+    manager.close()
+    return manager.all_steps()
+
+
+def train_until_preempted(root: str, victim: int) -> tuple[int, list[int], str]:
+    """Train; one client gets SIGTERM amid step 4 and nobody tells the others."""
+    before = signal.getsignal(signal.SIGTERM)
+    mesh = mesh_over_all({"x": dtckpt.num_clients()})
+    step = 0
+    with dtckpt.CheckpointManager(root, save_interval_steps=1000) as manager:
+        with manager.preemption():
+            while not manager.reached_preemption:
+                step += 1
+                if step == 4 and dtckpt.client_id() == victim:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                manager.save(step, tree_on(mesh, SMALL, str(step)))
+        manager.wait()
+        return step, manager.all_steps(), str(signal.getsignal(signal.SIGTERM) == before)
+
+
+def ask_for_different_steps(root: str) -> None:
+    dtckpt.CheckpointManager(root, save_interval_s=1).should_save(dtckpt.client_id())
+
+
+def die_while_removing(root: str, where: str) -> None:
+    """Client 0 is killed while it removes an old checkpoint; the others have saved and go on."""
+    mesh = mesh_over_all({"x": dtckpt.num_clients()})
+    manager = dtckpt.CheckpointManager(root, keep=1)
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for step in range(2):
+        if step == 1 and dtckpt.client_id() == 0:
+            if where == "before the rename":
+                directory.discard = die
+            elif where == "before the deletion":
+                shutil.rmtree = die
+            else:
+                os.unlink = _unlink_one_of_the_trash(die)
+        manager.save(step, tree_on(mesh, SMALL, str(step)))
+    manager.wait()
+
+
+def _unlink_one_of_the_trash(then: Callable[[], None]) -> Callable[..., None]:
+    unlink, is_first = os.unlink, iter([True])
+
+    def unlink_and_end(path: Any, *, dir_fd: int | None = None) -> None:
+        is_trash = dir_fd is not None and "-trash-" in os.readlink(f"/proc/self/fd/{dir_fd}")
+        if is_trash and not next(is_first, False):
+            then()
+        unlink(path, dir_fd=dir_fd)
+
+    return unlink_and_end
+
+
+def hold(root: str) -> None:
+    """Manage a root until killed."""
+    manager = dtckpt.CheckpointManager(root)
+    handle = manager.save(0, {"w": torch.ones(2)})
+    assert handle is not None
+    handle.result(WAIT_S)
+    print("holding", flush=True)
+    sys.stdin.read()
+
+
+def build_forever(path: str) -> None:
+    """Be amid a save until killed."""
+    with Gate() as gate:
+        dtckpt.save_async(path, {"w": torch.ones(1000)})
+        assert gate.reached.wait(WAIT_S)
+        print("building", flush=True)
+        sys.stdin.read()
