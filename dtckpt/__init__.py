@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dtckpt import dtensor, errors
     from dtckpt.checkpoint.asynchronous import SaveHandle, save_async
-    from dtckpt.checkpoint.manager import CheckpointManager, RestoredStep
+    from dtckpt.checkpoint.manager import CheckpointManager
     from dtckpt.checkpoint.named import name_based_restore, name_based_save, sharded_save
+    from dtckpt.checkpoint.newest import RestoredStep
+    from dtckpt.checkpoint.objects import DTensorCheckpoint
     from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
     from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
     from dtckpt.checkpoint.restore import restore
@@ -59,8 +61,10 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "checkpoint.asynchronous": ("SaveHandle", "save_async"),
-    "checkpoint.manager": ("CheckpointManager", "RestoredStep"),
+    "checkpoint.manager": ("CheckpointManager",),
     "checkpoint.named": ("name_based_restore", "name_based_save", "sharded_save"),
+    "checkpoint.newest": ("RestoredStep",),
+    "checkpoint.objects": ("DTensorCheckpoint",),
     "checkpoint.options": ("RestoreOptions", "SaveOptions"),
     "checkpoint.reader": ("Checkpoint", "TensorInfo", "open_checkpoint"),
     "checkpoint.restore": ("restore",),
@@ -115,6 +119,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "DTensor",
+    "DTensorCheckpoint",
     "DVariable",
     "Layout",
     "Mesh",

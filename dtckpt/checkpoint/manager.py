@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from dtckpt.checkpoint.asynchronous import start_save
 from dtckpt.checkpoint.in_flight import SaveHandle
 from dtckpt.checkpoint.leftovers import collect_leftovers
+from dtckpt.checkpoint.newest import RestoredStep, restore_newest_valid
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.reader import local_path
 from dtckpt.checkpoint.restore import Layouts, restore
@@ -27,33 +27,15 @@ from dtckpt.checkpoint.save import State, state_of_tree
 from dtckpt.checkpoint.schedule import SaveRules, Schedule
 from dtckpt.checkpoint.steps import METRICS_NAME, StepFolders
 from dtckpt.coordination import current_coordination
-from dtckpt.coordination.protocol import printable
 from dtckpt.errors import (
-    BarrierConflictError,
-    CheckpointCorruptError,
-    CheckpointIncompleteError,
-    CheckpointNotFoundError,
-    CheckpointVersionError,
     ConfigError,
     DtckptError,
-    StorageError,
-    capped,
 )
 from dtckpt.mesh import Mesh
 from dtckpt.storage import directory
 from dtckpt.storage.locks import locked
 
 logger = logging.getLogger("dtckpt.checkpoint")
-
-MAX_REASON_CHARS = 500
-_DAMAGE = (
-    CheckpointCorruptError,
-    CheckpointIncompleteError,
-    CheckpointNotFoundError,
-    CheckpointVersionError,
-    StorageError,
-)
-"""Errors that say that a checkpoint cannot be read, not that the caller asked for the wrong thing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,29 +51,6 @@ class ManagerOptions:
     def __post_init__(self) -> None:
         if not self.leftover_age_s > 0:
             raise ConfigError(f"leftover_age_s must be positive; got {self.leftover_age_s!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class RestoredStep:
-    """What `CheckpointManager.restore` found.
-
-    Args:
-        step: The step that was restored.
-        tree: The target, or the new tree.
-        skipped: Newer steps that could not be restored, and why.
-    """
-
-    step: int
-    tree: Any
-    skipped: Mapping[int, str]
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What trying to restore a step led to, on this client."""
-
-    tree: Any = None
-    failure: DtckptError | None = None
 
 
 class CheckpointManager:
@@ -338,46 +297,9 @@ class CheckpointManager:
         def read(path: Path) -> Any:
             return restore(path, target, mesh=mesh, layouts=layouts, options=options)
 
-        skipped: dict[int, str] = {}
-        while (chosen := self._choose(rounds, step, skipped)) is not None:
-            outcome = _Outcome()
-            answers = rounds.run("restored", functools.partial(self._try, chosen, read, outcome))
-            reasons = [f"client {client}: {text.decode()}" for client, text in sorted(answers.items()) if text]
-            if not reasons:
-                return RestoredStep(chosen, outcome.tree, skipped)
-            if step is not None:
-                raise outcome.failure or CheckpointCorruptError(f"step {step} cannot be restored: {reasons[0]}")
-            logger.error("step %d cannot be restored, trying the one before: %s", chosen, reasons[0])
-            skipped[chosen] = reasons[0]
-            self._damaged.add(chosen)
-        told = "".join(f"; step {step}: {reason}" for step, reason in skipped.items())
-        raise CheckpointNotFoundError(f"there is no valid checkpoint in {self.root}{told}")
-
-    def _try(self, step: int, read: Callable[[Path], Any], outcome: _Outcome) -> bytes:
-        """Restore a step; return what is damaged about it."""
-        try:
-            with self._pin(step):
-                outcome.tree = read(self.path(step))
-        except _DAMAGE as error:
-            outcome.failure = error
-            return printable(f"{type(error).__name__}: {error}")[:MAX_REASON_CHARS].encode()
-        return b""
-
-    def _choose(self, rounds: Rounds, step: int | None, skipped: Mapping[int, str]) -> int | None:
-        """Return the step to be restored next, as client 0 sees it."""
-
-        def propose() -> bytes:
-            if step is not None:
-                self.path(step)
-            left = [found for found in self.all_steps() if found not in skipped] if step is None else [step]
-            return json.dumps([step, max(left, default=None)]).encode()
-
-        proposals = {client: json.loads(data) for client, data in sorted(rounds.run("chosen", propose).items())}
-        asked = {client: proposal[0] for client, proposal in proposals.items()}
-        if len(set(asked.values())) > 1:
-            raise BarrierConflictError(f"clients restore different steps; got {capped(asked.items())}")
-        chosen: int | None = proposals[0][1]
-        return chosen
+        found = restore_newest_valid(self._folders, rounds, step, read, self._pin)
+        self._damaged.update(found.skipped)
+        return found
 
     @contextmanager
     def _pin(self, step: int) -> Iterator[None]:
