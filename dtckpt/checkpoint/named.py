@@ -11,11 +11,11 @@ import torch
 from dtckpt.checkpoint.leaves import as_leaf
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.reader import Checkpoint
-from dtckpt.checkpoint.restore import Filling, empty, run_restore
+from dtckpt.checkpoint.restore import Filling, empty, renamed_by, run_restore
 from dtckpt.checkpoint.save import State, save_state, state_of
 from dtckpt.coordination import current_coordination
 from dtckpt.dtensor import DTensor
-from dtckpt.errors import LayoutTypeError, MeshError, MeshTypeError, TensorNameError
+from dtckpt.errors import LayoutTypeError, MeshError, MeshTypeError, TensorNameError, TensorNotFoundError, capped
 from dtckpt.mesh import Mesh
 
 
@@ -96,7 +96,7 @@ def name_based_restore(
     """
     _validate_mesh(mesh)
 
-    def plan(_: Checkpoint) -> Filling:
+    def plan(checkpoint: Checkpoint) -> Filling:
         if not name_tensor_dict:
             raise TensorNameError("there is nothing to restore; got no templates")
         restored: OrderedDict[str, DTensor] = OrderedDict()
@@ -105,7 +105,15 @@ def name_based_restore(
                 raise LayoutTypeError(f"template {name!r} must be a DTensor; got {type(template).__name__}")
             _validate_tensor(name, template, mesh)
             restored[name] = empty(tuple(template.shape), template.dtype, template.layout)
-        return Filling([(name, as_leaf(tensor)) for name, tensor in restored.items()], lambda: restored)
+        names = renamed_by(checkpoint, options or RestoreOptions())
+        sources = {names.get(name, name): name for name in checkpoint.tensors}
+        if missing := [name for name in restored if name not in sources]:
+            raise TensorNotFoundError(
+                f"checkpoint {checkpoint.path} has no tensor {missing[0]!r}; it has {capped(map(repr, sources))}",
+                name=missing[0],
+            )
+        leaves = [(sources[name], as_leaf(tensor)) for name, tensor in restored.items()]
+        return Filling(leaves, lambda: restored, names)
 
     restored: OrderedDict[str, DTensor] = run_restore(
         checkpoint_prefix, plan, options or RestoreOptions(), current_coordination(), mesh.clients

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+from dtckpt.checkpoint.renaming import Rename, validate_rename
+from dtckpt.checkpoint.restore_report import RestoreReport
 from dtckpt.errors import ConfigError
 from dtckpt.format.manifest import KVSTORES
 
@@ -51,16 +54,25 @@ class RestoreOptions:
         cast: Which dtype conversions are fine: none (``exact``), those that keep every value (``lossless``), ``any``.
         allow_missing: Leave tensors and values of the target as they are where the checkpoint has none.
         allow_unexpected: Pass over tensors and values of the checkpoint that the target does not ask for.
+        rename: Other names for what is in the checkpoint; see `dtckpt.checkpoint.renaming.Rename`.
+        report: Called with the `RestoreReport`, when all is restored or when the restore is refused because something
+            is missing, unexpected, reshaped or cast.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
     """
 
     cast: str = "lossless"
     allow_missing: bool = False
     allow_unexpected: bool = False
+    rename: Rename | None = None
+    report: Callable[[RestoreReport], object] | None = None
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         _validate_choice("cast", self.cast, CASTS)
+        if self.rename is not None:
+            validate_rename(self.rename)
+        if self.report is not None and not callable(self.report):
+            raise ConfigError(f"option report must be a function of a RestoreReport; got {self.report!r}")
         _validate_flags(self, "allow_missing", "allow_unexpected")
         _validate_positive("timeout_s", self.timeout_s)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from dtckpt.checkpoint.aliasing import Named, split_tied, validate_apart
 from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_tensor, mesh_of, shares_host_memory
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
+from dtckpt.checkpoint.renaming import renamed
+from dtckpt.checkpoint.restore_report import Cast, Reshaped, RestoreReport
 from dtckpt.checkpoint.rounds import Rounds
 from dtckpt.coordination import Coordination, current_coordination
 from dtckpt.dtensor import DTensor
@@ -21,6 +23,7 @@ from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.packing import same_bits
 from dtckpt.errors import (
     CheckpointConflictError,
+    DtckptError,
     DTypeError,
     LayoutError,
     LayoutTypeError,
@@ -103,7 +106,7 @@ def restore(
             raise failure
         if target is not None:
             return plan_target(checkpoint, target, options)
-        return plan_new(checkpoint, mesh, layouts)
+        return plan_new(checkpoint, mesh, layouts, options)
 
     return run_restore(path, plan, options, coordination, participants)
 
@@ -114,6 +117,25 @@ class Filling:
 
     leaves: Sequence[tuple[str, Leaf]]
     finish: Callable[[], Any] = field(repr=False)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    missing: Sequence[str] = ()
+    defaulted: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+
+    def report(self, checkpoint: Checkpoint) -> RestoreReport:
+        """Say what will be done."""
+        pairs = [(self.renamed.get(name, name), checkpoint.info(name), leaf) for name, leaf in self.leaves]
+        saved = [(name, info.shape, str(info.dtype).removeprefix("torch."), leaf) for name, info, leaf in pairs]
+        return RestoreReport(
+            path=checkpoint.path,
+            restored=tuple(name for name, *_ in saved),
+            missing=tuple(self.missing),
+            defaulted=tuple(self.defaulted),
+            unexpected=tuple(self.unexpected),
+            reshaped=tuple(Reshaped(name, shape, leaf.shape) for name, shape, _, leaf in saved if shape != leaf.shape),
+            cast=tuple(Cast(name, dtype, leaf.dtype) for name, _, dtype, leaf in saved if dtype != leaf.dtype),
+            renamed=dict(self.renamed),
+        )
 
 
 def run_restore(
@@ -139,23 +161,37 @@ def run_restore(
 
 def _run_once(path: str | Path, plan: Callable[[Checkpoint], Filling], options: RestoreOptions, rounds: Rounds) -> Any:
     opened: list[tuple[Checkpoint, Filling, list[Named], list[tuple[str, str, Leaf]]]] = []
+    reports: list[RestoreReport] = []
+    nbytes = 0
 
     def prepare() -> bytes:
         checkpoint = open_checkpoint(path)
         filling = plan(checkpoint)
-        for name, leaf in filling.leaves:
-            _validate_fit(checkpoint.info(name), leaf, options)
+        reports.append(filling.report(checkpoint))
+        try:
+            _validate_report(reports[0], options)
+        except DtckptError as error:
+            if options.report is not None:
+                options.report(replace(reports[0], restored=(), refusal=error.message))
+            raise
         apart, tied = split_tied(filling.leaves)
         validate_apart(apart)
         opened.append((checkpoint, filling, apart, tied))
         return f"{checkpoint.manifest.attempt} {str(checkpoint.path)[-MAX_PATH_CHARS:]}".encode()
 
+    def read() -> None:
+        nonlocal nbytes
+        nbytes = _read(checkpoint, apart, tied)
+
     found = rounds.run("planned", prepare)
     checkpoint, filling, apart, tied = opened[0]
     with checkpoint:
         _validate_same(found)
-        rounds.run("read", lambda: _read(checkpoint, apart, tied))
-        return filling.finish()
+        rounds.run("read", read)
+        result = filling.finish()
+    if options.report is not None:
+        options.report(replace(reports[0], nbytes_read=nbytes))
+    return result
 
 
 def _validate_same(found: Mapping[int, bytes]) -> None:
@@ -170,51 +206,78 @@ def _validate_same(found: Mapping[int, bytes]) -> None:
             )
 
 
-def _validate_fit(info: TensorInfo, leaf: Leaf, options: RestoreOptions) -> None:
-    if leaf.shape != info.shape:
+def _validate_report(report: RestoreReport, options: RestoreOptions) -> None:
+    """Refuse what the options do not allow."""
+    missing = sorted((*report.missing, *report.defaulted))
+    if missing and not options.allow_missing:
+        raise TensorNotFoundError(
+            f"checkpoint {report.path} has nothing at {capped(map(repr, missing))}; "
+            "RestoreOptions(allow_missing=True) leaves the target as it is there",
+            name=missing[0],
+        )
+    if report.unexpected and not options.allow_unexpected:
+        raise UnexpectedTensorError(
+            f"checkpoint {report.path} holds what the target does not ask for: "
+            f"{capped(map(repr, report.unexpected))}; RestoreOptions(allow_unexpected=True) passes over it",
+            names=report.unexpected,
+        )
+    if report.reshaped:
+        first, *more = report.reshaped
         raise ShapeMismatchError(
-            f"tensor {info.name!r} has another shape; got {leaf.shape} in the target, expected {info.shape}"
+            f"tensor {first.name!r} has another shape; got {first.target} in the target, expected {first.saved}"
+            f"{_others(more)}"
         )
-    stored = str(info.dtype).removeprefix("torch.")
-    allowed = {"exact": stored == leaf.dtype, "lossless": is_lossless(stored, leaf.dtype), "any": True}
-    if not allowed[options.cast]:
+    refused = [
+        cast
+        for cast in report.cast
+        if options.cast == "exact" or (options.cast == "lossless" and not is_lossless(cast.saved, cast.target))
+    ]
+    if refused:
         raise DTypeError(
-            f"tensor {info.name!r} would be converted; got {leaf.dtype} in the target, saved as {stored}; "
-            f"conversions allowed now: {options.cast}; RestoreOptions(cast='any') allows all"
+            f"tensor {refused[0].name!r} would be converted; got {refused[0].target} in the target, saved as "
+            f"{refused[0].saved}{_others(refused[1:])}; conversions allowed now: {options.cast}; "
+            "RestoreOptions(cast='any') allows all"
         )
 
 
-def _read(checkpoint: Checkpoint, leaves: Sequence[Named], tied: Sequence[tuple[str, str, Leaf]]) -> None:
+def _others(found: Sequence[Reshaped | Cast]) -> str:
+    return f" (and so have {capped(repr(item.name) for item in found)})" if found else ""
+
+
+def _read(checkpoint: Checkpoint, leaves: Sequence[Named], tied: Sequence[tuple[str, str, Leaf]]) -> int:
+    """Fill the tensors; return the bytes read from storage."""
     boxes = [(name, leaf.distinct_parts()) for name, leaf in leaves]
     on_host = (
         (name, [(region, host_array(first)) for region, (first, *_) in parts.items() if shares_host_memory(first)])
         for name, parts in boxes
     )
     with torch.no_grad():
-        checkpoint.read_all(on_host)
+        nbytes = checkpoint.read_all(on_host)
         for name, parts in boxes:
             for region, (first, *copies) in parts.items():
                 if not shares_host_memory(first):
                     # One tensor at a time, so that the host needs room for one only.
                     staged = torch.empty(first.shape, dtype=first.dtype)
-                    checkpoint.read_into(name, region, host_array(staged))
+                    nbytes += checkpoint.read_into(name, region, host_array(staged))
                     first.copy_(staged)
                 for copy in copies:
                     copy.copy_(first)
-    _validate_tied(checkpoint, tied)
+    return nbytes + _validate_tied(checkpoint, tied)
 
 
-def _validate_tied(checkpoint: Checkpoint, tied: Sequence[tuple[str, str, Leaf]]) -> None:
-    """Check that names of one memory were saved with one value."""
+def _validate_tied(checkpoint: Checkpoint, tied: Sequence[tuple[str, str, Leaf]]) -> int:
+    """Check that names of one memory were saved with one value; return the bytes read from storage."""
+    nbytes = 0
     for name, other, leaf in tied:
         for region, copies in leaf.distinct_parts().items():
             stored = torch.empty(copies[0].shape, dtype=copies[0].dtype)
-            checkpoint.read_into(name, region, host_array(stored))
+            nbytes += checkpoint.read_into(name, region, host_array(stored))
             if not same_bits(stored, copies[0]):
                 raise ReplicaMismatchError(
                     f"tensors {name!r} and {other!r} share memory in the target, but were saved with different values; "
                     "give them memory of their own"
                 )
+    return nbytes
 
 
 # --- into a target tree ---------------------------------------------------------------------------------------------
@@ -239,11 +302,17 @@ def _tensors(node: Any, depth: int = 0) -> Iterable[torch.Tensor]:
         yield from _tensors(node.state_dict(), depth + 1)
 
 
+def renamed_by(checkpoint: Checkpoint, options: RestoreOptions) -> dict[str, str]:
+    """Return the new names of a checkpoint's tensors and values."""
+    return renamed(options.rename, [*checkpoint.tensors, *checkpoint.values])
+
+
 def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions) -> Filling:
     """Match a target tree with a checkpoint."""
-    matcher = _Matcher(checkpoint, options)
-    replacement = matcher.visit(target, checkpoint.structure, ())
-    matcher.validate_all_used()
+    names = renamed_by(checkpoint, options)
+    structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
+    matcher = _Matcher(checkpoint, is_renamed=bool(names))
+    replacement = matcher.visit(target, structure, ())
 
     def finish() -> Any:
         result = replacement()
@@ -251,16 +320,20 @@ def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions) ->
             load()
         return result
 
-    return Filling(matcher.leaves, finish)
+    unused = {*checkpoint.tensors, *(path for path, _ in trees.values(structure))} - matcher.wanted
+    unexpected = sorted(names.get(name, name) if name in checkpoint.tensors else name for name in unused)
+    return Filling(matcher.leaves, finish, names, sorted(matcher.missing), sorted(matcher.defaulted), unexpected)
 
 
 class _Matcher:
     """Walks target and saved structure side by side."""
 
-    def __init__(self, checkpoint: Checkpoint, options: RestoreOptions) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, is_renamed: bool) -> None:
         self._checkpoint = checkpoint
-        self._options = options
-        self._wanted: set[str] = set()
+        self._is_renamed = is_renamed
+        self.wanted: set[str] = set()
+        self.missing: list[str] = []
+        self.defaulted: list[str] = []
         self.leaves: list[tuple[str, Leaf]] = []
         self.loads: list[Callable[[], object]] = []
 
@@ -271,7 +344,7 @@ class _Matcher:
         if is_tensor(target):
             if kind != "tensor":
                 raise TensorNotFoundError(f"the checkpoint has a {kind} at {where!r}; the target wants a tensor")
-            self._wanted.add(content)
+            self.wanted.add(content)
             self.leaves.append((content, as_leaf(target)))
             return lambda: target
         if isinstance(target, Mapping):
@@ -287,25 +360,36 @@ class _Matcher:
 
     def _take(self, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
         """Plan a node that the target holds no tensor for: its plain values, and new tensors."""
-        self._wanted.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
+        self.wanted.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
         names: list[str] = []
         trees.build(node, names.append)
         new = {
             name: torch.empty(self._checkpoint.info(name).shape, dtype=self._checkpoint.info(name).dtype)
             for name in names
         }
-        self._wanted.update(names)
+        self.wanted.update(names)
         self.leaves.extend((name, as_leaf(tensor)) for name, tensor in new.items())
         return lambda: trees.build(node, new.__getitem__)
 
     def _expect(self, node: trees.Node, kinds: tuple[str, ...], wanted: str, where: str) -> Any:
         kind, content = next(iter(node.items()))
+        if self._is_renamed and kind == "dict" and "list" in kinds:
+            # A new name does not say which kind of container it leads through.
+            by_key = {str(key): child for key, child in content}
+            if set(by_key) == set(map(str, range(len(by_key)))):
+                return [by_key[str(position)] for position in range(len(by_key))]
+        if self._is_renamed and kind in ("list", "tuple") and "dict" in kinds:
+            return list(enumerate(content))
         if kind not in kinds:
             raise TensorNotFoundError(f"the checkpoint has a {kind} at {where!r}; the target wants a {wanted}")
         return content
 
     def _visit_dict(self, target: Mapping[Any, Any], saved: Any, path: tuple[str, ...]) -> Callable[[], Any]:
         nodes = dict(saved)
+        if self._is_renamed:
+            # Nor which kind of key.
+            by_text = {str(key): node for key, node in nodes.items()}
+            nodes |= {key: by_text[str(key)] for key in target if str(key) in by_text}
         # A dict of optimizer state that is still empty is filled with what was saved.
         if not target:
             nodes_plan = {key: self._take(child, (*path, str(key))) for key, child in nodes.items()}
@@ -316,7 +400,8 @@ class _Matcher:
                 if key in nodes:
                     nodes_plan[key] = self.visit(child, nodes[key], below)
                 else:
-                    self._miss("/".join(below))
+                    is_value = not (is_tensor(child) or isinstance(child, Mapping | list | tuple | Stateful))
+                    (self.defaulted if is_value else self.missing).append("/".join(below))
         return lambda: _update_dict(target, {key: renew() for key, renew in nodes_plan.items()})
 
     def _visit_sequence(self, target: Sequence[Any], saved: Any, path: tuple[str, ...]) -> Callable[[], Any]:
@@ -330,24 +415,6 @@ class _Matcher:
             for position, (child, node) in enumerate(zip(target, saved, strict=True))
         ]
         return lambda: _update_sequence(target, [renew() for renew in plans])
-
-    def _miss(self, where: str) -> None:
-        if not self._options.allow_missing:
-            raise TensorNotFoundError(
-                f"checkpoint {self._checkpoint.path} has nothing at {where!r}; "
-                "RestoreOptions(allow_missing=True) leaves the target as it is there",
-                name=where,
-            )
-
-    def validate_all_used(self) -> None:
-        """Refuse a checkpoint that holds more than the target asks for."""
-        unused = sorted({*self._checkpoint.tensors, *self._checkpoint.values} - self._wanted)
-        if unused and not self._options.allow_unexpected:
-            raise UnexpectedTensorError(
-                f"checkpoint {self._checkpoint.path} holds what the target does not ask for: "
-                f"{capped(map(repr, unused))}; RestoreOptions(allow_unexpected=True) passes over it",
-                names=tuple(unused),
-            )
 
 
 def _update_dict(target: Mapping[Any, Any], renewed: Mapping[Any, Any]) -> Any:
@@ -378,16 +445,18 @@ def _meshes_asked(mesh: Mesh | None, layouts: Layouts | None) -> set[Mesh]:
     return found
 
 
-def plan_new(checkpoint: Checkpoint, mesh: Mesh | None, layouts: Layouts | None) -> Filling:
+def plan_new(checkpoint: Checkpoint, mesh: Mesh | None, layouts: Layouts | None, options: RestoreOptions) -> Filling:
     """Make memory for every tensor of a checkpoint, in the layouts asked for."""
+    names = renamed_by(checkpoint, options)
+    structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
     tensors: dict[str, torch.Tensor] = {}
     for name, info in checkpoint.tensors.items():
-        layout = choose_layout(name, info, mesh, layouts)
+        layout = choose_layout(names.get(name, name), info, mesh, layouts)
         tensors[name] = (
             torch.empty(info.shape, dtype=info.dtype) if layout is None else empty(info.shape, info.dtype, layout)
         )
     leaves = [(name, as_leaf(tensor)) for name, tensor in tensors.items()]
-    return Filling(leaves, lambda: trees.build(checkpoint.structure, tensors.__getitem__))
+    return Filling(leaves, lambda: trees.build(structure, tensors.__getitem__), names)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> DTensor:

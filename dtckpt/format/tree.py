@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dtckpt.errors import CheckpointCorruptError, TreeError
+from dtckpt.errors import CheckpointCorruptError, TensorNameError, TreeError
 
 MAX_DEPTH = 64
 """Deepest nesting; also what stops a tree that contains itself."""
@@ -140,6 +140,46 @@ def build(node: Node, tensor: Callable[[str], Any]) -> Any:
     if kind == "tuple":
         return tuple(build(child, tensor) for child in content)
     return _value(kind, content)
+
+
+def rename(node: Node, names: Mapping[str, str]) -> Node:
+    """Move tensors and values to other paths; parts of a new name between ``/`` are keys.
+
+    Containers that keep all of their items keep their kind; others become dicts.
+
+    Raises:
+        TensorNameError: A tensor or value would be at a path that others lead through.
+    """
+    leaves: list[tuple[tuple[str, ...], Node]] = []
+    before: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {}
+
+    def collect(node: Node, path: tuple[str, ...]) -> None:
+        kind, content = _only(node)
+        if kind in ("dict", "list", "tuple"):
+            pairs = content if kind == "dict" else list(enumerate(content))
+            before[path] = kind, {str(key): key for key, _ in pairs}
+            for key, below in pairs:
+                collect(below, (*path, str(key)))
+        if kind not in ("dict", "list", "tuple") or not pairs:
+            name = content if kind == "tensor" else "/".join(path)
+            leaves.append((tuple(names[name].split("/")) if name in names else path, node))
+
+    def grow(items: list[tuple[tuple[str, ...], Node]], path: tuple[str, ...]) -> Node:
+        if any(rest == () for rest, _ in items):
+            if len(items) > 1:
+                raise TensorNameError(f"names lead through {'/'.join(path)!r}, which is a tensor or a value itself")
+            return items[0][1]
+        below: dict[str, list[tuple[tuple[str, ...], Node]]] = {}
+        for (first, *rest), leaf in items:
+            below.setdefault(first, []).append((tuple(rest), leaf))
+        kind, keys = before.get(path, ("dict", {}))
+        children = {key: grow(group, (*path, key)) for key, group in below.items()}
+        if kind != "dict" and list(keys) == list(children):
+            return {kind: list(children.values())}
+        return {"dict": [[keys.get(key, key) if kind == "dict" else key, child] for key, child in children.items()]}
+
+    collect(node, ())
+    return grow(leaves, ()) if leaves else node
 
 
 def _value(kind: str, content: Any) -> Any:
