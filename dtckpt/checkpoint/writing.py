@@ -280,7 +280,7 @@ def merge_clients(
         content = content_digest(total, item.grid.shape, item.spec.stored_dtype) if has_content else None
         if content is not None and item.spec.content not in (None, content):
             raise CheckpointCorruptError(
-                f"tensor {item.spec.name!r} would not hold what it held before: got content {content:016x}, expected "
+                f"tensor {item.spec.name!r} would not hold what it held before; got content {content:016x}, expected "
                 f"{item.spec.content:016x}; nothing was committed"
             )
         entries[item.spec.name] = ArrayEntry(
