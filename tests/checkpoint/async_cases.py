@@ -322,3 +322,27 @@ def build_forever(path: str) -> None:
         assert gate.reached.wait(WAIT_S)
         print("building", flush=True)
         sys.stdin.read()
+
+
+# --- objects -------------------------------------------------------------------------------------------------------
+
+
+def count_saves(prefix: str) -> tuple[int, list[str]]:
+    """Save objects twice and restore them."""
+    mesh = mesh_over_all({"x": dtckpt.num_clients()})
+    checkpoint = dtckpt.DTensorCheckpoint(mesh, **tree_on(mesh, SMALL, "a"))
+    for _ in range(2):
+        path = checkpoint.save(prefix, options=SaveOptions(timeout_s=WAIT_S))
+    other = dtckpt.DTensorCheckpoint(mesh, **tree_on(mesh, SMALL, "b"))
+    other.restore(path).assert_consumed()
+    return other.save_counter, differing({"w": other.w, "c": other.c}, tree_on(mesh, SMALL, "a"))
+
+
+def lose_on_one_client(path: str) -> None:
+    """Restore less than there is; only client 0 agrees to that."""
+    mesh = mesh_over_all({"x": dtckpt.num_clients()})
+    checkpoint = dtckpt.DTensorCheckpoint(mesh, w=tree_on(mesh, SMALL, "a")["w"])
+    status = checkpoint.restore(path)
+    if dtckpt.client_id() == 0:
+        status.expect_partial()
+    checkpoint.save(f"{path}-other", options=SaveOptions(timeout_s=WAIT_S))
