@@ -17,8 +17,8 @@ import json
 import threading
 import time
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -49,39 +49,64 @@ _JOIN_S = 60.0
 
 Part = tuple[frozenset[int], Callable[[Sequence[Mapping[int, torch.Tensor]]], None]]
 """A client's part in a redistribution: the clients it gives something, and what runs it, given components."""
-Plan = Callable[[Sequence[Change]], Part]
-"""Returns this client's part."""
+Plan = Callable[[Sequence[Change], int], Part]
+"""Returns this client's part in a redistribution, by what is wanted and which of their group's calls it is."""
 
 Group = tuple[int, ...]
-"""The clients of some meshes, as numbers that stand for them; see `_group`."""
+"""Clients, ascending."""
 
 _c10d: Any = distributed_c10d
-# Calls so far, alike on all clients; by default process group, so what belongs to one that ended goes with it.
-_counts: WeakKeyDictionary[Any, Counter[Group]] = WeakKeyDictionary()
+_MAX_LEFT = 8
+"""Calls that a client keeps in mind after it has left them."""
+
+# What clients know of their calls; by default process group, so what belongs to one that ended goes with it.
+_jobs: WeakKeyDictionary[Any, _Job] = WeakKeyDictionary()
 _numbers = itertools.count()
 _waiting: dict[int, Call] = {}
 _watcher: threading.Thread | None = None
 _lock = threading.Lock()
 
 
+class _Job:
+    """What this client knows of the calls so far, by group of clients.
+
+    Args:
+        counts: How many there were, alike on all clients.
+        left: The last ones that it left before it heard that anything was wrong.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[Group] = Counter()
+        self.left: defaultdict[Group, deque[Call]] = defaultdict(lambda: deque(maxlen=_MAX_LEFT))
+
+    @classmethod
+    def current(cls) -> _Job:
+        """Return that of the present default process group."""
+        return _jobs.setdefault(dist.group.WORLD, cls())
+
+
 class Call:
-    """One redistribution that this client takes part in, together with all clients of the source meshes.
+    """One redistribution that this client takes part in, together with all clients of its meshes.
 
     Args:
         changes: What this client wants.
         plan: Returns this client's part in another one.
+
+    Attributes:
+        count: Which of the calls among these clients it is, alike on all of them.
     """
 
     def __init__(self, changes: Sequence[Change], plan: Plan) -> None:
         self._changes, self._plan = changes, plan
-        self._group = _group([change.source.mesh for change in changes])
-        counter = _counter()
-        self._count = counter[self._group]
-        counter[self._group] += 1
+        self._group = _group(tuple({mesh: None for change in changes for mesh in change.meshes}))
+        job = _Job.current()
+        self.count = job.counts[self._group]
+        job.counts[self._group] += 1
         self._board: Board | None = None
         self._joined: set[str] = set()
         self._next_look = 0.0
         self._looking = threading.Lock()
+        self._late: DtckptError | None = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -95,15 +120,23 @@ class Call:
             del _waiting[number]
 
     def validate(self) -> None:
-        """Check, when all is done, that all wanted the same.
+        """Check, when all is done, that all wanted the same, as far as this client has heard.
 
         Raises:
-            DtckptError: A client failed: its error. Clients wanted different things: `LayoutError`.
+            DtckptError: A client failed: its error. Clients wanted different things: `LayoutError`. So also if that
+                was in an earlier call, which this client had left.
         """
         with self._looking:
             if self._board is not None and (error := _odd(self._board.read())):
                 self._board.settle(self._joined)
                 raise _odd(self._board.read()) or error
+        left = _Job.current().left[self._group]
+        late = [call for call in left if call._late is not None]
+        for call in late:
+            left.remove(call)
+        left.append(self)
+        if late:
+            raise next(call._late for call in late if call._late is not None)
 
     def look(self, now: float) -> None:
         """Say what this client wants, and take part in whatever else others want. Blocks until that is done.
@@ -114,15 +147,34 @@ class Call:
         with self._looking:
             if now < self._next_look:
                 return
-            clients = _clients(change.source.mesh for change in self._changes)
-            self._next_look = now + PATIENCE_S * max(1, len(clients) / _CLIENTS_PER_LOOK)
-            if self._board is None:
-                self._board = Board(self._group, self._count, clients, self._plan)
-                mine = _described(self._changes)
-                self._joined = {mine}
-                self._board.update(lambda state: state["wanted"].setdefault(mine, dist.get_rank()) == dist.get_rank())
-                self._board.register()
-            self._board.join(self._joined)
+            self._next_look = now + PATIENCE_S * max(1, len(self._group) / _CLIENTS_PER_LOOK)
+            self._register().join(self._joined)
+        look_back(self._group)
+
+    def look_back(self) -> None:
+        """Take part in what others want of a call that this client has left, and wait for it in vain."""
+        with self._looking:
+            board = self._board or Board(self._group, self.count, self._plan)
+            state = board.read()
+            if state["errors"] or state["wanted"].keys() - {_described(self._changes)}:
+                self._register().join(self._joined)
+                self._late = _odd(board.read())
+
+    def _register(self) -> Board:
+        """Say what this client wants, once."""
+        if self._board is None:
+            self._board = Board(self._group, self.count, self._plan)
+            mine, rank = _described(self._changes), dist.get_rank()
+            self._joined = {mine}
+            self._board.update(lambda state: state["wanted"].setdefault(mine, rank) == rank)
+            self._board.register()
+        return self._board
+
+
+def look_back(group: Group) -> None:
+    """Have this client take part in what others want of calls that it has left."""
+    for call in list(_Job.current().left[group]):
+        call.look_back()
 
 
 def tell(error: DtckptError, meshes: Sequence[Mesh], plan: Plan) -> None:
@@ -132,17 +184,17 @@ def tell(error: DtckptError, meshes: Sequence[Mesh], plan: Plan) -> None:
 
     Args:
         error: What went wrong here.
-        meshes: The source meshes, as of `Call`.
+        meshes: All that are known to take part, sources and targets.
         plan: Returns this client's part in a redistribution.
     """
-    clients = _clients(meshes)
-    if len(clients) < 2 or not is_connected(clients):
+    group = _group(tuple(dict.fromkeys(meshes)))
+    if len(group) < 2 or not is_connected(group):
         return
     client = dist.get_rank()
-    if client not in clients:
+    if client not in group:
         return
-    group = _group(meshes)
-    board = Board(group, _counter()[group], clients, plan)
+    job = _Job.current()
+    board = Board(group, job.counts[group], plan)
 
     def say(state: dict[str, Any]) -> bool:
         # One error is enough: all may fail at once, and they may be many.
@@ -155,14 +207,15 @@ def tell(error: DtckptError, meshes: Sequence[Mesh], plan: Plan) -> None:
     board.register()
     board.count("failed", 1)
     deadline = time.monotonic() + GRACE_S
-    while not board.read()["wanted"] and board.count("failed", 0) < len(clients):
+    while not board.read()["wanted"] and board.count("failed", 0) < len(group):
+        look_back(group)
         if time.monotonic() > deadline and not board.update(take_back)["wanted"]:
             board.unregister()
             board.count("failed", -1)
             return
         time.sleep(_POLL_S)
     # All have failed, or others communicate: this call counts.
-    _counter()[group] += 1
+    job.counts[group] += 1
     if board.read()["wanted"]:
         board.update(say)
     board.settle(set())
@@ -176,15 +229,14 @@ class Board:
     wait in vain will, and who has registered reads this again when all is done.
 
     Args:
-        group: The clients, as numbers.
+        group: The clients.
         count: Which of their calls.
-        clients: The clients.
         plan: Returns this client's part in a redistribution.
     """
 
-    def __init__(self, group: Group, count: int, clients: Set[int], plan: Plan) -> None:
-        self._key = f"dtckpt/redistribute/{'-'.join(map(str, group))}/{count}"
-        self._clients, self._plan = clients, plan
+    def __init__(self, group: Group, count: int, plan: Plan) -> None:
+        self._key = f"dtckpt/redistribute/{len(group)}-{zlib.crc32(repr(group).encode())}/{count}"
+        self._group, self._count, self._plan = group, count, plan
         self._store: Any = _c10d._get_default_store()
 
     def read(self) -> dict[str, Any]:
@@ -225,7 +277,7 @@ class Board:
         for text in [text for text in self.read()["wanted"] if text not in known]:
             known.add(text)
             changes = _changes(text, dist.get_rank())
-            peers, run = self._plan(changes)
+            peers, run = self._plan(changes, self._count)
             deadline = time.monotonic() + _JOIN_S
             while peers and not self._store.check([f"{self._key}/{peer}" for peer in sorted(peers)]):
                 if time.monotonic() > deadline:
@@ -236,8 +288,9 @@ class Board:
     def settle(self, known: set[str]) -> None:
         """Take part in what others want until all clients have registered, or no one more has for `GRACE_S`."""
         deadline, seen = time.monotonic() + GRACE_S, 0
-        while seen < len(self._clients) and time.monotonic() < deadline:
+        while seen < len(self._group) and time.monotonic() < deadline:
             self.join(known)
+            look_back(self._group)
             if (now := self.count("here", 0)) != seen:
                 deadline, seen = time.monotonic() + GRACE_S, now
             time.sleep(_POLL_S)
@@ -270,21 +323,12 @@ def _zeros(change: Change) -> dict[int, torch.Tensor]:
 # --- calls are counted alike on all clients ------------------------------------------------------------------------
 
 
-def _clients(meshes: Iterable[Mesh]) -> set[int]:
-    return {client for mesh in meshes for client in mesh.clients}
-
-
-def _group(meshes: Iterable[Mesh]) -> Group:
-    return tuple({_clients_number(mesh): None for mesh in meshes})
-
-
 @lru_cache(maxsize=256)
-def _clients_number(mesh: Mesh) -> int:
-    return zlib.crc32(repr(mesh.clients).encode())
-
-
-def _counter() -> Counter[Group]:
-    return _counts.setdefault(dist.group.WORLD, Counter())
+def _group(meshes: tuple[Mesh, ...]) -> Group:
+    """Return all clients of some meshes: who takes part in a redistribution between them, whatever it is."""
+    if len(meshes) == 1:
+        return meshes[0].clients
+    return tuple(sorted({client for mesh in meshes for client in mesh.clients}))
 
 
 # --- what clients want, as text --------------------------------------------------------------------------------------

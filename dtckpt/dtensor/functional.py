@@ -6,7 +6,7 @@ That of a Partial one is Replicate: each term adds to the tensor, so each has th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -168,7 +168,7 @@ def redistribute_all(
             for tensor, layout in zip(tensors, there, strict=True)
         ]
     except DtckptError as error:
-        tell(error, [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)])
+        tell(error, meshes_of([*tensors, *layouts]))
         raise
     result = [
         meta.redistribute(tensor, layout, forward_dtype or tensor.dtype) if tensor.is_meta else tensor
@@ -184,6 +184,12 @@ def redistribute_all(
         for number, tensor in zip(moving, moved, strict=True):
             result[number] = tensor
     return result
+
+
+def meshes_of(values: Iterable[object]) -> list[Mesh]:
+    """Return the meshes of what is a DTensor or a Layout."""
+    meshes = (value.layout.mesh if isinstance(value, DTensor) else getattr(value, "mesh", None) for value in values)
+    return [mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.device_ids]
 
 
 def _validated(tensor: object, layout: object, dtype: torch.dtype | None) -> Layout:

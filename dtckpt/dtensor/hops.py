@@ -56,6 +56,11 @@ class Change:
     dtype: torch.dtype
 
     @property
+    def meshes(self) -> tuple[Mesh, Mesh]:
+        """Source and target mesh."""
+        return self.source.mesh, self.target.mesh
+
+    @property
     def clients(self) -> tuple[int, ...]:
         """Clients of both meshes, ascending."""
         ours, theirs = self.source.mesh, self.target.mesh

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh as PyTorchMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dtckpt import default_mesh
-from dtckpt.dtensor.functional import redistribute, redistribute_all
+from dtckpt.dtensor.functional import meshes_of, redistribute, redistribute_all
 from dtckpt.dtensor.packing import pack
 from dtckpt.dtensor.redistribution import tell
 from dtckpt.dtensor.tensor import DTensor
@@ -50,7 +50,7 @@ def relayout(tensor: Any, layout: Any) -> Any:
         layouts = [layout] * len(leaves)
     elif layout_structure != structure:
         error = LayoutError(f"relayout: layouts and tensors are different trees; got {layout_structure}, {structure}")
-        tell(error, [leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)])
+        tell(error, meshes_of([*leaves, *layouts]))
         raise error
     moving = [number for number, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
     moved = redistribute_all([leaves[number] for number in moving], [layouts[number] for number in moving])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtckpt.dtensor.collectives import all_gather_object
+from dtckpt.dtensor.collectives import all_gather_object, as_bytes
 from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import (
@@ -264,7 +264,7 @@ def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -28,6 +28,8 @@ from dtckpt.planning.paths import plan_path
 
 _LOG = logging.getLogger("dtckpt.dtensor")
 
+_TAGS_APART = 1_000_003
+"""How far the tags of one call's messages lie from those of the next."""
 _NEUTRAL = {"sum": 0, "product": 1, "bxor": 0}
 """What all devices but the first hold when a value becomes a term; with the other ops every device may hold it."""
 
@@ -117,23 +119,29 @@ class Redistribution:
         programs: One per tensor.
         tensors: The components of each.
         call: Looks after what this client waits for.
+        count: Which of the calls among its clients this is; messages of one are not taken for those of another.
     """
 
     def __init__(
-        self, programs: Sequence[Program], tensors: Sequence[Components], call: divergence.Call | None = None
+        self,
+        programs: Sequence[Program],
+        tensors: Sequence[Components],
+        call: divergence.Call | None = None,
+        count: int = 0,
     ) -> None:
         self._call = call
         self._error: DtckptError | None = None
         self._under_way: list[Transfer | NativeTransfer] = []
-        first_tag = _number(tuple(programs))
+        first_tag = _number(tuple(programs)) + count * _TAGS_APART
         here = [dict(components) for components in tensors]
         for number in range(max((len(program.hops) for program in programs), default=0)):
             self._finish()
-            for members, hop in _wave(programs, number):
-                transfer = hop.start([here[member] for member in members], (first_tag + number) % 2**31)
-                for member, made in zip(members, transfer.made, strict=True):
-                    here[member] = made
-                self._under_way.append(transfer)
+            with self._call.waiting() if self._call else nullcontext():
+                for members, hop in _wave(programs, number):
+                    transfer = hop.start([here[member] for member in members], (first_tag + number) % 2**31)
+                    for member, made in zip(members, transfer.made, strict=True):
+                        here[member] = made
+                    self._under_way.append(transfer)
         self.components: list[dict[int, torch.Tensor]] = []
         """The new components of every tensor by device id of its target mesh; complete after `wait`."""
         for program, made in zip(programs, here, strict=True):
@@ -241,20 +249,20 @@ def redistribute(
     if is_async and not has_waits and any(part.is_cuda for components in tensors for part in components.values()):
         return EnqueuedRedistribution(programs, tensors)
     call = divergence.Call([program.change for program in programs], _part) if has_waits else None
-    running = Redistribution(programs, tensors, call)
+    running = Redistribution(programs, tensors, call, call.count if call else 0)
     if not is_async:
         running.wait()
     return running
 
 
-def _part(changes: Sequence[Change]) -> divergence.Part:
+def _part(changes: Sequence[Change], count: int) -> divergence.Part:
     programs = [_compile(change, change.client) for change in changes]
     peers = (peer for program in programs for hop in program.hops if isinstance(hop, Hop) for peer in hop.takers)
-    return frozenset(peers), lambda tensors: Redistribution(programs, tensors).wait()
+    return frozenset(peers), lambda tensors: Redistribution(programs, tensors, count=count).wait()
 
 
 def tell(error: DtckptError, meshes: Sequence[Mesh]) -> None:
-    """Tell the clients of the source meshes of an error that keeps this one from a redistribution with them.
+    """Tell the clients of some meshes of an error that keeps this one from a redistribution between those.
 
     Blocks: See `divergence.tell`.
     """

@@ -194,11 +194,12 @@ class DTensor(torch.Tensor):
             return self
         from dtckpt.dtensor import factories, functional, redistribution
 
+        mesh = self.device_mesh
         try:
-            mesh = self.device_mesh if device_mesh is None else factories.require_mesh(device_mesh)
+            mesh = mesh if device_mesh is None else factories.require_mesh(device_mesh)
             layout = functional.from_placements(mesh, placements, self.ndim)
         except DtckptError as error:
-            redistribution.tell(error, [self.device_mesh])
+            redistribution.tell(error, [self.device_mesh, mesh])
             raise
         return functional.redistribute(
             self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op

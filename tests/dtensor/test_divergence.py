@@ -19,14 +19,20 @@ def asked(pool, wishes, **options):
     return [answer.value for answer in answers], max(answer.seconds for answer in answers)
 
 
+def errors_in(seen):
+    """Return each client's only error; all else that it asked for came."""
+    found = [[step for step in steps if step is not True] for steps in seen]
+    assert [len(errors) for errors in found] == [1] * len(seen), seen
+    return [error for (error,) in found]
+
+
 @pytest.mark.parametrize("wrong", ["dim too large", "too many", "no placements"])
 @pytest.mark.parametrize("right", ["columns", "whole"])
 def test_an_error_of_one_client_reaches_all(pool, wrong, right):
     seen, seconds = asked(pool, [right, wrong, right])
-    errors = [first for first, *_ in seen]
+    errors = errors_in(seen)
     assert len({kind for kind, _ in errors}) == 1
     assert errors[0] == errors[2] == (errors[1][0], f"client 1: {errors[1][1]}")
-    assert [rest for _, *rest in seen] == [[True, True]] * 3, "they do not go on"
     assert seconds < 10
 
 
@@ -49,10 +55,25 @@ def test_an_error_of_all_clients_is_raised_at_once(pool):
 )
 def test_different_wishes_are_an_error_on_all(pool, wishes):
     seen, _ = asked(pool, wishes)
-    assert {first[0] for first, *_ in seen} == {"LayoutError"}
-    assert len({first[1] for first, *_ in seen}) == 1
-    assert "clients want different things" in seen[0][0][1]
-    assert [rest for _, *rest in seen] == [[True, True]] * len(wishes)
+    errors = errors_in(seen)
+    assert {kind for kind, _ in errors} == {"LayoutError"}
+    assert len({text for _, text in errors}) == 1
+    assert "clients want different things" in errors[0][1]
+
+
+@pytest.mark.parametrize("odd", ["everything", "dim too large"])
+def test_clients_that_need_nothing_of_the_odd_one_come_back_for_it(pool, odd):
+    """Over one axis of a grid two clients are done without the other two, one of which waits for all."""
+    answers = pool.run(
+        diverging.ask_on_grid,
+        clients=4,
+        group=True,
+        by_client={client: (odd,) if client == 1 else () for client in range(4)},
+    )
+    assert [answer.trace for answer in answers] == [""] * 4
+    errors = errors_in([answer.value for answer in answers])
+    assert {kind for kind, _ in errors} == {"LayoutError"}
+    assert max(answer.seconds for answer in answers) < 10
 
 
 def test_a_client_that_fails_where_others_need_nothing_fails_alone(pool):
