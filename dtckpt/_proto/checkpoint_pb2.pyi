@@ -83,6 +83,7 @@ class Manifest(_message.Message):
     MESHES_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Job that saved; how many clients took part; the fencing token of the attempt that committed."""
     num_clients: _builtins.int
@@ -90,6 +91,8 @@ class Manifest(_message.Message):
     kvstore: Global___KvStore.ValueType
     tree: _builtins.bytes
     """The saved state tree as JSON (see docs/format.md); empty for a flat set of named tensors."""
+    documents: _builtins.int
+    """XXH3 (64 bit) of every `zarr.json`, sorted by path of array or group: key, NUL, length in decimal, NUL, content."""
     @_builtins.property
     def meshes(self) -> _containers.RepeatedCompositeFieldContainer[_layout_pb2.MeshProto]:
         """Meshes that the layouts refer to by position, without client-local fields."""
@@ -108,10 +111,11 @@ class Manifest(_message.Message):
         meshes: _abc.Iterable[_layout_pb2.MeshProto] | None = ...,
         tensors: _abc.Iterable[Global___TensorEntry] | None = ...,
         tree: _builtins.bytes = ...,
+        documents: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "job", b"job", "kvstore", b"kvstore", "meshes", b"meshes", "num_clients", b"num_clients", "tensors", b"tensors", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "documents", b"documents", "job", b"job", "kvstore", b"kvstore", "meshes", b"meshes", "num_clients", b"num_clients", "tensors", b"tensors", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,7 +32,7 @@ from dtckpt.errors import (
     capped,
 )
 from dtckpt.format import tree as trees
-from dtckpt.format.digest import as_bytes, bytes_digest, digest_chunk, digest_of_blocks
+from dtckpt.format.digest import as_bytes, bytes_digest, digest_chunk, digest_of_blocks, documents_digest
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME, ArrayEntry, Manifest
 from dtckpt.layout import Layout
@@ -307,6 +307,18 @@ class Checkpoint:
         for source, target in read.uses:
             convert(memory[source] if source else memory, target)
         return read.nbytes
+
+    def validate_documents(self) -> None:
+        """Check every ``zarr.json``, which only other readers need.
+
+        Raises:
+            CheckpointCorruptError: One is not what was written.
+        """
+        found = self._reader.read_documents(entry.path for entry in self.manifest.arrays.values())
+        if documents_digest(found) != self.manifest.documents:
+            raise CheckpointCorruptError(
+                f"a zarr.json in {self.path} is damaged or missing; dtckpt reads all tensors without it, others cannot"
+            )
 
     def block_digests(self, entry: ArrayEntry, number: int) -> list[int]:
         """Return the digests of a chunk's blocks, verified by that of the chunk; none, if it has one block only."""

@@ -30,7 +30,7 @@ MAX_NBYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Something that does not hold what was saved: a chunk, or (``region`` is None) a tensor or file as a whole."""
+    """What is not as it was saved: a chunk, a tensor as a whole (``region`` is None), or a file of no tensor."""
 
     tensor: str
     region: Region | None
@@ -95,6 +95,10 @@ def verify(checkpoint: Checkpoint, *, threads: int | None = None, progress: Prog
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    try:
+        checkpoint.validate_documents()
+    except (CheckpointCorruptError, StorageError) as error:
+        damages.append(Damage("", None, error.message))
     num_tensors, seconds = len(checkpoint.tensors), time.monotonic() - start
     return VerifyReport(checkpoint.path, num_tensors, num_chunks, nbytes, num_contents, seconds, tuple(damages))
 

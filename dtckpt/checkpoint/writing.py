@@ -13,13 +13,13 @@ from dtckpt.checkpoint.digesting import TensorDigests, digesting
 from dtckpt.checkpoint.reader import convert
 from dtckpt.errors import CheckpointCorruptError, ReplicaMismatchError, StorageError, capped
 from dtckpt.format.content import content_digest
-from dtckpt.format.digest import Blocks, as_bytes, bytes_digest, digest_chunk
+from dtckpt.format.digest import Blocks, as_bytes, bytes_digest, digest_chunk, documents_digest
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME, ArrayEntry, Manifest
 from dtckpt.planning.save_plan import NO_CLIENT, SavePlan, TensorPlan
 from dtckpt.region import Region
 from dtckpt.storage import directory
-from dtckpt.storage.arrays import ArrayWriter, array_metadata, client_folder, merge, stored_empty
+from dtckpt.storage.arrays import ArrayWriter, array_metadata, client_folder, documents, merge, stored_empty
 from dtckpt.storage.failures import translated
 
 
@@ -295,11 +295,11 @@ def merge_clients(
             missing=frozenset(item.missing),
             content=content,
         )
-    complete = manifest.with_arrays(entries)
     clients = sorted({client for item in plan.tensors for client in np.unique(item.owners).tolist()} - {NO_CLIENT})
-    metadata = {
-        entry.path: array_metadata(entry.grid, entry.stored_dtype, _attributes(entry)) for entry in entries.values()
-    }
+    metadata = documents(
+        {entry.path: array_metadata(entry.grid, entry.stored_dtype, _attributes(entry)) for entry in entries.values()}
+    )
+    complete = manifest.with_arrays(entries, documents_digest(metadata))
     merge(manifest.kvstore, root, clients, metadata, is_durable=is_durable)
     _clean(root, sorted(payloads))
     directory.write_file(root / MANIFEST_NAME, complete.to_bytes(), is_durable=is_durable)

@@ -10,7 +10,7 @@ digests. So a reader that knows those verifies single blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,15 @@ def _seed(name: str, index: Sequence[int]) -> int:
 def as_bytes(elements: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """View elements as flat uint8, in C order (a copy only where they are not contiguous)."""
     return np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
+
+
+def documents_digest(documents: Mapping[str, bytes]) -> int:
+    """Return the digest of named documents, in their order."""
+    digest = xxhash.xxh3_64()
+    for key, data in documents.items():
+        digest.update(f"{key}\0{len(data)}\0".encode())
+        digest.update(data)
+    return digest.intdigest()
 
 
 def bytes_digest(data: bytes | memoryview) -> int:

@@ -85,7 +85,10 @@ class ArrayEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
-    """A complete checkpoint. ``arrays`` is keyed by tensor name, sorted; ``tree`` is the state tree as JSON."""
+    """A complete checkpoint. ``arrays`` is keyed by tensor name, sorted; ``tree`` is the state tree as JSON.
+
+    ``documents`` is the digest of all ``zarr.json``, which only other readers need.
+    """
 
     kvstore: str
     arrays: Mapping[str, ArrayEntry]
@@ -93,6 +96,7 @@ class Manifest:
     job: str = ""
     num_clients: int = 1
     attempt: str = ""
+    documents: int = 0
     format_version: int = field(default=FORMAT_VERSION)
 
     def to_bytes(self) -> bytes:
@@ -104,6 +108,7 @@ class Manifest:
             attempt=self.attempt,
             kvstore=checkpoint_pb2.KvStore.Value(f"KV_STORE_{self.kvstore.upper()}"),
             tree=self.tree,
+            documents=self.documents,
             tensors=[_entry_proto(self.arrays[name], meshes) for name in sorted(self.arrays)],
         )
         message.meshes.extend(mesh.portable().as_proto() for mesh in meshes)
@@ -156,12 +161,13 @@ class Manifest:
             job=message.job,
             num_clients=message.num_clients,
             attempt=message.attempt,
+            documents=message.documents,
             format_version=envelope.format_version,
         )
 
-    def with_arrays(self, arrays: Mapping[str, ArrayEntry]) -> Manifest:
-        """Return a copy with other arrays."""
-        return replace(self, arrays=arrays)
+    def with_arrays(self, arrays: Mapping[str, ArrayEntry], documents: int) -> Manifest:
+        """Return a copy with other arrays, and the digest of their ``zarr.json``."""
+        return replace(self, arrays=arrays, documents=documents)
 
 
 def _entry_proto(entry: ArrayEntry, meshes: dict[Mesh, int]) -> checkpoint_pb2.TensorEntry:

@@ -171,8 +171,19 @@ def _open_array(
     return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
 
+def documents(metadata: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
+    """Return the ``zarr.json`` of arrays (metadata by array path) and of the groups above them, by key."""
+    group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    found = {**metadata, **dict.fromkeys(groups(metadata), group)}
+    return {_document_key(path): json.dumps(document).encode() for path, document in sorted(found.items())}
+
+
+def _document_key(path: str) -> str:
+    return f"{path}/zarr.json" if path else "zarr.json"
+
+
 def merge(
-    kind: str, root: Path, clients: Sequence[int], metadata: Mapping[str, dict[str, Any]], *, is_durable: bool = True
+    kind: str, root: Path, clients: Sequence[int], metadata: Mapping[str, bytes], *, is_durable: bool = True
 ) -> None:
     """Make the clients' writes one hierarchy of arrays. Called by the leader, after all clients committed.
 
@@ -180,12 +191,9 @@ def merge(
         kind: Key-value store.
         root: The checkpoint directory under construction.
         clients: Clients that wrote chunks.
-        metadata: ``zarr.json`` by array path.
+        metadata: See `documents`.
         is_durable: As for `ArrayWriter`.
     """
-    documents = {f"{path}/zarr.json" if path else "zarr.json": document for path, document in metadata.items()}
-    group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-    documents |= {f"{path}/zarr.json" if path else "zarr.json": group for path in groups(metadata)}
     with translated("merge what the clients wrote", root):
         context = _context()
         store = ts.KvStore.open(_kvstore(kind, root, file_io_sync=is_durable), context=context).result()
@@ -197,7 +205,7 @@ def merge(
                 spec = _kvstore(kind, root / client_folder(client), file_io_sync=is_durable)
                 source = ts.KvStore.open(spec, context=context).result()
                 source.experimental_copy_range_to(target).result()
-        writes = [target.write(path, json.dumps(document).encode()) for path, document in sorted(documents.items())]
+        writes = [target.write(key, document) for key, document in metadata.items()]
         for write in writes:
             write.result()
         if transaction:
@@ -240,13 +248,24 @@ class ArrayReader:
         with translated(f"read {region} of array {path!r}", self._where, is_read=True):
             read.result()
 
+    def read_documents(self, paths: Iterable[str]) -> dict[str, bytes]:
+        """Return the ``zarr.json`` of arrays and of the groups above them, by key; empty where one is missing."""
+        listed = list(paths)
+        with translated("read zarr.json", self._where, is_read=True):
+            store = self._open_store()
+            reads = {key: store.read(key) for key in map(_document_key, sorted({*listed, *groups(listed)}))}
+            return {key: bytes(read.result().value) for key, read in reads.items()}
+
+    def _open_store(self) -> Any:
+        if self._store is None:
+            self._store = ts.KvStore.open(self._kvstore, context=self._context).result()
+        return self._store
+
     def start_span(self, path: str, index: Sequence[int], start: int, stop: int) -> Any:
         """Start reading bytes ``start`` to ``stop`` of a stored chunk; `finish_span` waits for them."""
         with translated(f"open array {path!r}", self._where, is_read=True):
-            if self._store is None:
-                self._store = ts.KvStore.open(self._kvstore, context=self._context).result()
             key = "/".join([path, "c", *map(str, index)])
-            return self._store.read(key, byte_range=slice(start, stop))
+            return self._open_store().read(key, byte_range=slice(start, stop))
 
     def finish_span(self, read: Any, path: str, region: Region, nbytes: int) -> bytes:
         """Return the ``nbytes`` of a part of a chunk. Blocks: on storage. Raises: as `finish`."""

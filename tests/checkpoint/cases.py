@@ -124,13 +124,11 @@ def save_differently(path: str, clients: int, kind: str) -> None:
         tree["v"] = Broken()
     elif kind == "copies":
         tree["c"] = torch.full((3,), float(is_odd))
-        options = SaveOptions(timeout_s=20, check_replicas=True)
     elif kind == "copies on devices":
         dtckpt.configure_virtual_devices("CPU", 2)
         mesh = dtckpt.create_distributed_mesh({"x": clients, "y": 2})
         parts = [torch.zeros(4), torch.full((4,), float(is_odd))]
         tree = {"c": dtckpt.pack(parts, Layout(["x"], mesh), (4 * clients,))}
-        options = SaveOptions(timeout_s=20, check_replicas=True)
     dtckpt.save(path, tree, options=options)
 
 

@@ -33,6 +33,7 @@ def entries(draw, name):
         writers=writers,
         layout=draw(st.none() | meshes().flatmap(lambda mesh: layouts(mesh, len(shape)))),
         missing=missing,
+        content=draw(st.none() | st.integers(0, 2**64 - 1)),
     )
 
 
@@ -46,12 +47,23 @@ def manifests(draw):
         job=draw(st.text(max_size=5)),
         num_clients=draw(st.integers(1, 9)),
         attempt=draw(st.text(max_size=5)),
+        documents=draw(st.integers(0, 2**64 - 1)),
     )
 
 
 def facts(entry):
     arrays = entry.digests.tolist(), entry.writers.tolist(), entry.digests.dtype, entry.writers.dtype
-    return entry.name, entry.path, entry.dtype, entry.stored_dtype, entry.grid, entry.layout, entry.missing, arrays
+    return (
+        entry.name,
+        entry.path,
+        entry.dtype,
+        entry.stored_dtype,
+        entry.grid,
+        entry.layout,
+        entry.missing,
+        entry.content,
+        arrays,
+    )
 
 
 @given(manifests())
@@ -59,7 +71,7 @@ def test_bytes_and_back(manifest):
     data = manifest.to_bytes()
     back = Manifest.from_bytes(data, "here")
     assert back.to_bytes() == data
-    for field in ("kvstore", "tree", "job", "num_clients", "attempt", "format_version"):
+    for field in ("kvstore", "tree", "job", "num_clients", "attempt", "documents", "format_version"):
         assert getattr(back, field) == getattr(manifest, field)
     assert list(back.arrays) == list(manifest.arrays)
     for name, entry in manifest.arrays.items():
