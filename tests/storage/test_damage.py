@@ -12,7 +12,7 @@ from states import bits_of, packed, tensor_of
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
 from dtckpt.errors import CheckpointError
-from dtckpt.format.manifest import MANIFEST_NAME
+from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME
 
 MESH = abstract_mesh({"x": 2, "y": 2})
 # Sizes that fill their chunks: padding may change unseen, it is never read.
@@ -179,3 +179,126 @@ def test_files_of_other_checkpoints(copy, tmp_path):
     dtckpt.save(other, tree, options=SaveOptions(kvstore=kvstore, chunk_nbytes=700))
     os.replace(copy / MANIFEST_NAME, other / MANIFEST_NAME)
     assert outcome(other) != "exact"
+
+
+# --- any damage -----------------------------------------------------------------------------------------------------
+
+DAMAGES = int(os.environ.get("DTCKPT_DAMAGES", "60"))
+"""Random damages per key-value store; a long run takes 500 and more."""
+LARGE = {"large": tensor_of("large", (640, 512), "float32"), **WHOLES}
+VALUES = {"step": 7, "note": "x" * 50}
+
+
+def flip(draw, data, others):
+    position = draw.randrange(len(data))
+    return data[:position] + bytes([data[position] ^ 1 << draw.randrange(8)]) + data[position + 1 :]
+
+
+def truncate(draw, data, others):
+    return data[: draw.randrange(len(data))]
+
+
+def delete(draw, data, others):
+    return None
+
+
+def zero(draw, data, others):
+    start = draw.randrange(len(data))
+    return data[:start] + bytes(len(data[start : start + 4096])) + data[start + 4096 :]
+
+
+def swap(draw, data, others):
+    """Exchange two pieces of one file."""
+    length = draw.randint(1, max(1, len(data) // 3))
+    one = draw.randint(0, len(data) - 2 * length) if len(data) >= 2 * length else 0
+    other = draw.randint(one + length, max(one + length, len(data) - length))
+    parts = data[:one], data[one : one + length], data[one + length : other], data[other : other + length]
+    return b"".join((parts[0], parts[3], parts[2], parts[1], data[other + length :]))
+
+
+def stale(draw, data, others):
+    """Put the file of another checkpoint of the same structure in place."""
+    return others[0]
+
+
+def foreign(draw, data, others):
+    """Put another file of the same checkpoint in place."""
+    return draw.choice(others[1:])
+
+
+@pytest.fixture(scope="module", params=["ocdbt", "zarr"])
+def pair(request, tmp_path_factory):
+    """Two checkpoints of one structure, with chunks of several blocks."""
+    folder = tmp_path_factory.mktemp("pair")
+    options = SaveOptions(kvstore=request.param, chunk_nbytes=700 << 10)
+    dtckpt.save(folder / "s", {**LARGE, **VALUES}, options=options)
+    dtckpt.save(
+        folder / "older", {**{name: whole.roll(1) for name, whole in LARGE.items()}, "step": 6}, options=options
+    )
+    return folder
+
+
+def found_by(path):
+    """Return what notices that a checkpoint is damaged; fails if anything wrong is read without an error."""
+    try:
+        restored = dtckpt.restore(path)
+        with dtckpt.open_checkpoint(path) as checkpoint:
+            rows = dtckpt.Region((300, 0), (10, 512))
+            part = checkpoint.read("large", rows)
+            is_sound = checkpoint.verify().is_sound
+    except CheckpointError as error:
+        return type(error).__name__
+    for name, whole in LARGE.items():
+        assert bits_of(restored[name]) == bits_of(whole), f"{name} was read wrong without an error"
+    assert bits_of(part) == bits_of(LARGE["large"][rows.slices()])
+    assert {name: restored[name] for name in VALUES} == VALUES
+    return None if is_sound else "verify"
+
+
+def matching(files, file, older):
+    """Return the file of the older checkpoint that plays the part of one; OCDBT's have random names."""
+    relative = file.relative_to(files)
+    same = older / relative
+    if not same.is_file():
+        candidates = sorted(older.joinpath(relative.parent).iterdir(), key=lambda entry: entry.stat().st_size)
+        same = candidates[-1]
+    return same
+
+
+def test_random_damages(pair, tmp_path):
+    """Every damage is noticed, or nothing of the checkpoint was in those bytes and all is read as it was saved."""
+    path = shutil.copytree(pair / "s", tmp_path / "s")
+    assert found_by(path) is None
+    with dtckpt.open_checkpoint(path) as checkpoint:
+        is_plain = checkpoint.manifest.kvstore == "zarr"
+    draw = random.Random(f"{pair.name} {is_plain}")
+    counts = {}
+    for number in range(DAMAGES):
+        # Large files have most of the bytes, but small ones count as much.
+        files = [file for file in files_of(path) if file.stat().st_size]
+        file = draw.choice(files)
+        data = file.read_bytes()
+        others = [matching(path, file, pair / "older").read_bytes()]
+        others += [each.read_bytes() for each in files if each != file]
+        kind = draw.choice([flip, truncate, delete, zero, swap, stale, foreign])
+        damaged = kind(draw, data, others)
+        if damaged == data:
+            continue
+        file.unlink()
+        if damaged is not None:
+            file.write_bytes(damaged)
+        found = found_by(path)
+        is_needed_by_all = is_plain or file.name in (MANIFEST_NAME, BLOCKS_NAME)
+        assert found or not is_needed_by_all, f"damage {number}: {kind.__name__} of {file} goes unseen"
+        key = kind.__name__, "found" if found else "in no part of the checkpoint"
+        counts[key] = counts.get(key, 0) + 1
+        file.write_bytes(data)
+    assert found_by(path) is None
+    print(sum(counts.values()), "damages:", dict(sorted(counts.items())))
+
+
+def test_files_that_do_not_belong(copy):
+    for name in ("extra", "w/extra", "client_7/extra", ".hidden", "client_0/d/00"):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(b"anything")
+    assert outcome(copy) == "exact"
