@@ -155,10 +155,10 @@ class _Parts:
         clients: list[int] = self.owners[part][self.is_first[part]].tolist()
         return clients
 
-    def giver(self, part: Place, order: int) -> tuple[int, int]:
-        """Return client and device that give a part to the remote device which is ``order``-th in its mesh."""
+    def giver(self, part: Place, turn: int) -> tuple[int, int]:
+        """Return client and device that give a part to a remote device whose number among takers is ``turn``."""
         starts = np.flatnonzero(self.is_first[part])
-        turn, number = divmod(order, len(starts))
+        turn, number = divmod(turn, len(starts))
         copies = self.devices[part]
         own = copies[starts[number] : starts[number + 1] if number + 1 < len(starts) else None]
         return int(self.owners[part][starts[number]]), int(own[turn % len(own)])
@@ -181,6 +181,25 @@ def _parts(layout: Layout, axes: tuple[str, ...]) -> _Parts:
     is_first = np.ones(owners.shape, dtype=np.bool_)
     np.not_equal(owners[..., 1:], owners[..., :-1], out=is_first[..., 1:])
     return _Parts(devices, owners, is_first)
+
+
+def _turns(source: Layout, target: Layout, axes: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Return, by place in the target's mesh, the number that tells a device which copy of a part to ask for.
+
+    On one mesh that is its own place among the copies: it asks in its line of devices, as a collective along an axis
+    would, so all copies give as much. On another mesh it is its place there.
+    """
+    mesh = target.mesh
+    numbers = np.arange(mesh.size())
+    if source.mesh != mesh:
+        return numbers
+    used = {*itertools.chain(*source.split_axes), *axes}
+    copies = [axis for axis, name in enumerate(mesh.mesh_dim_names) if name not in used]
+    if not copies:
+        return np.zeros_like(numbers)
+    places = np.unravel_index(numbers, mesh.shape)
+    shape = tuple(mesh.shape[axis] for axis in copies)
+    return np.ravel_multi_index(tuple(places[axis] for axis in copies), shape).astype(np.int64)
 
 
 def meeting(layout: Layout, shape: Sequence[int], region: Region) -> Iterator[tuple[Place, Region]]:
@@ -235,6 +254,7 @@ class _Planner:
         self._num_kept = len(kept)
         self._terms = list(itertools.product(*(range(source.mesh.dim_size(axis)) for axis in reduced)))
         self._first_id = target.mesh.min_global_device_id()
+        self._turns = _turns(source, target, (*kept, *reduced))
         self._same_device = _same_devices(source.mesh, target.mesh, client)
         self._is_local = self._givers.are_held_by_all(target.mesh.clients)
 
@@ -267,7 +287,7 @@ class _Planner:
                 if term in self._held:
                     draft.copies.append(_move(self._local_giver(term, first), first, box))
                 else:
-                    client, giver = self._givers.giver(term, first - self._first_id)
+                    client, giver = self._givers.giver(term, int(self._turns[first - self._first_id]))
                     draft.receives[client].append(_move(giver, first, box))
             draft.forwards += [_move(first, other, box) for other in others]
 
@@ -277,7 +297,8 @@ class _Planner:
         window = _window(self._target, shape, box)
         kept = part[len(shape) : len(shape) + self._num_kept]
         devices, owners, is_first = self._takers.at((*(slice(hits.start, hits.stop) for hits in window), *kept))
-        is_mine = is_first & ((devices - self._first_id) % len(clients) == clients.index(self._client))
+        turns = self._turns[devices - self._first_id]
+        is_mine = is_first & (turns % len(clients) == clients.index(self._client))
         for place in map(tuple, np.argwhere(is_mine.any(axis=-1)).tolist()):
             common = box.intersect(
                 _box(self._target, shape, [hits[at] for hits, at in zip(window, place, strict=True)])
@@ -285,10 +306,10 @@ class _Planner:
             if common is None:
                 continue
             chosen = is_mine[place]
-            for taker, client in zip(devices[place][chosen].tolist(), owners[place][chosen].tolist(), strict=True):
+            takers = (array[place][chosen].tolist() for array in (devices, owners, turns))
+            for taker, client, turn in zip(*takers, strict=True):
                 if client not in clients:
-                    turn = (taker - self._first_id) // len(clients)
-                    draft.sends[client].append(_move(givers[turn % len(givers)], taker, common))
+                    draft.sends[client].append(_move(givers[turn // len(clients) % len(givers)], taker, common))
 
     def _local_giver(self, part: Place, taker: int) -> int:
         devices = self._held[part]

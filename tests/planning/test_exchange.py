@@ -66,6 +66,18 @@ def some_device(clients):
     return next(iter(clients.values()))[0]
 
 
+def turn_of(source, target, axes, taker):
+    """Return a taker's place among the copies of a part, on one mesh; else its place in its mesh."""
+    mesh = target.mesh
+    if source.mesh != mesh:
+        return taker - mesh.min_global_device_id()
+    turn = 0
+    for name, place in zip(mesh.dim_names, mesh.coordinate(taker), strict=True):
+        if name not in axes and not any(name in split for split in source.split_axes):
+            turn = turn * mesh.dim_size(name) + place
+    return turn
+
+
 def by_definition(source, target, shape):
     """Return the moves of all clients as (kind, giving client, taking client, move), and whether any has to be sent."""
     kept, reduced = kept_axes(source, target), reduced_axes(source, target)
@@ -93,7 +105,7 @@ def by_definition(source, target, shape):
                 if client in part:
                     kind, giver, device = "copy", client, local(part[client], taker)
                 else:
-                    turn, number = divmod(taker - target.mesh.min_global_device_id(), len(part))
+                    turn, number = divmod(turn_of(source, target, (*kept, *reduced), taker), len(part))
                     giver = sorted(part)[number]
                     kind, device = "send", part[giver][turn % len(part[giver])]
                 found.append((kind, giver, client, Move(taker, box.offset, box.shape, device)))
@@ -218,3 +230,12 @@ def test_one_of_many_that_hold_a_tensor_looks_only_at_those_who_ask_it(monkeypat
     looked, moves = Looks(monkeypatch).at(Layout([UNSHARDED], mesh), Layout(["x"], target), (4096 * 3,), 7)
     assert moves == 3  # its own piece, and those of two clients that hold nothing
     assert looked < 20
+
+
+def test_all_copies_give_as_much():
+    mesh = Mesh(
+        ["a", "b"], np.arange(16).reshape(4, 4), [], [], "", [f"/job:w/task:{i}/device:CPU:0" for i in range(16)]
+    )
+    source, target = Layout(["b"], mesh), Layout.replicated(mesh, 1)
+    sent = {len(plan_exchange(source, target, (64,), client).sends) for client in mesh.clients}
+    assert sent == {3}
