@@ -19,7 +19,15 @@ from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME, ArrayEntry, Manif
 from dtckpt.planning.save_plan import NO_CLIENT, SavePlan, TensorPlan
 from dtckpt.region import Region
 from dtckpt.storage import directory
-from dtckpt.storage.arrays import ArrayWriter, array_metadata, client_folder, documents, merge, stored_empty
+from dtckpt.storage.arrays import (
+    DATABASE_NAME,
+    ArrayWriter,
+    array_metadata,
+    client_folder,
+    documents,
+    merge,
+    stored_empty,
+)
 from dtckpt.storage.failures import translated
 
 
@@ -333,6 +341,8 @@ def _clean(root: Path, clients: Sequence[int]) -> None:
         for client in clients:
             folder = root / client_folder(client)
             (folder / CHUNKS_NAME).unlink()
+            # The merged database refers to the client's data, not to the way to it.
+            (folder / DATABASE_NAME).unlink(missing_ok=True)
             for file in folder.glob("edges_*"):
                 file.unlink()
             if not any(folder.iterdir()):

@@ -28,7 +28,11 @@ from dtckpt.format.names import groups
 from dtckpt.region import Region
 from dtckpt.storage.failures import translated
 
+DATABASE_NAME = "manifest.ocdbt"
+"""The file of an OCDBT database that leads to all others."""
 TARGET_DATA_FILE_NBYTES = 256 << 20
+SMALL_NBYTES = 1 << 20
+"""A whole chunk up to this size goes straight to its key: opening an array takes longer than writing it."""
 MAX_INLINE_NBYTES = 512
 """Values up to this size live inside the database's nodes; they are copied by a merge, so it stays small."""
 
@@ -67,6 +71,17 @@ def _kvstore(kind: str, folder: Path, **options: Any) -> dict[str, Any]:
         "target_data_file_size": TARGET_DATA_FILE_NBYTES,
         "config": {"max_inline_value_bytes": MAX_INLINE_NBYTES},
     }
+
+
+def _chunk_key(path: str, grid: ChunkGrid, region: Region, nbytes: int) -> str | None:
+    """Return the key of a small whole chunk, whose value is its elements (Zarr v3, codec ``bytes``); else None.
+
+    What a grid cuts short at its edge is stored filled up, which is left to TensorStore.
+    """
+    if nbytes > SMALL_NBYTES or region.shape != grid.chunk_shape:
+        return None
+    index = (start // size for start, size in zip(region.offset, grid.chunk_shape, strict=True))
+    return "/".join(([path] if path else []) + ["c", *map(str, index)])
 
 
 _pid: int | None = None
@@ -116,6 +131,7 @@ class ArrayWriter:
     def _reset(self) -> None:
         # The file driver has no transactions over several files; there each write is its own.
         self._transaction = ts.Transaction(atomic=True) if self._is_database else None
+        self._store = None
         self._pending: list[Any] = []
         self._pending_nbytes = 0
 
@@ -123,14 +139,29 @@ class ArrayWriter:
         self, path: str, grid: ChunkGrid, stored_dtype: str, region: Region, elements: np.ndarray[Any, Any]
     ) -> None:
         """Start writing one whole chunk; ``elements`` must not change before `commit` returns."""
+        key = _chunk_key(path, grid, region, elements.nbytes)
         with translated(f"write array {path!r}", self._where):
+            if key is not None:
+                self._pending.append(self._values().write(key, elements.tobytes()))
+                self._note(elements.nbytes)
+                return
             array = self._open(path, grid, stored_dtype).with_transaction(self._transaction)
             target = array[region.slices()] if region.ndim else array
             write = target.write(elements, can_reference_source_data_indefinitely=True)
             self._pending.append(write.copy if self._transaction else write)
-        self._pending_nbytes += elements.nbytes
+        self._note(elements.nbytes)
+
+    def _note(self, nbytes: int) -> None:
+        self._pending_nbytes += nbytes
         if self._max_pending_nbytes is not None and self._pending_nbytes > self._max_pending_nbytes:
             self.commit()
+
+    def _values(self) -> Any:
+        """Return the key-value store as the transaction sees it."""
+        if self._store is None:
+            store = ts.KvStore.open(self._kvstore, context=self._context).result()
+            self._store = store.with_transaction(self._transaction) if self._transaction else store
+        return self._store
 
     def _open(self, path: str, grid: ChunkGrid, stored_dtype: str) -> Any:
         if path not in self._arrays:
@@ -212,6 +243,22 @@ def merge(
             transaction.commit_async().result()
 
 
+class _SmallRead:
+    """A small whole chunk on its way into ready memory; to be used as TensorStore's futures are."""
+
+    def __init__(self, read: Any, into: np.ndarray[Any, Any]) -> None:
+        self._read, self._into = read, into
+
+    def result(self) -> None:
+        found = self._read.result()
+        if found.state != "value" or len(found.value) != self._into.nbytes:
+            raise ValueError(f"chunk is missing, or not of {self._into.nbytes} bytes")
+        self._into[...] = np.frombuffer(found.value, self._into.dtype).reshape(self._into.shape)
+
+    def exception(self) -> Any:
+        return self._read.exception()
+
+
 class ArrayReader:
     """Reads chunks of a committed checkpoint.
 
@@ -229,7 +276,12 @@ class ArrayReader:
 
     def start(self, path: str, grid: ChunkGrid, stored_dtype: str, region: Region, into: np.ndarray[Any, Any]) -> Any:
         """Start reading ``region`` (global indices) into ready memory of its shape; `finish` waits for it."""
+        key = _chunk_key(path, grid, region, into.nbytes)
         with translated(f"open array {path!r}", self._where, is_read=True):
+            if key is not None:
+                if self._store is None:
+                    self._store = ts.KvStore.open(self._kvstore, context=self._context).result()
+                return _SmallRead(self._store.read(key), into)
             if path not in self._arrays:
                 self._arrays[path] = _open_array(
                     self._kvstore, path, grid, stored_dtype, self._context, fill_missing_data_reads=False
