@@ -131,7 +131,7 @@ class ArrayWriter:
     def _reset(self) -> None:
         # The file driver has no transactions over several files; there each write is its own.
         self._transaction = ts.Transaction(atomic=True) if self._is_database else None
-        self._store = None
+        self._store: Any = None
         self._pending: list[Any] = []
         self._pending_nbytes = 0
 
@@ -279,9 +279,7 @@ class ArrayReader:
         key = _chunk_key(path, grid, region, into.nbytes)
         with translated(f"open array {path!r}", self._where, is_read=True):
             if key is not None:
-                if self._store is None:
-                    self._store = ts.KvStore.open(self._kvstore, context=self._context).result()
-                return _SmallRead(self._store.read(key), into)
+                return _SmallRead(self._open_store().read(key), into)
             if path not in self._arrays:
                 self._arrays[path] = _open_array(
                     self._kvstore, path, grid, stored_dtype, self._context, fill_missing_data_reads=False
