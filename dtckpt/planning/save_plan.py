@@ -166,11 +166,19 @@ def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = 
     merged = _merge_slices(specs)
     paths = array_paths(merged)
     loads: dict[int, int] = {}
-    drafts = [_draft(spec, paths[name], max_chunk_nbytes, loads) for name, spec in sorted(merged.items())]
+    # Most tensors of a model are like others; what is alike in shape, dtype and holders is chunked alike.
+    known: dict[tuple[int, tuple[int, ...], str], _Draft] = {}
+    drafts: list[tuple[TensorPlan, _Draft]] = []
+    for name, spec in sorted(merged.items()):
+        key = id(spec.holdings), spec.shape, spec.stored_dtype
+        draft = known[key] = known.get(key) or _draft(spec, max_chunk_nbytes)
+        for client, nbytes in draft.loads.items():
+            loads[client] = loads.get(client, 0) + nbytes
+        drafts.append((TensorPlan(spec, paths[name], draft.grid, draft.owners.copy(), draft.pieces), draft))
     shared = [
         (-nbytes, position, number, clients)
-        for position, (_, choices) in enumerate(drafts)
-        for number, (nbytes, clients) in choices.items()
+        for position, (_, draft) in enumerate(drafts)
+        for number, (nbytes, clients) in draft.shared.items()
     ]
     for negative_nbytes, position, number, clients in sorted(shared):
         owner = min(clients, key=lambda client: (loads.get(client, 0), client))
@@ -204,28 +212,50 @@ def _merge_slices(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
     return merged
 
 
-def _draft(
-    spec: TensorSpec, path: str, max_chunk_nbytes: int, loads: dict[int, int]
-) -> tuple[TensorPlan, dict[int, tuple[int, tuple[int, ...]]]]:
-    """Plan one tensor, except the chunks that several clients could write: those are returned beside it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draft:
+    """The plan of a tensor of some shape and holders, but for the chunks that several clients could write.
+
+    Args:
+        grid: See `TensorPlan`, as for ``owners`` and ``pieces``.
+        shared: By chunk number: its bytes, and the clients of which one will be its owner.
+        loads: Bytes by client, of the chunks that have an owner.
+    """
+
+    grid: ChunkGrid
+    owners: npt.NDArray[np.int32]
+    pieces: Mapping[int, tuple[Piece, ...]]
+    shared: Mapping[int, tuple[int, tuple[int, ...]]]
+    loads: Mapping[int, int]
+
+
+def _draft(spec: TensorSpec, max_chunk_nbytes: int) -> _Draft:
+    """Plan one tensor, as far as others do not matter."""
     itemsize = validate_dtype(spec.stored_dtype).itemsize
     is_whole = sum(holding.region.numel for holding in spec.holdings) == math.prod(spec.shape)
     boxes = [holding.region for holding in spec.holdings]
     grid = choose_grid(spec.shape, itemsize, boxes, max_chunk_nbytes, is_whole=is_whole)
     owners = np.full(grid.num_chunks, NO_CLIENT, np.int32)
+    by_index = owners.reshape(grid.counts)
+    loads: dict[int, int] = {}
     shared: dict[int, tuple[int, tuple[int, ...]]] = {}
     split: dict[int, list[Holding]] = {}
     for holding in spec.holdings:
-        for index in grid.meeting(holding.region):
+        region, client = holding.region, holding.clients[0]
+        if len(holding.clients) == 1 and (chunks := _whole_chunks(grid, region)):
+            by_index[chunks] = client
+            loads[client] = loads.get(client, 0) + region.numel * itemsize
+            continue
+        for index in grid.meeting(region):
             chunk, number = grid.region(index), grid.number(index)
-            part = holding.region.intersect(chunk)
+            part = region.intersect(chunk)
             if part != chunk:
                 split.setdefault(number, []).append(Holding(part or chunk, holding.clients))
             elif len(holding.clients) > 1:
                 shared[number] = chunk.numel * itemsize, holding.clients
             else:
-                owners[number] = holding.clients[0]
-                loads[holding.clients[0]] = loads.get(holding.clients[0], 0) + chunk.numel * itemsize
+                owners[number] = client
+                loads[client] = loads.get(client, 0) + chunk.numel * itemsize
     pieces: dict[int, tuple[Piece, ...]] = {}
     for number, parts in sorted(split.items()):
         owner = max(parts, key=lambda part: part.region.numel).clients[0]
@@ -235,7 +265,16 @@ def _draft(
         pieces[number] = tuple(
             Piece(part.region, owner if owner in part.clients else part.clients[0]) for part in parts
         )
-    return TensorPlan(spec, path, grid, owners, pieces), shared
+    return _Draft(grid, owners, pieces, shared, loads)
+
+
+def _whole_chunks(grid: ChunkGrid, region: Region) -> tuple[slice, ...]:
+    """Return the chunks that a region consists of, as an index by dim; empty if it cuts a chunk (or has no dims)."""
+    for start, stop, size, chunk in zip(region.offset, region.stop, grid.shape, grid.chunk_shape, strict=True):
+        if start % chunk or (stop % chunk and stop != size):
+            return ()
+    bounds = zip(region.offset, region.stop, grid.chunk_shape, strict=True)
+    return tuple(slice(start // chunk, -(-stop // chunk)) for start, stop, chunk in bounds)
 
 
 def _topic(tensors: Sequence[TensorPlan], salt: bytes) -> bytes:
