@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -207,8 +207,9 @@ class DTensorCheckpoint:
 
         def plan(checkpoint: Checkpoint) -> Filling:
             tree = self._tree(self._counter)
-            missing, unexpected = _mismatch(tree, checkpoint)
             filling = plan_target(checkpoint, tree, options)
+            missing = tuple(sorted({*filling.missing, *filling.defaulted} - {COUNTER}))
+            unexpected = tuple(filling.unexpected)
             status = RestoreStatus(checkpoint.path, missing, unexpected, is_settled=not missing + unexpected)
             return replace(filling, finish=lambda: self._take(filling.finish(), status))
 
@@ -227,32 +228,3 @@ class DTensorCheckpoint:
             logger.warning("%s", status.describe(status.missing, status.unexpected))
         self._latest = status
         return status
-
-
-def _mismatch(tree: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names that only the objects have, and those that only the checkpoint has."""
-    leaves, structure = trees.flatten(expand_stateful(tree), is_tensor)
-    # A place that holds no tensor yet (an optimizer's state before its first step) takes whatever was saved below it.
-    places = {path for path, _ in trees.values(structure)} | set(_empty_dicts(structure, ()))
-    stored = {*checkpoint.tensors, *checkpoint.values}
-    filled = {name: place for name in stored for place in _prefixes(name) if place in places}
-    wanted = {*leaves, *(path for path, _ in trees.values(structure))} - {COUNTER}
-    missing = wanted - stored - set(filled.values())
-    return tuple(sorted(missing)), tuple(sorted(stored - set(leaves) - set(filled)))
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    segments = name.split("/")
-    return ("/".join(segments[:count]) for count in range(1, len(segments) + 1))
-
-
-def _empty_dicts(node: trees.Node, path: tuple[str, ...]) -> Iterator[str]:
-    kind, content = next(iter(node.items()))
-    if kind == "dict":
-        if not content:
-            yield "/".join(path)
-        for key, child in content:
-            yield from _empty_dicts(child, (*path, str(key)))
-    elif kind in ("list", "tuple"):
-        for position, child in enumerate(content):
-            yield from _empty_dicts(child, (*path, str(position)))

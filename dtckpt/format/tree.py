@@ -40,29 +40,31 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[dict[str, Any], 
         TreeError: A node or key cannot be saved, or two paths give one name.
     """
     leaves: dict[str, Any] = {}
+    return leaves, _visit(tree, (), is_leaf, leaves)
 
-    def visit(node: Any, path: tuple[str, ...]) -> Node:
-        where = "/".join(path)
-        if len(path) > MAX_DEPTH:
-            raise TreeError(f"state tree is deeper than {MAX_DEPTH} levels at {where[:200]!r}; does it contain itself?")
-        if is_leaf(node):
-            name = where or "value"
-            if name in leaves:
-                raise TreeError(f"two tensors of the state tree would both be named {name!r}; rename a key")
-            leaves[name] = node
-            return {"tensor": name}
-        if isinstance(node, Mapping):
-            for key in node:
-                if not (isinstance(key, str) or type(key) is int):
-                    raise TreeError(f"keys must be str or int; got {key!r} ({type(key).__name__}) at {where!r}")
-                _validate_int(key, where)
-            return {"dict": [[key, visit(child, (*path, str(key)))] for key, child in node.items()]}
-        if isinstance(node, list | tuple):
-            kind = "list" if isinstance(node, list) else "tuple"
-            return {kind: [visit(child, (*path, str(position))) for position, child in enumerate(node)]}
-        return _value_node(node, where)
 
-    return leaves, visit(tree, ())
+# No function inside `flatten`: one that calls itself is a cycle, which would keep all tensors alive until it is found.
+def _visit(node: Any, path: tuple[str, ...], is_leaf: Callable[[Any], bool], leaves: dict[str, Any]) -> Node:
+    where = "/".join(path)
+    if len(path) > MAX_DEPTH:
+        raise TreeError(f"state tree is deeper than {MAX_DEPTH} levels at {where[:200]!r}; does it contain itself?")
+    if is_leaf(node):
+        name = where or "value"
+        if name in leaves:
+            raise TreeError(f"two tensors of the state tree would both be named {name!r}; rename a key")
+        leaves[name] = node
+        return {"tensor": name}
+    if isinstance(node, Mapping):
+        for key in node:
+            if not (isinstance(key, str) or type(key) is int):
+                raise TreeError(f"keys must be str or int; got {key!r} ({type(key).__name__}) at {where!r}")
+            _validate_int(key, where)
+        children = [[key, _visit(child, (*path, str(key)), is_leaf, leaves)] for key, child in node.items()]
+        return {"dict": children}
+    if isinstance(node, list | tuple):
+        kind = "list" if isinstance(node, list) else "tuple"
+        return {kind: [_visit(child, (*path, str(at)), is_leaf, leaves) for at, child in enumerate(node)]}
+    return _value_node(node, where)
 
 
 def _value_node(value: Any, where: str) -> Node:
