@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from heapq import heapreplace
 
 import numpy as np
 import numpy.typing as npt
@@ -180,9 +181,15 @@ def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = 
         for position, (_, draft) in enumerate(drafts)
         for number, (nbytes, clients) in draft.shared.items()
     ]
+    # Per set of holders, those with the least load first; what a heap says is renewed when it comes to the top.
+    heaps: dict[int, list[tuple[int, int]]] = {}
     for negative_nbytes, position, number, clients in sorted(shared):
-        owner = min(clients, key=lambda client: (loads.get(client, 0), client))
-        loads[owner] = loads.get(owner, 0) - negative_nbytes
+        heap = heaps.get(id(clients)) or heaps.setdefault(id(clients), [(0, client) for client in clients])
+        while (current := loads.get(heap[0][1], 0)) != heap[0][0]:
+            heapreplace(heap, (current, heap[0][1]))
+        owner = heap[0][1]
+        loads[owner] = current - negative_nbytes
+        heapreplace(heap, (loads[owner], owner))
         drafts[position][0].owners[number] = owner
     tensors = tuple(plan for plan, _ in drafts)
     return SavePlan(tensors, _topic(tensors, salt))
