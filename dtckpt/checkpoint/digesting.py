@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class TensorDigests:
 
 
 _Found = tuple[int, list[int], int]
+_Result = TypeVar("_Result")
 
 
 class Digesting:
@@ -63,6 +64,10 @@ class Digesting:
         if self._with_content:
             content.add(elements, plan.grid.region(index))
         return digest, blocks, content.total
+
+    def then(self, work: Callable[[], _Result]) -> Callable[[], _Result]:
+        """Do more, when all chunks taken so far are digested; what is returned waits for it."""
+        return self._thread.submit(work).result if self._thread else work
 
     def results(self) -> dict[int, TensorDigests]:
         """Return the digests by position of the tensor, once all are known."""

@@ -136,8 +136,10 @@ class ClientWriter:
                         writer.write(plan.path, plan.grid, plan.spec.stored_dtype, region, elements)
                         digests.add(position, plan, number, elements)
                         nbytes += elements.nbytes
+                # Copies are compared while storage is waited for, too.
+                copies = digests.then(lambda: list(self._copy_digests(digests.results()))) if check_replicas else list
                 writer.commit()
-                found = digests.results()
+                found, compared = digests.results(), copies()
         except BaseException:
             writer.abort()
             raise
@@ -150,8 +152,7 @@ class ClientWriter:
         if any(result.blocks for result in found.values()):
             data = np.array([digest for result in found.values() for digest in result.blocks], "<u8").tobytes()
             directory.write_file(self._folder / BLOCKS_NAME, data, is_durable=self._is_durable)
-        if check_replicas:
-            message.copies.extend(self._copy_digests(found))
+        message.copies.extend(compared)
         data = message.SerializeToString(deterministic=True)
         directory.write_file(self._folder / CHUNKS_NAME, data, is_durable=False)
         return bytes_digest(data).to_bytes(_DIGEST_NBYTES, "big"), nbytes
