@@ -284,10 +284,11 @@ def test_copies_that_differ(tmp_path):
     parts = [torch.zeros(2, 3) for _ in range(4)]
     parts[3][0, 0] = 1
     tree = {"w": dtckpt.pack(parts, ROWS)}
-    saved(tmp_path / "unchecked", tree)
-    with pytest.raises(errors.ReplicaMismatchError, match=r"copies of \[2:4, 0:3\] of tensor 'w' differ"):
-        saved(tmp_path / "s", tree, check_replicas=True)
-    assert not (tmp_path / "s").exists()
+    saved(tmp_path / "unchecked", tree, check_replicas=False)
+    for options in ({}, {"save_as_bf16": True}, {"chunk_nbytes": 12}):
+        with pytest.raises(errors.ReplicaMismatchError, match=r"copies of \[2:4, 0:3\] of tensor 'w' differ"):
+            saved(tmp_path / "s", tree, **options)
+        assert not (tmp_path / "s").exists()
 
 
 # --- existing checkpoints --------------------------------------------------------------------------------------------
