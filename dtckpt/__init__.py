@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
     from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
     from dtckpt.checkpoint.restore import restore
+    from dtckpt.checkpoint.restore_report import RestoreReport
     from dtckpt.checkpoint.retention import Retention
     from dtckpt.checkpoint.save import SaveReport, save
+    from dtckpt.checkpoint.verifying import VerifyReport
     from dtckpt.clients import (
         abstract_mesh,
         client_id,
@@ -69,7 +71,9 @@ _MODULES = {
     "checkpoint.reader": ("Checkpoint", "TensorInfo", "open_checkpoint"),
     "checkpoint.restore": ("restore",),
     "checkpoint.retention": ("Retention",),
+    "checkpoint.restore_report": ("RestoreReport",),
     "checkpoint.save": ("SaveReport", "save"),
+    "checkpoint.verifying": ("VerifyReport",),
     "clients": (
         "abstract_mesh",
         "client_id",
@@ -128,6 +132,7 @@ __all__ = [
     "Region",
     "Replicate",
     "RestoreOptions",
+    "RestoreReport",
     "RestoredStep",
     "Retention",
     "SaveHandle",
@@ -135,6 +140,7 @@ __all__ = [
     "SaveReport",
     "Shard",
     "TensorInfo",
+    "VerifyReport",
     "abstract_mesh",
     "call_with_layout",
     "check_layout",
