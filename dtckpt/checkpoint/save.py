@@ -270,6 +270,7 @@ class Attempt:
         self._begun: list[tuple[State, SavePlan]] = []
         self._staging_failure: Exception | None = None
         self._token = ""
+        self._root: tuple[Path, Path, tuple[int, int] | None] | None = None
         self._client_nbytes = 0
 
     def begin(self) -> None:
@@ -319,9 +320,11 @@ class Attempt:
         with self._tidy(), self._lock:
             state, plan = self._begun.pop()
             target = local_path(self._path)
+            root = directory.staging_path(target, self._token)
+            self._root = root, target, directory.identity(root)
             writer = ClientWriter(
                 plan,
-                directory.staging_path(target, self._token),
+                root,
                 self.rounds.client,
                 state.source,
                 kvstore=self._options.kvstore,
@@ -365,5 +368,8 @@ class Attempt:
         except BaseException:
             if self._staging is not None:
                 directory.abandon(self._staging)
+            if self._root is not None:
+                # The leader may have taken the directory away while this client wrote, which made it again.
+                directory.sweep(*self._root)
             self._lock.close()
             raise

@@ -125,7 +125,7 @@ def begin(target: Path, token: str) -> Staging:
         for trash in _siblings(target, "trash"):
             shutil.rmtree(trash, ignore_errors=True)
         path.mkdir()
-        return Staging(path, target, token, _inode(path))
+        return Staging(path, target, token, identity(path))
 
 
 def staging_path(target: Path, token: str) -> Path:
@@ -147,7 +147,7 @@ def commit(staging: Staging, *, overwrite: bool, is_durable: bool = True) -> Non
         _validate_own(staging, staging.path)
         if not target.exists():
             _rename(staging.path, target, _RENAME_NOREPLACE)
-            if _inode(target) != staging.inode:
+            if identity(target) != staging.inode:
                 discard(target, target)
                 raise _taken_over(staging)
         else:
@@ -158,7 +158,7 @@ def commit(staging: Staging, *, overwrite: bool, is_durable: bool = True) -> Non
 
 
 def _validate_own(staging: Staging, path: Path) -> None:
-    if _inode(path) != staging.inode or not is_committed(path):
+    if identity(path) != staging.inode or not is_committed(path):
         raise _taken_over(staging)
 
 
@@ -185,7 +185,7 @@ def _replace(staging: Staging) -> None:
             raise
     else:
         aside = staging.path
-        if _inode(target) != staging.inode:
+        if identity(target) != staging.inode:
             _rename(staging.path, target, _RENAME_EXCHANGE)
             raise _taken_over(staging)
     discard(aside, target)
@@ -193,8 +193,20 @@ def _replace(staging: Staging) -> None:
 
 def abandon(staging: Staging) -> None:
     """Take an attempt's directory away, if it still stands."""
-    if _inode(staging.path) == staging.inode:
+    if identity(staging.path) == staging.inode:
         discard(staging.path, staging.target)
+
+
+def sweep(path: Path, target: Path, known: tuple[int, int] | None) -> None:
+    """Take away what writes that came late have made anew where an attempt's directory was.
+
+    Args:
+        path: The attempt's directory.
+        target: Its target.
+        known: `identity` of the directory that the attempt began with, which is its leader's to take away.
+    """
+    if known is not None and identity(path) not in (None, known):
+        discard(path, target)
 
 
 def discard(folder: Path, target: Path, *, is_durable: bool = False) -> None:
@@ -209,7 +221,8 @@ def discard(folder: Path, target: Path, *, is_durable: bool = False) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def _inode(path: Path) -> tuple[int, int] | None:
+def identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a directory from another that takes its place; None if there is none."""
     try:
         status = path.stat()
     except FileNotFoundError:
