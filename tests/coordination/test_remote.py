@@ -56,6 +56,7 @@ class TestGrpc(ManyClientsContract):
         client._interval_s = 1e6
         client._once = lambda call, timeout_s, once=client._once: once(call, timeout_s)
         client._leaving.set()
+        client._wake.set()  # it may have begun its next pause, which is long now
         client._beating.join()
         client._leaving.clear()
 
