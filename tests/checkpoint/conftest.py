@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from dtckpt.checkpoint import in_flight
+
 
 @pytest.fixture(scope="session")
 def coordinator(tmp_path_factory):
@@ -35,3 +37,12 @@ def meeting(request):
     if request.param == "process_group":
         return {}
     return {"coordinator": request.getfixturevalue("coordinator")}
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_flight():
+    """Leave no save in flight to the next test, nor a failure that nobody looked at."""
+    yield
+    if in_flight._latest is not None:
+        in_flight._latest.wait(30)
+    in_flight._latest = None

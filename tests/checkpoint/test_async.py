@@ -21,14 +21,6 @@ from . import async_cases, cases
 WAIT_S = 30
 
 
-@pytest.fixture(autouse=True)
-def nothing_in_flight():
-    yield
-    if in_flight._latest is not None:
-        in_flight._latest.wait(WAIT_S)
-    in_flight._latest = None
-
-
 def tree_of(generation, mesh=None):
     mesh = mesh or abstract_mesh({"x": 2, "y": 2})
     tensors = {

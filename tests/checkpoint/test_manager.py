@@ -11,21 +11,12 @@ from hypothesis import strategies as st
 
 import dtckpt
 from dtckpt import CheckpointManager, Retention, errors
-from dtckpt.checkpoint import in_flight
 from dtckpt.checkpoint.leftovers import collect_leftovers
 from dtckpt.storage.arrays import ArrayWriter
 
 from . import async_cases
 
 WAIT_S = 30
-
-
-@pytest.fixture(autouse=True)
-def nothing_in_flight():
-    yield
-    if in_flight._latest is not None:
-        in_flight._latest.wait(WAIT_S)
-    in_flight._latest = None
 
 
 def state(step):
