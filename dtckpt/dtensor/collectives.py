@@ -3,8 +3,8 @@
 Members are clients. Devices of one client serve each other by copies, which takes no message: that is the redistribute
 engine's part (`dtckpt.dtensor.redistribution`), as is a mesh whose clients own several devices each.
 
-On Gloo every operation is made of tagged pairwise messages. Those are as fast as Gloo's own collectives or faster, work
-for every dtype, add terms in one order on all members, and clients that do not agree what to do do not meet: Gloo would
+On Gloo every operation is made of tagged pairwise messages. Those are as fast as Gloo's own collectives or faster, but
+for a large all-reduce, work for every dtype, add terms in one order on all members, and clients that do not agree what to do do not meet: Gloo would
 take the message that comes and end the process if its size were wrong. NCCL has no tags and its collectives know the
 wiring, so there they are used.
 """
