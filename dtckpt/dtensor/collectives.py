@@ -4,9 +4,9 @@ Members are clients. Devices of one client serve each other by copies, which tak
 engine's part (`dtckpt.dtensor.redistribution`), as is a mesh whose clients own several devices each.
 
 On Gloo every operation is made of tagged pairwise messages. Those are as fast as Gloo's own collectives or faster, but
-for a large all-reduce, work for every dtype, add terms in one order on all members, and clients that do not agree what to do do not meet: Gloo would
-take the message that comes and end the process if its size were wrong. NCCL has no tags and its collectives know the
-wiring, so there they are used.
+for a large all-reduce, work for every dtype, and add terms in one order on all members. Clients that do not agree what
+to do do not meet: Gloo would take the message that comes and end the process if its size were wrong. NCCL has no tags
+and its collectives know the wiring, so there they are used.
 """
 
 from __future__ import annotations
