@@ -4,7 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo test lint protos clean
+RUN    := $(BIN)/torchrun --standalone --nproc-per-node
+
+.PHONY: install demo test bench lint protos clean
 
 install: $(STAMP)
 
@@ -18,6 +20,22 @@ demo: install
 
 test: install lint
 	$(BIN)/python -m pytest
+
+# Tables of docs/benchmarks.md; they mean something on a machine that does nothing else.
+bench: install
+	$(RUN) 2 -m benchmarks.save_restore
+	$(RUN) 2 -m benchmarks.save_restore --tensors 4000 --shape 64x64
+	$(RUN) 2 -m benchmarks.save_restore --keep bench-output
+	$(RUN) 1 -m benchmarks.save_restore --restore bench-output
+	$(RUN) 4 -m benchmarks.save_restore --restore bench-output
+	$(BIN)/python -c "import shutil; shutil.rmtree('bench-output')"
+	$(RUN) 2 -m benchmarks.async_save
+	$(BIN)/python -m benchmarks.manifest
+	$(BIN)/python -m benchmarks.planning
+	$(RUN) 2 -m benchmarks.redistribute
+	$(RUN) 4 -m benchmarks.redistribute
+	$(BIN)/python -m benchmarks.received_bytes
+	$(BIN)/python -m benchmarks.local_redistribute
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,19 +1,28 @@
-"""Save and restore beside PyTorch's DCP: same tensors, same processes, interleaved, medians.
+"""Save and restore beside PyTorch's DCP, plain reads and writes, and safetensors where it is installed.
 
-Run: ``torchrun --standalone --nproc-per-node 2 -m benchmarks.save_restore [--mib 512] [--tensors 64] [--rounds 5]``.
-Each client holds half of every tensor (split along dim 0); DCP holds the same halves as its own DTensors.
+Same tensors, same processes, in turns, medians. Run:
+
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.save_restore [--tensors 64] [--shape 2048x1024] [--rounds 5]
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.save_restore --keep FOLDER
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.save_restore --restore FOLDER   (on other clients)
+
+Each client holds its part of every tensor (split along dim 0); DCP and safetensors hold the same parts. "Plain" is one
+file per client: written and synced, or read into ready memory; as many bytes as the client has.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib.util
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,81 +31,187 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Shard as TorchShard
 
 import dtckpt
 
+OURS, DCP, PLAIN, SAFETENSORS = "dtckpt", "DCP", "plain", "safetensors"
+HAS_SAFETENSORS = importlib.util.find_spec("safetensors") is not None
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=512)
-    parser.add_argument("--tensors", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", default=None)
-    arguments = parser.parse_args()
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    shared = [tempfile.mkdtemp(dir=arguments.folder)]
-    dist.broadcast_object_list(shared, src=0)
-    folder = Path(shared[0])
-    rows = max(1, (arguments.mib << 20) // (arguments.tensors * 4 * 1024 * size)) * size
-    local = [torch.randn(rows // size, 1024) for _ in range(arguments.tensors)]
-    mesh = dtckpt.create_distributed_mesh([("x", size)])
-    layout = dtckpt.Layout(["x", dtckpt.UNSHARDED], mesh)
-    other = dtckpt.Layout([dtckpt.UNSHARDED, "x"], mesh)
-    ours = {f"t{i}": dtckpt.pack([part], layout, (rows, 1024)) for i, part in enumerate(local)}
-    device_mesh = init_device_mesh("cpu", (size,))
-    theirs = {
-        f"t{i}": TorchDTensor.from_local(part, device_mesh, [TorchShard(0)], run_check=False)
-        for i, part in enumerate(local)
-    }
-    into = {name: torch.zeros_like(part) for name, part in zip(ours, local, strict=True)}
-    our_same = {name: dtckpt.pack([part], layout, (rows, 1024)) for name, part in into.items()}
-    across = {name: torch.zeros(rows, 1024 // size) for name in ours}
-    our_other = {name: dtckpt.pack([part], other, (rows, 1024)) for name, part in across.items()}
-    their_same = {
-        name: TorchDTensor.from_local(part, device_mesh, [TorchShard(0)], run_check=False)
-        for name, part in into.items()
-    }
-    their_other = {
-        name: TorchDTensor.from_local(part, device_mesh, [TorchShard(1)], run_check=False)
-        for name, part in across.items()
-    }
-    seconds: dict[str, list[float]] = {}
 
-    def timed(what: str, work: Callable[[], object]) -> None:
+class State:
+    """The tensors of one client, in one layout, as each system holds them.
+
+    Args:
+        shape: Global shape of every tensor.
+        dim: The dim that is split over the clients.
+        make: Gives the elements of a part.
+        count: How many tensors.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int], dim: int, make: Callable[[tuple[int, ...]], torch.Tensor], count: int
+    ) -> None:
+        size = dist.get_world_size()
+        mesh = dtckpt.create_distributed_mesh([("x", size)])
+        layout = dtckpt.Layout(["x" if dim == each else dtckpt.UNSHARDED for each in range(2)], mesh)
+        (device,) = mesh.local_device_ids()
+        part_shape = layout.region(device, shape).shape
+        self.parts = {f"t{number}": make(part_shape) for number in range(count)}
+        self.ours = {name: dtckpt.pack([part], layout, shape) for name, part in self.parts.items()}
+        device_mesh = init_device_mesh("cpu", (size,))
+        placements: list[TorchPlacement] = [TorchShard(dim)]
+        self.theirs = {
+            name: TorchDTensor.from_local(
+                part, device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+            )
+            for name, part in self.parts.items()
+        }
+
+
+class Clock:
+    """Seconds of the slowest client, by what is done and who does it."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, dict[str, list[float]]] = {}
+
+    def time(self, what: str, who: str, work: Callable[[], object]) -> None:
+        gc.collect()
+        os.sync()  # or what somebody else left to be written would be waited for
         dist.barrier()
         start = time.perf_counter()
         work()
         dist.barrier()
-        seconds.setdefault(what, []).append(time.perf_counter() - start)
+        self.seconds.setdefault(what, {}).setdefault(who, []).append(time.perf_counter() - start)
 
-    for _ in range(arguments.rounds):
-        for fsync in (True, False):
-            options = dtckpt.SaveOptions(fsync=fsync)
-            writer = dcp.FileSystemWriter(folder / "dcp", sync_files=fsync)
-            label = "save, fsync" if fsync else "save"
-            timed(f"{label}|dtckpt", lambda options=options: dtckpt.save(folder / "ours", ours, options=options))
-            timed(f"{label}|dcp", lambda writer=writer: dcp.save(theirs, storage_writer=writer))
-            timed("restore, same layout|dtckpt", lambda: dtckpt.restore(folder / "ours", our_same))
-            timed("restore, same layout|dcp", lambda: dcp.load(their_same, checkpoint_id=folder / "dcp"))
-            timed("restore, other layout|dtckpt", lambda: dtckpt.restore(folder / "ours", our_other))
-            timed("restore, other layout|dcp", lambda: dcp.load(their_other, checkpoint_id=folder / "dcp"))
-            dist.barrier()
-            if rank == 0:
-                for name in ("ours", "dcp"):
-                    shutil.rmtree(folder / name)
-            dist.barrier()
-    if rank == 0:
-        table = Table(title=f"{arguments.tensors} tensors, {arguments.mib} MiB, {size} clients, {os.cpu_count()} cores")
-        for column in ("work", "dtckpt s", "DCP s", "DCP / dtckpt"):
+    def table(self, title: str) -> Table:
+        table = Table(title=title)
+        peers = [who for who in (DCP, PLAIN, SAFETENSORS) if any(who in each for each in self.seconds.values())]
+        for column in ("work", f"{OURS} s", *(f"{who} s" for who in peers), *(f"{who} / {OURS}" for who in peers)):
             table.add_column(column)
-        for what in dict.fromkeys(key.split("|")[0] for key in seconds):
-            mine, peer = (statistics.median(seconds[f"{what}|{who}"]) for who in ("dtckpt", "dcp"))
-            table.add_row(what, f"{mine:.3f}", f"{peer:.3f}", f"{peer / mine:.2f}")
-        Console(width=100).print(table)
-        shutil.rmtree(folder)
+        for what, by_system in self.seconds.items():
+            median = {who: statistics.median(listed) for who, listed in by_system.items()}
+            seconds = [f"{median[who]:.3f}" if who in median else "" for who in (OURS, *peers)]
+            ratios = [f"{median[who] / median[OURS]:.2f}" if who in median else "" for who in peers]
+            table.add_row(what, *seconds, *ratios)
+        return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensors", type=int, default=64)
+    parser.add_argument("--shape", default="2048x1024", help="of every tensor, float32")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", default=None, help="where to work; default the system's temporary folder")
+    parser.add_argument("--keep", default=None, help="only save, there")
+    parser.add_argument("--restore", default=None, help="only restore what was kept there")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    shared = [arguments.keep or arguments.restore or tempfile.mkdtemp(dir=arguments.folder)]
+    dist.broadcast_object_list(shared, src=0)
+    folder = Path(shared[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, columns = map(int, arguments.shape.split("x"))
+    source = State((rows, columns), 0, torch.randn, arguments.tensors)
+    same, other = (State((rows, columns), dim, torch.zeros, arguments.tensors) for dim in (0, 1))
+    clock = Clock()
+    for number in range(arguments.rounds + 1):
+        if number == 1:
+            clock = Clock()  # the first round finds no memory ready
+        if not arguments.restore:
+            for fsync in (False, True):
+                save_all(clock, folder, source.ours, source.theirs, source.parts, fsync=fsync)
+        elif number == 0:
+            write_plain(folder, source.parts, fsync=False)
+        if not arguments.keep:
+            for what, state in (("same layout", same), ("other layout", other)):
+                clock.time(f"restore, {what}", OURS, lambda state=state: dtckpt.restore(folder / OURS, state.ours))
+                clock.time(
+                    f"restore, {what}", DCP, lambda state=state: dcp.load(state.theirs, checkpoint_id=folder / DCP)
+                )
+                clock.time(f"restore, {what}", PLAIN, lambda state=state: read_plain(folder, state.parts))
+            if HAS_SAFETENSORS and not arguments.restore:
+                clock.time("restore, same layout", SAFETENSORS, lambda: load_safetensors(folder, same.parts))
+    mib = arguments.tensors * rows * columns * 4 / (1 << 20)
+    if dist.get_rank() == 0:
+        clients = dist.get_world_size()
+        title = (
+            f"{arguments.tensors} tensors of {arguments.shape}, {mib:g} MiB, {clients} clients, {os.cpu_count()} cores"
+        )
+        Console(width=120).print(clock.table(title))
+        if not arguments.keep and not arguments.restore:
+            shutil.rmtree(folder)
     dist.destroy_process_group()
+
+
+def save_all(
+    clock: Clock,
+    folder: Path,
+    ours: Mapping[str, dtckpt.DTensor],
+    theirs: Mapping[str, TorchDTensor],
+    parts: Mapping[str, torch.Tensor],
+    *,
+    fsync: bool,
+) -> None:
+    """Save with every system, each after what it has saved before was removed, so that all find the same pages free."""
+    label = "save, fsync" if fsync else "save"
+    options = dtckpt.SaveOptions(fsync=fsync)
+    bare = dtckpt.SaveOptions(fsync=fsync, content_digest=False)
+    writer = dcp.FileSystemWriter(folder / DCP, sync_files=fsync)
+    saves: list[tuple[str, str, Path, Callable[[], object]]] = [
+        (f"{label}, no content digest", OURS, folder / OURS, lambda: dtckpt.save(folder / OURS, ours, options=bare)),
+        (label, OURS, folder / OURS, lambda: dtckpt.save(folder / OURS, ours, options=options)),
+        (label, DCP, folder / DCP, lambda: dcp.save(dict(theirs), storage_writer=writer)),
+        (label, PLAIN, _plain(folder), lambda: write_plain(folder, parts, fsync=fsync)),
+    ]
+    if HAS_SAFETENSORS:
+        path = _safetensors(folder)
+        saves.append((label, SAFETENSORS, path, lambda: save_safetensors(folder, parts, fsync=fsync)))
+    for what, who, path, work in saves:
+        if path.is_dir() and dist.get_rank() == 0:
+            shutil.rmtree(path)
+        elif path.is_file():
+            path.unlink()
+        clock.time(what, who, work)
+    for who in (DCP, PLAIN):
+        clock.seconds[f"{label}, no content digest"].setdefault(who, []).append(clock.seconds[label][who][-1])
+
+
+def write_plain(folder: Path, parts: Mapping[str, torch.Tensor], *, fsync: bool) -> None:
+    with open(_plain(folder), "wb", buffering=0) as file:
+        for part in parts.values():
+            file.write(part.numpy().data)
+        if fsync:
+            os.fsync(file.fileno())
+
+
+def read_plain(folder: Path, parts: Mapping[str, torch.Tensor]) -> None:
+    with open(_plain(folder), "rb", buffering=0) as file:
+        for part in parts.values():
+            file.readinto(part.view(-1).numpy())
+
+
+def save_safetensors(folder: Path, parts: Mapping[str, torch.Tensor], *, fsync: bool) -> None:
+    module: Any = importlib.import_module("safetensors.torch")
+    module.save_file(dict(parts), _safetensors(folder))
+    if fsync:
+        with open(_safetensors(folder), "rb") as file:
+            os.fsync(file.fileno())
+
+
+def load_safetensors(folder: Path, parts: Mapping[str, torch.Tensor]) -> None:
+    module: Any = importlib.import_module("safetensors.torch")
+    for name, found in module.load_file(_safetensors(folder)).items():
+        parts[name].copy_(found)
+
+
+def _plain(folder: Path) -> Path:
+    return folder / f"plain-{dist.get_rank()}"
+
+
+def _safetensors(folder: Path) -> Path:
+    return folder / f"{dist.get_rank()}.safetensors"
 
 
 if __name__ == "__main__":

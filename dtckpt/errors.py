@@ -216,6 +216,14 @@ class CoordinatorUnavailableError(CoordinationError, ConnectionError):
     """The coordinator or store that clients meet at cannot be reached."""
 
 
+class CoordinatorPermissionError(CoordinationError, PermissionError):
+    """The coordinator refuses this client's token, or this client the coordinator's certificate."""
+
+
+class JobNotFoundError(CoordinationError, LookupError):
+    """The coordinator knows no such job."""
+
+
 # --- crossing between clients -----------------------------------------------------------------------------------
 
 

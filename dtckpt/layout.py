@@ -244,6 +244,11 @@ class Layout:
         return dict(self._partial)
 
     @property
+    def has_partial(self) -> bool:
+        """Whether reductions are still to be done."""
+        return bool(self._partial)
+
+    @property
     def type(self) -> LayoutType | None:
         """The kind of layout; None for the empty one."""
         return self._type

@@ -67,7 +67,7 @@ def command(name: str) -> str:
 def coordinator(out: Path) -> Iterator[str]:
     """Run the coordinator on a free port; yield its address."""
     port, log = out / "port", out / "coordinator.log"
-    serve = [command("dtckpt-coordinator"), "serve", "--port", "0", "--port-file", str(port)]
+    serve = [command("dtckpt-coordinator"), "serve", "--insecure", "--port", "0", "--port-file", str(port)]
     with running(serve, log, DTCKPT_HEARTBEAT_TIMEOUT_S=HEARTBEAT_TIMEOUT_S) as process:
         wait_until(port.exists, process, log)
         yield f"127.0.0.1:{port.read_text().strip()}"

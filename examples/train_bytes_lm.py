@@ -167,7 +167,7 @@ def train(args: argparse.Namespace) -> Iterator[dict[str, float]]:
         if args.save_every and step % args.save_every == 0:
             state["rng"] = torch.get_rng_state()
             report = dtckpt.save(args.checkpoints / f"step_{step}", state)
-            facts |= {"nbytes": report.nbytes, "save_s": sum(report.seconds.values())}
+            facts |= {"nbytes": report.nbytes, "save_s": report.total_s}
         yield facts
 
 

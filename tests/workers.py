@@ -47,6 +47,19 @@ class Answer:
     has_died: bool = False
 
 
+def environment_of(client: int, clients: int, job: str, port: int, heartbeat_timeout_s: float) -> dict[str, str]:
+    """Return what torchrun tells a client whose job meets at the store of ``port``."""
+    return {
+        "RANK": str(client),
+        "WORLD_SIZE": str(clients),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": job,
+        "DTCKPT_HEARTBEAT_TIMEOUT_S": str(heartbeat_timeout_s),
+    }
+
+
 class Worker:
     """The parent's side of one process."""
 
@@ -121,16 +134,8 @@ class Pool:
             self._workers.append(Worker(next(self._numbers)))
         job = f"job-{os.getpid()}-{next(self._numbers)}"
         for client, worker in enumerate(self._workers[:clients]):
-            environment = {
-                "RANK": str(client),
-                "WORLD_SIZE": str(clients),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self._store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RUN_ID": job,
-                "DTCKPT_HEARTBEAT_TIMEOUT_S": str(heartbeat_timeout_s),
-                **({"DTCKPT_COORDINATOR": coordinator} if coordinator else {}),
-            }
+            environment = environment_of(client, clients, job, self._store.port, heartbeat_timeout_s)
+            environment |= {"DTCKPT_COORDINATOR": coordinator} if coordinator else {}
             more = (by_client or {}).get(client, ())
             store = (job, self._store.port) if group else None
             worker.start(Task(case, (*args, *more), kwargs, environment, store))
@@ -170,10 +175,11 @@ def serve(connection: Any) -> None:
             task = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        connection.send_bytes(pickle.dumps(_answer(task)))
+        connection.send_bytes(pickle.dumps(answer_of(task)))
 
 
-def _answer(task: Task) -> Answer:
+def answer_of(task: Task) -> Answer:
+    """Do a client's part of a case."""
     start = time.monotonic()
     before = dict(os.environ)
     os.environ.update(task.environment)

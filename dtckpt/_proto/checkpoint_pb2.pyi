@@ -41,6 +41,26 @@ KV_STORE_ZARR: KvStore.ValueType  # 2
 """A plain Zarr v3 directory tree."""
 Global___KvStore: _TypeAlias = KvStore  # noqa: Y015
 
+class _Codec:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Codec.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CODEC_NONE: _Codec.ValueType  # 0
+    CODEC_ZSTD: _Codec.ValueType  # 1
+    CODEC_BLOSC: _Codec.ValueType  # 2
+    """Zstandard of shuffled bits, as Blosc does it."""
+
+class Codec(_Codec, metaclass=_CodecEnumTypeWrapper):
+    """How chunks are compressed."""
+
+CODEC_NONE: Codec.ValueType  # 0
+CODEC_ZSTD: Codec.ValueType  # 1
+CODEC_BLOSC: Codec.ValueType  # 2
+"""Zstandard of shuffled bits, as Blosc does it."""
+Global___Codec: _TypeAlias = Codec  # noqa: Y015
+
 @_typing.final
 class ManifestFile(_message.Message):
     """The file `dtckpt.manifest`. The version and the digest come first and apart, so that any reader can tell a newer
@@ -84,6 +104,8 @@ class Manifest(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
     DOCUMENTS_FIELD_NUMBER: _builtins.int
+    CLIENTS_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Job that saved; how many clients took part; the fencing token of the attempt that committed."""
     num_clients: _builtins.int
@@ -101,6 +123,12 @@ class Manifest(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorEntry]:
         """Sorted by name."""
 
+    @_builtins.property
+    def clients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The clients that saved, ascending, and what the save took each of them, as far as known when this was written."""
+
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___PhaseCosts]: ...
     def __init__(
         self,
         *,
@@ -112,14 +140,45 @@ class Manifest(_message.Message):
         tensors: _abc.Iterable[Global___TensorEntry] | None = ...,
         tree: _builtins.bytes = ...,
         documents: _builtins.int = ...,
+        clients: _abc.Iterable[_builtins.int] | None = ...,
+        phases: _abc.Iterable[Global___PhaseCosts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "documents", b"documents", "job", b"job", "kvstore", b"kvstore", "meshes", b"meshes", "num_clients", b"num_clients", "tensors", b"tensors", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "clients", b"clients", "documents", b"documents", "job", b"job", "kvstore", b"kvstore", "meshes", b"meshes", "num_clients", b"num_clients", "phases", b"phases", "tensors", b"tensors", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Manifest: _TypeAlias = Manifest  # noqa: Y015
+
+@_typing.final
+class PhaseCosts(_message.Message):
+    """What one phase of the save took: one entry per client in each list; both are 0 where a client had no such phase."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    MICROSECONDS_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    phase: _builtins.str
+    @_builtins.property
+    def microseconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def nbytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        phase: _builtins.str = ...,
+        microseconds: _abc.Iterable[_builtins.int] | None = ...,
+        nbytes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["microseconds", b"microseconds", "nbytes", b"nbytes", "phase", b"phase"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PhaseCosts: _TypeAlias = PhaseCosts  # noqa: Y015
 
 @_typing.final
 class TensorEntry(_message.Message):
@@ -136,6 +195,7 @@ class TensorEntry(_message.Message):
     WRITERS_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     """Array path below the root of the key-value store."""
@@ -144,6 +204,7 @@ class TensorEntry(_message.Message):
     stored_dtype: _builtins.str
     content: _builtins.int
     """Content digest (see docs/format.md): equal for equal stored elements, whatever the chunks."""
+    codec: Global___Codec.ValueType
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -180,10 +241,11 @@ class TensorEntry(_message.Message):
         writers: _abc.Iterable[Global___WriterRun] | None = ...,
         missing: _abc.Iterable[_builtins.int] | None = ...,
         content: _builtins.int | None = ...,
+        codec: Global___Codec.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "content", b"content", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "chunk_shape", b"chunk_shape", "content", b"content", "digests", b"digests", "dtype", b"dtype", "layout", b"layout", "missing", b"missing", "name", b"name", "path", b"path", "shape", b"shape", "stored_dtype", b"stored_dtype", "writers", b"writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "chunk_shape", b"chunk_shape", "codec", b"codec", "content", b"content", "digests", b"digests", "dtype", b"dtype", "layout", b"layout", "missing", b"missing", "name", b"name", "path", b"path", "shape", b"shape", "stored_dtype", b"stored_dtype", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
     _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
@@ -237,29 +299,69 @@ class WriterRun(_message.Message):
 Global___WriterRun: _TypeAlias = WriterRun  # noqa: Y015
 
 @_typing.final
+class Written(_message.Message):
+    """What a client announces at the barrier `save/written`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_LIST_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
+    chunk_list: _builtins.int
+    """XXH3 (64 bit) of its `client_<i>/chunks.pb`."""
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___PhaseCosts]:
+        """What its phases took so far: one entry in each list."""
+
+    def __init__(
+        self,
+        *,
+        chunk_list: _builtins.int = ...,
+        phases: _abc.Iterable[Global___PhaseCosts] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_list", b"chunk_list", "phases", b"phases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Written: _TypeAlias = Written  # noqa: Y015
+
+@_typing.final
 class ClientChunks(_message.Message):
     """What one client wrote: `client_<i>/chunks.pb`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CLIENT_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    CONTENTS_FIELD_NUMBER: _builtins.int
     client: _builtins.int
-    @_builtins.property
-    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorChunks]: ...
+    plan: _builtins.bytes
+    """Topic of the plan, which every client computes alike."""
     @_builtins.property
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___CopyDigest]: ...
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of all chunks that the plan has this client write, in the plan's order."""
+
+    @_builtins.property
+    def contents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per tensor of which it writes chunks, their part of the sum that is the tensor's content; empty if not asked for."""
+
     def __init__(
         self,
         *,
         client: _builtins.int = ...,
-        tensors: _abc.Iterable[Global___TensorChunks] | None = ...,
+        plan: _builtins.bytes = ...,
         copies: _abc.Iterable[Global___CopyDigest] | None = ...,
+        digests: _abc.Iterable[_builtins.int] | None = ...,
+        contents: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "copies", b"copies", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "contents", b"contents", "copies", b"copies", "digests", b"digests", "plan", b"plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -292,39 +394,3 @@ class CopyDigest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CopyDigest: _TypeAlias = CopyDigest  # noqa: Y015
-
-@_typing.final
-class TensorChunks(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TENSOR_FIELD_NUMBER: _builtins.int
-    CHUNKS_FIELD_NUMBER: _builtins.int
-    DIGESTS_FIELD_NUMBER: _builtins.int
-    CONTENT_FIELD_NUMBER: _builtins.int
-    tensor: _builtins.int
-    """Position in the plan, which every client computes alike."""
-    content: _builtins.int
-    """Their part of the sum that is the tensor's content."""
-    @_builtins.property
-    def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Row-major chunk numbers, ascending, and their digests."""
-
-    @_builtins.property
-    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        tensor: _builtins.int = ...,
-        chunks: _abc.Iterable[_builtins.int] | None = ...,
-        digests: _abc.Iterable[_builtins.int] | None = ...,
-        content: _builtins.int | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "content", b"content"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "chunks", b"chunks", "content", b"content", "digests", b"digests", "tensor", b"tensor"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
-    _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__content) -> _WhichOneofReturnType__content | None: ...
-
-Global___TensorChunks: _TypeAlias = TensorChunks  # noqa: Y015

@@ -6,8 +6,9 @@ The coordinator: where the clients of many jobs meet, and who notices that one o
 Every RPC is idempotent by the identity in its request, so that a client may repeat any of them after UNAVAILABLE.
 Status codes: INVALID_ARGUMENT the request can never succeed; NOT_FOUND the coordinator does not know the task or
 barrier (it may have restarted: register and arrive again); FAILED_PRECONDITION fenced or behind, do not repeat;
-ABORTED the place is still held, repeat later; UNAVAILABLE repeat; RESOURCE_EXHAUSTED a limit. The trailer
-"dtckpt-error" names the error class. A failed barrier is no gRPC error: its failure is a field of the response.
+ABORTED the place is still held, repeat later; UNAVAILABLE repeat; RESOURCE_EXHAUSTED a limit. A refusal
+carries google.rpc.ErrorInfo: domain "dtckpt", a stable reason, and the error class in metadata["error"]; and RetryInfo
+where the call may be repeated. A failed barrier is no gRPC error: its failure is a field of the response.
 Durations are doubles, in seconds, named "_s" as everywhere in dtckpt.
 """
 
@@ -446,12 +447,15 @@ class ArriveRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     VOTE_FIELD_NUMBER: _builtins.int
     COLLECT_FIELD_NUMBER: _builtins.int
+    MAX_WAIT_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """1 to 256 bytes"""
     generation: _builtins.int
     timeout_s: _builtins.float
     collect: _builtins.bool
     """return the payloads with a verdict"""
+    max_wait_s: _builtins.float
+    """wait for the verdict, as Await does; 0 returns at once"""
     @_builtins.property
     def task(self) -> Global___TaskIdentity: ...
     @_builtins.property
@@ -470,10 +474,11 @@ class ArriveRequest(_message.Message):
         timeout_s: _builtins.float = ...,
         vote: Global___Vote | None = ...,
         collect: _builtins.bool = ...,
+        max_wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collect", b"collect", "generation", b"generation", "name", b"name", "participants", b"participants", "task", b"task", "timeout_s", b"timeout_s", "vote", b"vote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collect", b"collect", "generation", b"generation", "max_wait_s", b"max_wait_s", "name", b"name", "participants", b"participants", "task", b"task", "timeout_s", b"timeout_s", "vote", b"vote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -657,6 +662,7 @@ class TaskStatus(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_S_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    PROGRESS_AGE_S_FIELD_NUMBER: _builtins.int
     task: _builtins.int
     state: Global___TaskState.ValueType
     """UNSPECIFIED: never registered"""
@@ -664,6 +670,8 @@ class TaskStatus(_message.Message):
     attempt: _builtins.int
     host: _builtins.str
     heartbeat_age_s: _builtins.float
+    progress_age_s: _builtins.float
+    """since the progress last changed"""
     @_builtins.property
     def progress(self) -> Global___Progress: ...
     def __init__(
@@ -676,10 +684,11 @@ class TaskStatus(_message.Message):
         host: _builtins.str = ...,
         heartbeat_age_s: _builtins.float = ...,
         progress: Global___Progress | None = ...,
+        progress_age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "heartbeat_age_s", b"heartbeat_age_s", "host", b"host", "incarnation", b"incarnation", "progress", b"progress", "state", b"state", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "heartbeat_age_s", b"heartbeat_age_s", "host", b"host", "incarnation", b"incarnation", "progress", b"progress", "progress_age_s", b"progress_age_s", "state", b"state", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

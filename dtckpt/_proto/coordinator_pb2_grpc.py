@@ -112,7 +112,7 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Arrive(self, request, context):
-        """Arrives at a barrier and returns at once. The first arrival fixes participants and topic, the earliest deadline
+        """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first arrival fixes participants and topic, the earliest deadline
         counts. A late arrival gets the stored verdict. Arrivals are kept by (task, incarnation), never counted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -6,8 +6,9 @@ The coordinator: where the clients of many jobs meet, and who notices that one o
 Every RPC is idempotent by the identity in its request, so that a client may repeat any of them after UNAVAILABLE.
 Status codes: INVALID_ARGUMENT the request can never succeed; NOT_FOUND the coordinator does not know the task or
 barrier (it may have restarted: register and arrive again); FAILED_PRECONDITION fenced or behind, do not repeat;
-ABORTED the place is still held, repeat later; UNAVAILABLE repeat; RESOURCE_EXHAUSTED a limit. The trailer
-"dtckpt-error" names the error class. A failed barrier is no gRPC error: its failure is a field of the response.
+ABORTED the place is still held, repeat later; UNAVAILABLE repeat; RESOURCE_EXHAUSTED a limit. A refusal
+carries google.rpc.ErrorInfo: domain "dtckpt", a stable reason, and the error class in metadata["error"]; and RetryInfo
+where the call may be repeated. A failed barrier is no gRPC error: its failure is a field of the response.
 Durations are doubles, in seconds, named "_s" as everywhere in dtckpt.
 """
 
@@ -48,7 +49,7 @@ class CoordinatorStub:
     HeartbeatStream: _grpc.StreamStreamMultiCallable[_coordinator_pb2.HeartbeatStreamRequest, _coordinator_pb2.HeartbeatStreamResponse]
     """The same on one stream, at a quarter of the cost. Ends with a status when the task is unknown or fenced."""
     Arrive: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ArriveRequest, _coordinator_pb2.ArriveResponse]
-    """Arrives at a barrier and returns at once. The first arrival fixes participants and topic, the earliest deadline
+    """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first arrival fixes participants and topic, the earliest deadline
     counts. A late arrival gets the stored verdict. Arrivals are kept by (task, incarnation), never counted.
     """
     Await: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AwaitRequest, _coordinator_pb2.AwaitResponse]
@@ -73,7 +74,7 @@ class CoordinatorAsyncStub(CoordinatorStub):
     HeartbeatStream: _aio.StreamStreamMultiCallable[_coordinator_pb2.HeartbeatStreamRequest, _coordinator_pb2.HeartbeatStreamResponse]  # type: ignore[assignment]
     """The same on one stream, at a quarter of the cost. Ends with a status when the task is unknown or fenced."""
     Arrive: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ArriveRequest, _coordinator_pb2.ArriveResponse]  # type: ignore[assignment]
-    """Arrives at a barrier and returns at once. The first arrival fixes participants and topic, the earliest deadline
+    """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first arrival fixes participants and topic, the earliest deadline
     counts. A late arrival gets the stored verdict. Arrivals are kept by (task, incarnation), never counted.
     """
     Await: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AwaitRequest, _coordinator_pb2.AwaitResponse]  # type: ignore[assignment]
@@ -119,7 +120,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ArriveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ArriveResponse, _abc.Awaitable[_coordinator_pb2.ArriveResponse]]:
-        """Arrives at a barrier and returns at once. The first arrival fixes participants and topic, the earliest deadline
+        """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first arrival fixes participants and topic, the earliest deadline
         counts. A late arrival gets the stored verdict. Arrivals are kept by (task, incarnation), never counted.
         """
 

@@ -1,4 +1,4 @@
-"""Do all clients save the same thing? Compared before anything is written."""
+"""What clients tell each other at the barriers of a save; do all save the same thing?"""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from dtckpt._proto import checkpoint_pb2
 from dtckpt.errors import BarrierConflictError, ComponentError, SaveDisagreementError
 from dtckpt.format.digest import bytes_digest
+from dtckpt.format.manifest import PhaseCost, costs_from_proto, phases_to_proto
 from dtckpt.planning.save_plan import SavePlan
 
 MAX_PATH_CHARS = 250
@@ -42,19 +44,17 @@ class Summary:
     @classmethod
     def of(cls, path: str, token: str, plan: SavePlan, tree: bytes, options: object) -> Summary:
         """Summarise a client's side of a save."""
-        prints = (item.digest & 0xFFFF for item in plan.tensors[:MAX_FINGERPRINTS])
         text = path.encode("utf-8", "backslashreplace")
-        names = "\0".join(item.spec.name for item in plan.tensors).encode()
         return cls(
             # Odd bytes in file names become escapes: a payload is UTF-8, and has no room for longer paths.
             path=text.decode()[-MAX_PATH_CHARS:],
             whole_path=bytes_digest(text),
             token=token,
-            names=bytes_digest(names),
+            names=plan.names_digest,
             tree=bytes_digest(tree),
             options=bytes_digest(repr(options).encode()),
             plan=plan.topic.hex(),
-            fingerprints="".join(f"{value:04x}" for value in prints),
+            fingerprints="".join(f"{digest & 0xFFFF:04x}" for digest in plan.digests[:MAX_FINGERPRINTS]),
         )
 
     def to_bytes(self) -> bytes:
@@ -65,6 +65,30 @@ class Summary:
     def from_bytes(cls, data: bytes) -> Summary:
         """Read a payload."""
         return cls(**json.loads(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one client says when it has written its part, small enough for a barrier's payload.
+
+    Args:
+        chunk_list: Digest of its chunk list's file.
+        costs: What its phases took so far.
+    """
+
+    chunk_list: int
+    costs: Mapping[str, PhaseCost]
+
+    def to_bytes(self) -> bytes:
+        """Return the payload."""
+        message = checkpoint_pb2.Written(chunk_list=self.chunk_list, phases=phases_to_proto({0: self.costs}))
+        return message.SerializeToString(deterministic=True)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Written:
+        """Read a payload."""
+        message = checkpoint_pb2.Written.FromString(data)
+        return cls(message.chunk_list, costs_from_proto([0], message.phases)[0])
 
 
 def validate_agreement(payloads: Mapping[int, bytes], plan: SavePlan) -> str:

@@ -25,11 +25,9 @@ def split_tied(leaves: Sequence[Named]) -> tuple[list[Named], list[tuple[str, st
     apart: list[Named] = []
     tied: list[tuple[str, str, Leaf]] = []
     for name, leaf in leaves:
-        key = (
-            leaf.dtype,
-            tuple((region, memory.device, memory.data_ptr(), memory.stride()) for region, memory in leaf.parts),
-        )
-        has_memory = any(memory.numel() for _, memory in leaf.parts)
+        places = [(memory.device, memory.data_ptr(), memory.stride()) for memory in leaf.components]
+        key = leaf.dtype, leaf.regions, tuple(places)
+        has_memory = any(memory.numel() for memory in leaf.components)
         if has_memory and first.setdefault(key, name) != name:
             tied.append((name, first[key], leaf))
         else:
@@ -56,18 +54,22 @@ def validate_apart(leaves: Sequence[Named]) -> None:
 
 
 def _sorted_spans(leaves: Sequence[Named]) -> list[tuple[int, int, str, torch.Tensor]]:
-    found = [(*_span(memory), name, memory) for name, leaf in leaves for _, memory in leaf.parts if memory.numel()]
+    found = [(*_span(memory), name, memory) for name, leaf in leaves for memory in leaf.components if memory.numel()]
     return sorted(found, key=lambda item: (str(item[3].device), *item[:3]))
 
 
 def _span(memory: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor's memory and the byte behind its last."""
+    if memory.is_contiguous():
+        return memory.data_ptr(), memory.data_ptr() + memory.nbytes
     last = sum(step * (size - 1) for step, size in zip(memory.stride(), memory.shape, strict=True))
     return memory.data_ptr(), memory.data_ptr() + (last + 1) * memory.itemsize
 
 
 def _is_apart(memory: torch.Tensor) -> bool:
     """Whether a tensor's elements surely share no byte: in order of stride, each step clears the smaller dims."""
+    if memory.is_contiguous():
+        return True
     extent = 1
     for step, size in sorted(zip(memory.stride(), memory.shape, strict=True)):
         if size > 1:

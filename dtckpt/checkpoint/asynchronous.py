@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from dtckpt.checkpoint import in_flight
-from dtckpt.checkpoint.in_flight import SaveHandle, SaveProgress, SaveStats, Transfer
+from dtckpt.checkpoint.in_flight import SaveHandle, SaveProgress, SaveStats
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.save import Attempt, State, state_of_tree
 from dtckpt.checkpoint.staging import StagingMemory
 from dtckpt.coordination import Coordination, current_coordination
 from dtckpt.planning.save_plan import SavePlan
+from dtckpt.storage.locations import Location, location_of
 
 __all__ = ["SaveHandle", "SaveProgress", "SaveStats", "save_async", "start_save"]
 
@@ -22,7 +22,7 @@ _memory = StagingMemory()
 """Only the one save in flight uses it."""
 
 
-def save_async(path: str | Path, tree: Any, *, options: SaveOptions | None = None) -> SaveHandle:
+def save_async(path: str | Location, tree: Any, *, options: SaveOptions | None = None) -> SaveHandle:
     """Save a state tree in the background; returns when it is copied to host memory and all clients agree on it.
 
     Whatever happens to the tensors afterwards does not change what is saved. The host memory is kept for the next
@@ -65,7 +65,7 @@ def save_async(path: str | Path, tree: Any, *, options: SaveOptions | None = Non
 
 
 def start_save(
-    path: str | Path,
+    path: str | Location,
     collect: Callable[[], State],
     *,
     options: SaveOptions,
@@ -76,7 +76,7 @@ def start_save(
     """Run the save protocol, from the first barrier on in the background. Collective and errors: as `save_async`.
 
     Args:
-        path: The checkpoint's directory.
+        path: Where the checkpoint will be.
         collect: Gives this client's side of the state; its errors reach all clients.
         options: See `SaveOptions`.
         coordination: The way to the other clients.
@@ -84,10 +84,10 @@ def start_save(
         then: Called in the background when the save has ended, well or not.
     """
     start = time.monotonic()
-    transfer = Transfer()
 
     def stage(state: State, plan: SavePlan, client: int) -> State:
-        return _memory.stage(state, plan, client, with_copies=options.check_replicas, transfer=transfer)
+        phases = attempt.rounds.phases
+        return _memory.stage(state, plan, client, with_copies=options.check_replicas, count=phases.count)
 
     attempt = Attempt(path, collect, options, coordination, stage=stage, extra_files=extra_files)
     with ExitStack() as holding:
@@ -97,6 +97,6 @@ def start_save(
         attempt.begin()
         held = holding.pop_all()
     blocking_s = time.monotonic() - start
-    handle = SaveHandle(Path(path), attempt.rounds, transfer, timeout_s=options.timeout_s, blocking_s=blocking_s)
+    handle = SaveHandle(location_of(path), attempt.rounds.phases, timeout_s=options.timeout_s, blocking_s=blocking_s)
     handle.launch(attempt.complete, held, then)
     return handle

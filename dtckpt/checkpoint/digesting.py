@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
-from dtckpt.format.content import ContentSum
+from dtckpt.format.content import SMALL_NBYTES, ContentSum, ContentSums
 from dtckpt.format.digest import Blocks, digest_chunk
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.planning.save_plan import TensorPlan
 
 MIN_NBYTES = 1 << 20
 """Smaller chunks are digested at once: handing them to a thread would cost more."""
+_NICENESS = 5
+"""What is written goes first, so that storage has it early and digests are taken while that is waited for."""
 
 
 @dataclass(slots=True, eq=False)
 class TensorDigests:
-    """Digests of one client's chunks of one tensor, in the order of the chunks.
+    """Digests of one client's chunks of one tensor.
 
     Args:
-        chunks: Digest by chunk number.
-        blocks: Digests of the blocks of chunks that have several.
+        chunks: Digest by chunk number, ascending.
+        blocks_of: Digests of the blocks, by number of a chunk that has several.
         content: The chunks' part of the content sum.
     """
 
     chunks: dict[int, int] = field(default_factory=dict)
-    blocks: list[int] = field(default_factory=list)
+    blocks_of: dict[int, list[int]] = field(default_factory=dict)
     content: int = 0
+
+    @property
+    def blocks(self) -> list[int]:
+        """Digests of the blocks of all chunks that have several, in the order of the chunks."""
+        return [digest for _, blocks in sorted(self.blocks_of.items()) for digest in blocks]
+
+    def put(self, number: int, found: _Found) -> None:
+        """Take the digests of one chunk."""
+        self.chunks[number], blocks, content = found
+        if blocks:
+            self.blocks_of[number] = blocks
+        self.content = (self.content + content) % 2**64
 
 
 _Found = tuple[int, list[int], int]
@@ -49,20 +65,34 @@ class Digesting:
     def __init__(self, thread: ThreadPoolExecutor | None, *, with_content: bool) -> None:
         self._thread = thread
         self._with_content = with_content
-        self._found: dict[int, list[tuple[int, _Found | Future[_Found]]]] = {}
+        self._results: dict[int, TensorDigests] = {}
+        self._pending: list[tuple[TensorDigests, int, Future[_Found]]] = []
+        self._small = ContentSums()
+        self._lock = threading.Lock()
 
     def add(self, position: int, plan: TensorPlan, number: int, elements: np.ndarray[Any, Any]) -> None:
-        """Take a chunk; its elements must not change before `results`."""
-        is_large = self._thread is not None and elements.nbytes >= MIN_NBYTES
-        found = self._thread.submit(self._digest, plan, number, elements) if self._thread and is_large else None
-        self._found.setdefault(position, []).append((number, found or self._digest(plan, number, elements)))
+        """Take a chunk; its elements must not change before `results`. A tensor's chunks come in their order."""
+        result = self._results.get(position) or self._results.setdefault(position, TensorDigests())
+        if self._thread is None:
+            result.put(number, self._digest(plan, number, elements, with_content=self._with_content))
+        elif elements.nbytes >= MIN_NBYTES:
+            result.chunks[number] = 0  # keeps the place
+            found = self._thread.submit(self._digest, plan, number, elements, with_content=self._with_content)
+            self._pending.append((result, number, found))
+        else:
+            is_small = elements.nbytes <= SMALL_NBYTES
+            result.put(number, self._digest(plan, number, elements, with_content=self._with_content and not is_small))
+            if self._with_content and is_small:
+                self._small.add(position, plan.grid.shape, elements, plan.grid.chunk(number)[1])
 
-    def _digest(self, plan: TensorPlan, number: int, elements: np.ndarray[Any, Any]) -> _Found:
-        index, itemsize = plan.grid.index(number), DTYPES[plan.spec.stored_dtype].itemsize
+    @staticmethod
+    def _digest(plan: TensorPlan, number: int, elements: np.ndarray[Any, Any], *, with_content: bool) -> _Found:
+        (index, region), itemsize = plan.grid.chunk(number), DTYPES[plan.spec.stored_dtype].itemsize
         digest, blocks = digest_chunk(plan.spec.name, index, elements, Blocks.of(plan.grid, itemsize))
+        if not with_content:
+            return digest, blocks, 0
         content = ContentSum(plan.grid.shape, itemsize)
-        if self._with_content:
-            content.add(elements, plan.grid.region(index))
+        content.add(elements, region)
         return digest, blocks, content.total
 
     def then(self, work: Callable[[], _Result]) -> Callable[[], _Result]:
@@ -70,16 +100,15 @@ class Digesting:
         return self._thread.submit(work).result if self._thread else work
 
     def results(self) -> dict[int, TensorDigests]:
-        """Return the digests by position of the tensor, once all are known."""
-        results: dict[int, TensorDigests] = {}
-        for position, chunks in self._found.items():
-            result = results[position] = TensorDigests()
-            for number, found in chunks:
-                digest, blocks, content = found.result() if isinstance(found, Future) else found
-                result.chunks[number] = digest
-                result.blocks += blocks
-                result.content = (result.content + content) % 2**64
-        return results
+        """Return the digests by position of the tensor, once all are known. Two threads may ask."""
+        with self._lock:
+            for result, number, found in self._pending:
+                result.put(number, found.result())
+            self._pending.clear()
+            small, self._small = self._small, ContentSums()
+            for position, content in small.totals().items():
+                self._results[position].content = (self._results[position].content + content) % 2**64
+        return self._results
 
 
 @contextmanager
@@ -88,9 +117,15 @@ def digesting(*, beside: bool, with_content: bool) -> Iterator[Digesting]:
     if not beside:
         yield Digesting(None, with_content=with_content)
         return
-    with ThreadPoolExecutor(1, thread_name_prefix="dtckpt-digests") as thread:
+    with ThreadPoolExecutor(1, thread_name_prefix="dtckpt-digests", initializer=_step_back) as thread:
         try:
             yield Digesting(thread, with_content=with_content)
         except BaseException:
             thread.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def _step_back() -> None:
+    """Let this thread run when others need not."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux, of one thread

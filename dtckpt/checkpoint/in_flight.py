@@ -14,25 +14,17 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtckpt.errors import CoordinationError, SaveTimeoutError
+from dtckpt.format.manifest import PhaseCost
+from dtckpt.storage.locations import Location
 
 if TYPE_CHECKING:
-    from dtckpt.checkpoint.rounds import Rounds
+    from dtckpt.checkpoint.phases import Phases
     from dtckpt.checkpoint.save import SaveReport
 
 logger = logging.getLogger("dtckpt.checkpoint")
-
-
-@dataclass(slots=True)
-class Transfer:
-    """How much of what was staged has been handed to storage; counted while it is written."""
-
-    nbytes_total: int = 0
-    nbytes_done: int = 0
-    staging_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +32,7 @@ class SaveProgress:
     """How far a save is on this client.
 
     Args:
-        phase: ``begin``, ``edges``, ``written``, ``merged``; then ``done`` or ``failed``.
+        phase: The round it is in: ``begin``, ``edges``, ``written``, ``merged``; then ``done`` or ``failed``.
         nbytes_done: Bytes that were handed to storage.
         nbytes_total: Bytes that this client writes.
     """
@@ -55,14 +47,13 @@ class SaveStats:
     """What a save has cost on this client so far.
 
     Args:
-        seconds: Seconds per finished phase, waiting for the others included; ``stage`` is a part of ``begin``.
+        phases: What each phase took so far; as in `dtckpt.checkpoint.save.SaveReport`, and ``stage``: copying to the
+            staging memory.
         blocking_s: Seconds until the call returned.
-        staged_nbytes: Bytes that were copied to the staging memory.
     """
 
-    seconds: Mapping[str, float]
+    phases: Mapping[str, PhaseCost]
     blocking_s: float
-    staged_nbytes: int
 
 
 class SaveHandle:
@@ -70,17 +61,15 @@ class SaveHandle:
 
     Args:
         path: The checkpoint.
-        rounds: The save's rounds.
-        transfer: What it moves.
+        phases: What it takes.
         timeout_s: Longest wait for the others, per round.
         blocking_s: Seconds until the call returned.
     """
 
-    def __init__(self, path: Path, rounds: Rounds, transfer: Transfer, *, timeout_s: float, blocking_s: float) -> None:
+    def __init__(self, path: Location, phases: Phases, *, timeout_s: float, blocking_s: float) -> None:
         self.path = path
         self.timeout_s = timeout_s
-        self._rounds = rounds
-        self._transfer = transfer
+        self._phases = phases
         self._blocking_s = blocking_s
         self._ended = threading.Event()
         self._report: SaveReport | None = None
@@ -129,15 +118,13 @@ class SaveHandle:
     @property
     def progress(self) -> SaveProgress:
         """How far the save is."""
-        phase = self._rounds.phase if not self.done() else "failed" if self._failure else "done"
-        total = self._transfer.nbytes_total
-        return SaveProgress(phase, min(self._transfer.nbytes_done, total), total)
+        phase = self._phases.round if not self.done() else "failed" if self._failure else "done"
+        return SaveProgress(phase, *self._phases.progress)
 
     @property
     def stats(self) -> SaveStats:
         """What the save has cost so far."""
-        seconds = {"stage": self._transfer.staging_s, **self._rounds.seconds}
-        return SaveStats(seconds, self._blocking_s, self._transfer.nbytes_total)
+        return SaveStats(self._phases.costs, self._blocking_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the save, and for what is tidied up after it; return whether it has ended. Raises nothing."""

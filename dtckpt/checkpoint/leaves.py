@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -39,23 +40,48 @@ class Leaf:
         shape: Global shape.
         dtype: Dtype name.
         layout: Its layout; None for a plain tensor, of which every client has a copy.
-        parts: This client's parts: the region that each covers, and the memory that holds it.
+        regions: The regions that this client's parts cover.
+        components: The memory that holds each of them.
         save_as_bf16: Whether it wants to be stored as bfloat16.
     """
 
     shape: tuple[int, ...]
     dtype: str
     layout: Layout | None
-    parts: tuple[tuple[Region, torch.Tensor], ...]
+    regions: tuple[Region, ...]
+    components: tuple[torch.Tensor, ...]
     save_as_bf16: bool = False
 
-    def distinct_parts(self) -> dict[Region, list[torch.Tensor]]:
+    @property
+    def parts(self) -> tuple[tuple[Region, torch.Tensor], ...]:
+        """This client's parts: the region that each covers, and the memory that holds it."""
+        return tuple(zip(self.regions, self.components, strict=True))
+
+    def distinct_parts(self) -> list[tuple[Region, list[torch.Tensor]]]:
         """Return the non-empty regions of this client and their local copies."""
-        found: dict[Region, list[torch.Tensor]] = {}
-        for region, memory in self.parts:
-            if not region.is_empty:
-                found.setdefault(region, []).append(memory)
-        return found
+        components = self.components
+        return [(region, [components[place] for place in places]) for region, places in _distinct(self.regions)]
+
+
+@lru_cache(maxsize=4096)
+def _distinct(regions: tuple[Region, ...]) -> tuple[tuple[Region, tuple[int, ...]], ...]:
+    """Return the non-empty regions, each once, and where in the tuple it stands."""
+    found: dict[Region, list[int]] = {}
+    for place, region in enumerate(regions):
+        if not region.is_empty:
+            found.setdefault(region, []).append(place)
+    return tuple((region, tuple(places)) for region, places in found.items())
+
+
+@lru_cache(maxsize=4096)
+def _regions(layout: Layout, devices: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Region, ...]:
+    """Return what devices hold of a tensor; most tensors of a model are like others."""
+    return tuple(layout.region(device, shape) for device in devices)
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> tuple[Region, ...]:
+    return (Region.full(shape),)
 
 
 def is_tensor(value: object) -> bool:
@@ -84,46 +110,52 @@ def as_leaf(value: torch.Tensor) -> Leaf:
         layout, components = value.layout, value.components
     else:
         layout, components = None, (value,)
-    shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
+    shape, dtype = tuple(value.shape), dtype_name(value.dtype)
     validate_dtype(dtype)
     for memory in components:
         if memory.layout != torch.strided or memory.is_quantized or memory.is_meta or memory.is_nested:
             raise DTypeError(f"only dense tensors with data can be stored; got {memory.layout} on {memory.device}")
     if layout is None:
-        return Leaf(shape, dtype, None, ((Region.full(shape), value),))
-    if layout.partial:
+        return Leaf(shape, dtype, None, _whole(shape), components)
+    if layout.has_partial:
         raise LayoutError(
             f"a tensor with pending reductions has no values yet; got partial axes {dict(layout.partial)}; "
             "relayout it to sharded or replicated first"
         )
-    regions = (layout.region(device, shape) for device in layout.mesh.local_device_ids())
+    regions = _regions(layout, layout.mesh.record.local_device_ids, shape)
     save_as_bf16 = isinstance(value, DVariable) and value.save_as_bf16
-    return Leaf(shape, dtype, layout, tuple(zip(regions, components, strict=True)), save_as_bf16)
+    return Leaf(shape, dtype, layout, regions, components, save_as_bf16)
 
 
 def host_array(memory: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return a numpy view of a CPU tensor; a tensor elsewhere is copied to the host."""
-    memory = memory.detach().resolve_conj().resolve_neg().cpu()
-    dtype = DTYPES[str(memory.dtype).removeprefix("torch.")]
-    if memory.dtype in (
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2,
-        torch.float8_e5m2fnuz,
-    ):
-        # numpy has no such type; the bits travel as integers of the same size.
-        memory = memory.view(torch.int16 if memory.itemsize == 2 else torch.uint8)
-    return memory.numpy().view(dtype)
+    memory = memory.detach() if memory.requires_grad else memory
+    if not shares_host_memory(memory):
+        memory = memory.resolve_conj().resolve_neg().cpu()
+    bits = _BITS.get(memory.dtype)
+    # numpy lacks some types; their bits travel as integers of the same size.
+    return memory.numpy() if bits is None else memory.view(bits).numpy().view(DTYPES[dtype_name(memory.dtype)])
 
 
 def shares_host_memory(memory: torch.Tensor) -> bool:
     """Whether `host_array` of a tensor is its own memory, so that writing there fills the tensor."""
-    return memory.device.type == "cpu" and not memory.is_conj() and not memory.is_neg()
+    return memory.is_cpu and not memory.is_conj() and not memory.is_neg()
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a dtype name."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)  # noqa: S101  (every name in DTYPES is a torch dtype)
-    return dtype
+    return _TORCH_DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a torch dtype, storable or not."""
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+_TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+_BITS = {
+    dtype: torch.int16 if dtype.itemsize == 2 else torch.uint8
+    for name, dtype in _TORCH_DTYPES.items()
+    if DTYPES[name].isbuiltin != 1
+}

@@ -42,12 +42,10 @@ def collect_leftovers(root: Path, *, min_age_s: float, now: float) -> list[Path]
     for folder, match in list(_working(root)):
         target = root / match["target"]
         try:
-            if match["role"] == "trash":
-                directory.discard(folder, target)  # its owner may be deleting it; then both do
-            elif not _is_dead(folder, target, min_age_s, now):
+            # What is trash its owner may be deleting; then both do.
+            if match["role"] != "trash" and not _is_dead(folder, target, min_age_s, now):
                 continue
-            else:
-                directory.discard(folder, target, is_durable=True)
+            directory.discard(folder, target, is_durable=True)
         except OSError as error:
             logger.warning("cannot take away %s: %s", folder, error)
         else:

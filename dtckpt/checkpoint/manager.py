@@ -7,21 +7,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from dtckpt.checkpoint.asynchronous import start_save
 from dtckpt.checkpoint.in_flight import SaveHandle
-from dtckpt.checkpoint.leftovers import collect_leftovers
 from dtckpt.checkpoint.newest import RestoredStep, restore_newest_valid
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
-from dtckpt.checkpoint.reader import local_path
 from dtckpt.checkpoint.restore import Layouts, restore
 from dtckpt.checkpoint.retention import Metrics, Retention
-from dtckpt.checkpoint.root_lock import RootLock
+from dtckpt.checkpoint.roots import root_of
 from dtckpt.checkpoint.rounds import Rounds
 from dtckpt.checkpoint.save import State, state_of_tree
 from dtckpt.checkpoint.schedule import SaveRules, Schedule
@@ -32,8 +29,7 @@ from dtckpt.errors import (
     DtckptError,
 )
 from dtckpt.mesh import Mesh
-from dtckpt.storage import directory
-from dtckpt.storage.locks import locked
+from dtckpt.storage.locations import Location, location_of
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
@@ -61,7 +57,7 @@ class CheckpointManager:
     A step that is saved again replaces the one that is there, atomically.
 
     Args:
-        root: Directory of the checkpoints; made by the first save.
+        root: Directory of the checkpoints, made by the first save; or a URL.
         keep: Which checkpoints are kept: a number of newest ones, or a `Retention`; default all.
         save_interval_steps: Save at multiples of this. Default, if nothing else says when to save: every step.
         save_interval_s: Save when this many seconds have passed since the last save began; client 0 decides.
@@ -84,7 +80,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        root: str | Path,
+        root: str | Location,
         *,
         keep: int | Retention | None = None,
         save_interval_steps: int | None = None,
@@ -96,7 +92,8 @@ class CheckpointManager:
         options: SaveOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folders = StepFolders(local_path(root))
+        self._root = root_of(location_of(root))
+        self._folders = StepFolders(self._root)
         self.options = ManagerOptions(
             keep=keep if isinstance(keep, Retention) else Retention(last=keep),
             rules=SaveRules(
@@ -111,7 +108,6 @@ class CheckpointManager:
         )
         self._schedule = Schedule(self.options.rules, timeout_s=self.options.save.timeout_s, clock=clock)
         self._handle: SaveHandle | None = None
-        self._lock = RootLock(self.root)
         self._removing = threading.Lock()
         self._pinned: set[int] = set()
         self._damaged: set[int] = set()
@@ -132,11 +128,11 @@ class CheckpointManager:
     # --- what there is ------------------------------------------------------------------------------------------
 
     @property
-    def root(self) -> Path:
-        """The directory of the checkpoints."""
+    def root(self) -> Location:
+        """Where the checkpoints are."""
         return self._folders.root
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> Location:
         """Return where the checkpoint of a step is, or would be."""
         return self._folders.path(step)
 
@@ -222,7 +218,7 @@ class CheckpointManager:
 
         def collect() -> State:
             if is_leader:
-                self._lock.acquire()
+                self._root.right.acquire()
                 if metrics:
                     files[METRICS_NAME] = json.dumps({name: float(metrics[name]) for name in metrics}).encode()
             return state_of_tree(tree, options, coordination)
@@ -256,7 +252,7 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
-            self._lock.release()
+            self._root.right.release()
 
     # --- restoring ----------------------------------------------------------------------------------------------
 
@@ -294,7 +290,7 @@ class CheckpointManager:
         if self._handle is not None:
             self._handle.wait()
 
-        def read(path: Path) -> Any:
+        def read(path: Location) -> Any:
             return restore(path, target, mesh=mesh, layouts=layouts, options=options)
 
         found = restore_newest_valid(self._folders, rounds, step, read, self._pin)
@@ -307,10 +303,7 @@ class CheckpointManager:
         with self._removing:
             self._pinned.add(step)
         try:
-            with ExitStack() as held:
-                # Why it is not there is for the restore to say: it says so to all clients.
-                with suppress(OSError):
-                    held.enter_context(locked(directory.locate(self.path(step)), is_shared=True))
+            with self._folders.place(step).pinned():
                 yield
         finally:
             self._pinned.discard(step)
@@ -325,14 +318,11 @@ class CheckpointManager:
             known = {step: self.metrics(step) for step in steps} if self.options.keep.best else {}
             for step in self.options.keep.doomed(steps, known, protected={saved}, damaged=self._damaged):
                 self._remove(step)
-            collect_leftovers(self.root, min_age_s=self.options.leftover_age_s, now=time.time())
+            self._root.collect(min_age_s=self.options.leftover_age_s, now=time.time())
         except (DtckptError, OSError) as error:
             logger.warning("old checkpoints in %s could not all be removed: %s", self.root, error)
 
     def _remove(self, step: int) -> None:
-        path = self.path(step)
         with self._removing:
             if step not in self._pinned:
-                with locked(path) as is_free:
-                    if is_free:
-                        directory.discard(path, path, is_durable=True)
+                self._folders.place(step).remove()

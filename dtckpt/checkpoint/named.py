@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 
@@ -17,11 +16,12 @@ from dtckpt.coordination import current_coordination
 from dtckpt.dtensor import DTensor
 from dtckpt.errors import LayoutTypeError, MeshError, MeshTypeError, TensorNameError, TensorNotFoundError, capped
 from dtckpt.mesh import Mesh
+from dtckpt.storage.locations import Location
 
 
 def sharded_save(
     mesh: Mesh,
-    file_prefix: str | Path,
+    file_prefix: str | Location,
     tensor_names: Sequence[str],
     shape_and_slices: Sequence[str],
     tensors: Sequence[torch.Tensor],
@@ -67,7 +67,7 @@ def sharded_save(
 
 def name_based_save(
     mesh: Mesh,
-    checkpoint_prefix: str | Path,
+    checkpoint_prefix: str | Location,
     name_tensor_dict: Mapping[str, torch.Tensor],
     *,
     options: SaveOptions | None = None,
@@ -79,7 +79,7 @@ def name_based_save(
 
 def name_based_restore(
     mesh: Mesh,
-    checkpoint_prefix: str | Path,
+    checkpoint_prefix: str | Location,
     name_tensor_dict: Mapping[str, DTensor],
     *,
     options: RestoreOptions | None = None,

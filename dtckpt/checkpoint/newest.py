@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dtckpt.checkpoint.rounds import Rounds
@@ -24,6 +23,7 @@ from dtckpt.errors import (
     StorageError,
     capped,
 )
+from dtckpt.storage.locations import Location
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
@@ -65,7 +65,7 @@ def restore_newest_valid(
     folders: StepFolders,
     rounds: Rounds,
     step: int | None,
-    read: Callable[[Path], Any],
+    read: Callable[[Location], Any],
     pin: Callable[[int], AbstractContextManager[None]],
 ) -> RestoredStep:
     """Restore a step, or the newest that is not damaged.
@@ -119,7 +119,9 @@ def _choose(folders: StepFolders, rounds: Rounds, step: int | None, skipped: Map
     return chosen
 
 
-def _try(path: Path, read: Callable[[Path], Any], pinned: AbstractContextManager[None], outcome: _Outcome) -> bytes:
+def _try(
+    path: Location, read: Callable[[Location], Any], pinned: AbstractContextManager[None], outcome: _Outcome
+) -> bytes:
     """Restore a step; return what is damaged about it."""
     try:
         with pinned:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from dtckpt.checkpoint.leaves import Stateful, is_tensor, mesh_of
@@ -17,6 +16,7 @@ from dtckpt.coordination import current_coordination
 from dtckpt.errors import ConfigError, MeshError, MeshTypeError, RestoreMismatchError, TreeError, capped
 from dtckpt.format import tree as trees
 from dtckpt.mesh import Mesh
+from dtckpt.storage.locations import Location
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
@@ -34,7 +34,7 @@ class RestoreStatus:
         is_settled: Whether what does not match is known to the caller.
     """
 
-    path: Path | None
+    path: Location | None
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     is_settled: bool = False
@@ -145,7 +145,7 @@ class DTensorCheckpoint:
     def _tree(self, counter: int) -> dict[str, Any]:
         return {**self._children(), **self._objects, COUNTER: counter}
 
-    def save(self, prefix: str | Path, *, options: SaveOptions | None = None) -> str:
+    def save(self, prefix: str | Location, *, options: SaveOptions | None = None) -> str:
         """Save all objects as the checkpoint ``<prefix>-<save_counter>``, and count.
 
         Collective: Over the mesh's clients; barriers and further errors as for `dtckpt.save`.
@@ -187,7 +187,7 @@ class DTensorCheckpoint:
                 unexpected=status.unexpected,
             )
 
-    def restore(self, path: str | Path | None, *, options: RestoreOptions | None = None) -> RestoreStatus:
+    def restore(self, path: str | Location | None, *, options: RestoreOptions | None = None) -> RestoreStatus:
         """Restore the objects, and the save counter, from a checkpoint in any layout.
 
         Tensors are filled in place. What has another shape, kind or (with ``options.cast``) dtype fails.

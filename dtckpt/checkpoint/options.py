@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 
 from dtckpt.checkpoint.renaming import Rename, validate_rename
 from dtckpt.checkpoint.restore_report import RestoreReport
 from dtckpt.errors import ConfigError
+from dtckpt.format.codecs import CODECS
+from dtckpt.format.dtypes import STORED_AS
 from dtckpt.format.manifest import KVSTORES
 
 CASTS = ("exact", "lossless", "any")
@@ -22,28 +24,40 @@ class SaveOptions:
     Args:
         kvstore: ``ocdbt`` (few files, any number of tensors) or ``zarr`` (a plain Zarr v3 tree).
         save_as_bf16: Store float32 tensors as bfloat16, rounded to nearest even; they come back as float32.
+        stored_dtypes: The same for some tensors: by glob on their names, ``bfloat16`` or, as it is, ``float32``. The
+            first match wins, also over ``save_as_bf16``; other tensors are stored as they are.
+        codec: How chunks are compressed: ``none``, ``zstd`` or ``blosc``; default: not at all, and where a checkpoint
+            is laid out anew, as it was.
         chunk_nbytes: Bound on the bytes of one chunk, where shards can be cut evenly.
         overwrite: Replace a checkpoint at the path; the old one stays until the new one is durable.
         check_replicas: Compare all copies of a value, on one client and across clients, before committing.
         content_digest: Say of every tensor what it holds, whatever its layout; see `TensorInfo.content_digest`.
         fsync: Whether a finished save survives a power loss.
+        progress: Show client 0's progress on standard error, if that is a terminal.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
     """
 
     kvstore: str = "ocdbt"
     save_as_bf16: bool = False
+    stored_dtypes: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
+    codec: str | None = None
     chunk_nbytes: int = 16 << 20
     overwrite: bool = False
     check_replicas: bool = True
     content_digest: bool = True
     fsync: bool = True
+    progress: bool = False
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         _validate_choice("kvstore", self.kvstore, KVSTORES)
         _validate_positive("chunk_nbytes", self.chunk_nbytes, Integral)
-        _validate_flags(self, "save_as_bf16", "overwrite", "check_replicas", "content_digest", "fsync")
+        _validate_flags(self, "save_as_bf16", "overwrite", "check_replicas", "content_digest", "fsync", "progress")
         _validate_positive("timeout_s", self.timeout_s)
+        if self.codec is not None:
+            _validate_choice("codec", self.codec, CODECS)
+        # Pairs are hashable, and tell the order, in which clients must agree.
+        object.__setattr__(self, "stored_dtypes", _stored_dtypes(self.stored_dtypes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +71,9 @@ class RestoreOptions:
         rename: Other names for what is in the checkpoint; see `dtckpt.checkpoint.renaming.Rename`.
         report: Called with the `RestoreReport`, when all is restored or when the restore is refused because something
             is missing, unexpected, reshaped or cast.
+        read_once: Whether each byte is read from storage by one client, which hands it on to those that need it too
+            (large tensors on meshes whose clients have a process group); default: unless the storage is this machine's.
+        progress: As in `SaveOptions`.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
     """
 
@@ -65,6 +82,8 @@ class RestoreOptions:
     allow_unexpected: bool = False
     rename: Rename | None = None
     report: Callable[[RestoreReport], object] | None = None
+    read_once: bool | None = None
+    progress: bool = False
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -73,8 +92,25 @@ class RestoreOptions:
             validate_rename(self.rename)
         if self.report is not None and not callable(self.report):
             raise ConfigError(f"option report must be a function of a RestoreReport; got {self.report!r}")
-        _validate_flags(self, "allow_missing", "allow_unexpected")
+        _validate_flags(self, "allow_missing", "allow_unexpected", "progress")
+        if self.read_once is not None:
+            _validate_flags(self, "read_once")
         _validate_positive("timeout_s", self.timeout_s)
+
+
+def _stored_dtypes(rules: object) -> tuple[tuple[str, str], ...]:
+    pairs = tuple(rules.items()) if isinstance(rules, Mapping) else rules
+    if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ConfigError(f"option stored_dtypes must be a dict of patterns and dtypes; got {rules!r}")
+    for pattern, dtype in pairs:
+        if not isinstance(pattern, str) or not pattern:
+            raise ConfigError(f"option stored_dtypes has a bad pattern; got {pattern!r}, expected a glob over names")
+        if dtype not in STORED_AS["float32"]:
+            raise ConfigError(
+                f"option stored_dtypes has a bad dtype for {pattern!r}; got {dtype!r}, expected one of "
+                f"{', '.join(STORED_AS['float32'])}, in which float32 tensors are stored"
+            )
+    return pairs
 
 
 def _validate_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

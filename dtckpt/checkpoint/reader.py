@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +21,6 @@ from dtckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
-    ConfigTypeError,
     RegionError,
     RegionNotFoundError,
     StorageError,
@@ -36,16 +32,23 @@ from dtckpt.format.digest import as_bytes, bytes_digest, digest_chunk, digest_of
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME, ArrayEntry, Manifest
 from dtckpt.layout import Layout
+from dtckpt.planning.read_plan import PartRead, plan_reads
 from dtckpt.region import Region
-from dtckpt.storage import directory
-from dtckpt.storage.arrays import ArrayReader, client_folder, stored_empty
+from dtckpt.storage.arrays import client_folder, stored_empty
+from dtckpt.storage.chunks import open_reader
 from dtckpt.storage.failures import translated
+from dtckpt.storage.folders import Folder
+from dtckpt.storage.locations import Location, location_of
+from dtckpt.storage.mounts import is_remote
+from dtckpt.storage.places import place_of
 
-MAX_NBYTES_IN_FLIGHT = 64 << 20
-"""Chunks being read at one time; bounds the memory that a read needs beside its destination.
+LOCAL_IN_FLIGHT_NBYTES = 8 << 20
+"""Chunks being read at one time from this machine's storage, or two larger ones.
 
-More would not be faster: memory that is used again soon is in the cache and needs no new pages.
+More would be slower: what is read is still in the processor's cache when it is digested and delivered.
 """
+REMOTE_IN_FLIGHT_NBYTES = 64 << 20
+"""Chunks being read at one time from other storage, which takes long to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class TensorInfo:
         dtype: The tensor's dtype.
         stored_dtype: The dtype of its elements on storage.
         layout: Layout at the time of the save; None if it was on no mesh.
-        nbytes: Bytes of its elements on storage.
+        nbytes: Bytes of its elements on storage, before compression.
         content_digest: Says what the tensor holds: tensors of equal shape and stored dtype have equal elements if and
             only if their content digests are equal (but for one case in 2**32), whatever their layouts.
     """
@@ -97,6 +100,11 @@ class TensorInfo:
         return found
 
     @property
+    def codec(self) -> str:
+        """How chunks are compressed: ``none``, ``zstd`` or ``blosc``."""
+        return self._entry.codec
+
+    @property
     def num_chunks(self) -> int:
         """Stored chunks."""
         return self._entry.grid.num_chunks - len(self._entry.missing)
@@ -118,15 +126,46 @@ class TensorInfo:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """Elements per dim of the smallest part of a chunk that a read takes from storage."""
+        """Elements per dim of the smallest part of a chunk that a read takes from storage: all, if it is compressed."""
         blocks, shape = self._entry.blocks, list(self._entry.grid.chunk_shape)
-        if shape:
+        if shape and self._entry.has_readable_blocks:
             shape[blocks.dim] = min(blocks.rows, shape[blocks.dim])
         return tuple(shape)
 
+    @property
+    def row_dim(self) -> int:
+        """The dim along which a read takes the fewest bytes besides those that it needs."""
+        return self._entry.blocks.dim
+
     def read_nbytes(self, region: Region) -> int:
-        """Return the bytes that a read of a region takes from storage: those of all blocks that meet it."""
-        return sum(read.nbytes for read in _chunk_reads(self._entry, [(region, None)]))
+        """Return the bytes, before compression, that a read of a region takes from storage: all blocks that meet it."""
+        return sum(part.nbytes for part in _parts_of(self._entry, (region,)))
+
+
+class _Described(Mapping[str, TensorInfo]):
+    """Entries of a manifest, described when they are asked for: there may be many."""
+
+    def __init__(self, entries: Mapping[str, ArrayEntry]) -> None:
+        self._entries = entries
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        entry = self._entries[name]
+        return TensorInfo(
+            name=name,
+            shape=entry.shape,
+            dtype=torch_dtype(entry.dtype),
+            stored_dtype=torch_dtype(entry.stored_dtype),
+            layout=entry.layout,
+            nbytes=entry.stored_nbytes,
+            content_digest=entry.content,
+            _entry=entry,
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 class Checkpoint:
@@ -135,29 +174,19 @@ class Checkpoint:
     Reads are local: any client may read any region at any time, without the others.
     """
 
-    def __init__(self, path: Path, root: Path, manifest: Manifest) -> None:
-        if manifest.tree and sorted(trees.tensor_names(trees.load(manifest.tree))) != sorted(manifest.arrays):
+    def __init__(self, path: Location, root: Folder, manifest: Manifest) -> None:
+        self._structure = trees.load(manifest.tree) if manifest.tree else None
+        if self._structure is not None and sorted(trees.tensor_names(self._structure)) != sorted(manifest.arrays):
             raise CheckpointCorruptError(
                 f"the manifest of {path} contradicts itself: its state tree does not name every tensor once"
             )
         self.path = path
         self.manifest = manifest
-        self._reader = ArrayReader(manifest.kvstore, root)
+        self._reader = open_reader(manifest.kvstore, root)
         self._root = root
+        self._in_flight = REMOTE_IN_FLIGHT_NBYTES if is_remote(path) else LOCAL_IN_FLIGHT_NBYTES
         self._block_starts: dict[str, npt.NDArray[np.int64]] | None = None
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(
-                name=name,
-                shape=entry.shape,
-                dtype=torch_dtype(entry.dtype),
-                stored_dtype=torch_dtype(entry.stored_dtype),
-                layout=entry.layout,
-                nbytes=entry.stored_nbytes,
-                content_digest=entry.content,
-                _entry=entry,
-            )
-            for name, entry in manifest.arrays.items()
-        }
+        self.tensors: Mapping[str, TensorInfo] = _Described(manifest.arrays)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, {len(self.tensors)} tensors)"
@@ -181,12 +210,12 @@ class Checkpoint:
 
     @property
     def structure(self) -> trees.Node:
-        """The saved state tree's structure (see `dtckpt.format.tree`).
+        """The saved state tree's structure (see `dtckpt.format.tree`), which must not be changed.
 
         A flat set of named tensors counts as a dict of them.
         """
-        if self.manifest.tree:
-            return trees.load(self.manifest.tree)
+        if self._structure is not None:
+            return self._structure
         return {"dict": [[name, {"tensor": name}] for name in self.tensors]}
 
     def read(self, name: str, region: Region | None = None) -> torch.Tensor:
@@ -206,15 +235,19 @@ class Checkpoint:
 
     def info(self, name: str) -> TensorInfo:
         """Return what is known of a tensor."""
+        return self.tensors[self.entry(name).name]
+
+    def entry(self, name: str) -> ArrayEntry:
+        """Return a tensor's entry in the manifest."""
         try:
-            return self.tensors[name]
+            return self.manifest.arrays[name]
         except KeyError:
             raise TensorNotFoundError(
                 f"checkpoint {self.path} has no tensor {name!r}; it has {capped(map(repr, self.tensors))}", name=name
             ) from None
 
     def read_into(
-        self, name: str, region: Region, into: np.ndarray[Any, Any], *, max_in_flight: int = MAX_NBYTES_IN_FLIGHT
+        self, name: str, region: Region, into: np.ndarray[Any, Any], *, max_in_flight: int | None = None
     ) -> int:
         """Read a region of a tensor into ready memory of its shape, converting to the memory's dtype.
 
@@ -225,7 +258,7 @@ class Checkpoint:
             name: Tensor name.
             region: What to read, in global indices.
             into: Memory of the region's shape.
-            max_in_flight: Bytes of chunks being read at one time (one chunk may exceed it).
+            max_in_flight: Bytes of chunks being read at one time (one chunk may exceed it); default: what is fast.
 
         Returns:
             The bytes read from storage.
@@ -236,7 +269,8 @@ class Checkpoint:
         self,
         requests: Iterable[tuple[str, Sequence[tuple[Region, np.ndarray[Any, Any]]]]],
         *,
-        max_in_flight: int = MAX_NBYTES_IN_FLIGHT,
+        max_in_flight: int | None = None,
+        count: Callable[[int], object] = lambda _: None,
     ) -> int:
         """Read regions of many tensors, each as `read_into`, with the reads of all of them under way together.
 
@@ -245,23 +279,25 @@ class Checkpoint:
         Args:
             requests: Per tensor its name and the regions to be read, each with memory of its shape.
             max_in_flight: As for `read_into`.
+            count: Told the bytes of every chunk that was read.
 
         Returns:
             The bytes read from storage.
         """
         nbytes = in_flight = 0
+        limit, fewest = (self._in_flight, 2) if max_in_flight is None else (max_in_flight, 1)
         pending: deque[_ChunkRead] = deque()
         try:
             for name, wanted in requests:
-                for read in _chunk_reads(self.info(name)._entry, wanted):
-                    while pending and in_flight + read.nbytes > max_in_flight:
-                        in_flight -= self._finish(pending.popleft())
+                for read in _chunk_reads(self.entry(name), wanted):
+                    while len(pending) >= fewest and in_flight + read.part.nbytes > limit:
+                        in_flight -= self._finish(pending.popleft(), count)
                     self._start(read)
                     pending.append(read)
-                    in_flight += read.nbytes
-                    nbytes += read.nbytes
+                    in_flight += read.part.nbytes
+                    nbytes += read.part.nbytes
             while pending:
-                self._finish(pending.popleft())
+                self._finish(pending.popleft(), count)
         except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
         finally:
@@ -271,42 +307,44 @@ class Checkpoint:
         return nbytes
 
     def _start(self, read: _ChunkRead) -> None:
-        (_, first), *more = read.uses
-        is_direct = not more and first.shape == read.box.shape and first.dtype.name == read.entry.stored_dtype
-        if is_direct and first.flags.aligned and read.is_whole:
-            read.memory, read.uses = first, ()
-        elif read.is_whole:
-            read.memory = stored_empty(read.entry.stored_dtype, read.box.shape)
-        entry = read.entry
-        if read.is_whole:
-            read.handle = self._reader.start(entry.path, entry.grid, entry.stored_dtype, read.chunk, read.memory)
-        else:
-            read.handle = self._reader.start_span(entry.path, read.index, *_stored_span(entry, read.chunk, read.box))
+        entry, part = read.entry, read.part
+        if not part.is_whole:
+            span = _stored_span(entry, part.chunk, part.box)
+            read.handle = self._reader.start_span(entry.path, part.index, *span)
+            return
+        first, *more = read.targets
+        is_fit = first.shape == part.box.shape and first.dtype == DTYPES[entry.stored_dtype]
+        read.is_direct = is_fit and first.flags.aligned and not more
+        read.memory = first if read.is_direct else stored_empty(entry.stored_dtype, part.box.shape)
+        read.handle = self._reader.start(
+            entry.path, entry.grid, entry.stored_dtype, part.chunk, read.memory, codec=entry.codec
+        )
 
-    def _finish(self, read: _ChunkRead) -> int:
+    def _finish(self, read: _ChunkRead, count: Callable[[int], object]) -> int:
         """Wait for one chunk, verify it, and deliver it; return its bytes."""
-        entry, memory = read.entry, read.memory
-        number = entry.grid.number(read.index)
-        digest = int(entry.digests[number])
-        if read.is_whole:
-            self._reader.finish(read.handle, entry.path, read.chunk)
-            is_sound = digest_chunk(entry.name, read.index, memory, entry.blocks)[0] == digest
+        entry, part, memory = read.entry, read.part, read.memory
+        if part.is_whole:
+            self._reader.finish(read.handle, entry.path, part.chunk)
+            digest, _ = digest_chunk(entry.name, part.index, memory, entry.blocks)
+            is_sound = digest == int(entry.digests[part.number])
         else:
-            start, stop = _stored_span(entry, read.chunk, read.box)
-            data = self._reader.finish_span(read.handle, entry.path, read.box, stop - start)
-            memory = _from_span(entry, read.box, data)
-            digests = self.block_digests(entry, number)[read.blocks.start : read.blocks.stop]
+            start, stop = _stored_span(entry, part.chunk, part.box)
+            data = self._reader.finish_span(read.handle, entry.path, part.box, stop - start)
+            memory = _from_span(entry, part.box, data)
+            digests = self.block_digests(entry, part.number)[part.blocks.start : part.blocks.stop]
             boxes = entry.blocks.cut(Region.full(memory.shape))
             found = [bytes_digest(as_bytes(memory[box.slices()]).data) for box in boxes]
             is_sound = found == digests
         if not is_sound:
             raise CheckpointCorruptError(
-                f"chunk {read.chunk} of tensor {entry.name!r} in {self.path} is damaged: its digest does not match "
-                f"(written by client {int(entry.writers[number])}); restore another checkpoint"
+                f"chunk {part.chunk} of tensor {entry.name!r} in {self.path} is damaged: its digest does not match "
+                f"(written by client {int(entry.writers[part.number])}); restore another checkpoint"
             )
-        for source, target in read.uses:
-            convert(memory[source] if source else memory, target)
-        return read.nbytes
+        if not read.is_direct:
+            for (_, of_box, _), target in zip(part.uses, read.targets, strict=True):
+                convert(_cut(memory, of_box), target)
+        count(part.nbytes)
+        return part.nbytes
 
     def validate_documents(self) -> None:
         """Check every ``zarr.json``, which only other readers need.
@@ -326,15 +364,14 @@ class Checkpoint:
         count = entry.blocks.count(entry.grid.region(index).shape)
         if count <= 1:
             return []
-        file = self._root / client_folder(int(entry.writers[number])) / BLOCKS_NAME
+        folder = self._root / client_folder(int(entry.writers[number]))
         data, start = b"", 8 * self._blocks_before(entry.name, number)
-        with translated("read block digests", file), suppress(FileNotFoundError), open(file, "rb") as stream:
-            stream.seek(start)
-            data = stream.read(8 * count)
+        with translated("read block digests", folder), suppress(FileNotFoundError):
+            data = folder.read(BLOCKS_NAME, start, start + 8 * count)
         digests = np.frombuffer(data[: len(data) // 8 * 8], "<u8")
         if digest_of_blocks(entry.name, index, digests) != int(entry.digests[number]):
             raise CheckpointCorruptError(
-                f"the block digests of chunk {number} of tensor {entry.name!r} in {file} are damaged; read the whole "
+                f"the block digests of chunk {number} of tensor {entry.name!r} in {folder} are damaged; read the whole "
                 "chunk, or restore another checkpoint"
             )
         found: list[int] = digests.tolist()
@@ -372,60 +409,44 @@ class Checkpoint:
         return verify(self, threads=threads, progress=progress)
 
 
-_Use = tuple[tuple[slice, ...], np.ndarray[Any, Any]]
-"""A part of what is read, as an index into it, and the memory that wants it."""
-
-
 @dataclass(slots=True, eq=False)
 class _ChunkRead:
-    """A chunk, or some of its blocks, on its way: what to do with it, and once it was started, where it goes."""
+    """A part of a chunk on its way: the memory that wants it, use by use, and once it was started, where it goes."""
 
     entry: ArrayEntry
-    index: tuple[int, ...]
-    chunk: Region
-    blocks: range
-    box: Region
-    """What of the chunk is read."""
-    uses: Sequence[_Use]
+    part: PartRead
+    targets: Sequence[np.ndarray[Any, Any]]
+    is_direct: bool = False
     memory: Any = None
     handle: Any = None
 
-    @property
-    def is_whole(self) -> bool:
-        return self.box == self.chunk
 
-    @property
-    def nbytes(self) -> int:
-        return self.box.numel * self.entry.itemsize
+def _parts_of(entry: ArrayEntry, regions: tuple[Region, ...]) -> Iterable[PartRead]:
+    """Return what must be read, chunk by chunk, for some regions of a tensor."""
+    try:
+        parts = plan_reads(entry.grid, entry.itemsize, regions, by_blocks=entry.has_readable_blocks)
+    except RegionError:
+        outside = next(region for region in regions if not _is_inside(region, entry.shape))
+        raise RegionError(f"region {outside} is outside tensor {entry.name!r} of shape {entry.shape}") from None
+    if entry.missing and (lost := next((part.chunk for part in parts if part.number in entry.missing), None)):
+        raise RegionNotFoundError(
+            f"tensor {entry.name!r} was saved in part, without {lost}; read a region that was saved"
+        )
+    return parts
 
 
-def _chunk_reads(entry: ArrayEntry, wanted: Iterable[tuple[Region, Any]]) -> Iterator[_ChunkRead]:
-    """Yield what must be read, chunk by chunk, for some regions of a tensor."""
-    parts: dict[tuple[int, ...], list[tuple[Region, Any]]] = {}
-    for region, into in wanted:
-        if region.ndim != len(entry.shape) or not Region.full(entry.shape).contains(region):
-            raise RegionError(f"region {region} is outside tensor {entry.name!r} of shape {entry.shape}")
-        for index in entry.grid.meeting(region):
-            chunk = entry.grid.region(index)
-            if entry.grid.number(index) in entry.missing:
-                raise RegionNotFoundError(
-                    f"tensor {entry.name!r} was saved in part, without {chunk}; read a region that was saved"
-                )
-            overlap = chunk.intersect(region)
-            if overlap is not None:
-                is_part = into is not None and region.ndim
-                target = into[overlap.relative_to(region).slices()] if is_part else into
-                parts.setdefault(index, []).append((overlap, target))
-    blocks = entry.blocks
-    for index, uses in parts.items():
-        chunk = box = entry.grid.region(index)
-        needed = range(blocks.count(chunk.shape))
-        if len(needed) > 1:
-            spans = [blocks.meeting(chunk, overlap) for overlap, _ in uses]
-            needed = range(min(span.start for span in spans), max(span.stop for span in spans))
-            box = blocks.span(chunk, needed.start, needed.stop)
-        cuts = [(overlap.relative_to(box).slices(), target) for overlap, target in uses]
-        yield _ChunkRead(entry, index, chunk, needed, box, cuts)
+def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
+    return region.ndim == len(shape) and Region.full(shape).contains(region)
+
+
+def _chunk_reads(entry: ArrayEntry, wanted: Sequence[tuple[Region, np.ndarray[Any, Any]]]) -> Iterator[_ChunkRead]:
+    """Yield the reads for some regions of a tensor, each with memory of its shape."""
+    for part in _parts_of(entry, tuple(region for region, _ in wanted)):
+        yield _ChunkRead(entry, part, [_cut(wanted[position][1], of_region) for position, _, of_region in part.uses])
+
+
+def _cut(memory: np.ndarray[Any, Any], slices: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+    return memory[slices] if slices else memory  # a scalar's element would be no view of it
 
 
 def _stored_span(entry: ArrayEntry, chunk: Region, box: Region) -> tuple[int, int]:
@@ -474,7 +495,7 @@ def convert(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
         np.copyto(target, source, casting="unsafe")
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Location) -> Checkpoint:
     """Open a committed checkpoint.
 
     Raises:
@@ -484,39 +505,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         CheckpointCorruptError: Its manifest is damaged.
         StoragePermissionError: It may not be read.
     """
-    target = local_path(path)
-    # A save may exchange the directory between the look-up and the read; then the second look finds the new one.
+    place = place_of(location_of(path))
+    # A save may replace the checkpoint between the look-up and the read; then the second look finds the new one.
     for is_last in (False, True):
-        root = directory.locate(target)
-        file = root / MANIFEST_NAME
+        folder = place.locate()
         try:
-            with translated("read the manifest", file, is_read=True):
-                data = file.read_bytes()
-            return Checkpoint(target, root, Manifest.from_bytes(data, str(file)))
+            with translated("read the manifest", folder, is_read=True):
+                data = folder.read(MANIFEST_NAME)
+            return Checkpoint(place.where, folder, Manifest.from_bytes(data, f"{folder}/{MANIFEST_NAME}"))
         except CheckpointError:
-            if is_last or file.exists():
+            if is_last or str(place.locate()) == str(folder):
                 raise
-    raise CheckpointNotFoundError(f"there is no checkpoint at {target}")
-
-
-def local_path(path: str | Path) -> Path:
-    """Return the absolute local path, links followed, of a checkpoint argument (a path or a ``file://`` URL)."""
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigTypeError(f"a checkpoint's path must be a str or a Path; got {type(path).__name__}")
-    text = str(path)
-    if "\0" in text or not text:
-        raise CheckpointNotFoundError(f"{text!r} is no path")
-    if "://" in text and not text.startswith("file://"):
-        raise CheckpointNotFoundError(f"cannot open {text}: only local paths and file:// URLs are supported")
-    bare = unquote(text.removeprefix("file://")) if text.startswith("file://") else text
-    try:
-        resolved = os.path.realpath(bare)
-        resolved.encode()
-    except UnicodeEncodeError:
-        raise CheckpointNotFoundError(f"{bare!r} is no path of a checkpoint: it is not valid Unicode") from None
-    if "\\" in resolved:
-        # TensorStore takes them for slashes: the data would land elsewhere than the manifest.
-        raise CheckpointNotFoundError(f"{resolved!r} is no path of a checkpoint: it holds a backslash")
-    target = Path(resolved)
-    directory.validate_name(target)
-    return target
+    raise CheckpointNotFoundError(f"there is no checkpoint at {place.where}")

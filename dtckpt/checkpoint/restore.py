@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from dtckpt.checkpoint.aliasing import Named, split_tied, validate_apart
 from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_tensor, mesh_of, shares_host_memory
 from dtckpt.checkpoint.options import RestoreOptions
+from dtckpt.checkpoint.phases import Phases
 from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
 from dtckpt.checkpoint.renaming import renamed
 from dtckpt.checkpoint.restore_report import Cast, Reshaped, RestoreReport
 from dtckpt.checkpoint.rounds import Rounds
+from dtckpt.checkpoint.sharing import Shared, agreed, announced, read_shared, shareable
+from dtckpt.checkpoint.uncollected import uncollected
 from dtckpt.coordination import Coordination, current_coordination
 from dtckpt.dtensor import DTensor
 from dtckpt.dtensor.devices import device_of
@@ -38,11 +42,13 @@ from dtckpt.format import tree as trees
 from dtckpt.format.dtypes import is_lossless
 from dtckpt.layout import UNSHARDED, Layout
 from dtckpt.mesh import Mesh
+from dtckpt.storage.locations import Location
+from dtckpt.storage.mounts import is_remote
 
 MAX_TRIES = 3
 """How often a local restore begins anew when a save replaces the checkpoint meanwhile."""
-MAX_PATH_CHARS = 500
-"""What clients tell each other of a path; with four bytes a character it still fits a barrier's payload."""
+MAX_PATH_CHARS = 250
+"""What clients tell each other of a path; with twelve bytes a character, escaped, it still fits a barrier's payload."""
 
 LayoutChoice = Layout | Callable[[str, TensorInfo], Layout]
 Layouts = Mapping[str, LayoutChoice] | Callable[[str, TensorInfo], Layout]
@@ -50,7 +56,7 @@ Layouts = Mapping[str, LayoutChoice] | Callable[[str, TensorInfo], Layout]
 
 
 def restore(
-    path: str | Path,
+    path: str | Location,
     target: Any = None,
     *,
     mesh: Mesh | None = None,
@@ -63,7 +69,8 @@ def restore(
     replaced, stateful objects get their state. Without, the saved tree comes back, with plain CPU tensors, or with
     new DTensors where ``mesh`` or ``layouts`` say so.
 
-    Every client reads only the chunks that meet its regions, straight into the destination, and verifies them.
+    Every client reads only the chunks that meet its regions, straight into the destination, and verifies them; or its
+    part of what several clients need, and hands it on (`RestoreOptions.read_once`).
 
     Collective: Over all clients of the meshes that the tensors lie on; barriers ``restore/planned`` (before anything
     is written) and ``restore/read``. Local where no tensor lies on another client.
@@ -124,8 +131,8 @@ class Filling:
 
     def report(self, checkpoint: Checkpoint) -> RestoreReport:
         """Say what will be done."""
-        pairs = [(self.renamed.get(name, name), checkpoint.info(name), leaf) for name, leaf in self.leaves]
-        saved = [(name, info.shape, str(info.dtype).removeprefix("torch."), leaf) for name, info, leaf in pairs]
+        pairs = [(self.renamed.get(name, name), checkpoint.entry(name), leaf) for name, leaf in self.leaves]
+        saved = [(name, entry.shape, entry.dtype, leaf) for name, entry, leaf in pairs]
         return RestoreReport(
             path=checkpoint.path,
             restored=tuple(name for name, *_ in saved),
@@ -139,7 +146,7 @@ class Filling:
 
 
 def run_restore(
-    path: str | Path,
+    path: str | Location,
     plan: Callable[[Checkpoint], Filling],
     options: RestoreOptions,
     coordination: Coordination,
@@ -150,7 +157,7 @@ def run_restore(
     is_alone = len(rounds.participants) == 1
     for is_last in (False,) * (MAX_TRIES - 1) + (True,):
         try:
-            with rounds.exclusive():
+            with rounds.exclusive(), rounds.phases.operation(path, is_shown=options.progress and rounds.client == 0):
                 return _run_once(path, plan, options, rounds)
         except CheckpointConflictError:
             # A save replaced the checkpoint meanwhile. Several clients cannot tell that alike, so they give up.
@@ -159,50 +166,66 @@ def run_restore(
     return None
 
 
-def _run_once(path: str | Path, plan: Callable[[Checkpoint], Filling], options: RestoreOptions, rounds: Rounds) -> Any:
-    opened: list[tuple[Checkpoint, Filling, list[Named], list[tuple[str, str, Leaf]]]] = []
+def _run_once(
+    path: str | Location, plan: Callable[[Checkpoint], Filling], options: RestoreOptions, rounds: Rounds
+) -> Any:
+    opened: list[tuple[Checkpoint, Filling, list[Named], list[tuple[str, str, Leaf]], list[Shared]]] = []
     reports: list[RestoreReport] = []
-    nbytes = 0
+    phases = rounds.phases
 
     def prepare() -> bytes:
-        checkpoint = open_checkpoint(path)
-        filling = plan(checkpoint)
-        reports.append(filling.report(checkpoint))
+        with uncollected():
+            checkpoint = open_checkpoint(path)
+            filling = plan(checkpoint)
+            reports.append(filling.report(checkpoint))
         try:
             _validate_report(reports[0], options)
         except DtckptError as error:
             if options.report is not None:
                 options.report(replace(reports[0], restored=(), refusal=error.message))
             raise
-        apart, tied = split_tied(filling.leaves)
-        validate_apart(apart)
-        opened.append((checkpoint, filling, apart, tied))
-        return f"{checkpoint.manifest.attempt} {str(checkpoint.path)[-MAX_PATH_CHARS:]}".encode()
+        with uncollected():
+            apart, tied = split_tied(filling.leaves)
+            validate_apart(apart)
+        is_shared = is_remote(path) if options.read_once is None else options.read_once
+        shared = shareable(checkpoint, apart) if is_shared and len(rounds.participants) > 1 else []
+        opened.append((checkpoint, filling, apart, tied, shared))
+        if phases.is_shown:  # it costs about as much as a plan
+            phases.expect("read", sum(_read_nbytes(checkpoint, name, leaf) for name, leaf in apart))
+        facts = _Opened(checkpoint.manifest.attempt, str(checkpoint.path)[-MAX_PATH_CHARS:], announced(shared))
+        return json.dumps(facts).encode()
 
-    def read() -> None:
-        nonlocal nbytes
-        nbytes = _read(checkpoint, apart, tied)
-
-    found = rounds.run("planned", prepare)
-    checkpoint, filling, apart, tied = opened[0]
+    found = {
+        client: _Opened(*json.loads(data)) for client, data in rounds.run("planned", prepare, phase="plan").items()
+    }
+    checkpoint, filling, apart, tied, shared = opened[0]
     with checkpoint:
         _validate_same(found)
-        rounds.run("read", read)
+        together = agreed(shared, {client: facts.shared for client, facts in found.items()})
+        rounds.run("read", lambda: _read(checkpoint, apart, tied, together, phases))
         result = filling.finish()
     if options.report is not None:
-        options.report(replace(reports[0], nbytes_read=nbytes))
+        options.report(replace(reports[0], phases=phases.costs))
     return result
 
 
-def _validate_same(found: Mapping[int, bytes]) -> None:
+class _Opened(NamedTuple):
+    """What a client says of the checkpoint that it opened: whose, where, and what it would read with others."""
+
+    attempt: str
+    path: str
+    shared: dict[str, str]
+
+
+def _validate_same(found: Mapping[int, _Opened]) -> None:
     """Check that all clients opened one checkpoint: that of one attempt."""
-    opened = [(client, *data.decode().partition(" ")[::2]) for client, data in sorted(found.items())]
-    first, attempt, path = opened[0]
-    for client, other_attempt, other_path in opened:
-        if other_attempt != attempt:
+    first, *others = sorted(found)
+    for client in others:
+        if found[client].attempt != found[first].attempt:
             raise CheckpointConflictError(
-                f"client {client} and client {first} opened different checkpoints; got {other_path} and {path}; if "
-                "these are one path, a save replaced it meanwhile: restore again, and use one shared file system"
+                f"client {client} and client {first} opened different checkpoints; got {found[client].path} and "
+                f"{found[first].path}; if these are one path, a save replaced it meanwhile: restore again, and use one "
+                "shared file system"
             )
 
 
@@ -244,40 +267,62 @@ def _others(found: Sequence[Reshaped | Cast]) -> str:
     return f" (and so have {capped(repr(item.name) for item in found)})" if found else ""
 
 
-def _read(checkpoint: Checkpoint, leaves: Sequence[Named], tied: Sequence[tuple[str, str, Leaf]]) -> int:
-    """Fill the tensors; return the bytes read from storage."""
-    boxes = [(name, leaf.distinct_parts()) for name, leaf in leaves]
-    on_host = (
-        (name, [(region, host_array(first)) for region, (first, *_) in parts.items() if shares_host_memory(first)])
-        for name, parts in boxes
-    )
+def _read_nbytes(checkpoint: Checkpoint, name: str, leaf: Leaf) -> int:
+    info = checkpoint.info(name)
+    return sum(info.read_nbytes(region) for region, _ in leaf.distinct_parts())
+
+
+def _read(
+    checkpoint: Checkpoint,
+    leaves: Sequence[Named],
+    tied: Sequence[tuple[str, str, Leaf]],
+    shared: Sequence[Shared],
+    phases: Phases,
+) -> None:
+    """Fill the tensors; those that are ``shared`` together with other clients."""
     with torch.no_grad():
-        nbytes = checkpoint.read_all(on_host)
+        read_shared(checkpoint, shared, phases)
+    read = partial(checkpoint.read_all, count=phases.count)
+    done = {id(one.leaf) for one in shared}
+    with uncollected():
+        boxes = [(name, leaf.distinct_parts()) for name, leaf in leaves if id(leaf) not in done]
+        # All at once: beside reads under way, what gives other threads a turn is slow.
+        on_host = [
+            (name, [(region, host_array(first)) for region, (first, *_) in parts if shares_host_memory(first)])
+            for name, parts in boxes
+        ]
+    with torch.no_grad():
+        read(on_host)
         for name, parts in boxes:
-            for region, (first, *copies) in parts.items():
+            for region, (first, *copies) in parts:
                 if not shares_host_memory(first):
                     # One tensor at a time, so that the host needs room for one only.
                     staged = torch.empty(first.shape, dtype=first.dtype)
-                    nbytes += checkpoint.read_into(name, region, host_array(staged))
-                    first.copy_(staged)
-                for copy in copies:
-                    copy.copy_(first)
-    return nbytes + _validate_tied(checkpoint, tied)
+                    read([(name, [(region, host_array(staged))])])
+                    _move(staged, [first], phases)
+                _move(first, copies, phases)
+    _validate_tied(read, tied)
 
 
-def _validate_tied(checkpoint: Checkpoint, tied: Sequence[tuple[str, str, Leaf]]) -> int:
-    """Check that names of one memory were saved with one value; return the bytes read from storage."""
-    nbytes = 0
+def _move(source: torch.Tensor, targets: Sequence[torch.Tensor], phases: Phases) -> None:
+    if targets:
+        with phases.measure("move"):
+            for target in targets:
+                target.copy_(source)
+                phases.count(target.nbytes)
+
+
+def _validate_tied(read: Callable[..., object], tied: Sequence[tuple[str, str, Leaf]]) -> None:
+    """Check that names of one memory were saved with one value."""
     for name, other, leaf in tied:
-        for region, copies in leaf.distinct_parts().items():
+        for region, copies in leaf.distinct_parts():
             stored = torch.empty(copies[0].shape, dtype=copies[0].dtype)
-            nbytes += checkpoint.read_into(name, region, host_array(stored))
+            read([(name, [(region, host_array(stored))])])
             if not same_bits(stored, copies[0]):
                 raise ReplicaMismatchError(
                     f"tensors {name!r} and {other!r} share memory in the target, but were saved with different values; "
                     "give them memory of their own"
                 )
-    return nbytes
 
 
 # --- into a target tree ---------------------------------------------------------------------------------------------
@@ -304,6 +349,8 @@ def _tensors(node: Any, depth: int = 0) -> Iterable[torch.Tensor]:
 
 def renamed_by(checkpoint: Checkpoint, options: RestoreOptions) -> dict[str, str]:
     """Return the new names of a checkpoint's tensors and values."""
+    if options.rename is None:
+        return {}
     return renamed(options.rename, [*checkpoint.tensors, *checkpoint.values])
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from dtckpt.format.manifest import PhaseCost
+from dtckpt.storage.locations import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,11 @@ class RestoreReport:
         cast: Tensors of other dtypes.
         renamed: New name by name in the checkpoint.
         refusal: Why nothing was restored; empty if all went well.
-        nbytes_read: Bytes that this client read from storage.
+        phases: What each phase took on this client: ``plan``, ``read`` (with digests), ``move`` (to devices, and to
+            further copies) and ``barrier``, waiting for the others. Empty if nothing was restored.
     """
 
-    path: Path
+    path: Location
     restored: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     defaulted: tuple[str, ...] = ()
@@ -51,4 +54,9 @@ class RestoreReport:
     cast: tuple[Cast, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     refusal: str = ""
-    nbytes_read: int = 0
+    phases: Mapping[str, PhaseCost] = field(default_factory=dict)
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes that this client read from storage."""
+        return self.phases["read"].nbytes if "read" in self.phases else 0

@@ -14,6 +14,7 @@ import weakref
 from pathlib import Path
 
 from dtckpt.errors import CheckpointConflictError
+from dtckpt.storage import directory
 from dtckpt.storage.failures import translated
 
 logger = logging.getLogger("dtckpt.checkpoint")
@@ -40,7 +41,7 @@ class RootLock:
         if _held.get(key) is self:
             return
         with translated("lock the directory of checkpoints", self._root):
-            self._root.mkdir(parents=True, exist_ok=True)
+            directory.make_folder(self._root)
             if key in _held:
                 raise self._conflict("another manager of this process")
             descriptor = os.open(self._root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

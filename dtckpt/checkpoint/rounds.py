@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
+from dtckpt.checkpoint.phases import BARRIER, Phases
 from dtckpt.coordination import Coordination, Progress, Vote
 from dtckpt.errors import CoordinationError, DtckptError, MeshError
 from dtckpt.format.digest import bytes_digest
@@ -59,8 +59,7 @@ class Rounds:
         # Groups of clients that share no member may save at the same time; each has barriers of its own.
         is_everyone = self.participants == tuple(everyone)
         self._group = "" if is_everyone else f"#{bytes_digest(repr(self.participants).encode()):016x}"
-        self.seconds: dict[str, float] = {}
-        self.phase = ""
+        self.phases = Phases(operation, self.client, coordination.heartbeat)
 
     @property
     def is_leader(self) -> bool:
@@ -97,7 +96,12 @@ class Rounds:
             self._coordination.heartbeat(Progress())
 
     def run(
-        self, name: str, work: Callable[[], bytes | None], *, meanwhile: Callable[[], object] | None = None
+        self,
+        name: str,
+        work: Callable[[], bytes | None],
+        *,
+        phase: str = "",
+        meanwhile: Callable[[], object] | None = None,
     ) -> Mapping[int, bytes]:
         """Do this client's part of a round and learn how it went for all.
 
@@ -107,19 +111,19 @@ class Rounds:
         Args:
             name: Name of the round.
             work: This client's part; what it returns is handed to all participants.
+            phase: What the part is measured as; default: the round's name. Waiting is measured as ``barrier``.
             meanwhile: What to do while the others are waited for, if ``work`` went well. The round does not depend on
                 it, and what it raises is raised here only.
 
         Returns:
             What every participant's part returned.
         """
-        self.phase = name
-        self._coordination.heartbeat(Progress(phase=f"{self._operation}/{name}"))
-        start = time.monotonic()
+        self.phases.enter(name)
         failure: BaseException | None = None
         payload = b""
         try:
-            payload = work() or b""
+            with self.phases.measure(phase or name):
+                payload = work() or b""
         except BaseException as error:
             if len(self.participants) == 1:
                 raise
@@ -130,15 +134,16 @@ class Rounds:
                     meanwhile()
                 return {self.client: payload}
             vote = Vote(payload=payload) if failure is None else Vote.of_error(failure)
-            if meanwhile is None or failure is not None:
-                return self._meet(name, vote)
-            return _wait_beside(lambda: self._meet(name, vote), meanwhile)
+            met = None
+            if meanwhile is not None and failure is None:
+                met = _begin(lambda: self._meet(name, vote))
+                meanwhile()
+            with self.phases.measure(BARRIER):
+                return self._meet(name, vote) if met is None else met.result()
         except DtckptError as verdict:
             if failure is not None and not isinstance(failure, Exception):
                 raise failure from verdict
             raise verdict from failure
-        finally:
-            self.seconds[name] = time.monotonic() - start
 
     def _meet(self, name: str, vote: Vote) -> Mapping[int, bytes]:
         return self._coordination.barrier(
@@ -150,16 +155,15 @@ class Rounds:
         ).payloads
 
 
-def _wait_beside(meet: Callable[[], T], work: Callable[[], object]) -> T:
-    """Return what ``meet`` returns in a thread of its own; until then, work in this one."""
-    met: Future[T] = Future()
+def _begin(work: Callable[[], T]) -> Future[T]:
+    """Work in a thread of its own; return what will come of it."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            met.set_result(meet())
+            future.set_result(work())
         except BaseException as error:
-            met.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="dtckpt-round").start()
-    work()
-    return met.result()
+    return future

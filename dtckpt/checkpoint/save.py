@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from dtckpt.checkpoint import in_flight
-from dtckpt.checkpoint.agreement import Summary, validate_agreement
-from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_tensor
+from dtckpt.checkpoint.agreement import Summary, Written, validate_agreement
+from dtckpt.checkpoint.leaves import Stateful, as_leaf, host_array, is_tensor
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.reader import local_path
+from dtckpt.checkpoint.phases import find_slow
+from dtckpt.checkpoint.rounding import StoredDtypes
 from dtckpt.checkpoint.rounds import Rounds
+from dtckpt.checkpoint.uncollected import uncollected
 from dtckpt.checkpoint.writing import ClientWriter, Source, merge_clients
 from dtckpt.coordination import Coordination, current_coordination
 from dtckpt.errors import SliceError
 from dtckpt.format import tree as trees
-from dtckpt.format.manifest import Manifest
+from dtckpt.format.codecs import NO_CODEC
+from dtckpt.format.manifest import Manifest, PhaseCost
 from dtckpt.format.slices import parse_slice_spec
-from dtckpt.planning.save_plan import Holding, SavePlan, TensorPlan, TensorSpec, holdings_of, plan_save
+from dtckpt.layout import Layout
+from dtckpt.planning.save_plan import (
+    KEPT_STRUCTURES,
+    Holding,
+    SavePlan,
+    TensorPlan,
+    TensorSpec,
+    copies_of,
+    holdings_of,
+    kept_plan,
+)
 from dtckpt.region import Region
-from dtckpt.storage import directory
-from dtckpt.storage.locks import locked
+from dtckpt.storage import places
+from dtckpt.storage.chunks import validate_kind
+from dtckpt.storage.failures import translated
+from dtckpt.storage.locations import Location, location_of
+
+logger = logging.getLogger("dtckpt.checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +55,24 @@ class SaveReport:
     Args:
         path: The checkpoint.
         nbytes: Bytes of tensor data in it.
-        client_nbytes: Bytes that this client wrote.
-        seconds: Seconds per round, waiting for the others included: ``begin``, ``edges``, ``written``, ``merged``.
+        phases: What each phase took on this client: ``plan``, ``edges`` (handing over pieces of chunks that shards
+            share, where there are such), ``write`` (with digests), ``merge`` (on the leader, with the commit), and
+            ``barrier``: waiting for the others, of which nothing is in the other phases.
     """
 
-    path: Path
+    path: Location
     nbytes: int
-    client_nbytes: int
-    seconds: Mapping[str, float]
+    phases: Mapping[str, PhaseCost]
+
+    @property
+    def client_nbytes(self) -> int:
+        """Bytes that this client wrote."""
+        return self.phases["write"].nbytes
 
     @property
     def total_s(self) -> float:
-        """Seconds of all rounds."""
-        return sum(self.seconds.values())
+        """Seconds of all phases."""
+        return sum(phase.seconds for phase in self.phases.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,25 +86,25 @@ class State:
         max_pending_nbytes: Bound on the elements that wait to be written; default none.
     """
 
-    specs: Sequence[TensorSpec]
+    specs: tuple[TensorSpec, ...]
     source: Source
     tree: bytes = b""
     max_pending_nbytes: int | None = None
 
 
-def save(path: str | Path, tree: Any, *, options: SaveOptions | None = None) -> SaveReport:
+def save(path: str | Location, tree: Any, *, options: SaveOptions | None = None) -> SaveReport:
     """Save a state tree as the checkpoint at ``path``.
 
     Collective: Over all clients of the job, which pass the same tree; barriers ``save/begin``, ``save/written`` and
     ``save/merged`` (and ``save/edges`` where unevenly nested shards share chunks). Every client returns, or every
-    client raises the same error. After an error the path holds what it held before, or, where a client was lost after
-    the commit, the new checkpoint; never anything else.
+    client raises the same error. After an error the path holds what it held before, or, where a client was lost or
+    storage failed amid the commit, the new checkpoint; never anything else.
 
     Blocks: On storage, and on the slowest client, each barrier at most ``options.timeout_s`` seconds; before that, on
     a `save_async` in flight. If that failed and nobody has looked, its error is raised here, and nothing is saved.
 
     Args:
-        path: Directory of the checkpoint; parents are made.
+        path: Directory of the checkpoint, whose parents are made; or a URL.
         tree: Nested dicts, lists and tuples of DTensors (also PyTorch's), tensors (a copy on every client), None,
             bool, int, float, str, bytes (the same on every client), and objects with ``state_dict()`` and
             ``load_state_dict()``.
@@ -148,28 +171,46 @@ def state_of(
         clients: Who holds a copy of the plain tensors.
         tree: Structure and plain values as JSON.
     """
-    specs: list[TensorSpec] = []
-    parts: dict[str, list[tuple[Region, list[torch.Tensor]]]] = {}
-    for name, tensor, slice_text in entries:
-        leaf = as_leaf(tensor)
-        place = parse_slice_spec(slice_text, leaf.shape)
-        is_rounded = (options.save_as_bf16 or leaf.save_as_bf16) and leaf.dtype == "float32"
-        stored = "bfloat16" if is_rounded else leaf.dtype
-        holdings = _holdings(leaf, clients)
-        moved = tuple(Holding(item.region.translate(place.region.offset), item.clients) for item in holdings)
-        is_whole = place.full_shape == leaf.shape
-        specs.append(TensorSpec(name, place.full_shape, leaf.dtype, stored, moved, leaf.layout if is_whole else None))
-        parts.setdefault(name, []).extend(
-            (region.translate(place.region.offset), copies) for region, copies in leaf.distinct_parts().items()
+    with uncollected():
+        leaves = [as_leaf(tensor) for _, tensor, _ in entries]
+        structure = tuple(
+            (name, leaf.shape, leaf.dtype, leaf.save_as_bf16, leaf.layout, slice_text)
+            for (name, _, slice_text), leaf in zip(entries, leaves, strict=True)
         )
+        parts: dict[str, list[tuple[Region, list[torch.Tensor]]]] = {}
+        for (name, _, slice_text), leaf in zip(entries, leaves, strict=True):
+            boxes = leaf.distinct_parts()
+            if slice_text:
+                start = parse_slice_spec(slice_text, leaf.shape).region.offset
+                boxes = [(region.translate(start), copies) for region, copies in boxes]
+            parts.setdefault(name, []).extend(boxes)
+        # Of the options, only what makes a difference to the specs; saves that differ otherwise share a plan.
+        stored = SaveOptions(
+            save_as_bf16=options.save_as_bf16, stored_dtypes=options.stored_dtypes, codec=options.codec
+        )
+        specs = _specs(structure, stored, tuple(clients))
     return State(specs, MemorySource(parts), tree)
 
 
-def _holdings(leaf: Leaf, clients: Sequence[int]) -> tuple[Holding, ...]:
-    if leaf.layout is not None:
-        return holdings_of(leaf.layout, leaf.shape)
-    whole = Region.full(leaf.shape)
-    return () if whole.is_empty else (Holding(whole, tuple(clients)),)
+_Described = tuple[str, tuple[int, ...], str, bool, Layout | None, str]
+"""A tensor to be saved: name, shape, dtype, whether it asks for bfloat16, layout, slice string."""
+
+
+@lru_cache(maxsize=KEPT_STRUCTURES)
+def _specs(structure: tuple[_Described, ...], options: SaveOptions, clients: tuple[int, ...]) -> tuple[TensorSpec, ...]:
+    """Return the tensors as the plan sees them: the very same for the same structure, which then has its plan."""
+    specs: list[TensorSpec] = []
+    rules, codec = StoredDtypes(options), options.codec or NO_CODEC
+    for name, shape, dtype, save_as_bf16, layout, slice_text in structure:
+        place = parse_slice_spec(slice_text, shape)
+        stored = rules.choose(name, dtype, save_as_bf16=save_as_bf16)
+        holdings = copies_of(clients, shape) if layout is None else holdings_of(layout, shape)
+        if slice_text:
+            holdings = tuple(Holding(item.region.translate(place.region.offset), item.clients) for item in holdings)
+        kept = layout if place.full_shape == shape else None
+        specs.append(TensorSpec(name, place.full_shape, dtype, stored, holdings, kept, codec=codec))
+    rules.validate_all_used()
+    return tuple(specs)
 
 
 class MemorySource:
@@ -186,9 +227,10 @@ class MemorySource:
     def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
         """Return a view of the elements of a region inside one of the boxes."""
         for box, copies in self.parts(plan.spec.name):
+            if box == region:
+                return self._host_array(copies[0])
             if box.contains(region):
-                array = self._host_array(copies[0])
-                return array[region.relative_to(box).slices()] if region.ndim else array
+                return self._host_array(copies[0])[region.relative_to(box).slices()]
         raise SliceError(f"this client does not hold {region} of tensor {plan.spec.name!r}")
 
     def copies(self, plan: TensorPlan, region: Region) -> Sequence[np.ndarray[Any, Any]]:
@@ -204,7 +246,7 @@ class MemorySource:
 
 
 def save_state(
-    path: str | Path,
+    path: str | Location,
     collect: Callable[[], State],
     *,
     options: SaveOptions | None = None,
@@ -214,7 +256,7 @@ def save_state(
     """Run the save protocol. Collective and errors: as `save`, over ``participants``.
 
     Args:
-        path: The checkpoint's directory.
+        path: Where the checkpoint will be.
         collect: Gives this client's side of the state; its errors reach all clients.
         options: See `SaveOptions`.
         coordination: The way to the other clients; default: that of this process.
@@ -238,7 +280,7 @@ class Attempt:
     The caller is inside ``rounds.exclusive()``; a failure leaves nothing under construction.
 
     Args:
-        path: The checkpoint's directory.
+        path: Where the checkpoint will be.
         collect: Gives this client's side of the state; its errors reach all clients.
         options: See `SaveOptions`.
         coordination: The way to the other clients.
@@ -249,7 +291,7 @@ class Attempt:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Location,
         collect: Callable[[], State],
         options: SaveOptions,
         coordination: Coordination,
@@ -263,20 +305,21 @@ class Attempt:
         self._options = options
         self._member = coordination.member
         self.rounds = Rounds(coordination, "save", options.timeout_s, participants)
+        self._phases = self.rounds.phases
         self._stage = stage
         self._extra_files = {} if extra_files is None else extra_files
-        self._staging: directory.Staging | None = None
-        self._lock = ExitStack()
+        self._led: places.Attempt | None = None
+        self._alive = ExitStack()
         self._begun: list[tuple[State, SavePlan]] = []
         self._staging_failure: Exception | None = None
         self._token = ""
-        self._root: tuple[Path, Path, tuple[int, int] | None] | None = None
-        self._client_nbytes = 0
+        self._joined: places.Attempt | None = None
 
     def begin(self) -> None:
         """Plan, agree with the other clients on what is saved, and stage. Collective: barrier ``save/begin``."""
+        self._phases.begin(self._path, is_shown=self._options.progress and self.rounds.client == 0)
         with self._tidy():
-            payloads = self.rounds.run("begin", self._prepare, meanwhile=self._stage_state)
+            payloads = self.rounds.run("begin", self._prepare, phase="plan", meanwhile=self._stage_state)
             _, plan = self._begun[0]
             validate_agreement(payloads, plan)
             self._token = Summary.from_bytes(payloads[self.rounds.leader]).token
@@ -287,18 +330,21 @@ class Attempt:
 
     def _prepare(self) -> bytes:
         in_flight.raise_unseen()
-        target = local_path(self._path)
+        place = places.place_of(location_of(self._path))
         state = self._collect()
-        plan = plan_save(state.specs, self._options.chunk_nbytes)
+        plan = kept_plan(state.specs, self._options.chunk_nbytes)
         token = ""
         if self.rounds.is_leader:
             token = f"{self._member.attempt}-{self._member.incarnation:x}-{secrets.token_hex(4)}"
-            directory.check_target(target, overwrite=self._options.overwrite)
-            self._staging = directory.begin(target, token)
-            # Whoever collects leftovers takes the lock for a sign of life.
-            self._lock.enter_context(locked(self._staging.path))
+            validate_kind(self._options.kvstore, place.folder, (spec.codec for spec in state.specs))
+            place.check_target(overwrite=self._options.overwrite)
+            self._led = place.begin(token)
+            self._alive.enter_context(self._led.alive())
+            token = self._led.token
+        self._phases.expect("write", plan.loads.get(self.rounds.client, 0))
         self._begun.append((state, plan))
-        return Summary.of(str(target), token, plan, state.tree, self._options).to_bytes()
+        agreed = replace(self._options, progress=False)  # one client alone may show it
+        return Summary.of(str(place.where), token, plan, state.tree, agreed).to_bytes()
 
     def _stage_state(self) -> None:
         """Make the state independent of its tensors, while the others are waited for: the copy hides the wait."""
@@ -306,7 +352,8 @@ class Attempt:
             return
         state, plan = self._begun.pop()
         try:
-            state = self._stage(state, plan, self.rounds.client)
+            with self._phases.measure("stage"):
+                state = self._stage(state, plan, self.rounds.client)
         except Exception as error:
             self._staging_failure = error
         self._begun.append((state, plan))
@@ -317,36 +364,40 @@ class Attempt:
 
     def complete(self) -> SaveReport:
         """Write and commit. Collective: barriers ``save/edges`` (where needed), ``save/written``, ``save/merged``."""
-        with self._tidy(), self._lock:
+        with self._tidy(), self._alive:
             state, plan = self._begun.pop()
-            target = local_path(self._path)
-            root = directory.staging_path(target, self._token)
-            self._root = root, target, directory.identity(root)
+            place = places.place_of(location_of(self._path))
+            self._joined = place.join(self._token)
             writer = ClientWriter(
                 plan,
-                root,
+                self._joined,
                 self.rounds.client,
                 state.source,
                 kvstore=self._options.kvstore,
                 is_durable=self._options.fsync,
                 max_pending_nbytes=state.max_pending_nbytes,
+                count=self._phases.count,
             )
             if plan.has_moves:
                 self.rounds.run("edges", writer.hand_over)
-            announced = self.rounds.run("written", lambda: self._write(writer))
-            self.rounds.run("merged", lambda: self._finish(plan, state, announced))
-            return SaveReport(target, plan.nbytes, self._client_nbytes, dict(self.rounds.seconds))
+            announced = self.rounds.run("written", lambda: self._write(writer), phase="write")
+            self.rounds.run("merged", lambda: self._finish(plan, state, announced), phase="merge")
+            self._phases.end()
+            return SaveReport(place.where, plan.nbytes, self._phases.costs)
 
     def _write(self, writer: ClientWriter) -> bytes:
-        digest, self._client_nbytes = writer.write(
-            check_replicas=self._options.check_replicas, content_digest=self._options.content_digest
-        )
-        return digest
+        options = self._options
+        digest = writer.write(check_replicas=options.check_replicas, content_digest=options.content_digest)
+        return Written(digest, self._phases.costs).to_bytes()
 
-    def _finish(self, plan: SavePlan, state: State, announced: Mapping[int, bytes]) -> None:
-        if not self.rounds.is_leader or self._staging is None:
+    def _finish(self, plan: SavePlan, state: State, payloads: Mapping[int, bytes]) -> None:
+        if self._led is None:
             return
         options = self._options
+        announced = {client: Written.from_bytes(data) for client, data in payloads.items()}
+        costs = {client: written.costs for client, written in announced.items()}
+        if slow := find_slow(costs):
+            logger.warning("save of %s: %s", self._path, slow)
         manifest = Manifest(
             kvstore=options.kvstore,
             arrays={},
@@ -354,22 +405,26 @@ class Attempt:
             job=self._member.job,
             num_clients=len(self.rounds.participants),
             attempt=self._token,
+            costs=costs,
         )
         for name, data in self._extra_files.items():
-            directory.write_file(self._staging.path / name, data, is_durable=options.fsync)
-        merge_clients(plan, self._staging.path, announced, manifest, is_durable=options.fsync)
-        directory.commit(self._staging, overwrite=options.overwrite, is_durable=options.fsync)
+            with translated(f"write {name}", self._led.folder):
+                self._led.folder.write(name, data)
+        chunk_lists = {client: written.chunk_list for client, written in announced.items()}
+        merge_clients(plan, self._led.folder, chunk_lists, manifest, is_durable=options.fsync)
+        self._led.commit(overwrite=options.overwrite, is_durable=options.fsync)
 
     @contextmanager
     def _tidy(self) -> Iterator[None]:
         """Remove what is under construction if the work inside fails."""
         try:
             yield
-        except BaseException:
-            if self._staging is not None:
-                directory.abandon(self._staging)
-            if self._root is not None:
-                # The leader may have taken the directory away while this client wrote, which made it again.
-                directory.sweep(*self._root)
-            self._lock.close()
+        except BaseException as error:
+            self._phases.end(error)
+            if self._led is not None:
+                self._led.abandon()
+            if self._joined is not None:
+                # The leader may have taken the folder away while this client wrote, which made it again.
+                self._joined.sweep()
+            self._alive.close()
             raise

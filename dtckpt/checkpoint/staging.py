@@ -7,35 +7,18 @@ per page, more than the copy itself. Tensors on a card are copied into page-lock
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import torch
 
-from dtckpt.checkpoint.in_flight import Transfer
 from dtckpt.checkpoint.save import MemorySource, State
 from dtckpt.planning.save_plan import SavePlan, TensorPlan
 from dtckpt.region import Region
 
 _ALIGNMENT = 64
 Parts = list[tuple[Region, list[torch.Tensor]]]
-
-
-class StagedSource(MemorySource):
-    """Elements from staging memory; counts what is fetched."""
-
-    def __init__(self, parts: dict[str, Parts], transfer: Transfer) -> None:
-        super().__init__(parts)
-        self._transfer = transfer
-
-    def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
-        """Return a view of the elements of a region."""
-        elements = super().fetch(plan, region)
-        self._transfer.nbytes_done += elements.nbytes
-        return elements
 
 
 class StagingMemory:
@@ -46,12 +29,20 @@ class StagingMemory:
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._pieces: list[torch.Tensor] = []
 
-    def stage(self, state: State, plan: SavePlan, client: int, *, with_copies: bool, transfer: Transfer) -> State:
+    def stage(
+        self, state: State, plan: SavePlan, client: int, *, with_copies: bool, count: Callable[[int], object]
+    ) -> State:
         """Copy what a client will write, and with ``with_copies`` every copy that it holds.
 
         Blocks: On the copy; on a card, on the work that the current stream has still to do.
+
+        Args:
+            state: What is to be saved.
+            plan: The plan of the save.
+            client: This client.
+            with_copies: Whether copies that others write are staged, too, to be compared.
+            count: Told the bytes that were copied.
         """
-        start = time.monotonic()
         if not isinstance(state.source, MemorySource):
             return state
         found = [
@@ -67,9 +58,8 @@ class StagingMemory:
         remaining = iter(targets)
         for name, region, views in found:
             parts.setdefault(name, []).append((region, [next(remaining) for _ in views]))
-        transfer.nbytes_total = sum(target.nbytes for target in targets)
-        transfer.staging_s = time.monotonic() - start
-        return State(state.specs, StagedSource(parts, transfer), state.tree, state.max_pending_nbytes)
+        count(sum(target.nbytes for target in targets))
+        return State(state.specs, MemorySource(parts), state.tree, state.max_pending_nbytes)
 
     def _carve(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return memory for the tensors."""

@@ -1,4 +1,4 @@
-"""The directories that a manager keeps checkpoints in, one per step."""
+"""The places that a manager keeps checkpoints at, one per step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
-from dtckpt.checkpoint.leftovers import targets_of_leftovers
+from dtckpt.checkpoint.roots import Root
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, ConfigError
-from dtckpt.storage import directory
+from dtckpt.storage.locations import Location
+from dtckpt.storage.places import Place, place_of
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
@@ -19,12 +19,17 @@ _STEP_NAME = re.compile(r"step_(\d{8,18})")
 
 
 class StepFolders:
-    """The checkpoints ``step_00000010`` and so on under one directory; whatever else is there is ignored."""
+    """The checkpoints ``step_00000010`` and so on below one root; whatever else is there is ignored."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Root) -> None:
+        self._root = root
 
-    def path(self, step: int) -> Path:
+    @property
+    def root(self) -> Location:
+        """Where they are."""
+        return self._root.where
+
+    def path(self, step: int) -> Location:
         """Return where the checkpoint of a step is, or would be.
 
         Raises:
@@ -34,18 +39,18 @@ class StepFolders:
             raise ConfigError(f"a step must be a whole number from 0 on; got {step!r}")
         return self.root / f"step_{step:08d}"
 
+    def place(self, step: int) -> Place:
+        """Return the place of a step's checkpoint. Raises: as `path`."""
+        return place_of(self.path(step))
+
     def all_steps(self) -> list[int]:
         """Return the steps that have a finished checkpoint, ascending."""
-        try:
-            names = {entry.name for entry in self.root.iterdir()} | targets_of_leftovers(self.root)
-        except FileNotFoundError:
-            return []
-        steps = {int(match[1]) for match in map(_STEP_NAME.fullmatch, names) if match}
+        steps = {int(match[1]) for match in map(_STEP_NAME.fullmatch, self._root.names()) if match}
         return sorted(step for step in steps if self._is_there(step))
 
     def _is_there(self, step: int) -> bool:
         try:
-            directory.locate(self.path(step))
+            self.place(step).locate()
         except (CheckpointNotFoundError, CheckpointIncompleteError):
             return False
         return True
@@ -53,7 +58,7 @@ class StepFolders:
     def metrics(self, step: int) -> Mapping[str, float]:
         """Return the metrics that a step was saved with; none if they cannot be read."""
         try:
-            found = json.loads((self.path(step) / METRICS_NAME).read_text())
+            found = json.loads(self.place(step).locate().read(METRICS_NAME))
             return {str(name): float(value) for name, value in found.items()}
         except FileNotFoundError:
             return {}

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +18,7 @@ from dtckpt.format.content import ContentSum, content_digest
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import ArrayEntry
 from dtckpt.region import Region
+from dtckpt.storage.locations import Location
 
 if TYPE_CHECKING:
     from dtckpt.checkpoint.reader import Checkpoint
@@ -51,7 +51,7 @@ class VerifyReport:
         damages: What is damaged, in the order of the tensors and their chunks.
     """
 
-    path: Path
+    path: Location
     num_tensors: int
     num_chunks: int
     nbytes: int

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,24 +13,29 @@ import numpy as np
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.digesting import TensorDigests, digesting
 from dtckpt.checkpoint.reader import convert
-from dtckpt.errors import CheckpointCorruptError, ReplicaMismatchError, StorageError, capped
+from dtckpt.checkpoint.uncollected import uncollected
+from dtckpt.errors import CheckpointCorruptError, ReplicaMismatchError, capped
 from dtckpt.format.content import content_digest
 from dtckpt.format.digest import Blocks, as_bytes, bytes_digest, digest_chunk, documents_digest
 from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME, ArrayEntry, Manifest
-from dtckpt.planning.save_plan import NO_CLIENT, SavePlan, TensorPlan
+from dtckpt.layout import Layout
+from dtckpt.planning.save_plan import KEPT_STRUCTURES, NO_CLIENT, SavePlan, TensorPlan
 from dtckpt.region import Region
-from dtckpt.storage import directory
 from dtckpt.storage.arrays import (
     DATABASE_NAME,
-    ArrayWriter,
     array_metadata,
     client_folder,
     documents,
     merge,
     stored_empty,
+    sync_merged,
 )
+from dtckpt.storage.chunks import open_writer
 from dtckpt.storage.failures import translated
+from dtckpt.storage.folders import Folder
+from dtckpt.storage.places import Attempt
 
 
 class Source(Protocol):
@@ -44,6 +51,8 @@ class Source(Protocol):
 
 
 CHUNKS_NAME = "chunks.pb"
+PENDING_NBYTES = 192 << 20
+"""Elements made for a save (rounded, compressed, put together, copied) that may wait to be written."""
 _DIGEST_NBYTES = 8
 
 
@@ -52,42 +61,42 @@ class ClientWriter:
 
     Args:
         plan: The global plan.
-        root: The directory under construction.
+        attempt: What it writes for.
         client: This client.
         source: Where the elements come from.
         kvstore: Key-value store.
         is_durable: Whether to fsync.
-        max_pending_nbytes: Bound on the elements that wait to be written; default none.
+        max_pending_nbytes: Bound on the elements that wait to be written; default: on those that are not the source's.
+        count: Told the bytes of what was handed to storage.
     """
 
     def __init__(
         self,
         plan: SavePlan,
-        root: Path,
+        attempt: Attempt,
         client: int,
         source: Source,
         *,
         kvstore: str,
         is_durable: bool,
         max_pending_nbytes: int | None = None,
+        count: Callable[[int], object],
     ) -> None:
         self._plan = plan
-        self._root = root
+        self._attempt = attempt
+        self._root = attempt.folder
         self._client = client
         self._source = source
         self._kvstore = kvstore
         self._is_durable = is_durable
         self._max_pending_nbytes = max_pending_nbytes
-        self._folder = root / client_folder(client)
+        self._count = count
+        self._folder = attempt.folder / client_folder(client)
 
     def _open_folder(self) -> None:
         with translated("create the client's folder", self._folder):
-            if not self._root.is_dir():
-                raise StorageError(
-                    f"client {self._client} does not see {self._root}, which the leader made; every client must see "
-                    "one shared file system"
-                )
-            self._folder.mkdir(exist_ok=True)
+            self._attempt.validate(self._client)
+            self._folder.make()
 
     def hand_over(self) -> None:
         """Write the pieces of chunks that other clients own, one file per owner, in the plan's order."""
@@ -101,9 +110,14 @@ class ClientWriter:
             if pieces:
                 data = b"".join(pieces)
                 digest = bytes_digest(data).to_bytes(_DIGEST_NBYTES, "big")
-                directory.write_file(self._folder / _edges_name(owner), data + digest, is_durable=False)
+                self._put(_edges_name(owner), data + digest)
+                self._count(len(data))
 
-    def write(self, *, check_replicas: bool, content_digest: bool) -> tuple[bytes, int]:
+    def _put(self, name: str, data: bytes) -> None:
+        with translated(f"write {name}", self._folder):
+            self._folder.write(name, data)
+
+    def write(self, *, check_replicas: bool, content_digest: bool) -> int:
         """Write this client's chunks and its chunk list.
 
         Args:
@@ -111,31 +125,34 @@ class ClientWriter:
             content_digest: Add up the content of the tensors.
 
         Returns:
-            Digest of the chunk list's file, and the bytes of the chunks.
+            Digest of the chunk list's file.
         """
         self._open_folder()
         received = self._receive()
-        writer = ArrayWriter(
+        writer = open_writer(
             self._kvstore,
             self._root,
             self._client,
             is_durable=self._is_durable,
-            max_pending_nbytes=self._max_pending_nbytes,
+            max_pending_nbytes=self._max_pending_nbytes or PENDING_NBYTES,
         )
-        nbytes = 0
+        is_bounded = self._max_pending_nbytes is not None
         try:
             # Where memory is bounded, elements are gone as soon as they are written.
-            with digesting(beside=self._max_pending_nbytes is None, with_content=content_digest) as digests:
-                for position, plan in enumerate(self._plan.tensors):
-                    for number in plan.owned_by(self._client):
-                        region = plan.grid.region(plan.grid.index(number))
-                        if number in plan.pieces:
-                            elements = self._assemble(position, plan, number, region, received)
-                        else:
-                            elements = self._stored(plan, region)
-                        writer.write(plan.path, plan.grid, plan.spec.stored_dtype, region, elements)
-                        digests.add(position, plan, number, elements)
-                        nbytes += elements.nbytes
+            with digesting(beside=not is_bounded, with_content=content_digest) as digests:
+                for position, plan, number in self._plan.owned_by(self._client):
+                    _, region = plan.grid.chunk(number)
+                    if number in plan.pieces:
+                        elements = self._assemble(position, plan, number, region, received)
+                    else:
+                        elements = self._stored(plan, region)
+                    is_kept = not is_bounded and not elements.flags.owndata
+                    codec = plan.spec.codec
+                    writer.write(
+                        plan.path, plan.grid, plan.spec.stored_dtype, region, elements, codec=codec, is_kept=is_kept
+                    )
+                    digests.add(position, plan, number, elements)
+                    self._count(elements.nbytes)
                 # Copies are compared while storage is waited for, too.
                 copies = digests.then(lambda: list(self._copy_digests(digests.results()))) if check_replicas else list
                 writer.commit()
@@ -143,19 +160,22 @@ class ClientWriter:
         except BaseException:
             writer.abort()
             raise
-        message = checkpoint_pb2.ClientChunks(client=self._client)
-        for position, result in found.items():
-            numbers, values = list(result.chunks), list(result.chunks.values())
-            part = message.tensors.add(tensor=position, chunks=numbers, digests=values)
-            if content_digest:
-                part.content = result.content
+        message = checkpoint_pb2.ClientChunks(
+            client=self._client,
+            plan=self._plan.topic,
+            copies=compared,
+            digests=[digest for result in found.values() for digest in result.chunks.values()],
+            contents=[result.content for result in found.values()] if content_digest else [],
+        )
         if any(result.blocks for result in found.values()):
             data = np.array([digest for result in found.values() for digest in result.blocks], "<u8").tobytes()
-            directory.write_file(self._folder / BLOCKS_NAME, data, is_durable=self._is_durable)
-        message.copies.extend(compared)
+            self._put(BLOCKS_NAME, data)
+            if self._is_durable:
+                with translated(f"sync {BLOCKS_NAME}", self._folder):
+                    self._folder.sync([BLOCKS_NAME])
         data = message.SerializeToString(deterministic=True)
-        directory.write_file(self._folder / CHUNKS_NAME, data, is_durable=False)
-        return bytes_digest(data).to_bytes(_DIGEST_NBYTES, "big"), nbytes
+        self._put(CHUNKS_NAME, data)
+        return bytes_digest(data)
 
     def _copy_digests(self, written: Mapping[int, TensorDigests]) -> Iterator[checkpoint_pb2.CopyDigest]:
         for position, plan in enumerate(self._plan.tensors):
@@ -197,12 +217,12 @@ class ClientWriter:
             moves = list(self._plan.moves(giver, self._client))
             if not moves:
                 continue
-            file = self._root / client_folder(giver) / _edges_name(self._client)
-            with translated("read the pieces of another client", file):
-                data = file.read_bytes()
+            folder = self._root / client_folder(giver)
+            with translated("read the pieces of another client", folder):
+                data = folder.read(_edges_name(self._client))
             body = memoryview(data)[:-_DIGEST_NBYTES]
             if bytes_digest(body) != int.from_bytes(data[-_DIGEST_NBYTES:], "big"):
-                raise CheckpointCorruptError(f"pieces from client {giver} in {file} are damaged; save again")
+                raise CheckpointCorruptError(f"pieces from client {giver} in {folder} are damaged; save again")
             start = 0
             for position, number, region in moves:
                 dtype = DTYPES[self._plan.tensors[position].spec.stored_dtype]
@@ -247,8 +267,8 @@ def _edges_name(owner: int) -> str:
 
 def merge_clients(
     plan: SavePlan,
-    root: Path,
-    payloads: Mapping[int, bytes],
+    root: Folder,
+    announced: Mapping[int, int],
     manifest: Manifest,
     *,
     is_durable: bool,
@@ -257,62 +277,71 @@ def merge_clients(
 
     Args:
         plan: The global plan.
-        root: The directory under construction.
-        payloads: Digest of every client's chunk list.
+        root: The folder under construction.
+        announced: Digest of every client's chunk list.
         manifest: The manifest without its arrays.
         is_durable: Whether to fsync.
 
     Returns:
         The complete manifest, as written.
     """
-    digests = [np.zeros(item.grid.num_chunks, np.uint64) for item in plan.tensors]
-    writers = [np.full(item.grid.num_chunks, NO_CLIENT, np.int32) for item in plan.tensors]
+    with uncollected():
+        entries = {entry.name: entry for entry in _entries(plan, root, announced)}
+        metadata, digest = _documents(plan)
+        complete = manifest.with_arrays(entries, digest)
+    clients = sorted(set(np.unique(plan.owners).tolist()) - {NO_CLIENT})
+    merge(manifest.kvstore, root, clients, metadata)
+    _clean(root, sorted(announced), has_moves=plan.has_moves)
+    with translated("write the manifest", root):
+        root.write(MANIFEST_NAME, complete.to_bytes())
+    if is_durable:
+        sync_merged(manifest.kvstore, root, metadata)
+    return complete
+
+
+def _entries(plan: SavePlan, root: Folder, announced: Mapping[int, int]) -> Iterator[ArrayEntry]:
+    """Yield the manifest's entry of every tensor, from the plan and the clients' chunk lists."""
+    owners = set(np.unique(plan.owners).tolist())
+    if absent := sorted(owners - {NO_CLIENT} - set(announced)):
+        raise CheckpointCorruptError(f"clients {capped(absent)} wrote nothing; nothing was committed, save again")
+    digests = np.zeros(plan.owners.size, np.uint64)
+    contents = np.zeros(len(plan.tensors), np.uint64)
     has_content = True
-    contents = [0] * len(plan.tensors)
     copies: dict[tuple[int, int], dict[int, list[int]]] = {}
-    for client, expected in sorted(payloads.items()):
+    for client, expected in sorted(announced.items()):
         chunk_list = _chunk_list(root / client_folder(client), client, expected)
-        for part in chunk_list.tensors:
-            digests[part.tensor][list(part.chunks)] = np.array(part.digests, np.uint64)
-            writers[part.tensor][list(part.chunks)] = client
-            has_content &= part.HasField("content")
-            contents[part.tensor] = (contents[part.tensor] + part.content) % 2**64
+        places = plan.places_of(client)
+        tensors = np.unique(plan.tensors_at(places))
+        if chunk_list.plan != plan.topic or len(chunk_list.digests) != places.size:
+            raise CheckpointCorruptError(f"client {client} did not write as planned; nothing was committed, save again")
+        digests[places] = np.array(chunk_list.digests, np.uint64)
+        if len(chunk_list.contents) == tensors.size:
+            contents[tensors] += np.array(chunk_list.contents, np.uint64)
+        else:
+            has_content = False
         for copy in chunk_list.copies:
             copies.setdefault((copy.tensor, copy.box), {}).setdefault(copy.digest, []).append(client)
     _validate_copies(plan, copies)
-    entries: dict[str, ArrayEntry] = {}
-    for item, item_digests, item_writers, total in zip(plan.tensors, digests, writers, contents, strict=True):
-        if not np.array_equal(item_writers, item.owners):
-            raise CheckpointCorruptError(
-                f"chunks of tensor {item.spec.name!r} were not written as planned; nothing was committed, save again"
-            )
+    for item, chunks, total in zip(plan.tensors, pairwise(plan.starts.tolist()), contents.tolist(), strict=True):
         content = content_digest(total, item.grid.shape, item.spec.stored_dtype) if has_content else None
         if content is not None and item.spec.content not in (None, content):
             raise CheckpointCorruptError(
                 f"tensor {item.spec.name!r} would not hold what it held before; got content {content:016x}, expected "
                 f"{item.spec.content:016x}; nothing was committed"
             )
-        entries[item.spec.name] = ArrayEntry(
+        yield ArrayEntry(
             name=item.spec.name,
             path=item.path,
             dtype=item.spec.dtype,
             stored_dtype=item.spec.stored_dtype,
             grid=item.grid,
-            digests=item_digests,
-            writers=item_writers,
+            digests=digests[slice(*chunks)],
+            writers=item.owners,
             layout=item.spec.layout,
-            missing=frozenset(item.missing),
+            missing=frozenset(item.missing if NO_CLIENT in owners else ()),
             content=content,
+            codec=item.spec.codec,
         )
-    clients = sorted({client for item in plan.tensors for client in np.unique(item.owners).tolist()} - {NO_CLIENT})
-    metadata = documents(
-        {entry.path: array_metadata(entry.grid, entry.stored_dtype, _attributes(entry)) for entry in entries.values()}
-    )
-    complete = manifest.with_arrays(entries, documents_digest(metadata))
-    merge(manifest.kvstore, root, clients, metadata, is_durable=is_durable)
-    _clean(root, sorted(payloads))
-    directory.write_file(root / MANIFEST_NAME, complete.to_bytes(), is_durable=is_durable)
-    return complete
 
 
 def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[int, Sequence[int]]]) -> None:
@@ -326,36 +355,53 @@ def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[in
             )
 
 
-def _chunk_list(folder: Path, client: int, expected: bytes) -> checkpoint_pb2.ClientChunks:
+def _chunk_list(folder: Folder, client: int, expected: int) -> checkpoint_pb2.ClientChunks:
     with translated(f"read the chunk list of client {client}", folder):
-        data = (folder / CHUNKS_NAME).read_bytes()
-    if bytes_digest(data).to_bytes(_DIGEST_NBYTES, "big") != expected:
+        data = folder.read(CHUNKS_NAME)
+    if bytes_digest(data) != expected:
         raise CheckpointCorruptError(
             f"the chunk list of client {client} is not the one that it announced; nothing was committed, save again"
         )
     return checkpoint_pb2.ClientChunks.FromString(data)
 
 
-def _clean(root: Path, clients: Sequence[int]) -> None:
+def _clean(root: Folder, clients: Sequence[int], *, has_moves: bool) -> None:
     """Remove what clients left for each other; it is no part of the checkpoint."""
     with translated("remove working files", root):
         for client in clients:
             folder = root / client_folder(client)
-            (folder / CHUNKS_NAME).unlink()
             # The merged database refers to the client's data, not to the way to it.
-            (folder / DATABASE_NAME).unlink(missing_ok=True)
-            for file in folder.glob("edges_*"):
-                file.unlink()
-            if not any(folder.iterdir()):
-                folder.rmdir()
+            folder.remove([CHUNKS_NAME, DATABASE_NAME, *(folder.names("edges_") if has_moves else ())])
 
 
-def _attributes(entry: ArrayEntry) -> dict[str, Any]:
-    """Return what an array's ``zarr.json`` says beyond Zarr: the name, the dtype, the layout."""
-    facts: dict[str, Any] = {"name": entry.name, "dtype": entry.dtype}
-    if entry.layout is not None:
-        facts["mesh"] = {"name": entry.layout.mesh.name, "axes": dict(entry.layout.mesh.axis_sizes)}
-        facts["sharding_specs"] = [
-            list(spec) if isinstance(spec, tuple) else spec for spec in entry.layout.sharding_specs
-        ]
-    return {"dtckpt": facts}
+@lru_cache(maxsize=KEPT_STRUCTURES)
+def _documents(plan: SavePlan) -> tuple[Mapping[str, bytes], int]:
+    """Return every ``zarr.json`` and their digest, which are the same whatever the tensors hold."""
+    arrays: dict[str, bytes] = {}
+    for item in plan.tensors:
+        spec = item.spec
+        before, after = _document_around_name(item.grid, spec.dtype, spec.stored_dtype, spec.codec, spec.layout)
+        arrays[item.path] = before + json.dumps(spec.name).encode() + after
+    found = documents(arrays)
+    return found, documents_digest(found)
+
+
+_NO_NAME = "\0"
+"""Stands for a tensor's name, and can be none."""
+
+
+@lru_cache(maxsize=4096)
+def _document_around_name(
+    grid: ChunkGrid, dtype: str, stored_dtype: str, codec: str, layout: Layout | None
+) -> tuple[bytes, bytes]:
+    """Return what stands in the ``zarr.json`` of all tensors of a kind before the name and after it.
+
+    Its attributes say what Zarr does not: the name, the dtype, the layout.
+    """
+    facts: dict[str, Any] = {"name": _NO_NAME, "dtype": dtype}
+    if layout is not None:
+        facts["mesh"] = {"name": layout.mesh.name, "axes": dict(layout.mesh.axis_sizes)}
+        facts["sharding_specs"] = [list(spec) if isinstance(spec, tuple) else spec for spec in layout.sharding_specs]
+    text = json.dumps(array_metadata(grid, stored_dtype, codec, {"dtckpt": facts})).encode()
+    before, _, after = text.partition(json.dumps(_NO_NAME).encode())
+    return before, after

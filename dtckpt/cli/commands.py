@@ -13,6 +13,8 @@ from dtckpt.cli.exits import exit_code_help
 
 KVSTORES = ("ocdbt", "zarr")
 """As in `dtckpt.format.manifest`, which is slow to import."""
+CODECS = ("none", "zstd", "blosc")
+"""As in `dtckpt.format.codecs`."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -43,7 +45,7 @@ def _json_option(text: str) -> Callable[[_Command], _Command]:
 @click.version_option(dtckpt.__version__, prog_name="dtckpt", message="%(prog)s %(version)s")
 @_debug_option
 def cli() -> None:
-    """Look at checkpoints and lay them out anew, without the devices that they are for."""
+    """Look at checkpoints and lay them out anew, without the devices that they are for; look at running jobs."""
 
 
 @cli.command(epilog=f"{_LAYOUT_HELP}{exit_code_help()}")
@@ -63,6 +65,7 @@ def cli() -> None:
     show_default=True,
     help="How DST is stored: few files, or a plain Zarr v3 tree.",
 )
+@click.option("--codec", type=click.Choice(CODECS), help="How chunks are compressed [default: as in SRC].")
 @click.option(
     "--max-memory",
     metavar="SIZE",
@@ -107,3 +110,49 @@ def verify(path: str, threads: int | None, as_json: bool) -> int:
     from dtckpt.cli.verifying import run_verify
 
     return run_verify(path, as_json=as_json, threads=threads)
+
+
+_STATUS_HELP = """\b
+Variables:
+  DTCKPT_COORDINATOR, and what else names it to clients; DTCKPT_COORDINATOR_CA, _CERT, _KEY, _SERVER_NAME for TLS;
+  DTCKPT_COORDINATOR_TOKEN_FILE or _TOKEN: a job's token shows that job, a token of the job * shows all.
+
+"""
+
+
+@cli.command(epilog=f"{_STATUS_HELP}{exit_code_help()}")
+@click.option("--coordinator", metavar="HOST:PORT", help="Which coordinator [default: the one of the environment].")
+@click.option("--job", metavar="NAME", help="Only this job [default: all that the token shows].")
+@click.option("--watch", is_flag=True, help="Look again and again, until interrupted.")
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(min=0.1, max=3600),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two looks.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0.1, max=3600),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to look for the coordinator.",
+)
+@click.option(
+    "--rows",
+    type=click.IntRange(min=0),
+    default=20,
+    show_default=True,
+    help="Clients to show of each job, those silent for longest first.",
+)
+@_json_option("Print one JSON line per look.")
+@_debug_option
+def status(**options: Any) -> None:
+    """Show jobs, clients and open barriers of a coordinator: who is missing, and what they did last."""
+    from dtckpt.cli.watching import Request, run_status
+
+    run_status(Request(**options))

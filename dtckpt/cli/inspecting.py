@@ -5,15 +5,19 @@ from __future__ import annotations
 import base64
 import fnmatch
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
 from dtckpt.cli.arguments import layout_text
-from dtckpt.cli.output import format_count, format_nbytes, format_shape, printable, write_event, write_line, write_table
+from dtckpt.cli.output import format_count, format_shape, write_event, write_line, write_table
 from dtckpt.errors import TensorNotFoundError, capped
+from dtckpt.format.codecs import NO_CODEC
+from dtckpt.format.manifest import Costs
 from dtckpt.mesh import Mesh
 from dtckpt.region import Region
+from dtckpt.text import format_nbytes, printable
 
 MAX_VALUE_CHARS = 80
 
@@ -73,6 +77,11 @@ def to_json(
             "bytes": sum(info.nbytes for info in tensors),
         },
         "values": {path: _value_json(value) for path, value in checkpoint.values.items()},
+        "phases": [
+            {"client": client, "phase": phase, "seconds": round(cost.seconds, 6), "bytes": cost.nbytes}
+            for client, own in manifest.costs.items()
+            for phase, cost in own.items()
+        ],
     }
 
 
@@ -82,6 +91,7 @@ def _tensor_json(info: TensorInfo, meshes: Sequence[Mesh], *, with_chunks: bool)
         "shape": info.shape,
         "dtype": _dtype_name(info.dtype),
         "stored_dtype": _dtype_name(info.stored_dtype),
+        "codec": info.codec,
         "mesh": None if info.layout is None else meshes.index(info.layout.mesh),
         "sharding_specs": None if info.layout is None else info.layout.sharding_specs,
         "chunks": info.num_chunks,
@@ -161,6 +171,24 @@ def _write_text(
     if values := checkpoint.values:
         write_line("")
         write_table(("VALUE", ""), [(path, _value_text(value)) for path, value in values.items()])
+    if manifest.costs:
+        write_line("")
+        write_table(("PHASE", "MEDIAN", "SLOWEST", "CLIENT", "SIZE"), list(_phase_rows(manifest.costs)))
+
+
+def _phase_rows(costs: Costs) -> Iterator[tuple[str, ...]]:
+    """Yield what each phase of the save took: of the clients' seconds the median and the most, and all bytes."""
+    for phase in dict.fromkeys(name for own in costs.values() for name in own):
+        by_client = {client: own[phase] for client, own in costs.items() if phase in own}
+        seconds = {client: cost.seconds for client, cost in by_client.items()}
+        slowest = max(seconds, key=lambda client: seconds[client])
+        yield (
+            phase,
+            f"{statistics.median(seconds.values()):.3f} s",
+            f"{seconds[slowest]:.3f} s",
+            str(slowest),
+            format_nbytes(sum(cost.nbytes for cost in by_client.values())),
+        )
 
 
 def _mesh_text(mesh: Mesh) -> str:
@@ -174,10 +202,11 @@ def _tensor_row(info: TensorInfo, meshes: Sequence[Mesh]) -> tuple[str, ...]:
     if info.layout is not None and len(meshes) > 1:
         layout += f" on mesh {meshes.index(info.layout.mesh)}"
     dtype, stored = _dtype_name(info.dtype), _dtype_name(info.stored_dtype)
+    special = [f"stored {stored}"] * (stored != dtype) + [info.codec] * (info.codec != NO_CODEC)
     return (
         info.name,
         format_shape(info.shape),
-        dtype if dtype == stored else f"{dtype} (stored {stored})",
+        f"{dtype} ({', '.join(special)})" if special else dtype,
         layout,
         str(info.num_chunks) if info.is_whole else f"{info.num_chunks} (part)",
         format_nbytes(info.nbytes),

@@ -14,8 +14,9 @@ import click
 
 from dtckpt.cli.commands import cli
 from dtckpt.cli.exits import ExitCode, exit_code_of
-from dtckpt.cli.output import printable, write_event
+from dtckpt.cli.output import write_event
 from dtckpt.errors import DtckptError
+from dtckpt.text import printable
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+from dtckpt.text import printable
 
 
 def write_line(text: str) -> None:
@@ -29,20 +29,6 @@ def write_event(event: str, **facts: Any) -> None:
     write_line(json.dumps({"event": event, **facts}, allow_nan=False))
 
 
-def printable(text: str) -> str:
-    """Escape what could break a line or steer a terminal: names and paths come from anywhere."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-def format_nbytes(nbytes: float) -> str:
-    """Return a size for people: ``1.5 GiB``."""
-    for unit in _UNITS[:-1]:
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} {_UNITS[-1]}"
-
-
 def format_count(count: int, noun: str) -> str:
     """Return ``1 tensor``, ``2 tensors``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
@@ -53,9 +39,14 @@ def format_shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def write_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in columns, as wide as their widest cell."""
+def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows in columns, as wide as their widest cell."""
     safe = [[printable(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*safe, strict=True)]
-    for row in safe:
-        write_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in safe]
+
+
+def write_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print `table_lines`."""
+    for line in table_lines(header, rows):
+        write_line(line)

@@ -6,18 +6,11 @@ import time
 from types import TracebackType
 from typing import Self
 
+from dtckpt.checkpoint.bars import Bar
 from dtckpt.cli.arguments import layout_text
-from dtckpt.cli.bars import Bar
-from dtckpt.cli.output import (
-    format_count,
-    format_nbytes,
-    format_shape,
-    printable,
-    write_event,
-    write_line,
-    write_table,
-)
+from dtckpt.cli.output import format_count, format_shape, write_event, write_line, write_table
 from dtckpt.resharding.engine import ReshardedTensor, ReshardReport
+from dtckpt.text import format_nbytes, printable
 
 
 class Reporter:

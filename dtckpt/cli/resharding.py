@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from dtckpt.checkpoint.bars import is_watched
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.cli.arguments import LayoutRules, parse_dtype, parse_mesh, parse_size, read_rules
-from dtckpt.cli.bars import is_watched
 from dtckpt.cli.reporting import BarReporter, JsonReporter, PlanReporter, Reporter
 from dtckpt.resharding.engine import ReshardReport, reshard
 
@@ -31,6 +32,7 @@ class Request:
     layout_file: Path | None
     dtype: str | None
     kvstore: str
+    codec: str | None
     max_memory: str
     overwrite: bool
     dry_run: bool
@@ -59,7 +61,7 @@ def run_reshard(request: Request) -> None:
         layouts=rules,
         dtype=None if request.dtype is None else parse_dtype(request.dtype),
         max_memory=parse_size(request.max_memory),
-        options=SaveOptions(kvstore=request.kvstore, overwrite=request.overwrite),
+        options=SaveOptions(kvstore=request.kvstore, codec=request.codec, overwrite=request.overwrite),
     )
     plan = run(dry_run=True)
     rules.validate_all_used()
@@ -85,4 +87,4 @@ def _reporter(request: Request, plan: ReshardReport, start: float) -> Reporter:
         return JsonReporter(plan, start, request.kvstore, is_dry_run=request.dry_run)
     if request.dry_run:
         return PlanReporter(plan, start)
-    return BarReporter(plan, start) if is_watched() else Reporter(plan, start)
+    return BarReporter(plan, start) if is_watched(sys.stdout, sys.stderr) else Reporter(plan, start)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 
+from dtckpt.checkpoint.bars import Bar, is_watched
 from dtckpt.checkpoint.reader import open_checkpoint
 from dtckpt.checkpoint.verifying import Damage, VerifyReport
-from dtckpt.cli.bars import Bar, is_watched
 from dtckpt.cli.exits import ExitCode
-from dtckpt.cli.output import format_count, format_nbytes, printable, write_event, write_line
+from dtckpt.cli.output import format_count, write_event, write_line
+from dtckpt.text import format_nbytes, printable
 
 
 def run_verify(path: str, *, as_json: bool, threads: int | None) -> ExitCode:
@@ -22,7 +24,7 @@ def run_verify(path: str, *, as_json: bool, threads: int | None) -> ExitCode:
     """
     with open_checkpoint(path) as checkpoint, ExitStack() as showing:
         progress = None
-        if is_watched() and not as_json:
+        if is_watched(sys.stdout, sys.stderr) and not as_json:
             nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
             progress = showing.enter_context(Bar("verifying", nbytes)).advance
         report = checkpoint.verify(threads=threads, progress=progress)

@@ -1,18 +1,20 @@
 """How the clients of a job meet, and which way is chosen.
 
-``DTCKPT_COORDINATOR=host:port`` chooses the coordinator; else a single client meets nobody; else the clients meet at
-the store of `torch.distributed`.
+A coordinator that the environment names (`dtckpt.coordination.discovery`) is chosen; else a single client meets nobody;
+else the clients meet at the store of `torch.distributed`.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 import threading
 from collections.abc import Mapping
 
 from dtckpt.coordination import process
+from dtckpt.coordination.discovery import find_coordinator
 from dtckpt.coordination.local import LocalCoordination
 from dtckpt.coordination.protocol import (
     DEFAULT_HEARTBEAT_TIMEOUT_S,
@@ -48,6 +50,7 @@ __all__ = [
     "shutdown_multi_client",
 ]
 
+logger = logging.getLogger("dtckpt.coordination")
 _lock = threading.RLock()
 _current: Coordination | None = None
 _owner = 0
@@ -66,10 +69,12 @@ def connect(
     env = os.environ if env is None else env
     member = _member(env)
     timeout_s = _heartbeat_timeout_s(env) if heartbeat_timeout_s is None else heartbeat_timeout_s
-    if address := coordinator or env.get("DTCKPT_COORDINATOR"):
+    if found := find_coordinator(env, coordinator):
+        from dtckpt.coordination.access import Access
         from dtckpt.coordination.remote import GrpcCoordination
 
-        return GrpcCoordination(address, member, heartbeat_timeout_s=timeout_s)
+        logger.info("the coordinator is at %s, says %s", found.address, found.source)
+        return GrpcCoordination(found.address, member, access=Access.from_environ(env), heartbeat_timeout_s=timeout_s)
     if member.num_clients == 1:
         return LocalCoordination(member)
     from dtckpt.coordination.process_group import from_environment
@@ -120,8 +125,8 @@ def initialize_multi_client(coordinator: str | None = None, *, heartbeat_timeout
     """Connect this process to the other clients of its job and register it.
 
     Args:
-        coordinator: ``host:port`` of a running ``dtckpt-coordinator serve``; default ``DTCKPT_COORDINATOR``, else the
-            store of `torch.distributed`.
+        coordinator: ``host:port`` of a running ``dtckpt-coordinator serve``; default: the one that the environment
+            names (`dtckpt.coordination.discovery`), else the store of `torch.distributed`.
         heartbeat_timeout_s: Silence after which a client counts as lost; default ``DTCKPT_HEARTBEAT_TIMEOUT_S`` or 60.
 
     Raises:
@@ -149,4 +154,10 @@ def shutdown_multi_client() -> None:
         coordination.leave()
 
 
+def _forget_parent() -> None:
+    global _lock  # noqa: PLW0603
+    _lock = threading.RLock()  # the thread that may have held it does not live in a forked process
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 atexit.register(shutdown_multi_client)

@@ -106,13 +106,18 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class TaskStatus:
-    """One client as seen by the others; ``state`` is unknown, registered, suspect, lost, left or fenced."""
+    """One client as seen by the others; ``state`` is unknown, registered, suspect, lost, left or fenced.
+
+    ``progress_age_s`` is how long the progress has been what it is. None: nobody knows.
+    """
 
     client: int
     state: str
     incarnation: int = 0
     heartbeat_age_s: float | None = None
     progress: Progress = Progress()
+    progress_age_s: float | None = None
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,7 @@ class BarrierStatus:
     generation: int
     num_participants: int
     missing: tuple[int, ...]
+    age_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,7 @@ class JobStatus:
     num_clients: int
     tasks: tuple[TaskStatus, ...]
     barriers: tuple[BarrierStatus, ...]
+    attempt: int = 0
 
 
 @runtime_checkable

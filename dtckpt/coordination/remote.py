@@ -12,77 +12,44 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import grpc
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
-from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.coordination import process, rules
+from dtckpt.coordination.access import PLAINTEXT, Access
+from dtckpt.coordination.calls import CALL_TIMEOUT_S, Caller, HeldError, UnknownError, backoffs, describe
+from dtckpt.coordination.observer import job_status
 from dtckpt.coordination.protocol import (
     DEFAULT_HEARTBEAT_TIMEOUT_S,
     YES,
-    BarrierStatus,
     JobStatus,
     Member,
     Progress,
-    TaskStatus,
     Verdict,
     Vote,
 )
 from dtckpt.coordination.rules import Outcome
 
 logger = logging.getLogger("dtckpt.coordination")
-Request = TypeVar("Request")
-Response = TypeVar("Response")
-T = TypeVar("T")
 
-CALL_TIMEOUT_S = 10.0
-"""Of one quick call, and by how much a barrier's calls outlast its deadline, so that the verdict arrives first."""
 MAX_WAIT_S = 30.0
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.05, 2.0
-OPTIONS = (
-    ("grpc.max_receive_message_length", 256 << 20),  # payloads of thousands of clients
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.enable_http_proxy", 0),  # the coordinator is a neighbour; a proxy variable would send calls astray
-)
-REPEATED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+FIRST_WAIT_S = 5.0
+"""How long an arrival itself waits; most barriers need no other call."""
 
 
-class _UnknownError(Exception):
-    """The coordinator does not know this task or barrier."""
-
-
-class _HeldError(Exception):
-    """Another process holds this client's place and may be alive."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Connection:
-    """A channel and the process that opened it. A channel must not be used after a fork."""
-
-    pid: int
-    channel: grpc.Channel
-    stub: pb_grpc.CoordinatorStub
-
-
-class GrpcCoordination:
+class GrpcCoordination(Caller):
     """Clients that meet at a coordinator.
 
     Args:
         address: ``host:port``.
         member: Who this client is.
+        access: Certificates and token; default: neither.
         heartbeat_timeout_s: How long to look for the coordinator outside of barriers. The silence after which a client
             is lost is the coordinator's to say; the attribute holds it once registered.
         clock: Monotonic seconds.
@@ -93,20 +60,15 @@ class GrpcCoordination:
         address: str,
         member: Member,
         *,
+        access: Access = PLAINTEXT,
         heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise errors.ConfigError(f"coordinator address is {address!r}; expected host:port")
+        super().__init__(address, access, clock)
         self.member = member
         self.heartbeat_timeout_s = heartbeat_timeout_s
-        self._address = address
-        self._clock = clock
         self._identity = pb.TaskIdentity(job=member.job, task=member.client, incarnation=member.incarnation)
-        self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._connection: _Connection | None = None
         self._progress = Progress()
         self._interval_s = heartbeat_timeout_s / 6
         self._fenced = ""
@@ -135,11 +97,11 @@ class GrpcCoordination:
             attempt=self.member.attempt,
             host=socket.gethostname(),
         )
-        for pause_s in _backoffs():
+        for pause_s in backoffs():
             try:
                 response = self._call(lambda stub, t: stub.Register(request, timeout=t), deadline)
                 break
-            except _HeldError as error:
+            except HeldError as error:
                 if self._clock() > deadline:
                     raise errors.FencedError(str(error)) from None
                 time.sleep(pause_s)
@@ -147,22 +109,23 @@ class GrpcCoordination:
         self._interval_s = response.heartbeat_interval_s
 
     def _send_heartbeats(self) -> None:
-        while not process.pause(self._wake, self._leaving, self._interval_s):
-            request = pb.HeartbeatRequest(task=self._identity, progress=_progress_proto(self._progress))
+        while not self._fenced and not process.pause(self._wake, self._leaving, self._interval_s):
+            self._beat()
+
+    def _beat(self) -> None:
+        """Send one heartbeat, or say why it did not get through."""
+        request = pb.HeartbeatRequest(task=self._identity, progress=_progress_proto(self._progress))
+        try:
             try:
-                try:
-                    self._once(lambda stub, t: stub.Heartbeat(request, timeout=t), self._interval_s)  # noqa: B023
-                except _UnknownError:
-                    logger.warning(
-                        "the coordinator at %s does not know %s; registering again", self._address, self._who()
-                    )
-                    self._announce(self._clock() + self._interval_s)
-            except errors.FencedError as error:
-                self._fenced = error.message
-                logger.error("%s", error)
-                return
-            except (grpc.RpcError, errors.DtckptError) as error:
-                logger.warning("no heartbeat of %s got through: %s", self._who(), _describe(error))
+                self._once(lambda stub, t: stub.Heartbeat(request, timeout=t), self._interval_s)
+            except UnknownError:
+                logger.warning("the coordinator at %s does not know %s; registering again", self._address, self._who())
+                self._announce(self._clock() + self._interval_s)
+        except errors.FencedError as error:
+            self._fenced = error.message
+            logger.error("%s", error)
+        except (grpc.RpcError, errors.DtckptError) as error:
+            logger.warning("no heartbeat of %s got through: %s", self._who(), describe(error))
 
     def heartbeat(self, progress: Progress) -> None:
         is_new_phase = progress.phase != self._progress.phase
@@ -181,12 +144,9 @@ class GrpcCoordination:
             beating.join(CALL_TIMEOUT_S)
             try:
                 self._once(lambda stub, t: stub.Leave(pb.LeaveRequest(task=self._identity), timeout=t), 1.0)
-            except (grpc.RpcError, errors.DtckptError, _UnknownError) as error:
-                logger.info("%s left without goodbye: %s", self._who(), _describe(error))
-        with self._lock:
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.channel.close()
+            except (grpc.RpcError, errors.DtckptError, UnknownError) as error:
+                logger.info("%s left without goodbye: %s", self._who(), describe(error))
+        self.close()
 
     # --- barrier ------------------------------------------------------------------------------------------------
 
@@ -215,108 +175,64 @@ class GrpcCoordination:
         # Only a known verdict ends the generation: a call that raised before may be repeated and is the same barrier.
         process.end_generation(self.member, name, members, generation)
         failure = verdict.failure
+        if self.member.client in failure.clients:
+            self._beat()  # it was taken for lost: whoever hears of that shall find it alive again
         Outcome(failure.code, failure.message, tuple(failure.clients), tuple(failure.missing)).raise_failure()
         return Verdict(name, generation, dict(verdict.payloads))
 
     def _meet(self, request: pb.ArriveRequest, deadline: float) -> pb.Verdict:
         """Arrive and wait, again and again if the coordinator forgets us, until there is a verdict."""
-        for pause_s in _backoffs():
+        next_log = self._clock() + rules.STILL_WAITING_S
+        request.max_wait_s = min(FIRST_WAIT_S, rules.STILL_WAITING_S)
+        limit_s = request.max_wait_s + CALL_TIMEOUT_S
+        for pause_s in backoffs():
             try:
-                arrived = self._call(lambda stub, t: stub.Arrive(request, timeout=t), deadline + CALL_TIMEOUT_S)
+                self._raise_if_fenced()
+                arrived = self._call(
+                    lambda stub, t: stub.Arrive(request, timeout=t), deadline + CALL_TIMEOUT_S, limit_s
+                )
                 if arrived.verdict.state != pb.BARRIER_STATE_OPEN:
                     return arrived.verdict
-                return self._await(request, arrived.barrier_id, deadline)
-            except _UnknownError:
+                return self._await(request, arrived.barrier_id, deadline, next_log)
+            except UnknownError:
                 time.sleep(pause_s)
                 self._announce(deadline + CALL_TIMEOUT_S)
                 request.timeout_s = max(deadline - self._clock(), 0.001)
+            except KeyboardInterrupt:
+                self._cancel(request)
+                raise
         raise AssertionError("backoffs never end")
 
-    def _await(self, arrival: pb.ArriveRequest, barrier_id: str, deadline: float) -> pb.Verdict:
-        next_log = self._clock() + rules.STILL_WAITING_S
-        wait_s = min(MAX_WAIT_S, rules.STILL_WAITING_S)
-        request = pb.AwaitRequest(
-            task=self._identity, barrier_id=barrier_id, collect=arrival.collect, max_wait_s=wait_s
-        )
+    def _await(self, arrival: pb.ArriveRequest, barrier_id: str, deadline: float, next_log: float) -> pb.Verdict:
+        request = pb.AwaitRequest(task=self._identity, barrier_id=barrier_id, collect=arrival.collect)
+        while True:
+            self._raise_if_fenced()
+            request.max_wait_s = min(max(next_log - self._clock(), 0.1), MAX_WAIT_S)
+            limit_s = request.max_wait_s + CALL_TIMEOUT_S
+            response = self._call(lambda stub, t: stub.Await(request, timeout=t), deadline + CALL_TIMEOUT_S, limit_s)
+            if response.verdict.state != pb.BARRIER_STATE_OPEN:
+                return response.verdict
+            if self._clock() >= next_log:
+                next_log = self._clock() + rules.STILL_WAITING_S
+                logger.warning("barrier %r: still waiting for %s", arrival.name, response.waiting_for)
+
+    def _cancel(self, arrival: pb.ArriveRequest) -> None:
+        """Fail the barrier for everyone, if that can be done quickly."""
+        arrival.max_wait_s = 0.0
+        cancel = pb.CancelRequest(task=self._identity, reason="was interrupted while it waited")
         try:
-            while True:
-                self._raise_if_fenced()
-                response = self._call(
-                    lambda stub, t: stub.Await(request, timeout=t), deadline + CALL_TIMEOUT_S, wait_s + CALL_TIMEOUT_S
-                )
-                if response.verdict.state != pb.BARRIER_STATE_OPEN:
-                    return response.verdict
-                if self._clock() >= next_log:
-                    next_log = self._clock() + rules.STILL_WAITING_S
-                    logger.warning("barrier %r: still waiting for %s", arrival.name, response.waiting_for)
-        except KeyboardInterrupt:
-            cancel = pb.CancelRequest(
-                task=self._identity, barrier_id=barrier_id, reason="was interrupted while it waited"
-            )
-            try:
-                self._once(lambda stub, t: stub.Cancel(cancel, timeout=t), 1.0)
-            except (grpc.RpcError, errors.DtckptError, _UnknownError) as error:
-                logger.warning("barrier %r could not be cancelled: %s", arrival.name, _describe(error))
-            raise
+            cancel.barrier_id = self._once(lambda stub, t: stub.Arrive(arrival, timeout=t), 1.0).barrier_id
+            self._once(lambda stub, t: stub.Cancel(cancel, timeout=t), 1.0)
+        except (grpc.RpcError, errors.DtckptError, UnknownError) as error:
+            logger.warning("barrier %r could not be cancelled: %s", arrival.name, describe(error))
 
     def status(self) -> JobStatus:
         request = pb.GetJobRequest(job=self.member.job)
         try:
             job = self._call(lambda stub, t: stub.GetJob(request, timeout=t), self._clock() + self.heartbeat_timeout_s)
-        except _UnknownError:
+        except UnknownError:
             return JobStatus(self.member.job, self.member.num_clients, (), ())
-        barriers = [
-            BarrierStatus(barrier.name, barrier.generation, barrier.num_participants, tuple(barrier.missing))
-            for barrier in job.open_barriers
-        ]
-        return JobStatus(self.member.job, job.num_clients, tuple(map(_task_status, job.tasks)), tuple(barriers))
-
-    # --- calls --------------------------------------------------------------------------------------------------
-
-    def _stub(self) -> pb_grpc.CoordinatorStub:
-        with self._lock:
-            if self._connection is None or self._connection.pid != os.getpid():
-                channel = grpc.insecure_channel(self._address, options=OPTIONS)
-                self._connection = _Connection(os.getpid(), channel, pb_grpc.CoordinatorStub(channel))
-            return self._connection.stub
-
-    def _once(self, call: Callable[[pb_grpc.CoordinatorStub, float], T], timeout_s: float) -> T:
-        """Make one call and translate the coordinator's refusals; other failures stay RpcError."""
-        try:
-            return call(self._stub(), timeout_s)
-        except grpc.RpcError as error:
-            code, message = error.code(), error.details() or ""
-            if code == grpc.StatusCode.NOT_FOUND:
-                raise _UnknownError(message) from error
-            if code == grpc.StatusCode.ABORTED:
-                raise _HeldError(message) from error
-            named = {item.key: item.value for item in error.trailing_metadata() or ()}.get("dtckpt-error")
-            if named and code != grpc.StatusCode.UNAVAILABLE:
-                raise errors.from_wire(str(named), message) from error
-            raise
-
-    def _call(
-        self,
-        call: Callable[[pb_grpc.CoordinatorStub, float], T],
-        deadline: float,
-        timeout_s: float = CALL_TIMEOUT_S,
-    ) -> T:
-        """Repeat a call until it is answered or the deadline has passed."""
-        next_log = self._clock() + rules.STILL_WAITING_S
-        for pause_s in _backoffs():
-            remaining_s = deadline - self._clock()
-            try:
-                return self._once(call, max(min(timeout_s, remaining_s), 0.1))
-            except grpc.RpcError as error:
-                if error.code() not in REPEATED or self._clock() + pause_s >= deadline:
-                    raise errors.CoordinatorUnavailableError(
-                        f"the coordinator at {self._address} cannot be reached: {_describe(error)}"
-                    ) from error
-                if self._clock() >= next_log:
-                    next_log = self._clock() + rules.STILL_WAITING_S
-                    logger.warning("still trying to reach the coordinator at %s: %s", self._address, _describe(error))
-            time.sleep(pause_s)
-        raise AssertionError("backoffs never end")
+        return job_status(self.member.job, job)
 
     def _raise_if_fenced(self) -> None:
         if self._fenced:
@@ -326,30 +242,7 @@ class GrpcCoordination:
         return rules.task_name(self.member.job, self.member.client)
 
 
-def _backoffs() -> Iterator[float]:
-    """Yield ever longer pauses, each random, so that clients which failed together do not return together."""
-    pause_s = FIRST_BACKOFF_S
-    while True:
-        yield pause_s * random.uniform(0.5, 1.0)  # noqa: S311  not a secret
-        pause_s = min(pause_s * 2, LAST_BACKOFF_S)
-
-
-def _describe(error: BaseException) -> str:
-    if isinstance(error, grpc.RpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error)
-
-
 def _progress_proto(progress: Progress) -> pb.Progress:
     return pb.Progress(
         phase=progress.phase, step=progress.step, bytes_done=progress.bytes_done, bytes_total=progress.bytes_total
     )
-
-
-def _task_status(task: pb.TaskStatus) -> TaskStatus:
-    if task.state == pb.TASK_STATE_UNSPECIFIED:
-        return TaskStatus(task.task, "unknown")
-    state = pb.TaskState.Name(task.state).removeprefix("TASK_STATE_").lower()
-    seen = task.progress
-    progress = Progress(seen.phase, seen.step, seen.bytes_done, seen.bytes_total)
-    return TaskStatus(task.task, state, task.incarnation, task.heartbeat_age_s, progress)

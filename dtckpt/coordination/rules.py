@@ -60,8 +60,11 @@ def last_seen(progress: Progress | None) -> str:
     """Return what a client last reported, for the end of a message about it; None means that it never registered."""
     if progress is None:
         return ", which never registered"
+    if not progress.phase:
+        return ""
     step = f" step {progress.step}" if progress.step else ""
-    return f"; last seen in phase {progress.phase!r}{step}" if progress.phase else ""
+    share = f", {progress.bytes_done / progress.bytes_total:.0%}" if progress.bytes_total > 0 else ""
+    return f"; last seen in phase {progress.phase!r}{step}{share}"
 
 
 def lost(name: str, gone: Mapping[int, str]) -> Outcome:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -55,6 +56,9 @@ _NATIVE_DTYPES = frozenset(
 class Work(Protocol):
     """Communication under way."""
 
+    def arrivals(self) -> Iterator[int]:
+        """Yield the numbers of an exchange's received messages, each when it is there. Raises: as `wait`."""
+
     def wait(self) -> None:
         """Return when this client's part is done (on CUDA: is ordered before what the current stream does next).
 
@@ -74,8 +78,11 @@ class Collectives(Protocol):
     members: tuple[int, ...]
     """Clients, ascending. The pieces of a collective stand in this order."""
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Work:
-        """Exchange messages pairwise; those of one pair and tag arrive in order."""
+    def exchange(self, sends: Iterable[Message], receives: Sequence[Message], tag: int = 0) -> Work:
+        """Exchange messages pairwise; those of one pair and tag arrive in order.
+
+        Each of ``sends`` is asked for when it is to be sent, so that the ones before are under way meanwhile.
+        """
 
     def all_gather(self, received: Sequence[torch.Tensor], piece: torch.Tensor) -> Work:
         """Fill ``received`` with every member's piece; pieces may differ in size."""
@@ -97,22 +104,47 @@ class Collectives(Protocol):
 
 
 class Pending:
-    """Works that are one; ``then`` is called once when all are done."""
+    """Works that are one; ``then`` is called once when all are done.
+
+    Args:
+        works: What is waited for.
+        what: What it is, for errors.
+        members: Among whom.
+        then: Called when all is done.
+        receives: For an exchange, per received message what is waited for before ``works``; None where it is empty.
+    """
 
     def __init__(
-        self, works: Sequence[Any], what: str, members: Sequence[int], then: Callable[[], None] | None = None
+        self,
+        works: Sequence[Any],
+        what: str,
+        members: Sequence[int],
+        then: Callable[[], None] | None = None,
+        receives: Sequence[Any] = (),
     ) -> None:
         self._works, self._what, self._members, self._then = list(works), what, members, then
+        self._receives = deque(enumerate(receives))
+
+    def arrivals(self) -> Iterator[int]:
+        while self._receives:
+            number, work = self._receives.popleft()
+            if work is not None:
+                self._await(work)
+            yield number
 
     def wait(self) -> None:
-        try:
-            while self._works:
-                self._works.pop().wait()
-        except RuntimeError as error:
-            raise _gone(self._what, self._members, error) from error
+        deque(self.arrivals(), maxlen=0)
+        while self._works:
+            self._await(self._works.pop())
         if self._then is not None:
             then, self._then = self._then, None
             then()
+
+    def _await(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise _gone(self._what, self._members, error) from error
 
 
 class Pairwise:
@@ -128,19 +160,19 @@ class Pairwise:
         self._client = client
         self._own = self.members.index(client) if client in self.members else -1
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Work:
-        if not sends and not receives:
+    def exchange(self, sends: Iterable[Message], receives: Sequence[Message], tag: int = 0) -> Work:
+        if len(self.members) == 1:
             return Pending([], "exchange", self.members)
         # Not kept: groups end and are made anew, while this stays.
         backend, ranks = groups.messenger(self.members)
         try:
-            works = [backend.recv([tensor], ranks[peer], tag) for peer, tensor in receives if tensor.numel()]
-            works += [backend.send([tensor], ranks[peer], tag) for peer, tensor in sends if tensor.numel()]
+            coming = [backend.recv([room], ranks[peer], tag) if room.numel() else None for peer, room in receives]
+            going = [backend.send([given], ranks[peer], tag) for peer, given in sends if given.numel()]
         except RuntimeError as error:
             raise _gone("exchange", self.members, error) from error
-        if works and observing.is_observed():
-            observing.report("exchange", sum(tensor.nbytes for _, tensor in receives), self.members)
-        return Pending(works, "exchange", self.members)
+        if (coming or going) and observing.is_observed():
+            observing.report("exchange", sum(room.nbytes for _, room in receives), self.members)
+        return Pending(going, "exchange", self.members, receives=coming)
 
     def all_gather(self, received: Sequence[torch.Tensor], piece: torch.Tensor) -> Work:
         received[self._own].copy_(piece)
@@ -200,13 +232,13 @@ class Native(Pairwise):
         super().__init__(members, client)
         self._device_type = device_type
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Work:
+    def exchange(self, sends: Iterable[Message], receives: Sequence[Message], tag: int = 0) -> Work:
         del tag
         group = self._group
         operations = [dist.P2POp(dist.irecv, as_bytes(room), peer, group) for peer, room in receives if room.numel()]
         operations += [dist.P2POp(dist.isend, as_bytes(given), peer, group) for peer, given in sends if given.numel()]
         works = dist.batch_isend_irecv(operations) if operations else []
-        return self._started("exchange", sum(tensor.nbytes for _, tensor in receives), works)
+        return self._started("exchange", sum(room.nbytes for _, room in receives), works, num_receives=len(receives))
 
     def all_gather(self, received: Sequence[torch.Tensor], piece: torch.Tensor) -> Work:
         if not _are_even(received):
@@ -238,10 +270,19 @@ class Native(Pairwise):
     def _averaging(self, total: torch.Tensor, reduce_op: str) -> Callable[[], None] | None:
         return (lambda: average(total, len(self.members))) if reduce_op == "avg" else None
 
-    def _started(self, kind: str, nbytes: int, works: Sequence[Any], then: Callable[[], None] | None = None) -> Work:
+    def _started(
+        self,
+        kind: str,
+        nbytes: int,
+        works: Sequence[Any],
+        then: Callable[[], None] | None = None,
+        num_receives: int = 0,
+    ) -> Work:
         if observing.is_observed():
             observing.report(kind, nbytes, self.members)
-        return Pending(works, kind, self.members, then)
+        # NCCL does them as one: the first message is there when all are.
+        together = Pending(works, kind, self.members)
+        return Pending([together], kind, self.members, then, [together] * num_receives)
 
 
 def collectives_of(members: Sequence[int], client: int, device_type: str) -> Collectives:

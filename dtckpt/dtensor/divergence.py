@@ -82,7 +82,8 @@ class _Job:
     @classmethod
     def current(cls) -> _Job:
         """Return that of the present default process group."""
-        return _jobs.setdefault(dist.group.WORLD, cls())
+        world = dist.group.WORLD
+        return _jobs.get(world) or _jobs.setdefault(world, cls())
 
 
 class Call:
@@ -99,9 +100,9 @@ class Call:
     def __init__(self, changes: Sequence[Change], plan: Plan) -> None:
         self._changes, self._plan = changes, plan
         self._group = _group(tuple({mesh: None for change in changes for mesh in change.meshes}))
-        job = _Job.current()
-        self.count = job.counts[self._group]
-        job.counts[self._group] += 1
+        self._job = _Job.current()
+        self.count = self._job.counts[self._group]
+        self._job.counts[self._group] += 1
         self._board: Board | None = None
         self._joined: set[str] = set()
         self._next_look = 0.0
@@ -130,7 +131,7 @@ class Call:
             if self._board is not None and (error := _odd(self._board.read())):
                 self._board.settle(self._joined)
                 raise _odd(self._board.read()) or error
-        left = _Job.current().left[self._group]
+        left = self._job.left[self._group]
         late = [call for call in left if call._late is not None]
         for call in late:
             left.remove(call)

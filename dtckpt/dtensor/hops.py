@@ -1,22 +1,21 @@
 """One exchange of boxes, for one tensor or for many: compiled to the steps of this client, then run.
 
 Compiling turns plans (`dtckpt.planning.exchange`) into what is left to do each time: messages to post, copies to make
-meanwhile, terms to reduce. Small boxes from one client to another travel in one message, aligned; a large one travels
-alone, and is received in its place where it lies there in one piece. Giver and taker cut messages alike, by size.
+meanwhile, terms to reduce. A message is received in its place where the box lies there in one piece.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 
+from dtckpt.dtensor.boxes import ALIGNMENT, Box, Components, Parcel, Reduction, cut_messages, parcels
 from dtckpt.dtensor.collectives import REDUCERS, Work, as_bytes, average, collectives_of, reduce_terms
 from dtckpt.dtensor.devices import device_of
 from dtckpt.errors import LayoutError
@@ -26,16 +25,10 @@ from dtckpt.mesh import Mesh
 from dtckpt.planning.exchange import Move, Place, kind_of, plan_exchange, reduced_axes, term_of
 from dtckpt.region import Region
 
-Components = Mapping[int, torch.Tensor]
-"""This client's components, by global device id of their mesh."""
-
-LARGE_NBYTES = 1 << 20
-"""A box from this size on is a message of its own."""
-MESSAGE_NBYTES = 64 << 20
-"""Small boxes that travel together make no message larger than this."""
+PIECE_NBYTES = 8 << 20
+"""A large box travels through host memory in pieces of about this size."""
 IN_FLIGHT_NBYTES = 256 << 20
 """Messages of one client that are under way at a time, given and taken, if one alone is not larger."""
-_ALIGNMENT = 16
 _HOST = torch.device("cpu")
 
 
@@ -93,93 +86,6 @@ def _number(mesh: Mesh) -> int:
     return zlib.crc32(repr(mesh.identity).encode())
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """Where a box lies: in which of several tensors, in which device's component, from which index on."""
-
-    tensor: int
-    device: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    _index: tuple[slice, ...] | None = field(compare=False)  # None: all of the component
-
-    @classmethod
-    def cut(cls, tensor: int, device: int, region: Region, component: Region, dtype: torch.dtype) -> Box:
-        """Return where ``region`` lies in a component that covers ``component``."""
-        inside = region.relative_to(component)
-        index = None if region == component else inside.slices()
-        return cls(tensor, device, inside.offset, region.shape, dtype, index)
-
-    def of(self, tensors: Sequence[Components]) -> torch.Tensor:
-        component = tensors[self.tensor][self.device]
-        return component if self._index is None else component[self._index]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """Boxes that travel as one message, and from which byte on each lies in it."""
-
-    boxes: tuple[Box, ...]
-    starts: tuple[int, ...]
-    nbytes: int
-
-    @classmethod
-    def of(cls, boxes: Sequence[Box]) -> Parcel:
-        """Return the message of some boxes, each aligned for any dtype."""
-        ends = itertools.accumulate((-(-box.nbytes // _ALIGNMENT) * _ALIGNMENT for box in boxes), initial=0)
-        starts = tuple(ends)[:-1]
-        return cls(tuple(boxes), starts, starts[-1] + boxes[-1].nbytes)
-
-    def views(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield every box's place in the message's bytes."""
-        for box, start in zip(self.boxes, self.starts, strict=True):
-            yield memory[start : start + box.nbytes].view(box.dtype).view(box.shape)
-
-    def pack(self, tensors: Sequence[Components], device: torch.device | None) -> torch.Tensor:
-        """Return the message's bytes on a device, default the boxes'; one box in one piece there is not copied."""
-        if len(self.boxes) == 1:
-            alone = plain(self.boxes[0].of(tensors))
-            alone = alone if device is None else alone.to(device)
-            return as_bytes(alone.contiguous())
-        where = device or self.boxes[0].of(tensors).device
-        memory = torch.empty(self.nbytes, dtype=torch.uint8, device=where)
-        for box, view in zip(self.boxes, self.views(memory), strict=True):
-            view.copy_(box.of(tensors))
-        return memory
-
-
-def cut_messages(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield which boxes of a list travel together, by their sizes in bytes, in an order that both sides know."""
-    together: list[int] = []
-    nbytes = 0
-    for number, size in enumerate(sizes):
-        if size >= LARGE_NBYTES:
-            yield [number]
-            continue
-        if nbytes + size > MESSAGE_NBYTES:
-            yield together
-            together, nbytes = [], 0
-        together.append(number)
-        nbytes += size
-    if together:
-        yield together
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """A new box that is made of terms, in their order: boxes of this client, or the numbers of boxes that arrive."""
-
-    box: Box
-    terms: tuple[Box | int, ...]
-    reduce_op: str
-    divisor: int
-
-
 @dataclass(slots=True)
 class Wave:
     """Messages that are under way at the same time.
@@ -223,16 +129,20 @@ class Hop:
         takes: dict[int, list[int]] = {}
         for tensor, change in enumerate(changes):
             self._add(tensor, change, gives, takes)
-        self.reduced = {term for reduction in self.reductions for term in reduction.terms if isinstance(term, int)}
+        terms = [[term for term in reduction.terms if isinstance(term, int)] for reduction in self.reductions]
+        self.num_terms = list(map(len, terms))
+        """How many boxes each reduction waits for."""
+        self.reduced = {term: number for number, arriving in enumerate(terms) for term in arriving}
+        """Which reduction a box that arrives is a term of."""
         # Of a reduction, either of the first two terms may lie where their result goes.
-        firsts = ([term for term in each.terms[:2] if isinstance(term, int)] for each in self.reductions)
-        self.in_place = {*range(len(self.arrivals))} - self.reduced | {first for first, *_ in filter(None, firsts)}
+        firsts = {next((term for term in each.terms[:2] if isinstance(term, int)), -1) for each in self.reductions}
+        self.in_place = {*range(len(self.arrivals))} - self.reduced.keys() | firsts
         # What several clients get is packed once: messages by number, and who gets which.
         numbers: dict[Parcel, int] = {}
         sends = [
             (peer, numbers.setdefault(parcel, len(numbers)), parcel.nbytes)
             for peer, boxes in sorted(gives.items())
-            for parcel in _parcels(boxes)
+            for parcel in parcels(boxes)
         ]
         self.parcels = list(numbers)
         sent = Counter(number for _, number, _ in sends)
@@ -298,6 +208,11 @@ class Hop:
         if is_kept:
             return
 
+        is_cut = self.device_type == "cpu" and not plan.is_local
+
+        def pieces(moves: Iterable[Move]) -> Iterator[Move]:
+            return (piece for move in moves for piece in _pieces(move, dtype.itemsize)) if is_cut else iter(moves)
+
         def given(move: Move) -> Box:
             return Box.cut(tensor, move.source, move.region, held[move.source], dtype)
 
@@ -305,15 +220,15 @@ class Hop:
             return Box.cut(tensor, move.target, move.region, wanted[move.target], dtype)
 
         terms: dict[Box, list[tuple[Place, Box | int]]] = {}
-        for move in plan.copies:
+        for move in pieces(plan.copies) if axes else plan.copies:
             if axes:
                 terms.setdefault(taken(move), []).append((term_of(source, axes, move.source), given(move)))
             else:
                 self.copies.append((taken(move), given(move)))
         for peer, moves in plan.sends.items():
-            gives.setdefault(peer, []).extend(map(given, moves))
+            gives.setdefault(peer, []).extend(map(given, pieces(moves)))
         for peer, moves in plan.receives.items():
-            for move in moves:
+            for move in pieces(moves):
                 takes.setdefault(peer, []).append(len(self.arrivals))
                 if axes:
                     place = term_of(source, axes, move.source)
@@ -330,7 +245,36 @@ class Hop:
                 ordered = tuple(term for _, term in sorted(listed, key=lambda item: item[0]))
                 self.reductions.append(Reduction(box, ordered, reduce_op, divisor))
 
-    def start(self, tensors: Sequence[Components], tag: int = 0) -> Transfer:
+    def memory(self) -> list[Memory]:
+        """Return memory for what is made of every tensor."""
+        return [
+            Memory({device: torch.empty(shape, dtype=dtype, device=where) for device, shape, dtype, where in new})
+            for new in self.new
+        ]
+
+    def index_within(self, later: Hop) -> dict[int, tuple[slice, ...]] | None:
+        """Return where, in what ``later`` makes of this hop's result, each device's part of that result stays.
+
+        Args:
+            later: The next hop of the same single tensor.
+
+        Returns:
+            By device, or None if some part does not stay on its device, or anything but itself comes to its place.
+        """
+        target, wanted = self.changes[0].target, later.changes[0].target
+        if self.is_local or self.kept[0] or later.kept[0] or target.mesh != wanted.mesh:
+            return None
+        shape = self.changes[0].shape
+        parts, wholes = _regions(target, shape), _regions(wanted, shape)
+        stay = Counter[int]()
+        for into, source in later.copies:
+            stay[into.device] += math.prod(into.shape) if into.device == source.device else 0
+        # An empty part lies nowhere, though all contain it.
+        if not all(part.numel == stay[at] > 0 and wholes[at].contains(part) for at, part in parts.items()):
+            return None
+        return {device: part.relative_to(wholes[device]).slices() for device, part in parts.items()}
+
+    def start(self, tensors: Sequence[Components], tag: int = 0, memory: Sequence[Memory] | None = None) -> Transfer:
         """Post the messages, and copy what this client has meanwhile.
 
         Collective: Over the hop's clients, if any needs something from another.
@@ -338,29 +282,63 @@ class Hop:
         Args:
             tensors: The components of every tensor.
             tag: The messages'; below 2**31.
+            memory: Where to make what is made of each; default new memory.
         """
-        return Transfer(self, tensors, tag)
+        return Transfer(self, tensors, tag, self.memory() if memory is None else memory)
+
+
+@dataclass(slots=True)
+class Memory:
+    """Where a hop makes a tensor's new components.
+
+    Args:
+        made: The new components, by device id.
+        spare: By device id, bytes that nobody else uses before the hop is done.
+    """
+
+    made: dict[int, torch.Tensor]
+    spare: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def within(self, index: Mapping[int, tuple[slice, ...]]) -> Memory:
+        """Return the memory of parts of what is to be made here; what lies around them is spare meanwhile."""
+        return Memory(
+            {device: self.made[device][place] for device, place in index.items()},
+            {device: _around(self.made[device], place) for device, place in index.items()},
+        )
+
+    def take(self, box: Box) -> torch.Tensor | None:
+        """Return spare memory for a box on its device, if there is enough."""
+        listed = self.spare.get(box.device, [])
+        for number, spare in enumerate(listed):
+            start = -spare.data_ptr() % ALIGNMENT
+            stop = start + box.nbytes
+            if stop <= spare.numel():
+                listed[number] = spare[stop:]
+                return spare[start:stop].view(box.dtype).view(box.shape)
+        return None
 
 
 class Transfer:
     """A hop under way. ``made`` are the new components of every tensor, complete after `finish`."""
 
-    def __init__(self, hop: Hop, tensors: Sequence[Components], tag: int) -> None:
-        self._hop, self._tag = hop, tag
-        self.made: list[dict[int, torch.Tensor]] = [
-            {device: torch.empty(shape, dtype=dtype, device=where) for device, shape, dtype, where in new}
-            for new in hop.new
-        ]
-        self._tensors = tensors
+    def __init__(self, hop: Hop, tensors: Sequence[Components], tag: int, memory: Sequence[Memory]) -> None:
+        self._hop, self._tensors, self._tag, self._memory = hop, tensors, tag, memory
+        self.made = [each.made for each in memory]
         self._work: Work | None = None
-        self._receiving: list[tuple[Parcel, list[int], torch.Tensor]] = []
+        self._receiving: list[tuple[Parcel, list[int], torch.Tensor, bool]] = []
         self._sending: list[torch.Tensor] = []
         self._shared: dict[int, torch.Tensor] = {}
-        # Terms that have arrived, by number.
+        # Terms that have arrived, by number, and how many each reduction still waits for.
         self._terms: dict[int, torch.Tensor] = {}
+        self._missing = list(hop.num_terms)
         self._post(hop.waves[:1])
-        for into, source in hop.copies:
-            into.of(self.made).copy_(source.of(tensors))
+        for into_box, source_box in hop.copies:
+            into, source = into_box.of(self.made), source_box.of(tensors)
+            if into.data_ptr() != source.data_ptr():  # see `Memory.within`
+                into.copy_(source)
+        for number, missing in enumerate(hop.num_terms):
+            if not missing:
+                self._reduce(number)
         for made, components, kept in zip(self.made, tensors, hop.kept, strict=True):
             made.update({device: components[source] for device, source in kept.items()})
         self._post(hop.waves[1:])
@@ -370,61 +348,71 @@ class Transfer:
         device = _HOST if self._hop.device_type == "cpu" else None
         for wave in waves:
             self._complete()
-            self._sending = [self._message(number, device) for _, number in wave.sends]
-            rooms = [self._room(parcel, numbers, device) for _, parcel, numbers in wave.receives]
             self._receiving = [
-                (parcel, numbers, room) for (_, parcel, numbers), room in zip(wave.receives, rooms, strict=True)
+                (parcel, numbers, *self._room(parcel, numbers, device)) for _, parcel, numbers in wave.receives
             ]
+            # Who gives a message does so at once where it is known to be expected: so rooms first, then each is packed.
             self._work = self._hop.collectives.exchange(
-                [(peer, message) for (peer, _), message in zip(wave.sends, self._sending, strict=True)],
-                [(peer, room) for (peer, _, _), room in zip(wave.receives, rooms, strict=True)],
+                ((peer, self._message(number, device)) for peer, number in wave.sends),
+                [(peer, room) for (peer, *_), (_, _, room, _) in zip(wave.receives, self._receiving, strict=True)],
                 self._tag,
             )
 
     def _message(self, number: int, device: torch.device | None) -> torch.Tensor:
-        """Return the bytes of a message; what goes to several clients is packed once."""
-        if number in self._shared:
-            return self._shared[number]
-        message = self._hop.parcels[number].pack(self._tensors, device)
-        if number in self._hop.shared:
-            self._shared[number] = message
+        """Return a message, which is kept until it is there; what goes to several clients is packed once."""
+        message = self._shared.get(number)
+        if message is None:
+            message = self._hop.parcels[number].pack(self._tensors, device)
+            if number in self._hop.shared:
+                self._shared[number] = message
+        self._sending.append(message)
         return message
 
-    def _room(self, parcel: Parcel, numbers: Sequence[int], device: torch.device | None) -> torch.Tensor:
-        """Return memory for a message: the box's own place where it comes alone and lies there in one piece."""
-        place = parcel.boxes[0].of(self.made)
-        is_alone = len(numbers) == 1 and numbers[0] in self._hop.in_place
-        if is_alone and device in (None, place.device) and place.is_contiguous():
-            return as_bytes(place)
-        return torch.empty(parcel.nbytes, dtype=torch.uint8, device=device or place.device)
+    def _room(self, parcel: Parcel, numbers: Sequence[int], device: torch.device | None) -> tuple[torch.Tensor, bool]:
+        """Return memory for a message, and whether that is the box's own place: where it lies there in one piece."""
+        box = parcel.boxes[0]
+        where = self.made[box.tensor][box.device].device
+        if len(numbers) == 1 and device in (None, where):
+            if numbers[0] in self._hop.in_place and (place := box.of(self.made)).is_contiguous():
+                return place, True
+            if (spare := self._memory[box.tensor].take(box)) is not None:
+                return spare, False
+        return parcel.room(device or where), False
 
     def finish(self) -> list[dict[int, torch.Tensor]]:
         """Return ``made`` when all messages are there, delivered and reduced."""
         self._complete()
-        for reduction in self._hop.reductions:
-            into = reduction.box.of(self.made)
-            terms = [self._terms[term] if isinstance(term, int) else term.of(self._tensors) for term in reduction.terms]
-            reduce_terms(into, [term.to(into.device) for term in terms], reduction.reduce_op)
-            average(into, reduction.divisor)
         for into_box, source in self._hop.forwards:
             into_box.of(self.made).copy_(source.of(self.made))
-        self._terms, self._shared, self._tensors = {}, {}, ()
+        self._shared, self._tensors, self._memory = {}, (), ()
         return self.made
 
     def _complete(self) -> None:
-        """Deliver what is under way."""
+        """Deliver what is under way, each message as it comes."""
         if self._work is not None:
+            for number in self._work.arrivals():
+                self._deliver(*self._receiving[number])
             self._work.wait()
-        for parcel, numbers, room in self._receiving:
-            for number, view in zip(numbers, parcel.views(room), strict=True):
-                into = self._hop.arrivals[number].of(self.made)
-                is_there = into.data_ptr() == view.data_ptr()
-                if number in self._hop.reduced:
-                    # Of two views of one memory with different strides torch cannot tell that they are the same.
-                    self._terms[number] = into if is_there else view
-                elif not is_there:
-                    into.copy_(view)
         self._work, self._receiving, self._sending = None, [], []
+
+    def _deliver(self, parcel: Parcel, numbers: Sequence[int], room: torch.Tensor, is_there: bool) -> None:
+        for number, view in zip(numbers, parcel.views(room), strict=True):
+            reduction = self._hop.reduced.get(number)
+            if reduction is not None:
+                self._terms[number] = view
+                self._missing[reduction] -= 1
+                if not self._missing[reduction]:
+                    self._reduce(reduction)
+            elif not is_there:
+                self._hop.arrivals[number].of(self.made).copy_(view)
+
+    def _reduce(self, number: int) -> None:
+        """Make a box of its terms, which are all here."""
+        reduction = self._hop.reductions[number]
+        into = reduction.box.of(self.made)
+        terms = [self._terms.pop(term) if isinstance(term, int) else term.of(self._tensors) for term in reduction.terms]
+        reduce_terms(into, [term.to(into.device) for term in terms], reduction.reduce_op)
+        average(into, reduction.divisor)
 
 
 def validate_reduction(reduce_op: str, dtype: torch.dtype) -> None:
@@ -439,22 +427,36 @@ def validate_reduction(reduce_op: str, dtype: torch.dtype) -> None:
         raise LayoutError(f"reduction: cannot reduce {dtype} by {reduce_op!r}: {error}; convert it first") from None
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is in memory as it reads, without pending conjugation or negation, and has no gradient."""
-    return tensor.detach().resolve_conj().resolve_neg()
-
-
-def _parcels(boxes: Sequence[Box]) -> Iterator[Parcel]:
-    for inside in cut_messages([box.nbytes for box in boxes]):
-        yield Parcel.of([boxes[number] for number in inside])
-
-
 def _regions(layout: Layout, shape: tuple[int, ...]) -> dict[int, Region]:
     return {device: layout.region(device, shape) for device in layout.mesh.local_device_ids()}
 
 
 def _devices(mesh: Mesh) -> dict[int, torch.device]:
     return dict(zip(mesh.local_device_ids(), map(device_of, mesh.local_devices()), strict=True))
+
+
+def _pieces(move: Move, itemsize: int) -> Iterator[Move]:
+    """Yield a move cut along its first dim that can be cut, in about even pieces."""
+    nbytes = math.prod(move.shape) * itemsize
+    dim = next((dim for dim, size in enumerate(move.shape) if size > 1), 0)
+    if nbytes < 2 * PIECE_NBYTES:
+        yield move
+        return
+    size = -(-move.shape[dim] // (nbytes // PIECE_NBYTES))
+    for start in range(0, move.shape[dim], size):
+        offset, shape = list(move.offset), list(move.shape)
+        offset[dim] += start
+        shape[dim] = min(size, move.shape[dim] - start)
+        yield Move(move.target, tuple(offset), tuple(shape), move.source)
+
+
+def _around(whole: torch.Tensor, place: Sequence[slice]) -> list[torch.Tensor]:
+    """Return the bytes before and after a part of a tensor, where the part is rows of it in one piece."""
+    is_rows = all(one == slice(0, size) for one, size in zip(place[1:], whole.shape[1:], strict=True))
+    if not place or not is_rows or not whole.is_contiguous():
+        return []
+    rows = (whole[: place[0].start], whole[place[0].stop :])
+    return [as_bytes(part) for part in rows if part.numel()]
 
 
 def _is_unchanged(copies: Sequence[Move], held: Mapping[int, Region], wanted: Mapping[int, Region]) -> bool:

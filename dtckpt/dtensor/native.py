@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dtckpt.dtensor.boxes import Components, plain
 from dtckpt.dtensor.collectives import Native, Work, average
-from dtckpt.dtensor.hops import Change, Components, plain, validate_reduction
+from dtckpt.dtensor.hops import Change, Memory, validate_reduction
 from dtckpt.planning.exchange import kind_of, reduced_axes, term_of
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
@@ -87,9 +88,11 @@ class NativeHop:
             validate_reduction(self._reduce_op, change.dtype)
         self._divisor = math.prod(mesh.dim_size(axis) for axis in found.axes if partial.get(axis) == "avg")
 
-    def start(self, tensors: Sequence[Components], tag: int = 0) -> NativeTransfer:
-        """Start the collective, which needs no tag. Collective: over the clients along the axes."""
-        del tag
+    def start(
+        self, tensors: Sequence[Components], tag: int = 0, memory: Sequence[Memory] | None = None
+    ) -> NativeTransfer:
+        """Start the collective, which needs no tag, in new memory. Collective: over the clients along the axes."""
+        del tag, memory
         component = plain(tensors[0][self._device])
         region = self._change.target.region(self._device, self._change.shape)
         kind, dim = self._found.kind, self._found.dim

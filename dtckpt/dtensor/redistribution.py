@@ -18,7 +18,8 @@ from functools import cached_property, lru_cache
 import torch
 
 from dtckpt.dtensor import divergence
-from dtckpt.dtensor.hops import Change, Components, Hop, Transfer
+from dtckpt.dtensor.boxes import Components
+from dtckpt.dtensor.hops import Change, Hop, Memory, Transfer
 from dtckpt.dtensor.native import NativeHop, NativeTransfer, recognise
 from dtckpt.dtensor.streams import Beside
 from dtckpt.errors import DtckptError, LayoutError
@@ -57,17 +58,34 @@ class Program:
     Args:
         change: What is wanted.
         hops: One per layout on the path, this client's side of each.
+        within: Per hop, where its result stays within the next one's, by device; None: nowhere, or it is the last.
         neutral: What some of the target's devices hold in the end, as the value became a term.
     """
 
     change: Change
     hops: tuple[Hop | NativeHop, ...]
+    within: tuple[dict[int, tuple[slice, ...]] | None, ...]
     neutral: Mapping[int, int]
 
     @cached_property
     def is_local(self) -> bool:
         """Whether no client needs anything from another."""
         return all(hop.is_local for hop in self.hops)
+
+    def memory(self, number: int, into: Components | None = None) -> list[Memory]:
+        """Return memory for a hop's result and for those after it that hold it in its place, the last one first.
+
+        Args:
+            number: Which hop.
+            into: Where the last hop's result is wanted.
+        """
+        index, hop = self.within[number], self.hops[number]
+        if index is None and into is not None and number + 1 == len(self.hops):
+            return [Memory(dict(into))]
+        if index is None:
+            return hop.memory() if isinstance(hop, Hop) else []
+        later = self.memory(number + 1, into)
+        return [*later, later[-1].within(index)]
 
 
 def program_of(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.dtype) -> Program:
@@ -87,6 +105,10 @@ def _compile(change: Change, client: int) -> Program:
         hop = Change(before, after, shape, dtype)
         found = recognise(hop) if hop.device_type != "cpu" and hop.client in hop.clients else None
         hops.append(NativeHop(hop, found) if found else Hop([hop]))
+    within = [
+        one.index_within(later) if isinstance(one, Hop) and isinstance(later, Hop) else None
+        for one, later in itertools.pairwise(hops)
+    ]
     reached = path[-1] if path else source
     neutral: dict[int, int] = {}
     # In mesh order: the last axis is reduced first, so what it needs to leave its term alone counts.
@@ -95,7 +117,7 @@ def _compile(change: Change, client: int) -> Program:
         for device in target.mesh.local_device_ids():
             if value is not None and target.mesh.coordinate(device)[target.mesh.axis_index(axis)]:
                 neutral[device] = value
-    return Program(change, tuple(hops), neutral)
+    return Program(change, tuple(hops), (*within, None), neutral)
 
 
 @lru_cache(maxsize=256)
@@ -120,6 +142,7 @@ class Redistribution:
         tensors: The components of each.
         call: Looks after what this client waits for.
         count: Which of the calls among its clients this is; messages of one are not taken for those of another.
+        into: Memory for the new components of each; they are not made there where they are old ones.
     """
 
     def __init__(
@@ -128,17 +151,26 @@ class Redistribution:
         tensors: Sequence[Components],
         call: divergence.Call | None = None,
         count: int = 0,
+        into: Sequence[Components] | None = None,
     ) -> None:
         self._call = call
         self._error: DtckptError | None = None
         self._under_way: list[Transfer | NativeTransfer] = []
         first_tag = _number(tuple(programs)) + count * _TAGS_APART
         here = [dict(components) for components in tensors]
+        memory: list[list[Memory]] = [[] for _ in programs]
         for number in range(max((len(program.hops) for program in programs), default=0)):
             self._finish()
             with self._call.waiting() if self._call else nullcontext():
                 for members, hop in _wave(programs, number):
-                    transfer = hop.start([here[member] for member in members], (first_tag + number) % 2**31)
+                    for member in members:
+                        wanted = None if into is None else into[member]
+                        memory[member] = memory[member] or programs[member].memory(number, wanted)
+                    transfer = hop.start(
+                        [here[member] for member in members],
+                        (first_tag + number) % 2**31,
+                        [memory[member].pop() for member in members if memory[member]],
+                    )
                     for member, made in zip(members, transfer.made, strict=True):
                         here[member] = made
                     self._under_way.append(transfer)
@@ -224,8 +256,26 @@ class EnqueuedRedistribution:
         self._beside.wait()
 
 
+def redistribute_into(programs: Sequence[Program], tensors: Sequence[Components], into: Sequence[Components]) -> None:
+    """Bring tensors into other layouts, in ready memory. Collective and errors: as `redistribute`.
+
+    Args:
+        programs: What is wanted, per tensor.
+        tensors: The components of each by device id of its source mesh.
+        into: Memory for the new components of each by device id of its target mesh.
+    """
+    for made, wanted in zip(redistribute(programs, tensors, into=into).components, into, strict=True):
+        for device, component in made.items():
+            if component is not wanted[device]:
+                wanted[device].copy_(component)
+
+
 def redistribute(
-    programs: Sequence[Program], tensors: Sequence[Components], *, is_async: bool = False
+    programs: Sequence[Program],
+    tensors: Sequence[Components],
+    *,
+    is_async: bool = False,
+    into: Sequence[Components] | None = None,
 ) -> Redistribution | EnqueuedRedistribution:
     """Bring tensors into other layouts.
 
@@ -236,6 +286,7 @@ def redistribute(
         programs: What is wanted, per tensor; see `program_of`.
         tensors: The components of each by device id of its source mesh.
         is_async: Return while the last hop is under way.
+        into: Memory for the new components of each; see `redistribute_into`.
 
     Raises:
         DtckptError: Another client failed, or wanted something else.
@@ -249,7 +300,7 @@ def redistribute(
     if is_async and not has_waits and any(part.is_cuda for components in tensors for part in components.values()):
         return EnqueuedRedistribution(programs, tensors)
     call = divergence.Call([program.change for program in programs], _part) if has_waits else None
-    running = Redistribution(programs, tensors, call, call.count if call else 0)
+    running = Redistribution(programs, tensors, call, call.count if call else 0, into)
     if not is_async:
         running.wait()
     return running

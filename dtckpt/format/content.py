@@ -34,7 +34,9 @@ _PART_NBYTES = 4 << 20
 """Elements that must be copied are, this many bytes at a time."""
 _FEW_WORDS = 4096
 """Tensors of no more words are often alike in shape: their weights are kept."""
-_BATCH_NBYTES = 256 << 10
+SMALL_NBYTES = 8 * _FEW_WORDS
+"""Most bytes of a region that `ContentSums` takes."""
+_BATCH_NBYTES = 1 << 20
 """Stays in the cache between the two passes."""
 _HALF = np.uint64(32)
 
@@ -70,37 +72,97 @@ class ContentSum:
 
     def __init__(self, shape: Sequence[int], itemsize: int) -> None:
         self._shape = tuple(shape)
-        first = len(self._shape)
-        while first > 0 and itemsize * math.prod(self._shape[first:]) < MIN_LINE_NBYTES:
-            first -= 1
-        self._first = first
-        """The first dim of a line."""
+        self._first = _first_dim_of_line(self._shape, itemsize)
         self.total = 0
 
     def add(self, elements: np.ndarray[Any, Any], region: Region) -> None:
         """Add the elements of a region; no element of a tensor may be added twice."""
         for part in _parts(region, elements):
-            lines, start = self._lines(elements[part.relative_to(region).slices()], part)
-            words, position = _words(lines, start)
+            words, position = _words(self._shape, self._first, elements[part.relative_to(region).slices()][None], part)
             if words.size <= _FEW_WORDS:
-                low, high = _weights_of_words(self._shape[: self._first], part, position, words.shape[1])
-                halves = np.right_shift(words, _HALF).reshape(-1)
-                total = int(np.einsum("i,i->", words.reshape(-1), low)) + int(np.einsum("i,i->", halves, high))
+                (total,) = _sums_of_few(self._shape[: self._first], part, words, position, 1)
             else:
                 total = _sum(words, position, _line_weights(self._shape[: self._first], part))
             self.total = (self.total + total) % 2**64
 
-    def _lines(self, elements: np.ndarray[Any, Any], region: Region) -> tuple[npt.NDArray[np.uint8], int]:
-        """Return the bytes of each line, and where in the line they begin."""
-        first, inner = self._first, self._shape[self._first + 1 :]
-        if region.shape[first + 1 :] != inner:
-            # Zeros add nothing, so the cut dims may be filled up with them.
-            whole = np.zeros(region.shape[: first + 1] + inner, elements.dtype)
-            whole[(slice(None),) * (first + 1) + region.slices()[first + 1 :]] = elements
-            elements = whole
-        count = math.prod(region.shape[:first])
-        start = region.offset[first] * math.prod(inner) * elements.itemsize if first < len(self._shape) else 0
-        return np.ascontiguousarray(elements).reshape(-1).view(np.uint8).reshape(count, -1), start
+
+class ContentSums:
+    """Adds up the content of many tensors of small regions, taking those that are alike together. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._alike: dict[tuple[tuple[int, ...], Region, np.dtype[Any]], list[tuple[int, np.ndarray[Any, Any]]]] = {}
+        self._waiting_nbytes = 0
+        self._totals: dict[int, int] = {}
+
+    def add(self, tensor: int, shape: tuple[int, ...], elements: np.ndarray[Any, Any], region: Region) -> None:
+        """Add the elements of a region of at most `SMALL_NBYTES`, which must not change before `totals`.
+
+        Args:
+            tensor: Any number for the tensor.
+            shape: Its global shape.
+            elements: What the region holds, as it is stored.
+            region: The region; no element of a tensor may be added twice.
+        """
+        if not elements.size:
+            return
+        self._alike.setdefault((shape, region, elements.dtype), []).append((tensor, elements))
+        self._waiting_nbytes += elements.nbytes
+        if self._waiting_nbytes > _BATCH_NBYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        for (shape, region, dtype), waiting in self._alike.items():
+            first = _first_dim_of_line(shape, dtype.itemsize)
+            stack = np.concatenate([elements.reshape(-1) for _, elements in waiting])
+            words, position = _words(shape, first, stack.reshape(-1, *region.shape), region)
+            totals = _sums_of_few(shape[:first], region, words, position, len(waiting))
+            for (tensor, _), total in zip(waiting, totals, strict=True):
+                self._totals[tensor] = (self._totals.get(tensor, 0) + total) % 2**64
+        self._alike.clear()
+        self._waiting_nbytes = 0
+
+    def totals(self) -> dict[int, int]:
+        """Return the sum of all that was added, by tensor."""
+        self._flush()
+        return self._totals
+
+
+@lru_cache(maxsize=4096)
+def _first_dim_of_line(shape: tuple[int, ...], itemsize: int) -> int:
+    first = len(shape)
+    while first > 0 and itemsize * math.prod(shape[first:]) < MIN_LINE_NBYTES:
+        first -= 1
+    return first
+
+
+def _words(shape: tuple[int, ...], first: int, stack: np.ndarray[Any, Any], region: Region) -> tuple[_Words, int]:
+    """Return the words of each line of a region of tensors of one shape, and the number of the first in the line.
+
+    Args:
+        shape: Global shape.
+        first: The first dim of a line.
+        stack: Elements of the region, tensor by tensor.
+        region: The region.
+    """
+    inner = shape[first + 1 :]
+    if region.shape[first + 1 :] != inner:
+        # Zeros add nothing, so the cut dims may be filled up with them.
+        whole = np.zeros((len(stack), *region.shape[: first + 1], *inner), stack.dtype)
+        whole[(slice(None),) * (first + 2) + region.slices()[first + 1 :]] = stack
+        stack = whole
+    count = len(stack) * math.prod(region.shape[:first])
+    start = region.offset[first] * math.prod(inner) * stack.itemsize if first < len(shape) else 0
+    return _aligned(np.ascontiguousarray(stack).reshape(-1).view(np.uint8).reshape(count, -1), start)
+
+
+def _sums_of_few(shape: tuple[int, ...], region: Region, words: _Words, position: int, count: int) -> list[int]:
+    """Add up small regions, ``count`` of them; ``shape`` is that of the dims that number lines."""
+    low, high = _weights_of_words(shape, region, position, words.shape[1])
+    words = words.reshape(count, -1)
+    sums = np.einsum("ij,j->i", words, low)
+    sums += np.einsum("ij,j->i", np.right_shift(words, _HALF), high)
+    found: list[int] = sums.tolist()
+    return found
 
 
 def _line_weights(shape: tuple[int, ...], region: Region) -> _Words:
@@ -167,7 +229,7 @@ def _parts(region: Region, elements: np.ndarray[Any, Any]) -> Iterator[Region]:
         yield Region(tuple(offset), tuple(shape))
 
 
-def _words(lines: npt.NDArray[np.uint8], start: int) -> tuple[_Words, int]:
+def _aligned(lines: npt.NDArray[np.uint8], start: int) -> tuple[_Words, int]:
     """Return the 64-bit words of lines that begin at byte ``start``, and the number of the first."""
     lead = start % 8
     nbytes = lead + lines.shape[1]
@@ -178,7 +240,11 @@ def _words(lines: npt.NDArray[np.uint8], start: int) -> tuple[_Words, int]:
     return lines.view("<u8"), start // 8
 
 
-def content_digest(total: int, shape: Sequence[int], stored_dtype: str) -> int:
+def content_digest(total: int, shape: tuple[int, ...], stored_dtype: str) -> int:
     """Return a tensor's content digest from the sum over all its elements; binds it to shape and dtype."""
-    kind = f"{stored_dtype}\0{','.join(map(str, shape))}".encode()
-    return xxhash.xxh3_64_intdigest(kind, seed=total)
+    return xxhash.xxh3_64_intdigest(_kind(shape, stored_dtype), seed=total)
+
+
+@lru_cache(maxsize=4096)
+def _kind(shape: tuple[int, ...], stored_dtype: str) -> bytes:
+    return f"{stored_dtype}\0{','.join(map(str, shape))}".encode()

@@ -26,6 +26,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """Every storable dtype: name -> numpy dtype (from ml_dtypes where numpy has none)."""
 
 
+STORED_AS = {"float32": ("bfloat16", "float32")}
+"""What tensors may be rounded to on storage, by their dtype; others are stored as they are. bfloat16 has the range of
+float32, so that rounding, to nearest even, makes no finite value infinite."""
+
 _finfo: Any = ml_dtypes.finfo
 _iinfo: Any = ml_dtypes.iinfo
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from dtckpt.errors import RegionError
 from dtckpt.region import Region
@@ -23,10 +24,16 @@ class ChunkGrid:
     Args:
         shape: Elements per dim, >= 0.
         chunk_shape: Elements per dim of every chunk, >= 1.
+
+    Attributes:
+        counts: Chunks per dim.
+        num_chunks: Chunks of the whole grid; 1 for a scalar, 0 for a tensor without elements.
     """
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
+    counts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    num_chunks: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.shape) > MAX_RANK or math.prod(self.shape) > MAX_NUMEL or min(self.shape, default=0) < 0:
@@ -39,16 +46,9 @@ class ChunkGrid:
                 f"chunk shape does not fit; got {self.chunk_shape} for shape {self.shape}, "
                 "expected one size >= 1 per dim"
             )
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Chunks per dim."""
-        return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of the whole grid; 1 for a scalar, 0 for a tensor without elements."""
-        return math.prod(self.counts)
+        counts = tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
+        object.__setattr__(self, "counts", counts)
+        object.__setattr__(self, "num_chunks", math.prod(counts))
 
     def index(self, number: int) -> tuple[int, ...]:
         """Return the chunk's position per dim; ``number`` counts the chunks row-major."""
@@ -57,6 +57,10 @@ class ChunkGrid:
             number, position = divmod(number, count)
             index.append(position)
         return tuple(reversed(index))
+
+    def chunk(self, number: int) -> tuple[tuple[int, ...], Region]:
+        """Return index and box of a chunk; those of small grids are kept."""
+        return _chunk(self, number)
 
     def number(self, index: tuple[int, ...]) -> int:
         """Return the row-major number of the chunk at ``index``."""
@@ -83,3 +87,9 @@ class ChunkGrid:
                 for start, stop, chunk in zip(region.offset, region.stop, self.chunk_shape, strict=True)
             )
         )
+
+
+@lru_cache(maxsize=4096)
+def _chunk(grid: ChunkGrid, number: int) -> tuple[tuple[int, ...], Region]:
+    index = grid.index(number)
+    return index, grid.region(index)

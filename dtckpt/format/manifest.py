@@ -7,10 +7,11 @@ digest around the `Manifest` proper.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +19,14 @@ from google.protobuf.message import DecodeError
 
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError
+from dtckpt.format.codecs import CODECS, NO_CODEC
 from dtckpt.format.digest import Blocks, bytes_digest
 from dtckpt.format.dtypes import validate_dtype
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.names import is_path_of
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
+from dtckpt.text import format_nbytes
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "dtckpt.manifest"
@@ -49,6 +52,7 @@ class ArrayEntry:
         layout: Layout at the time of the save, if the tensor was on a mesh.
         missing: Row-major numbers of the chunks that were not saved.
         content: Content digest; see `dtckpt.format.content`.
+        codec: How chunks are compressed; see `dtckpt.format.codecs`.
     """
 
     name: str
@@ -61,6 +65,7 @@ class ArrayEntry:
     layout: Layout | None = None
     missing: frozenset[int] = frozenset()
     content: int | None = None
+    codec: str = NO_CODEC
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,8 +73,14 @@ class ArrayEntry:
         return self.grid.shape
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """What is equal for tensors that differ in name, path and content only."""
+        placed = self.writers.tobytes(), self.missing, self.layout
+        return self.grid, self.dtype, self.stored_dtype, self.codec, placed
+
+    @property
     def stored_nbytes(self) -> int:
-        """Bytes of the elements on storage."""
+        """Bytes of the elements on storage, before compression."""
         return math.prod(self.shape) * self.itemsize
 
     @property
@@ -82,12 +93,36 @@ class ArrayEntry:
         """How chunks are cut into blocks."""
         return Blocks.of(self.grid, self.itemsize)
 
+    @property
+    def has_readable_blocks(self) -> bool:
+        """Whether a block can be read alone, by its place in the stored chunk."""
+        return self.codec == NO_CODEC
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseCost:
+    """What one phase of an operation took on one client: seconds, and the bytes that it moved."""
+
+    seconds: float = 0.0
+    nbytes: int = 0
+
+    def __add__(self, other: PhaseCost) -> PhaseCost:
+        return PhaseCost(self.seconds + other.seconds, self.nbytes + other.nbytes)
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.3f} s" + (f" for {format_nbytes(self.nbytes)}" if self.nbytes else "")
+
+
+Costs = Mapping[int, Mapping[str, PhaseCost]]
+"""By client, what each of its phases took."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
     """A complete checkpoint. ``arrays`` is keyed by tensor name, sorted; ``tree`` is the state tree as JSON.
 
-    ``documents`` is the digest of all ``zarr.json``, which only other readers need.
+    ``documents`` is the digest of all ``zarr.json``, which only other readers need; ``costs`` says what the save took,
+    up to the barrier ``save/written``.
     """
 
     kvstore: str
@@ -97,6 +132,7 @@ class Manifest:
     num_clients: int = 1
     attempt: str = ""
     documents: int = 0
+    costs: Costs = field(default_factory=dict)
     format_version: int = field(default=FORMAT_VERSION)
 
     def to_bytes(self) -> bytes:
@@ -109,8 +145,18 @@ class Manifest:
             kvstore=checkpoint_pb2.KvStore.Value(f"KV_STORE_{self.kvstore.upper()}"),
             tree=self.tree,
             documents=self.documents,
-            tensors=[_entry_proto(self.arrays[name], meshes) for name in sorted(self.arrays)],
+            clients=sorted(self.costs),
+            phases=phases_to_proto(self.costs),
         )
+        kinds: dict[tuple[object, ...], bytes] = {}
+        for name in sorted(self.arrays):
+            entry = self.arrays[name]
+            digests: list[int] = entry.digests.tolist()
+            tensor = message.tensors.add(name=name, path=entry.path, digests=digests, content=entry.content)
+            kind = kinds.get(entry.kind)
+            if kind is None:
+                kind = kinds[entry.kind] = _kind_proto(entry, meshes).SerializeToString()
+            tensor.MergeFromString(kind)
         message.meshes.extend(mesh.portable().as_proto() for mesh in meshes)
         payload = message.SerializeToString(deterministic=True)
         envelope = checkpoint_pb2.ManifestFile(
@@ -146,12 +192,14 @@ class Manifest:
         try:
             message = checkpoint_pb2.Manifest.FromString(envelope.manifest)
             meshes = [Mesh.from_proto(mesh) for mesh in message.meshes]
-            entries = [_entry(tensor, meshes) for tensor in message.tensors]
+            kinds: dict[bytes, dict[str, Any]] = {}
+            entries = [_entry(tensor, meshes, kinds) for tensor in message.tensors]
             if len({entry.name for entry in entries}) != len(entries):
                 raise ValueError("a tensor occurs twice")
             if not 1 <= message.kvstore <= len(KVSTORES):
                 raise ValueError(f"key-value store {message.kvstore} is unknown")
             kvstore = KVSTORES[message.kvstore - 1]
+            costs = costs_from_proto(message.clients, message.phases)
         except (DecodeError, DtckptError, IndexError, OverflowError, ValueError) as error:
             raise CheckpointCorruptError(f"manifest {origin} contradicts itself: {error}") from error
         return cls(
@@ -162,6 +210,7 @@ class Manifest:
             num_clients=message.num_clients,
             attempt=message.attempt,
             documents=message.documents,
+            costs=costs,
             format_version=envelope.format_version,
         )
 
@@ -170,21 +219,50 @@ class Manifest:
         return replace(self, arrays=arrays, documents=documents)
 
 
-def _entry_proto(entry: ArrayEntry, meshes: dict[Mesh, int]) -> checkpoint_pb2.TensorEntry:
+def phases_to_proto(costs: Costs) -> list[checkpoint_pb2.PhaseCosts]:
+    """Return what phases took, phase by phase in the order of the first client that had them."""
+    none = PhaseCost()
+    rows = [own for _, own in sorted(costs.items())]
+    columns = {
+        phase: [own.get(phase, none) for own in rows] for phase in dict.fromkeys(name for own in rows for name in own)
+    }
+    return [
+        checkpoint_pb2.PhaseCosts(
+            phase=phase,
+            microseconds=[round(cost.seconds * 1e6) for cost in column],
+            nbytes=[cost.nbytes for cost in column],
+        )
+        for phase, column in columns.items()
+    ]
+
+
+def costs_from_proto(clients: Sequence[int], phases: Iterable[checkpoint_pb2.PhaseCosts]) -> Costs:
+    """Return what `phases_to_proto` wrote down for some clients, ascending.
+
+    Raises:
+        ValueError: The lists are not of one length.
+    """
+    costs: dict[int, dict[str, PhaseCost]] = {client: {} for client in clients}
+    for column in phases:
+        for client, microseconds, nbytes in zip(clients, column.microseconds, column.nbytes, strict=True):
+            if microseconds or nbytes:
+                costs[client][column.phase] = PhaseCost(microseconds / 1e6, nbytes)
+    return costs
+
+
+def _kind_proto(entry: ArrayEntry, meshes: dict[Mesh, int]) -> checkpoint_pb2.TensorEntry:
+    """Return what the manifest says of all tensors of an entry's kind."""
     message = checkpoint_pb2.TensorEntry(
-        name=entry.name,
-        path=entry.path,
         shape=entry.shape,
         dtype=entry.dtype,
         stored_dtype="" if entry.stored_dtype == entry.dtype else entry.stored_dtype,
         chunk_shape=entry.grid.chunk_shape,
-        digests=entry.digests.tolist(),
         writers=[
             checkpoint_pb2.WriterRun(client=client, count=len(list(run)))
             for client, run in groupby(max(0, writer) for writer in entry.writers.tolist())
         ],
         missing=sorted(entry.missing),
-        content=entry.content,
+        codec=checkpoint_pb2.Codec.Value(f"CODEC_{entry.codec.upper()}"),
     )
     if entry.layout is not None:
         position = meshes.setdefault(entry.layout.mesh, len(meshes))
@@ -193,42 +271,60 @@ def _entry_proto(entry: ArrayEntry, meshes: dict[Mesh, int]) -> checkpoint_pb2.T
     return message
 
 
-def _entry(message: checkpoint_pb2.TensorEntry, meshes: Sequence[Mesh]) -> ArrayEntry:
-    if not is_path_of(message.path, message.name):
-        raise ValueError(f"array {message.path!r} is not that of tensor {message.name!r}")
+def _entry(
+    message: checkpoint_pb2.TensorEntry, meshes: Sequence[Mesh], kinds: dict[bytes, dict[str, Any]]
+) -> ArrayEntry:
+    """Read a tensor; ``kinds`` are those that were read before, by what is left of a message without its own facts."""
+    name, path, digests = message.name, message.path, message.digests
+    if not is_path_of(path, name):
+        raise ValueError(f"array {path!r} is not that of tensor {name!r}")
+    own = np.array(digests, np.uint64)
+    content = message.content if message.HasField("content") else None
+    for field_name in ("name", "path", "digests", "content"):
+        message.ClearField(field_name)
+    key = message.SerializeToString(deterministic=True)
+    kind = kinds.get(key)
+    if kind is None:
+        kind = kinds[key] = _kind(message, name, own.size, meshes)
+    if own.size != kind["grid"].num_chunks:
+        raise ValueError(f"tensor {name!r} has {own.size} digests, expected those of {kind['grid'].num_chunks} chunks")
+    return ArrayEntry(name=name, path=path, digests=own, content=content, **kind)
+
+
+def _kind(message: checkpoint_pb2.TensorEntry, name: str, num_digests: int, meshes: Sequence[Mesh]) -> dict[str, Any]:
+    """Return what a tensor has in common with others of its kind, as fields of their entries."""
     grid = ChunkGrid(tuple(message.shape), tuple(message.chunk_shape))
     missing = frozenset(message.missing)
     if any(chunk > max(1, size) for chunk, size in zip(grid.chunk_shape, grid.shape, strict=True)):
-        raise ValueError(f"chunks {grid.chunk_shape} of tensor {message.name!r} are larger than it, {grid.shape}")
+        raise ValueError(f"chunks {grid.chunk_shape} of tensor {name!r} are larger than it, {grid.shape}")
     # Compared before anything of that size is made: a manifest may be hostile.
-    if not len(message.digests) == sum(run.count for run in message.writers) == grid.num_chunks:
+    if not num_digests == sum(run.count for run in message.writers) == grid.num_chunks:
         raise ValueError(
-            f"tensor {message.name!r} has {len(message.digests)} digests and {len(message.writers)} runs of writers, "
+            f"tensor {name!r} has {num_digests} digests and {len(message.writers)} runs of writers, "
             f"expected those of {grid.num_chunks} chunks"
         )
     if any(number >= grid.num_chunks for number in missing):
-        raise ValueError(f"tensor {message.name!r} lacks chunks that it does not have")
+        raise ValueError(f"tensor {name!r} lacks chunks that it does not have")
     writers = np.repeat(
         np.array([run.client for run in message.writers], np.int32), [run.count for run in message.writers]
     )
     writers[sorted(missing)] = -1
     validate_dtype(message.dtype)
     validate_dtype(message.stored_dtype or message.dtype)
+    if not 0 <= message.codec < len(CODECS):
+        raise ValueError(f"codec {message.codec} of tensor {name!r} is unknown")
     layout = None
     if message.HasField("layout"):
         specs = [tuple(spec.axes) or spec.sharding_spec for spec in message.layout.sharding_specs]
         layout = Layout(specs, meshes[message.layout.mesh])
         if layout.rank != len(grid.shape):
-            raise ValueError(f"layout of tensor {message.name!r} has rank {layout.rank}, expected {len(grid.shape)}")
-    return ArrayEntry(
-        name=message.name,
-        path=message.path,
-        dtype=message.dtype,
-        stored_dtype=message.stored_dtype or message.dtype,
-        grid=grid,
-        digests=np.array(message.digests, np.uint64),
-        writers=writers,
-        layout=layout,
-        missing=missing,
-        content=message.content if message.HasField("content") else None,
-    )
+            raise ValueError(f"layout of tensor {name!r} has rank {layout.rank}, expected {len(grid.shape)}")
+    return {
+        "dtype": message.dtype,
+        "stored_dtype": message.stored_dtype or message.dtype,
+        "grid": grid,
+        "writers": writers,
+        "layout": layout,
+        "missing": missing,
+        "codec": CODECS[message.codec],
+    }

@@ -19,6 +19,9 @@ MAX_SEGMENT_BYTES = 255
 
 _RESERVED = re.compile(r"dtckpt\.manifest|manifest\.ocdbt|d|client_\d+|zarr\.json|edges|__.*", re.DOTALL)
 _SAFE = "!$'()+,;=@[]{}^&~ #"
+_PLAIN = re.compile(f"[A-Za-z0-9_.~{re.escape(_SAFE)}-]*")
+"""Segments that percent-encoding leaves as they are."""
+_CONTROL = re.compile("[\0-\x1f\x7f]")
 _LOCK_SUFFIX = ".__lock"
 """TensorStore's file driver refuses names that end so; it keeps them for its own lock files."""
 SELF_SEGMENT = "%self"
@@ -46,7 +49,7 @@ def validate_name(name: str) -> None:
         raise TensorNameError(
             f"tensor name {_shown(name)} is too long; got {nbytes} bytes, expected at most {MAX_NAME_BYTES}"
         )
-    if any(ord(char) < 32 or ord(char) == 127 for char in name):
+    if _CONTROL.search(name):
         raise TensorNameError(f"tensor name {_shown(name)} holds a control character")
     for segment in name.split("/"):
         if segment in ("", ".", ".."):
@@ -63,7 +66,7 @@ def validate_name(name: str) -> None:
 
 def encode_segment(segment: str) -> str:
     """Percent-encode one segment; the names that the format itself uses get their first character encoded."""
-    encoded = quote(segment, safe=_SAFE)
+    encoded = segment if _PLAIN.fullmatch(segment) else quote(segment, safe=_SAFE)
     if _RESERVED.fullmatch(segment):
         encoded = f"%{ord(segment[0]):02X}{quote(segment[1:], safe=_SAFE)}"
     return f"{encoded[:-1]}%6B" if encoded.endswith(_LOCK_SUFFIX) else encoded
@@ -85,10 +88,11 @@ def array_paths(names: Iterable[str]) -> dict[str, str]:
         twice = sorted({name for name in listed if listed.count(name) > 1})
         raise TensorNameError(f"tensor names must differ; used more than once: {capped(map(_shown, twice))}")
     folders = {parent for name in listed for parent in _parents(name)}
-    return {
-        name: "/".join([*map(encode_segment, name.split("/")), *([SELF_SEGMENT] if name in folders else [])])
-        for name in listed
-    }
+    return {name: f"{_plain_path(name)}/{SELF_SEGMENT}" if name in folders else _plain_path(name) for name in listed}
+
+
+def _plain_path(name: str) -> str:
+    return "/".join(map(encode_segment, name.split("/")))
 
 
 def _parents(name: str) -> Iterable[str]:
@@ -98,7 +102,8 @@ def _parents(name: str) -> Iterable[str]:
 
 def is_path_of(path: str, name: str) -> bool:
     """Whether an array of this name may be stored at a path, so that no manifest can point out of its checkpoint."""
-    return path in (plain := array_paths([name])[name], f"{plain}/{SELF_SEGMENT}")
+    validate_name(name)
+    return path in (plain := _plain_path(name), f"{plain}/{SELF_SEGMENT}")
 
 
 def groups(paths: Iterable[str]) -> list[str]:

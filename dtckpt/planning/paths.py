@@ -106,7 +106,7 @@ def _normal_form(source: Layout, target: Layout) -> Path:
 
 
 def _price(source: Layout, path: Path, shape: Sequence[int]) -> tuple[Fraction, float]:
-    """Return what a path costs the device that holds least of what it needs, pieces taken to be even.
+    """Return what a path costs the device that has the largest pieces and holds least of what it needs.
 
     Returns:
         Elements received, and the seconds that do not depend on them.
@@ -121,7 +121,8 @@ def _price(source: Layout, path: Path, shape: Sequence[int]) -> tuple[Fraction, 
             for old, new in zip(here.shard_grid, there.shard_grid, strict=True)
         )
         messages = terms * parts - (held > 0)
-        numel += Fraction(math.prod(shape), math.prod(there.shard_grid)) * (terms - held)
+        piece = math.prod(-(-size // shards) for size, shards in zip(shape, there.shard_grid, strict=True))
+        numel += piece * (terms - held)
         seconds += (HOP_S + messages * MESSAGE_S) if messages else 0.0
         here = there
     return numel, seconds

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from heapq import heapreplace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from dtckpt.errors import LayoutError, SliceError
+from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.digest import bytes_digest
 from dtckpt.format.dtypes import validate_dtype
 from dtckpt.format.grid import ChunkGrid
@@ -27,6 +29,8 @@ from dtckpt.region import Region
 
 NO_CLIENT = -1
 """Owner of a chunk that nobody holds."""
+KEPT_STRUCTURES = 4
+"""Structures whose plan is kept for their next save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,9 @@ class Holding:
     clients: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TensorSpec:
-    """A tensor to be saved, as every client sees it.
+    """A tensor to be saved, as every client sees it. It equals only itself, so that it is a cheap key.
 
     Args:
         name: The tensor's name.
@@ -49,6 +53,7 @@ class TensorSpec:
         holdings: Who holds what.
         layout: Layout to be recorded, if there is one.
         content: Content digest that the stored elements must come to, where it is known already.
+        codec: How chunks are compressed.
     """
 
     name: str
@@ -58,6 +63,7 @@ class TensorSpec:
     holdings: tuple[Holding, ...]
     layout: Layout | None = None
     content: int | None = None
+    codec: str = NO_CODEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +99,52 @@ class TensorPlan:
         """Row-major numbers of the chunks that nobody holds."""
         return tuple(np.flatnonzero(self.owners == NO_CLIENT).tolist())
 
-    @property
-    def digest(self) -> int:
-        """Digest of all that clients must see alike of this tensor before any of them writes."""
-        spec, layout = self.spec, self.spec.layout
-        # Layouts can differ and still give the same chunks and owners, but other pieces and so other rounds.
-        placed = None if layout is None else (layout.sharding_specs, dict(layout.mesh.axis_sizes))
-        facts = spec.name, spec.shape, spec.dtype, spec.stored_dtype, self.grid.chunk_shape, self.pieces, placed
-        return bytes_digest(repr(facts).encode("utf-8", "backslashreplace") + self.owners.tobytes())
 
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class SavePlan:
-    """What all clients write; tensors are sorted by name."""
+    """What all clients write. It may be kept for later saves, so nothing in it may be changed.
+
+    Args:
+        tensors: Sorted by name.
+        owners: Their owners, one tensor's after the other's.
+        digests: Per tensor, the digest of all that clients must see alike before any of them writes.
+        topic: The digest of all those.
+        loads: The bytes that each client writes.
+    """
 
     tensors: tuple[TensorPlan, ...]
+    owners: npt.NDArray[np.int32] = field(repr=False)
+    digests: tuple[int, ...] = field(repr=False)
     topic: bytes = field(repr=False)
+    loads: Mapping[int, int] = field(repr=False)
 
-    @property
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Per tensor, how many chunks those before it have; last, how many all have."""
+        return np.cumsum([0, *(tensor.grid.num_chunks for tensor in self.tensors)], dtype=np.int64)
+
+    def places_of(self, client: int) -> npt.NDArray[np.int64]:
+        """Return where the chunks that a client writes stand among all of the plan, ascending."""
+        return np.flatnonzero(self.owners == client)
+
+    def tensors_at(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the positions of the tensors that chunks belong to."""
+        return np.searchsorted(self.starts, places, side="right") - 1
+
+    def owned_by(self, client: int) -> Iterator[tuple[int, TensorPlan, int]]:
+        """Yield position, plan and row-major chunk number of all that a client writes, as `places_of` counts it."""
+        places = self.places_of(client)
+        positions = self.tensors_at(places)
+        numbers = places - self.starts[positions]
+        for position, number in zip(positions.tolist(), numbers.tolist(), strict=True):
+            yield position, self.tensors[position], number
+
+    @cached_property
+    def names_digest(self) -> int:
+        """Digest of the names of all tensors."""
+        return bytes_digest("\0".join(tensor.spec.name for tensor in self.tensors).encode())
+
+    @cached_property
     def has_moves(self) -> bool:
         """Whether any chunk must be put together from several clients' pieces."""
         return any(tensor.pieces for tensor in self.tensors)
@@ -122,7 +156,7 @@ class SavePlan:
                 if tensor.owners[number] == owner != source:
                     yield from ((position, number, piece.region) for piece in pieces if piece.client == source)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all elements on storage."""
         return sum(
@@ -152,6 +186,19 @@ def holdings_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Holding, ...]:
     return tuple(Holding(region, tuple(sorted(holders))) for region, holders in clients.items())
 
 
+@lru_cache(maxsize=4096)
+def copies_of(clients: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Holding, ...]:
+    """Return who holds what of a tensor of which every client has a copy."""
+    whole = Region.full(shape)
+    return () if whole.is_empty else (Holding(whole, clients),)
+
+
+@lru_cache(maxsize=KEPT_STRUCTURES)
+def kept_plan(specs: tuple[TensorSpec, ...], max_chunk_nbytes: int) -> SavePlan:
+    """Return `plan_save` of these very specs, which is kept for when they are saved again."""
+    return plan_save(specs, max_chunk_nbytes)
+
+
 def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = b"") -> SavePlan:
     """Plan who writes what.
 
@@ -169,16 +216,19 @@ def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = 
     loads: dict[int, int] = {}
     # Most tensors of a model are like others; what is alike in shape, dtype and holders is chunked alike.
     known: dict[tuple[int, tuple[int, ...], str], _Draft] = {}
-    drafts: list[tuple[TensorPlan, _Draft]] = []
-    for name, spec in sorted(merged.items()):
+    drafts: list[_Draft] = []
+    listed = [spec for _, spec in sorted(merged.items())]
+    for spec in listed:
         key = id(spec.holdings), spec.shape, spec.stored_dtype
         draft = known[key] = known.get(key) or _draft(spec, max_chunk_nbytes)
         for client, nbytes in draft.loads.items():
             loads[client] = loads.get(client, 0) + nbytes
-        drafts.append((TensorPlan(spec, paths[name], draft.grid, draft.owners.copy(), draft.pieces), draft))
+        drafts.append(draft)
+    owners = np.concatenate([np.empty(0, np.int32), *(draft.owners for draft in drafts)])
+    starts = np.cumsum([0, *(draft.owners.size for draft in drafts)]).tolist()
     shared = [
         (-nbytes, position, number, clients)
-        for position, (_, draft) in enumerate(drafts)
+        for position, draft in enumerate(drafts)
         for number, (nbytes, clients) in draft.shared.items()
     ]
     # Per set of holders, those with the least load first; what a heap says is renewed when it comes to the top.
@@ -190,9 +240,15 @@ def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = 
         owner = heap[0][1]
         loads[owner] = current - negative_nbytes
         heapreplace(heap, (loads[owner], owner))
-        drafts[position][0].owners[number] = owner
-    tensors = tuple(plan for plan, _ in drafts)
-    return SavePlan(tensors, _topic(tensors, salt))
+        owners[starts[position] + number] = owner
+    owners.flags.writeable = False
+    tensors = tuple(
+        TensorPlan(spec, paths[spec.name], draft.grid, owners[start:stop], draft.pieces)
+        for spec, draft, (start, stop) in zip(listed, drafts, pairwise(starts), strict=True)
+    )
+    digests = tuple(map(_digest, tensors))
+    topic = bytes_digest(b"".join(digest.to_bytes(8, "big") for digest in digests) + salt).to_bytes(8, "big")
+    return SavePlan(tensors, owners, digests, topic, loads)
 
 
 def _merge_slices(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
@@ -214,7 +270,7 @@ def _merge_slices(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         if clash:
             raise SliceError(f"slices of tensor {spec.name!r} overlap; got {clash[0]} and {clash[1]}")
         merged[spec.name] = TensorSpec(
-            spec.name, spec.shape, spec.dtype, spec.stored_dtype, other.holdings + spec.holdings
+            spec.name, spec.shape, spec.dtype, spec.stored_dtype, other.holdings + spec.holdings, codec=spec.codec
         )
     return merged
 
@@ -284,7 +340,10 @@ def _whole_chunks(grid: ChunkGrid, region: Region) -> tuple[slice, ...]:
     return tuple(slice(start // chunk, -(-stop // chunk)) for start, stop, chunk in bounds)
 
 
-def _topic(tensors: Sequence[TensorPlan], salt: bytes) -> bytes:
-    """Digest of all that clients must see alike before any of them writes."""
-    digests = b"".join(plan.digest.to_bytes(8, "big") for plan in tensors)
-    return bytes_digest(digests + salt).to_bytes(8, "big")
+def _digest(plan: TensorPlan) -> int:
+    spec, layout = plan.spec, plan.spec.layout
+    # Layouts can differ and still give the same chunks and owners, but other pieces and so other rounds.
+    placed = None if layout is None else (layout.sharding_specs, dict(layout.mesh.axis_sizes))
+    kind = spec.dtype, spec.stored_dtype, spec.codec
+    facts = spec.name, spec.shape, kind, plan.grid.chunk_shape, plan.pieces, placed
+    return bytes_digest(repr(facts).encode("utf-8", "backslashreplace") + plan.owners.tobytes())

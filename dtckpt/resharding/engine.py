@@ -6,14 +6,13 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, local_path, open_checkpoint
+from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
 from dtckpt.checkpoint.restore import Layouts, choose_layout
 from dtckpt.checkpoint.save import SaveReport, State, save_state
 from dtckpt.coordination import LocalCoordination, Member
@@ -23,7 +22,9 @@ from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.planning.save_plan import Holding, SavePlan, TensorPlan, TensorSpec, holdings_of, plan_save
 from dtckpt.region import Region
-from dtckpt.storage import directory
+from dtckpt.storage.chunks import validate_kind
+from dtckpt.storage.locations import Location, is_inside, location_of
+from dtckpt.storage.places import place_of
 
 DEFAULT_MAX_MEMORY = 1 << 30
 MIN_CHUNK_NBYTES = 64 << 10
@@ -52,8 +53,8 @@ class ReshardedTensor:
 class ReshardReport:
     """What resharding did, or would do (``save`` is None then)."""
 
-    source: Path
-    target: Path
+    source: Location
+    target: Location
     mesh: Mesh
     tensors: Sequence[ReshardedTensor]
     max_memory: int
@@ -70,8 +71,8 @@ Progress = Callable[[str, int], None]
 
 
 def reshard(
-    src: str | Path,
-    dst: str | Path,
+    src: str | Location,
+    dst: str | Location,
     *,
     mesh: Mesh,
     layouts: Layouts | None = None,
@@ -91,13 +92,13 @@ def reshard(
 
     Args:
         src: The checkpoint to read.
-        dst: Directory of the new one.
+        dst: Where the new one will be.
         mesh: Target mesh, as from `dtckpt.clients.abstract_mesh`.
         layouts: As for `dtckpt.restore`: layouts on ``mesh`` by name or glob; others keep their saved specs as far as
             the mesh has those axes.
         dtype: New dtype of the floating-point tensors; rounded to nearest even.
         max_memory: Bound on the bytes of tensor data in memory.
-        options: How ``dst`` is written.
+        options: How ``dst`` is written; without a codec, tensors keep theirs.
         dry_run: Plan and report only.
         progress: See `Progress`.
 
@@ -110,50 +111,56 @@ def reshard(
         CheckpointError: As for `dtckpt.open_checkpoint` and `dtckpt.save`.
     """
     options = options or SaveOptions()
-    new_dtype = _validate_arguments(mesh, dtype, max_memory)
-    target = local_path(dst)
+    new_dtype = _validate_arguments(mesh, dtype, max_memory, options)
+    place = place_of(location_of(dst))
     with open_checkpoint(src) as checkpoint:
-        directory.check_target(target, overwrite=options.overwrite)
-        _validate_target(checkpoint.path, target)
+        place.check_target(overwrite=options.overwrite)
+        _validate_apart(checkpoint.path, place.where)
         budget = Budget.of(checkpoint, max_memory)
         chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, budget.block))
-        specs = [_spec(name, info, mesh, layouts, new_dtype) for name, info in checkpoint.tensors.items()]
+        specs = [
+            _spec(info, choose_layout(name, info, mesh, layouts), mesh, new_dtype, options.codec)
+            for name, info in checkpoint.tensors.items()
+        ]
+        validate_kind(options.kvstore, place.folder, (spec.codec for spec in specs))
         plan = plan_save(specs, chunk_nbytes)
         tensors = [_describe(checkpoint.info(item.spec.name), item) for item in plan.tensors]
         _validate_memory(plan, budget, max_memory)
         saved = None
         if not dry_run:
             source = CheckpointSource(checkpoint, budget, progress)
-            state = State(specs, source, checkpoint.manifest.tree, max_pending_nbytes=budget.block)
+            state = State(tuple(specs), source, checkpoint.manifest.tree, max_pending_nbytes=budget.block)
             alone = LocalCoordination(Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63)))
             # There is one copy of everything, and to look at it would mean to read all of it again.
             options = replace(options, chunk_nbytes=chunk_nbytes, check_replicas=False)
             saved = save_state(dst, lambda: state, options=options, coordination=alone)
-        return ReshardReport(checkpoint.path, target, mesh, tensors, max_memory, saved)
+        return ReshardReport(checkpoint.path, place.where, mesh, tensors, max_memory, saved)
 
 
-def _validate_arguments(mesh: Mesh, dtype: torch.dtype | None, max_memory: int) -> str | None:
+def _validate_arguments(mesh: Mesh, dtype: torch.dtype | None, max_memory: int, options: SaveOptions) -> str | None:
     if not isinstance(mesh, Mesh):
         raise MeshTypeError(f"reshard needs a Mesh; got {type(mesh).__name__}")
     if max_memory <= 0:
         raise ConfigError(f"max_memory must be positive; got {max_memory}")
+    if options.stored_dtypes or options.save_as_bf16:
+        raise ConfigError("reshard keeps stored dtypes; got option stored_dtypes or save_as_bf16, pass dtype instead")
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     if name is not None and not is_floating(name):
         raise ConfigError(f"dtype for floating-point tensors must be a floating-point type; got {name}")
     return name
 
 
-def _validate_target(source: Path, target: Path) -> None:
+def _validate_apart(source: Location, target: Location) -> None:
     """Refuse to put one checkpoint inside the other: replacing the outer one would remove both."""
-    inner, outer = target.resolve(), source.resolve()
-    if inner != outer and (inner.is_relative_to(outer) or outer.is_relative_to(inner)):
+    if is_inside(source, target) or is_inside(target, source):
         raise ConfigError(f"{source} and {target} cannot lie one inside the other; choose another destination")
 
 
-def _spec(name: str, info: TensorInfo, mesh: Mesh, layouts: Layouts | None, new_dtype: str | None) -> TensorSpec:
-    layout = choose_layout(name, info, mesh, layouts)
+def _spec(
+    info: TensorInfo, layout: Layout | None, mesh: Mesh, new_dtype: str | None, new_codec: str | None
+) -> TensorSpec:
     if layout is None or layout.mesh != mesh:
-        raise MeshError(f"layout for tensor {name!r} is on another mesh; expected {mesh.to_string()}")
+        raise MeshError(f"layout for tensor {info.name!r} is on another mesh; expected {mesh.to_string()}")
     dtype, stored = str(info.dtype).removeprefix("torch."), str(info.stored_dtype).removeprefix("torch.")
     if new_dtype is not None and is_floating(dtype):
         dtype = stored = new_dtype
@@ -161,7 +168,8 @@ def _spec(name: str, info: TensorInfo, mesh: Mesh, layouts: Layouts | None, new_
     boxes = tuple(Holding(holding.region, (0,)) for holding in holdings_of(layout, info.shape))
     # What is stored anew as it was must hold what it held.
     content = info.content_digest if stored == str(info.stored_dtype).removeprefix("torch.") else None
-    return TensorSpec(name, info.shape, dtype, stored, _saved_only(boxes, info), layout, content)
+    codec = new_codec or info.codec
+    return TensorSpec(info.name, info.shape, dtype, stored, _saved_only(boxes, info), layout, content, codec)
 
 
 def _saved_only(boxes: Sequence[Holding], info: TensorInfo) -> tuple[Holding, ...]:

@@ -1,4 +1,4 @@
-"""Zarr v3 arrays in a checkpoint directory, through TensorStore.
+"""Zarr v3 arrays in a checkpoint's folder, through TensorStore, or where it does not reach (`dtckpt.storage.chunks`).
 
 Writing: each client opens its own `ArrayWriter`; the leader then calls `merge`. With the ``ocdbt`` key-value store a
 client writes one database under ``client_<i>/`` in one transaction, and the merge makes the root database refer to
@@ -13,23 +13,26 @@ copy between databases works only if all were opened with one context.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-from dtckpt.errors import StorageError
+from dtckpt.format.codecs import NO_CODEC, codec_documents
 from dtckpt.format.dtypes import DTYPES, fill_value
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.names import groups
 from dtckpt.region import Region
 from dtckpt.storage.failures import translated
+from dtckpt.storage.folders import Folder, open_context
 
 DATABASE_NAME = "manifest.ocdbt"
 """The file of an OCDBT database that leads to all others."""
+DATA_FOLDER = "d"
+"""The folder of those."""
 TARGET_DATA_FILE_NBYTES = 256 << 20
 SMALL_NBYTES = 1 << 20
 """A whole chunk up to this size goes straight to its key: opening an array takes longer than writing it."""
@@ -42,7 +45,9 @@ def client_folder(client: int) -> str:
     return f"client_{client}"
 
 
-def array_metadata(grid: ChunkGrid, stored_dtype: str, attributes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def array_metadata(
+    grid: ChunkGrid, stored_dtype: str, codec: str, attributes: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return an array's ``zarr.json`` (Zarr v3 core specification)."""
     return {
         "zarr_format": 3,
@@ -52,17 +57,14 @@ def array_metadata(grid: ChunkGrid, stored_dtype: str, attributes: Mapping[str, 
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": fill_value(stored_dtype),
-        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "codecs": codec_documents(codec, DTYPES[stored_dtype].itemsize),
         "attributes": dict(attributes or {}),
     }
 
 
-def _file_kvstore(folder: Path, **options: Any) -> dict[str, Any]:
-    return {"driver": "file", "path": f"{folder.absolute()}/", **options}
-
-
-def _kvstore(kind: str, folder: Path, **options: Any) -> dict[str, Any]:
-    base = _file_kvstore(folder, **options)
+def _kvstore(kind: str, folder: Folder, *, to_write: bool = False) -> dict[str, Any]:
+    base = folder.kvstore(to_write=to_write)
+    assert base is not None  # noqa: S101  (such folders have a writer and a reader of their own)
     if kind == "zarr":
         return base
     return {
@@ -73,30 +75,24 @@ def _kvstore(kind: str, folder: Path, **options: Any) -> dict[str, Any]:
     }
 
 
-def _chunk_key(path: str, grid: ChunkGrid, region: Region, nbytes: int) -> str | None:
+def chunk_key(path: str, grid: ChunkGrid, region: Region) -> str:
+    """Return the key of a whole chunk (Zarr v3, chunk key encoding ``default``)."""
+    place = _place(grid, region)
+    return f"{path}/{place}" if path else place
+
+
+@lru_cache(maxsize=4096)
+def _place(grid: ChunkGrid, region: Region) -> str:
+    return "/".join(["c", *(str(start // size) for start, size in zip(region.offset, grid.chunk_shape, strict=True))])
+
+
+def _small_key(path: str, grid: ChunkGrid, codec: str, region: Region, nbytes: int) -> str | None:
     """Return the key of a small whole chunk, whose value is its elements (Zarr v3, codec ``bytes``); else None.
 
-    What a grid cuts short at its edge is stored filled up, which is left to TensorStore.
+    What a grid cuts short at its edge is stored filled up; that, and other codecs, are left to TensorStore.
     """
-    if nbytes > SMALL_NBYTES or region.shape != grid.chunk_shape:
-        return None
-    index = (start // size for start, size in zip(region.offset, grid.chunk_shape, strict=True))
-    return "/".join(([path] if path else []) + ["c", *map(str, index)])
-
-
-_pid: int | None = None
-"""Process that uses TensorStore; its threads do not survive a fork."""
-
-
-def _context() -> Any:
-    global _pid  # noqa: PLW0603  (a fact about the process)
-    _pid = _pid or os.getpid()
-    if _pid != os.getpid():
-        raise StorageError(
-            "this process was forked from one that had used checkpoints already, and cannot; start it with 'spawn' or "
-            "'forkserver', or use checkpoints here first"
-        )
-    return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+    is_small = codec == NO_CODEC and nbytes <= SMALL_NBYTES and region.shape == grid.chunk_shape
+    return chunk_key(path, grid, region) if is_small else None
 
 
 class ArrayWriter:
@@ -104,57 +100,82 @@ class ArrayWriter:
 
     Args:
         kind: Key-value store, ``ocdbt`` or ``zarr``.
-        root: The checkpoint directory under construction; every client sees the same one.
+        root: The folder under construction; every client sees the same one.
         client: Whose writes these are.
-        is_durable: Whether data is on the disk (fsync), not only handed to the kernel, when `commit` returns.
-        max_pending_nbytes: Elements that may wait to be written; more are written out before `write` returns.
+        is_durable: Whether what is written survives a power loss when `commit` returns.
+        max_pending_nbytes: Bytes that may be held until they are written; more are written out before `write` returns.
     """
 
     def __init__(
         self,
         kind: str,
-        root: Path,
+        root: Folder,
         client: int,
         *,
         is_durable: bool = True,
         max_pending_nbytes: int | None = None,
     ) -> None:
         self._where = root
-        self._context = _context()
+        self._context = open_context()
         self._is_database = kind == "ocdbt"
-        folder = root / client_folder(client) if self._is_database else root
-        self._kvstore = _kvstore(kind, folder, file_io_sync=is_durable)
+        self._folder = root / client_folder(client) if self._is_database else root
+        self._kvstore = _kvstore(kind, self._folder, to_write=True)
+        self._is_durable = is_durable
+        self._chunks: list[str] = []
         self._arrays: dict[str, Any] = {}
         self._max_pending_nbytes = max_pending_nbytes
         self._reset()
 
     def _reset(self) -> None:
-        # The file driver has no transactions over several files; there each write is its own.
+        # Only databases have transactions over several files; elsewhere each write is its own.
         self._transaction = ts.Transaction(atomic=True) if self._is_database else None
         self._store: Any = None
         self._pending: list[Any] = []
         self._pending_nbytes = 0
 
     def write(
-        self, path: str, grid: ChunkGrid, stored_dtype: str, region: Region, elements: np.ndarray[Any, Any]
+        self,
+        path: str,
+        grid: ChunkGrid,
+        stored_dtype: str,
+        region: Region,
+        elements: np.ndarray[Any, Any],
+        *,
+        codec: str,
+        is_kept: bool = False,
     ) -> None:
-        """Start writing one whole chunk; ``elements`` must not change before `commit` returns."""
-        key = _chunk_key(path, grid, region, elements.nbytes)
-        with translated(f"write array {path!r}", self._where):
+        """Start writing one whole chunk; ``elements`` must not change before `commit` returns.
+
+        Args:
+            path: The array.
+            grid: Its grid.
+            stored_dtype: Its dtype.
+            region: The chunk's box.
+            elements: The chunk's elements.
+            codec: How they are stored.
+            is_kept: Whether the elements stay in memory in any case, so that only copies of them count as held.
+        """
+        key = _small_key(path, grid, codec, region, elements.nbytes)
+        is_copied = key is not None or codec != NO_CODEC
+        # A compressor takes room for the worst case, beside its result.
+        held_nbytes = elements.nbytes * (is_copied + (not is_kept) + 2 * (codec != NO_CODEC))
+        if not self._is_database:
+            self._chunks.append(chunk_key(path, grid, region))
+        with translated("write array {!r}", self._where, path):
             if key is not None:
                 self._pending.append(self._values().write(key, elements.tobytes()))
-                self._note(elements.nbytes)
+                self._note(held_nbytes)
                 return
-            array = self._open(path, grid, stored_dtype).with_transaction(self._transaction)
+            array = self._open(path, grid, stored_dtype, codec).with_transaction(self._transaction)
             target = array[region.slices()] if region.ndim else array
             write = target.write(elements, can_reference_source_data_indefinitely=True)
             self._pending.append(write.copy if self._transaction else write)
-        self._note(elements.nbytes)
+        self._note(held_nbytes)
 
     def _note(self, nbytes: int) -> None:
         self._pending_nbytes += nbytes
         if self._max_pending_nbytes is not None and self._pending_nbytes > self._max_pending_nbytes:
-            self.commit()
+            self._write_out()
 
     def _values(self) -> Any:
         """Return the key-value store as the transaction sees it."""
@@ -163,16 +184,28 @@ class ArrayWriter:
             self._store = store.with_transaction(self._transaction) if self._transaction else store
         return self._store
 
-    def _open(self, path: str, grid: ChunkGrid, stored_dtype: str) -> Any:
+    def _open(self, path: str, grid: ChunkGrid, stored_dtype: str, codec: str) -> Any:
         if path not in self._arrays:
             self._arrays[path] = _open_array(
-                self._kvstore, path, grid, stored_dtype, self._context, store_data_equal_to_fill_value=True
+                self._kvstore,
+                path,
+                array_metadata(grid, stored_dtype, codec),
+                self._context,
+                store_data_equal_to_fill_value=True,
             )
         return self._arrays[path]
 
     def commit(self) -> None:
-        """Wait until everything is written. Blocks: on storage."""
-        with translated("write chunks", self._where):
+        """Wait until everything is written, and durable if that is wanted. Blocks: on storage."""
+        self._write_out()
+        if self._is_durable:
+            with translated("sync chunks", self._where):
+                self._folder.sync(_data_files(self._folder) if self._is_database else self._chunks)
+
+    def _write_out(self) -> None:
+        is_early = self._is_durable and self._is_database
+        syncing = self._folder.early_sync(DATA_FOLDER) if is_early else nullcontext()
+        with translated("write chunks", self._where), syncing:
             for write in self._pending:
                 write.result()
             if self._transaction is not None:
@@ -190,50 +223,52 @@ class ArrayWriter:
 
 
 def _open_array(
-    kvstore: Mapping[str, Any], path: str, grid: ChunkGrid, stored_dtype: str, context: Any, **options: Any
+    kvstore: Mapping[str, Any], path: str, metadata: Mapping[str, Any], context: Any, **options: Any
 ) -> Any:
     """Open an array whose metadata is known, without reading it."""
     spec = {
         "driver": "zarr3",
         "kvstore": {**kvstore, "path": f"{kvstore.get('path', '')}{path}/"},
-        "metadata": array_metadata(grid, stored_dtype),
+        "metadata": metadata,
         **options,
     }
     return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
 
-def documents(metadata: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
-    """Return the ``zarr.json`` of arrays (metadata by array path) and of the groups above them, by key."""
-    group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-    found = {**metadata, **dict.fromkeys(groups(metadata), group)}
-    return {_document_key(path): json.dumps(document).encode() for path, document in sorted(found.items())}
+def documents(arrays: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the ``zarr.json`` of arrays (by array path) and of the groups above them, by key."""
+    group = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+    found = {**arrays, **dict.fromkeys(groups(arrays), group)}
+    return {document_key(path): document for path, document in sorted(found.items())}
 
 
-def _document_key(path: str) -> str:
+def document_key(path: str) -> str:
+    """Return the key of an array's or a group's ``zarr.json``."""
     return f"{path}/zarr.json" if path else "zarr.json"
 
 
-def merge(
-    kind: str, root: Path, clients: Sequence[int], metadata: Mapping[str, bytes], *, is_durable: bool = True
-) -> None:
+def merge(kind: str, root: Folder, clients: Sequence[int], metadata: Mapping[str, bytes]) -> None:
     """Make the clients' writes one hierarchy of arrays. Called by the leader, after all clients committed.
 
     Args:
         kind: Key-value store.
-        root: The checkpoint directory under construction.
+        root: The folder under construction.
         clients: Clients that wrote chunks.
         metadata: See `documents`.
-        is_durable: As for `ArrayWriter`.
     """
     with translated("merge what the clients wrote", root):
-        context = _context()
-        store = ts.KvStore.open(_kvstore(kind, root, file_io_sync=is_durable), context=context).result()
+        if root.kvstore() is None:
+            for key, document in metadata.items():
+                root.write(key, document)
+            return
+        context = open_context()
+        store = ts.KvStore.open(_kvstore(kind, root, to_write=True), context=context).result()
         transaction = ts.Transaction(atomic=True) if kind == "ocdbt" else None
         target = store.with_transaction(transaction) if transaction else store
         if transaction:
             for client in clients:
                 # A range is copied by reference only between stores whose base options are the same.
-                spec = _kvstore(kind, root / client_folder(client), file_io_sync=is_durable)
+                spec = _kvstore(kind, root / client_folder(client), to_write=True)
                 source = ts.KvStore.open(spec, context=context).result()
                 source.experimental_copy_range_to(target).result()
         writes = [target.write(key, document) for key, document in metadata.items()]
@@ -241,6 +276,26 @@ def merge(
             write.result()
         if transaction:
             transaction.commit_async().result()
+
+
+def sync_merged(kind: str, root: Folder, metadata: Mapping[str, bytes]) -> None:
+    """Return when what `merge` made, and the files beside it, survive a power loss. Called by the leader.
+
+    Blocks: On storage.
+    """
+    with translated("sync what was merged", root):
+        root.sync(_merged_files(kind, root, metadata))
+
+
+def _merged_files(kind: str, root: Folder, metadata: Mapping[str, bytes]) -> Iterator[str]:
+    yield from root.names()
+    yield from _data_files(root) if kind == "ocdbt" else metadata
+
+
+def _data_files(folder: Folder) -> Iterator[str]:
+    """Yield the files of a database, but for the one that leads to them."""
+    with suppress(FileNotFoundError):  # one without large values has none
+        yield from (f"{DATA_FOLDER}/{name}" for name in (folder / DATA_FOLDER).names())
 
 
 class _SmallRead:
@@ -251,9 +306,10 @@ class _SmallRead:
 
     def result(self) -> None:
         found = self._read.result()
-        if found.state != "value" or len(found.value) != self._into.nbytes:
+        data = found.value if found.state == "value" else b""  # to ask for it copies it
+        if len(data) != self._into.nbytes:
             raise ValueError(f"chunk is missing, or not of {self._into.nbytes} bytes")
-        self._into[...] = np.frombuffer(found.value, self._into.dtype).reshape(self._into.shape)
+        self._into[...] = np.frombuffer(data, self._into.dtype).reshape(self._into.shape)
 
     def exception(self) -> Any:
         return self._read.exception()
@@ -264,25 +320,38 @@ class ArrayReader:
 
     Args:
         kind: Key-value store.
-        root: The checkpoint directory.
+        root: The checkpoint's folder.
     """
 
-    def __init__(self, kind: str, root: Path) -> None:
+    def __init__(self, kind: str, root: Folder) -> None:
         self._where = root
-        self._kvstore = _kvstore(kind, root, file_io_mode={"mode": "memmap"})
-        self._context = _context()
+        self._kvstore = _kvstore(kind, root)
+        self._context = open_context()
         self._arrays: dict[str, Any] = {}
         self._store: Any = None
 
-    def start(self, path: str, grid: ChunkGrid, stored_dtype: str, region: Region, into: np.ndarray[Any, Any]) -> Any:
+    def start(
+        self,
+        path: str,
+        grid: ChunkGrid,
+        stored_dtype: str,
+        region: Region,
+        into: np.ndarray[Any, Any],
+        *,
+        codec: str,
+    ) -> Any:
         """Start reading ``region`` (global indices) into ready memory of its shape; `finish` waits for it."""
-        key = _chunk_key(path, grid, region, into.nbytes)
-        with translated(f"open array {path!r}", self._where, is_read=True):
+        key = _small_key(path, grid, codec, region, into.nbytes)
+        with translated("open array {!r}", self._where, path, is_read=True):
             if key is not None:
                 return _SmallRead(self._open_store().read(key), into)
             if path not in self._arrays:
                 self._arrays[path] = _open_array(
-                    self._kvstore, path, grid, stored_dtype, self._context, fill_missing_data_reads=False
+                    self._kvstore,
+                    path,
+                    array_metadata(grid, stored_dtype, codec),
+                    self._context,
+                    fill_missing_data_reads=False,
                 )
             array = self._arrays[path]
             source = array[region.slices()].translate_to[(0,) * region.ndim] if region.ndim else array
@@ -295,7 +364,7 @@ class ArrayReader:
             CheckpointCorruptError: The chunk is missing or malformed.
             StorageError: Storage refused.
         """
-        with translated(f"read {region} of array {path!r}", self._where, is_read=True):
+        with translated("read {} of array {!r}", self._where, region, path, is_read=True):
             read.result()
 
     def read_documents(self, paths: Iterable[str]) -> dict[str, bytes]:
@@ -303,7 +372,7 @@ class ArrayReader:
         listed = list(paths)
         with translated("read zarr.json", self._where, is_read=True):
             store = self._open_store()
-            reads = {key: store.read(key) for key in map(_document_key, sorted({*listed, *groups(listed)}))}
+            reads = {key: store.read(key) for key in map(document_key, sorted({*listed, *groups(listed)}))}
             return {key: bytes(read.result().value) for key, read in reads.items()}
 
     def _open_store(self) -> Any:

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,9 +34,13 @@ from dtckpt.errors import (
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage.failures import translated
 
+logger = logging.getLogger("dtckpt.storage")
+
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
+_SYNCS = 8
+"""Files that are put on the disk at a time."""
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 _WORKING_NAME = re.compile(r"\..+\.dtckpt-(new|old|trash)-.*", re.DOTALL)
 
@@ -117,15 +123,26 @@ def begin(target: Path, token: str) -> Staging:
     """
     path = staging_path(target, token)
     with translated("create the checkpoint directory", target):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         if old := _interrupted_exchange(target):
             old.rename(target)
-        for leftover in (*_siblings(target, "new"), *_siblings(target, "old")):
+        leftovers, trash = (*_siblings(target, "new"), *_siblings(target, "old")), _siblings(target, "trash")
+        if leftovers or trash:
+            _sync(target.parent)  # one of them may be the old checkpoint, of an attempt that died before it had synced
+        for leftover in leftovers:
             discard(leftover, target)
-        for trash in _siblings(target, "trash"):
-            shutil.rmtree(trash, ignore_errors=True)
+        for folder in trash:
+            shutil.rmtree(folder, ignore_errors=True)
         path.mkdir()
         return Staging(path, target, token, identity(path))
+
+
+def make_folder(folder: Path) -> None:
+    """Make a directory and its parents, durably: a power loss would take all that is saved there along."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        _sync(each.parent)
 
 
 def staging_path(target: Path, token: str) -> Path:
@@ -143,8 +160,9 @@ def commit(staging: Staging, *, overwrite: bool, is_durable: bool = True) -> Non
     target = staging.target
     with translated("commit the checkpoint", target):
         if is_durable:
-            _sync_tree(staging.path)
+            sync_all(Path(path) for path, _, _ in os.walk(staging.path))
         _validate_own(staging, staging.path)
+        aside = None
         if not target.exists():
             _rename(staging.path, target, _RENAME_NOREPLACE)
             if identity(target) != staging.inode:
@@ -152,9 +170,11 @@ def commit(staging: Staging, *, overwrite: bool, is_durable: bool = True) -> Non
                 raise _taken_over(staging)
         else:
             check_target(target, overwrite=overwrite)
-            _replace(staging)
+            aside = _replace(staging)
         if is_durable:
-            _sync(target.parent)
+            _sync(target.parent)  # before the old one goes: a disk need not keep changes of two directories in order
+    if aside is not None:
+        _tidy(aside, target)
 
 
 def _validate_own(staging: Staging, path: Path) -> None:
@@ -168,8 +188,8 @@ def _taken_over(staging: Staging) -> StorageError:
     )
 
 
-def _replace(staging: Staging) -> None:
-    """Put the directory in the place of the old checkpoint, and the old one away."""
+def _replace(staging: Staging) -> Path:
+    """Put the directory in the place of the old checkpoint; return where that stands now."""
     target, aside = staging.target, _sibling(staging.target, "old", staging.token)
     try:
         _rename(staging.path, target, _RENAME_EXCHANGE)
@@ -183,18 +203,17 @@ def _replace(staging: Staging) -> None:
         except BaseException:
             aside.rename(target)
             raise
-    else:
-        aside = staging.path
-        if identity(target) != staging.inode:
-            _rename(staging.path, target, _RENAME_EXCHANGE)
-            raise _taken_over(staging)
-    discard(aside, target)
+        return aside
+    if identity(target) != staging.inode:
+        _rename(staging.path, target, _RENAME_EXCHANGE)
+        raise _taken_over(staging)
+    return staging.path
 
 
 def abandon(staging: Staging) -> None:
     """Take an attempt's directory away, if it still stands."""
     if identity(staging.path) == staging.inode:
-        discard(staging.path, staging.target)
+        _tidy(staging.path, staging.target)
 
 
 def sweep(path: Path, target: Path, known: tuple[int, int] | None) -> None:
@@ -206,7 +225,16 @@ def sweep(path: Path, target: Path, known: tuple[int, int] | None) -> None:
         known: `identity` of the directory that the attempt began with, which is its leader's to take away.
     """
     if known is not None and identity(path) not in (None, known):
-        discard(path, target)
+        # Or it is the old checkpoint, whose leader died as soon as it had replaced it.
+        _tidy(path, target, is_durable=True)
+
+
+def _tidy(folder: Path, target: Path, *, is_durable: bool = False) -> None:
+    """As `discard`, for when it is known how the save went: what cannot be taken away now, the next one takes away."""
+    try:
+        discard(folder, target, is_durable=is_durable)
+    except OSError as error:
+        logger.warning("cannot take away %s: %s", folder, error)
 
 
 def discard(folder: Path, target: Path, *, is_durable: bool = False) -> None:
@@ -228,15 +256,6 @@ def identity(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
-
-
-def write_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:
-    """Write a new file whole."""
-    with translated("write", path), open(path, "wb") as file:
-        file.write(data)
-        if is_durable:
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def locate(target: Path) -> Path:
@@ -273,19 +292,16 @@ def _rename(source: Path, target: Path, flag: int) -> None:
     raise OSError(code, os.strerror(code), str(target))
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync_all(paths: Iterable[Path]) -> None:
+    """Put files and directories on the disk, several at a time, which file systems do in one go."""
+    with ThreadPoolExecutor(_SYNCS, thread_name_prefix="dtckpt-sync") as threads:
+        for _ in threads.map(_sync, paths):
+            pass
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sync_tree(root: Path) -> None:
-    for folder in _folders(root):
-        _sync(folder)
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    for path, _, _ in os.walk(root, topdown=False):
-        yield Path(path)

@@ -5,103 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from dtckpt._proto import coordinator_pb2 as pb
-from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt_server.rules import Rules
-from dtckpt_server.service import CoordinatorService
+from dtckpt.errors import ConfigError
+from dtckpt_server.logs import FORMATTERS, start_logging
+from dtckpt_server.server import Server, ServerConfig, address, read_tokens
+from dtckpt_server.service import MAX_CALLS
+from dtckpt_server.tls import TlsFiles
+from dtckpt_server.tokens import Tokens
 
 logger = logging.getLogger("dtckpt_server")
 
+EXIT_USAGE = 2
 EXIT_UNAVAILABLE = 69
-STOP_GRACE_S = 2.0
-HEALTH_NAMES = ("", pb.DESCRIPTOR.services_by_name["Coordinator"].full_name, "liveness", "readiness")
-OPTIONS = (
-    # All clients arrive at a barrier together; the default cap drops calls at about a thousand.
-    ("grpc.server.max_pending_requests", 20_000),
-    ("grpc.server.max_pending_requests_hard_limit", 30_000),
-    ("grpc.max_receive_message_length", 256 << 10),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # Without this a second coordinator would silently share the port.
-    ("grpc.so_reuseport", 0),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """How to serve. Port 0 takes any free one."""
-
-    host: str = "127.0.0.1"
-    port: int = 50051
-    heartbeat_timeout_s: float = 60.0
-    port_file: Path | None = None
-
-
-class Server:
-    """A coordinator that listens. Lives on one event loop."""
-
-    def __init__(self, config: ServerConfig) -> None:
-        self._config = config
-        self._service = CoordinatorService(Rules(config.heartbeat_timeout_s, secrets.randbits(63)))
-        self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=OPTIONS)
-        self._ticking: asyncio.Task[None] | None = None
-        self.port = 0
-
-    async def start(self) -> None:
-        """Listen.
-
-        Raises:
-            OSError: The address cannot be used.
-        """
-        pb_grpc.add_CoordinatorServicer_to_server(self._service, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        address = _address(self._config.host, self._config.port)
-        try:
-            self.port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}") from error
-        await self._server.start()
-        self._ticking = asyncio.create_task(self._tick_forever())
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-
-    async def _set_health(self, status: int) -> None:
-        for name in HEALTH_NAMES:
-            await self._health.set(name, status)
-
-    async def _tick_forever(self) -> None:
-        tick_s = min(self._config.heartbeat_timeout_s / 10, 0.25)
-        while True:
-            self._service.tick()
-            await asyncio.sleep(tick_s)
-
-    async def wait_for_failure(self) -> None:
-        """Return never, unless what judges heartbeats and deadlines fails."""
-        assert self._ticking is not None  # noqa: S101  set by start()
-        await asyncio.shield(self._ticking)
-
-    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Become not ready, send waiters away, and end."""
-        await self._health.enter_graceful_shutdown()
-        self._service.drain()
-        await self._server.stop(grace_s)
-        if self._ticking is not None:
-            self._ticking.cancel()
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+DEFAULT_HEALTH_PORT = 50052
+TOKENS_VARIABLE = "DTCKPT_COORDINATOR_SERVE_TOKENS"
+"""Tokens themselves; a variable only, since arguments are for all to see."""
 
 
 def _write_port(path: Path, port: int) -> None:
@@ -111,17 +34,26 @@ def _write_port(path: Path, port: int) -> None:
     scratch.replace(path)
 
 
-async def run(config: ServerConfig) -> None:
-    """Serve until SIGTERM or SIGINT; a second signal ends at once."""
+async def run(config: ServerConfig, port_file: Path | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; a second signal ends at once.
+
+    Returns:
+        The exit code, 128 and the signal's number. It is not 0 because a coordinator never completes: a Kubernetes Job
+        would count a drained one as done and start no other.
+    """
     signals = asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
     server = Server(config)
     await server.start()
-    logger.warning("serving in plaintext and without authentication; keep the port inside a trusted network")
-    if config.port_file is not None:
-        _write_port(config.port_file, server.port)
-    click.echo(f"listening on {_address(config.host, server.port)}")
+    _warn(config)
+    if port_file is not None:
+        _write_port(port_file, server.port)
+    click.echo(f"listening on {address(config.host, server.port)}")
+    if server.health_port is not None:
+        click.echo(f"health on {address(config.host, server.health_port)}")
+    if server.metrics_port is not None:
+        click.echo(f"metrics on http://{address(config.host, server.metrics_port)}/metrics")
     stopping = asyncio.ensure_future(signals.get())
     failing = asyncio.ensure_future(server.wait_for_failure())
     await asyncio.wait([stopping, failing], return_when=asyncio.FIRST_COMPLETED)
@@ -130,34 +62,112 @@ async def run(config: ServerConfig) -> None:
     await asyncio.wait([asyncio.ensure_future(server.stop()), again], return_when=asyncio.FIRST_COMPLETED)
     if failing.done():
         failing.result()
+    return 128 + stopping.result()
 
 
-@click.group()
+def _warn(config: ServerConfig) -> None:
+    if config.tls is None:
+        logger.warning("SERVING IN PLAINTEXT: whoever is on the way can read and change what is said")
+    if config.tokens is None and (config.tls is None or config.tls.client_ca is None):
+        logger.warning("SERVING WITHOUT AUTHENTICATION: whoever reaches the port can take part in any job")
+
+
+@click.group(context_settings={"auto_envvar_prefix": "DTCKPT_COORDINATOR", "max_content_width": 110})
 def main() -> None:
     """Coordinator of dtckpt jobs: heartbeats, and barriers with votes."""
 
 
-@main.command()
+_PORT = click.IntRange(0, 65535)
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@main.command(
+    epilog="Every option is also a variable, as in DTCKPT_COORDINATOR_SERVE_TLS_CERT. Tokens may also be in the "
+    f"variable {TOKENS_VARIABLE}. Exit codes: 143 stopped by SIGTERM, 130 by SIGINT, 2 usage, 69 an address cannot be "
+    "used."
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=50051, show_default=True, type=click.IntRange(0, 65535), help="0 takes any free port.")
+@click.option("--port", default=50051, show_default=True, type=_PORT, help="0 takes any free port.")
 @click.option(
     "--heartbeat-timeout-s",
     default=60.0,
     show_default=True,
-    envvar="DTCKPT_HEARTBEAT_TIMEOUT_S",
+    envvar=["DTCKPT_COORDINATOR_SERVE_HEARTBEAT_TIMEOUT_S", "DTCKPT_HEARTBEAT_TIMEOUT_S"],
     type=click.FloatRange(min=0.1, max=86400),
     help="Silence after which a task is lost.",
 )
-@click.option("--port-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the port here when ready.")
-def serve(host: str, port: int, heartbeat_timeout_s: float, port_file: Path | None) -> None:
-    """Serve until SIGTERM. Exit codes: 0 stopped, 2 usage, 69 the address cannot be used."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    config = ServerConfig(host, port, heartbeat_timeout_s, port_file)
+@click.option("--port-file", type=_FILE, help="Write the port here when ready.")
+@click.option("--insecure", is_flag=True, help="Serve in plaintext.")
+@click.option("--tls-cert", type=_FILE, help="Certificate with its chain (PEM); read again when it changes.")
+@click.option("--tls-key", type=_FILE, help="Its private key (PEM).")
+@click.option("--client-ca", type=_FILE, help="Ask clients for a certificate of these authorities (PEM).")
+@click.option("--tokens-file", type=_FILE, help="Lines 'JOB TOKEN'; job * may look at all. Read again every 10 s.")
+@click.option(
+    "--health-port",
+    type=_PORT,
+    help=f"Plaintext port for grpc.health.v1 alone [default: {DEFAULT_HEALTH_PORT} with TLS, else none].",
+)
+@click.option("--metrics-port", type=_PORT, help="HTTP port for /metrics and a status page at / [default: none].")
+@click.option(
+    "--log-format", type=click.Choice(list(FORMATTERS)), default="text", show_default=True, help="Of standard error."
+)
+@click.option(
+    "--drain-timeout-s",
+    default=5.0,
+    show_default=True,
+    type=click.FloatRange(min=0, max=3600),
+    help="How long open barriers may go on after SIGTERM.",
+)
+@click.option(
+    "--max-calls", default=MAX_CALLS, show_default=True, type=click.IntRange(min=1), help="Calls at one time."
+)
+@click.option("--reflection", is_flag=True, help="Describe the services to whoever asks (grpcurl).")
+def serve(
+    *,
+    insecure: bool,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    client_ca: Path | None,
+    port_file: Path | None,
+    tokens_file: Path | None,
+    health_port: int | None,
+    log_format: str,
+    **options: object,
+) -> None:
+    """Serve until SIGTERM: with a certificate (--tls-cert, --tls-key), or --insecure."""
+    start_logging(log_format)
     try:
-        asyncio.run(run(config))
-    except OSError as error:
+        tls = _tls(tls_cert, tls_key, client_ca, insecure=insecure)
+        config = ServerConfig(
+            tls=tls,
+            tokens=_tokens(tokens_file),
+            tokens_file=tokens_file,
+            health_port=DEFAULT_HEALTH_PORT if tls and health_port is None else health_port,
+            **options,  # type: ignore[arg-type]
+        )
+        sys.exit(asyncio.run(run(config, port_file)))
+    except (ConfigError, OSError) as error:
         click.echo(f"dtckpt-coordinator: error: {error}", err=True)
-        sys.exit(EXIT_UNAVAILABLE)
+        sys.exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNAVAILABLE)
+
+
+def _tls(cert: Path | None, key: Path | None, client_ca: Path | None, *, insecure: bool) -> TlsFiles | None:
+    if insecure and (cert or key or client_ca):
+        raise ConfigError("--insecure contradicts --tls-cert, --tls-key and --client-ca; choose")
+    if insecure:
+        return None
+    if cert is None or key is None:
+        raise ConfigError("expected --tls-cert and --tls-key, or --insecure where the network can be trusted")
+    return TlsFiles(cert, key, client_ca)
+
+
+def _tokens(path: Path | None) -> Tokens | None:
+    text = os.environ.get(TOKENS_VARIABLE)
+    if path is not None and text is not None:
+        raise ConfigError(f"got both --tokens-file and {TOKENS_VARIABLE}, expected one of them")
+    if path is not None:
+        return read_tokens(path)
+    return None if text is None else Tokens.parse(text)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The coordinator's rules: who is alive, who has arrived, and what the verdict is.
 
-No clock, no I/O, no randomness: every call is given the time, answers from the state, and leaves what must happen in
-the world (wake waiters, write a log line) for `Rules.drain`. The same calls give the same answers, so the rules are
-tested by the million and the server is a thin adapter. State is changed in place, because copying thousands of tasks
-for each heartbeat would be the whole cost; nothing outside this module changes it.
+``apply(rules, event, now) -> (rules, effects)`` is the whole interface that changes anything. No clock, no I/O, no
+randomness: every event comes with the time, and what must happen in the world (answer, refuse, wake waiters, write log
+lines) is returned. The same events give the same effects, so the rules are tested by the million and the server is a
+thin adapter.
 
 The recovery window after a restart needs no rule: a task is only known once it has registered, and each life of the
 coordinator grants it a full heartbeat timeout from then on.
@@ -11,32 +11,30 @@ coordinator grants it a full heartbeat timeout from then on.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtckpt import errors
 from dtckpt_server import texts
+from dtckpt_server.events import Arrive, Cancel, Event, Heartbeat, Identity, Leave, Register, Tick
 from dtckpt_server.texts import Failure, Progress, task_name
 
 REGISTERED, SUSPECT, LOST, LEFT, FENCED = "REGISTERED", "SUSPECT", "LOST", "LEFT", "FENCED"
 ALIVE = (REGISTERED, SUSPECT)
 
-MAX_NAME_BYTES = 256
-MAX_TOPIC_BYTES = 256
-MAX_PAYLOAD_BYTES = 4096
 MAX_CLIENTS = 100_000
 MAX_JOBS = 10_000
 MAX_OPEN_BARRIERS = 1000
 """Per job."""
-MAX_TIMEOUT_S = 7 * 86400.0
 KEPT_VERDICTS = 10_000
 KEPT_VERDICTS_S = 3600.0
 KEPT_PAYLOAD_BYTES = 256 << 20
 """Payloads of decided barriers; beyond this the oldest are dropped, their verdicts stay."""
+SOME = 8
+"""How many tasks a text for people names."""
 MAX_PAUSE_S = 1.0
-"""A longer time without `Rules.tick` was spent not listening, and is not held against the tasks."""
+"""A longer time without a `Tick` was spent not listening, and is not held against the tasks."""
 
 
 class UnknownError(errors.CoordinationError):
@@ -51,15 +49,6 @@ class LimitError(errors.CoordinationError):
     """A limit of the coordinator is reached."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """One life of one task."""
-
-    job: str
-    task: int
-    incarnation: int
-
-
 @dataclass(slots=True)
 class Task:
     """One place in a job and the process that has it."""
@@ -71,6 +60,7 @@ class Task:
     heard_at: float
     state: str = REGISTERED
     progress: Progress = Progress()  # noqa: RUF009  immutable
+    progressed_at: float = 0.0  # when it last reported another progress
     rival: tuple[int, float] = (0, 0.0)  # incarnation that wants this place, and since when
 
 
@@ -88,6 +78,7 @@ class Barrier:
     opened_at: float
     timeout_s: float
     deadline: float
+    last_arrival_at: float
     arrived: dict[int, int] = field(default_factory=dict)  # task -> incarnation
     payloads: dict[int, bytes] = field(default_factory=dict)
     decided_at: float | None = None
@@ -124,26 +115,36 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """What a task says when it arrives."""
+class Transition:
+    """One change of the state, as logs and metrics tell it: a kind of event, a line of text, and the ids."""
 
-    name: str
-    generation: int
-    participants: tuple[int, ...]  # empty: all
-    timeout_s: float
-    ok: bool = True
-    payload: bytes = b""
-    topic: bytes = b""
-    code: str = ""
-    reason: str = ""
+    event: str
+    text: str
+    facts: Mapping[str, object]
 
 
 @dataclass(slots=True)
 class Effects:
-    """What the world must do."""
+    """What the world must do about one event."""
 
+    refusal: errors.DtckptError | None = None  # the answer, if the event could not be accepted
+    barrier: Barrier | None = None  # where an `Arrive` arrived
     decided: list[str] = field(default_factory=list)  # barrier ids
-    log: list[str] = field(default_factory=list)
+    log: list[Transition] = field(default_factory=list)
+
+
+def apply(rules: Rules, event: Event, now: float) -> tuple[Rules, Effects]:
+    """Let an event happen.
+
+    The rules that are returned replace the given ones, which are used up: state is changed in place, because copying
+    thousands of tasks for each heartbeat would be the whole cost. Nothing else changes it.
+    """
+    effects = rules._effects = Effects()
+    try:
+        rules._accept(event, now)
+    except errors.DtckptError as refusal:
+        effects.refusal = refusal
+    return rules, effects
 
 
 class Rules:
@@ -166,22 +167,26 @@ class Rules:
         self._ticked_at: float | None = None
         self._effects = Effects()
 
-    def drain(self) -> Effects:
-        """Return what has to happen since the last call."""
-        effects, self._effects = self._effects, Effects()
-        return effects
+    def _accept(self, event: Event, now: float) -> None:
+        match event:
+            case Heartbeat():
+                self._heartbeat(event, now)
+            case Arrive():
+                self._effects.barrier = self._arrive(event, now)
+            case Register():
+                self._register(event, now)
+            case Leave():
+                self._leave(event, now)
+            case Cancel():
+                self._cancel(event, now)
+            case Tick():
+                self._tick(now)
 
     # --- tasks --------------------------------------------------------------------------------------------------
 
-    def register(self, who: Identity, num_clients: int, attempt: int, host: str, now: float) -> None:
-        """Give the task its place, or renew it.
-
-        Raises:
-            ConfigError: The numbers make no sense or differ from the job's.
-            HeldError: Another incarnation holds the place and may be alive; ask again.
-            FencedError: Another incarnation holds the place and is alive, or the attempt is over.
-            LimitError: There are too many jobs.
-        """
+    def _register(self, event: Register, now: float) -> None:
+        """Give the task its place, or renew it."""
+        who, num_clients, attempt = event.who, event.num_clients, event.attempt
         if not who.job or not who.incarnation or not 0 < num_clients <= MAX_CLIENTS or who.task >= num_clients:
             raise errors.ConfigError(
                 f"cannot register {task_name(who.job, who.task)} of {num_clients}: expected a job name, an incarnation "
@@ -199,8 +204,8 @@ class Rules:
             return
         if task is not None and task.state in ALIVE:
             self._refuse_rival(job, task, who.incarnation, now)
-        job.tasks[who.task] = Task(who.task, who.incarnation, attempt, host, now)
-        self._log(f"{task_name(job.name, who.task)} registered from {host or 'an unnamed host'}, attempt {attempt}")
+        task = job.tasks[who.task] = Task(who.task, who.incarnation, attempt, event.host, now, progressed_at=now)
+        self._log_task("registered", job, task, f"registered from {task.host or 'an unnamed host'}, attempt {attempt}")
 
     def _job_for(self, who: Identity, num_clients: int, attempt: int, now: float) -> Job:
         job = self.jobs.get(who.job)
@@ -218,7 +223,8 @@ class Rules:
 
     def _fence(self, job: Job, attempt: int, num_clients: int, now: float) -> None:
         """Begin a new attempt: whatever belongs to the old one is over."""
-        self._log(f"job {job.name!r}: attempt {attempt} fences attempt {job.attempt}")
+        text = f"job {job.name!r}: attempt {attempt} fences attempt {job.attempt}"
+        self._log("attempt_begun", text, job=job.name, attempt=attempt)
         for barrier in list(job.open.values()):
             self._decide(barrier, texts.fenced(barrier.name, job.name, attempt), now)
         for task in job.tasks.values():
@@ -241,7 +247,7 @@ class Rules:
 
     def _revive(self, job: Job, task: Task, now: float) -> None:
         if task.state != REGISTERED:
-            self._log(f"{task_name(job.name, task.number)} is back ({task.state} until now)")
+            self._log_task("back", job, task, f"is back ({task.state} until now)")
         task.state, task.heard_at = REGISTERED, now
 
     def _task(self, who: Identity) -> tuple[Job, Task]:
@@ -256,71 +262,60 @@ class Rules:
             raise errors.FencedError(f"another process has taken the place of {task_name(who.job, who.task)}")
         return job, task
 
-    def heartbeat(self, who: Identity, progress: Progress, now: float) -> None:
-        """Renew a task's lease. A lost task that is heard again is back; what failed without it stays failed.
-
-        Raises:
-            UnknownError: The task is not registered.
-            FencedError: The task's place is taken.
-        """
-        job, task = self._task(who)
+    def _heartbeat(self, event: Heartbeat, now: float) -> None:
+        job, task = self._task(event.who)
         self._revive(job, task, now)
-        task.progress = progress
+        if event.progress != task.progress:
+            task.progress, task.progressed_at = event.progress, now
 
-    def leave(self, who: Identity, now: float) -> None:
-        """Give up a task's place. No error if it has none."""
+    def _leave(self, event: Leave, now: float) -> None:
         try:
-            job, task = self._task(who)
+            job, task = self._task(event.who)
         except (UnknownError, errors.FencedError):
             return
         task.state = LEFT
-        self._log(f"{task_name(job.name, task.number)} left")
+        self._log_task("left", job, task, "left")
         self._fail_without(job, {task.number}, now)
 
     # --- barriers -----------------------------------------------------------------------------------------------
 
-    def arrive(self, who: Identity, arrival: Arrival, now: float) -> Barrier:
-        """Note an arrival and return the barrier, decided or not. Idempotent.
-
-        Raises:
-            UnknownError: The task is not registered.
-            FencedError: The task's place is taken.
-            ConfigError: The arrival makes no sense.
-            BarrierConflictError: The task is no participant, or an earlier life of it arrived.
-            LimitError: The job has too many open barriers.
-        """
+    def _arrive(self, arrival: Arrive, now: float) -> Barrier:
+        """Note an arrival and return the barrier, decided or not."""
+        who = arrival.who
         job, task = self._task(who)
-        participants = _validate(job, who, arrival)
+        self._revive(job, task, now)
+        participants = arrival.members(job.num_clients)
         barrier = job.barriers.get((arrival.name, participants, arrival.generation))
         if barrier is None:
-            barrier = self._open(job, who, arrival, participants, now)
+            barrier = self._open(job, arrival, participants, now)
         if barrier.failure is None and barrier.arrived.get(who.task, who.incarnation) != who.incarnation:
             failure = texts.restarted(arrival.name, arrival.generation, task_name(job.name, who.task))
             self._decide(barrier, failure, now)
             raise errors.BarrierConflictError(failure.message)
         if not barrier.is_open:
             return barrier
-        self._revive(job, task, now)
         if arrival.topic != barrier.topic:
             failure = texts.topics_differ(arrival.name, barrier.first, barrier.topic, who.task, arrival.topic)
             self._decide(barrier, failure, now)
         elif not arrival.ok:
             self._decide(barrier, texts.voted_no(who.task, arrival.code, arrival.reason), now)
         else:
-            self._admit(job, barrier, who, arrival, now)
+            self._admit(job, barrier, arrival, now)
         return barrier
 
-    def _admit(self, job: Job, barrier: Barrier, who: Identity, arrival: Arrival, now: float) -> None:
-        barrier.arrived[who.task] = who.incarnation
-        barrier.payloads[who.task] = arrival.payload
+    def _admit(self, job: Job, barrier: Barrier, arrival: Arrive, now: float) -> None:
+        barrier.arrived[arrival.who.task] = arrival.who.incarnation
+        barrier.last_arrival_at = now
+        barrier.payloads[arrival.who.task] = arrival.payload
         if now + arrival.timeout_s < barrier.deadline:
             barrier.deadline, barrier.timeout_s = now + arrival.timeout_s, arrival.timeout_s
         if len(barrier.arrived) == len(barrier.participants):
             self._decide(barrier, None, now)
-        elif gone := self._gone(job, barrier.participants, now):
+        elif len(barrier.arrived) == 1 and (gone := self._gone(job, barrier.participants, now)):
+            # Looked up for the first arrival only: whoever goes later fails the barrier by going.
             self._decide(barrier, texts.lost(barrier.name, gone), now)
 
-    def _open(self, job: Job, who: Identity, arrival: Arrival, participants: tuple[int, ...], now: float) -> Barrier:
+    def _open(self, job: Job, arrival: Arrive, participants: tuple[int, ...], now: float) -> Barrier:
         """Open a barrier; it is born failed if the name's latest contradicts it."""
         if len(job.open) >= MAX_OPEN_BARRIERS:
             raise LimitError(f"barrier {arrival.name!r}: job {job.name!r} already has {len(job.open)} open barriers")
@@ -328,7 +323,7 @@ class Rules:
         deadline = now + arrival.timeout_s
         barrier = Barrier(
             f"{self.incarnation:x}-{self._serial}", job.name, arrival.name, arrival.generation, participants,
-            who.task, arrival.topic, now, arrival.timeout_s, deadline,
+            arrival.who.task, arrival.topic, now, arrival.timeout_s, deadline, now,
         )  # fmt: skip
         before = job.latest.get(arrival.name)
         job.barriers[barrier.key] = job.open[barrier.barrier_id] = self._barriers[barrier.barrier_id] = barrier
@@ -341,19 +336,14 @@ class Rules:
             job.latest[arrival.name] = barrier
         return barrier
 
-    def cancel(self, who: Identity, barrier_id: str, reason: str, now: float) -> None:
-        """Fail an open barrier.
-
-        Raises:
-            UnknownError: The task is not registered, or there is no such barrier.
-            BarrierConflictError: The task is no participant, or the barrier is decided.
-        """
+    def _cancel(self, event: Cancel, now: float) -> None:
+        who = event.who
         job, task = self._task(who)
-        barrier = self.barrier(who.job, barrier_id)
+        barrier = self.barrier(who.job, event.barrier_id)
         if who.task not in barrier.participants or not barrier.is_open:
             problem = "is no participant" if barrier.is_open else "came too late, it is decided"
             raise errors.BarrierConflictError(f"cannot cancel barrier {barrier.name!r}: client {who.task} {problem}")
-        self._decide(barrier, texts.cancelled(barrier.name, task_name(job.name, task.number), reason), now)
+        self._decide(barrier, texts.cancelled(barrier.name, task_name(job.name, task.number), event.reason), now)
 
     def barrier(self, job: str, barrier_id: str) -> Barrier:
         """Return a barrier of a job.
@@ -366,14 +356,21 @@ class Rules:
             raise UnknownError(f"job {job!r} has no barrier {barrier_id!r}")
         return barrier
 
-    def waiting_for(self, barrier: Barrier) -> dict[int, str]:
-        """Return how to call each participant that has not arrived."""
-        return {number: self._describe(self.jobs[barrier.job], number) for number in barrier.missing()}
+    def waiting_for(self, barrier: Barrier, now: float) -> dict[int, str]:
+        """Return how to call each participant that has not arrived, and what it did last."""
+        return {number: self._describe(self.jobs[barrier.job], number, now) for number in barrier.missing()}
 
-    def _describe(self, job: Job, number: int) -> str:
+    def waiting_text(self, barrier: Barrier, now: float) -> str:
+        """Return some of `waiting_for` as text, and how many more there are, at little cost however many it is."""
+        job, missing = self.jobs[barrier.job], barrier.missing()
+        some = [self._describe(job, number, now) for number in missing[:SOME]]
+        return errors.capped([*some, *missing[SOME:]], SOME)
+
+    def _describe(self, job: Job, number: int, now: float) -> str:
         task = job.tasks.get(number)
-        seen = ", which never registered" if task is None or task.state == FENCED else texts.last_seen(task.progress)
-        return task_name(job.name, number) + seen
+        if task is None or task.state == FENCED:
+            return task_name(job.name, number) + ", which never registered"
+        return task_name(job.name, number) + texts.last_seen(task.progress, now - task.progressed_at)
 
     def _gone(self, job: Job, participants: Sequence[int], now: float) -> dict[int, str]:
         """Return what became of each participant that is lost or has left."""
@@ -405,15 +402,12 @@ class Rules:
             self._payloads[barrier.barrier_id] = nbytes
             self._payload_bytes += nbytes
         self._effects.decided.append(barrier.barrier_id)
-        verdict = f"failed: {failure.code}: {failure.message}" if failure else "passed"
-        took = f"after {now - barrier.opened_at:.3f} s"
-        self._log(f"job {barrier.job!r} barrier {barrier.name!r} generation {barrier.generation} {took} {verdict}")
+        self._log_verdict(barrier, now)
         self._forget(now)
 
     # --- time ---------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> None:
-        """Judge heartbeats and deadlines. Call it several times a second."""
+    def _tick(self, now: float) -> None:
         pause = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
         for job in self.jobs.values():
@@ -428,14 +422,14 @@ class Rules:
                     task.state = LOST
                     lost.add(task.number)
                     seen = texts.last_seen(task.progress)
-                    self._log(f"{task_name(job.name, task.number)} is lost: silent for {silent_s:.1f} s{seen}")
+                    self._log_task("lost", job, task, f"is lost: silent for {silent_s:.1f} s{seen}")
                 elif task.state == REGISTERED and silent_s > self.heartbeat_timeout_s / 2:
                     task.state = SUSPECT
-                    self._log(f"{task_name(job.name, task.number)} is suspect: silent for {silent_s:.1f} s")
+                    self._log_task("suspect", job, task, f"is suspect: silent for {silent_s:.1f} s")
             if lost:
                 self._fail_without(job, lost, now)
             for barrier in [barrier for barrier in job.open.values() if now >= barrier.deadline]:
-                missing = self.waiting_for(barrier)
+                missing = self.waiting_for(barrier, now)
                 late = texts.timed_out(barrier.name, barrier.timeout_s, len(barrier.participants), missing)
                 self._decide(barrier, late, now)
         self._forget(now)
@@ -468,10 +462,31 @@ class Rules:
             )
             if is_over and not job.open and not job.barriers:
                 del self.jobs[job.name]
-                self._log(f"job {job.name!r} is over")
+                self._log("job_over", f"job {job.name!r} is over", job=job.name)
 
-    def _log(self, line: str) -> None:
-        self._effects.log.append(line)
+    # --- what is told about it ------------------------------------------------------------------------------------
+
+    def _log(self, event: str, text: str, **facts: object) -> None:
+        self._effects.log.append(Transition(event, text, facts))
+
+    def _log_task(self, event: str, job: Job, task: Task, text: str) -> None:
+        facts = {"job": job.name, "task": task.number, "incarnation": f"{task.incarnation:x}", "attempt": task.attempt}
+        self._log(f"task_{event}", f"{task_name(job.name, task.number)} {text}", **facts)
+
+    def _log_verdict(self, barrier: Barrier, now: float) -> None:
+        failure, duration_s = barrier.failure, now - barrier.opened_at
+        verdict = f"failed: {failure.code}: {failure.message}" if failure else "passed"
+        self._log(
+            "barrier_failed" if failure else "barrier_passed",
+            f"job {barrier.job!r} barrier {barrier.name!r} generation {barrier.generation} after {duration_s:.3f} s "
+            f"{verdict}",
+            job=barrier.job,
+            barrier=barrier.name,
+            generation=barrier.generation,
+            outcome=failure.cause.lower() if failure else "passed",
+            duration_s=round(duration_s, 6),
+            skew_s=round(barrier.last_arrival_at - barrier.opened_at, 6),
+        )
 
 
 def _contradiction(before: Barrier, after: Barrier) -> Failure:
@@ -481,31 +496,3 @@ def _contradiction(before: Barrier, after: Barrier) -> Failure:
     old, new = (before.first, before.generation), (after.first, after.generation)
     ahead, behind = (new, old) if after.generation > before.generation else (old, new)
     return texts.generations_differ(after.name, ahead, behind)
-
-
-def _validate(job: Job, who: Identity, arrival: Arrival) -> tuple[int, ...]:
-    """Return the participants, sorted, of an arrival that makes sense."""
-    for what, size, limit in (
-        ("name", len(arrival.name.encode()), MAX_NAME_BYTES),
-        ("topic", len(arrival.topic), MAX_TOPIC_BYTES),
-        ("payload", len(arrival.payload), MAX_PAYLOAD_BYTES),
-    ):
-        if size > limit:
-            raise errors.ConfigError(f"barrier's {what} is too long: got {size} bytes, at most {limit} fit")
-    if not arrival.name or not 0 < arrival.timeout_s <= MAX_TIMEOUT_S or math.isnan(arrival.timeout_s):
-        raise errors.ConfigError(
-            f"barrier {arrival.name!r} with timeout {arrival.timeout_s} s: expected a name and a positive number of "
-            f"seconds, at most {MAX_TIMEOUT_S:g}"
-        )
-    participants = tuple(sorted(set(arrival.participants))) or tuple(range(job.num_clients))
-    if participants[-1] >= job.num_clients:
-        raise errors.ConfigError(
-            f"barrier {arrival.name!r}: participant {participants[-1]} is no client of job {job.name!r}; expected ids "
-            f"from 0 to {job.num_clients - 1}"
-        )
-    if who.task not in participants:
-        raise errors.BarrierConflictError(
-            f"barrier {arrival.name!r}: client {who.task} is not a participant; participants are "
-            f"{errors.capped(participants)}"
-        )
-    return participants

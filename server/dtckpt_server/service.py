@@ -11,51 +11,40 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import grpc
 
-from dtckpt import errors
+from dtckpt import __version__, errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt_server import rules
-from dtckpt_server.rules import Arrival, Barrier, Identity, Job, Rules
+from dtckpt_server.events import MAX_NAME_BYTES, Arrive, Cancel, Event, Heartbeat, Identity, Leave, Register, Tick
+from dtckpt_server.metrics import Metrics
+from dtckpt_server.refusals import Refusal
+from dtckpt_server.rules import Barrier, Effects, Job, Rules
 from dtckpt_server.texts import Failure, Progress
+from dtckpt_server.tokens import Tokens
 
 logger = logging.getLogger("dtckpt_server")
 Response = TypeVar("Response")
 Handler = Callable[..., Awaitable[Response]]
 
 MAX_WAIT_S = 30.0
-MAX_DETAIL_BYTES = 4096
-"""Longest status text, as sent; texts that outgrow the peer's metadata limit of 8 KB are lost with their status."""
-
-STATUS = {
-    errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
-    rules.UnknownError: grpc.StatusCode.NOT_FOUND,
-    rules.HeldError: grpc.StatusCode.ABORTED,
-    rules.LimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.FencedError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.BarrierConflictError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.CoordinatorUnavailableError: grpc.StatusCode.UNAVAILABLE,
-}
-"""Most specific class first."""
-
-
-async def _abort(context: Any, error: BaseException) -> None:
-    code = next((STATUS[cls] for cls in STATUS if isinstance(error, cls)), grpc.StatusCode.INTERNAL)
-    _, message = errors.to_wire(error)
-    name = next((cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__), "CoordinationError")
-    while len(quote(message)) > MAX_DETAIL_BYTES:  # gRPC percent-encodes the text
-        message = message[: len(message) // 2]
-    await context.abort(code, message, (("dtckpt-error", name),))
+MAX_CALLS = 30_000
+"""Calls under way at one time, unless the server is told otherwise; a waiter at a barrier is one."""
+ROUTINE = frozenset((grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE))
+"""What clients get now and then and deal with by themselves; not worth a line."""
+REFUSAL_LOG_S = 1.0
+"""Least time between two log lines about calls that were refused with the same code."""
 
 
 def _answers(handler: Handler[Response]) -> Handler[Response]:
-    """Make a handler refuse calls without a deadline, and answer errors of the rules with a status."""
+    """Make a handler refuse calls that may not be made, and answer errors of the rules with a status."""
 
     @functools.wraps(handler)
     async def answer(self: CoordinatorService, request: Any, context: Any) -> Response:
@@ -63,65 +52,137 @@ def _answers(handler: Handler[Response]) -> Handler[Response]:
         try:
             if context.time_remaining() is None:
                 raise errors.ConfigError("the call has no deadline; set one, so that nothing can wait for ever")
-            return await handler(self, request, context)
+            self.authorize(request, context)
+            with self.counted():
+                return await handler(self, request, context)
         except errors.DtckptError as refused:
             error = refused
         except Exception as bug:  # a bug of ours: INTERNAL for this caller, and the server goes on
             logger.exception("%s failed", handler.__name__)
             error = bug
-        finally:
-            self.settle()
-        await _abort(context, error)
+        await self.refuse(handler.__name__, error, context)
         raise error
 
     return answer
 
 
 class CoordinatorService(pb_grpc.CoordinatorServicer):
-    """Serves one `Rules`. All methods run on one event loop."""
+    """Serves one `Rules`. All methods run on one event loop.
 
-    def __init__(self, state: Rules, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        tokens: Who may do what; None: everyone everything. May be replaced at any time.
+        max_calls: Calls under way at one time; more are refused with UNAVAILABLE, which clients repeat.
+    """
+
+    def __init__(
+        self,
+        state: Rules,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        tokens: Tokens | None = None,
+        max_calls: int = MAX_CALLS,
+    ) -> None:
         self.rules = state
-        self._clock = clock
+        self.metrics = Metrics(lambda: self.rules, __version__, clock)
+        self.tokens = tokens
+        self.clock = clock
+        self._max_calls = max_calls
+        self._num_calls = 0
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
-        self._is_draining = False
+        self._is_draining = False  # nothing new is begun
+        self._is_stopping = False  # nobody waits any more
+        self._is_idle = asyncio.Event()
+        self._logged_at: dict[grpc.StatusCode, float] = {}
 
     # --- for the server -----------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        self.rules.tick(self._clock())
-        self.settle()
+        self._apply(Tick())
 
-    def settle(self) -> None:
-        """Do what the rules decided."""
-        effects = self.rules.drain()
-        for line in effects.log:
-            logger.info("%s", line)
+    def _apply(self, event: Event) -> Effects:
+        """Let an event happen and do what the rules decided.
+
+        Raises:
+            DtckptError: The rules refuse the event.
+        """
+        self.rules, effects = rules.apply(self.rules, event, self.clock())
+        self.metrics.note(event, effects)
+        for transition in effects.log:
+            logger.info("%s", transition.text, extra={"facts": {"event": transition.event, **transition.facts}})
         for barrier_id in effects.decided:
             self._wake(barrier_id)
+        if self._is_draining and not any(job.open for job in self.rules.jobs.values()):
+            self._is_idle.set()
+        if effects.refusal is not None:
+            raise effects.refusal
+        return effects
 
-    def drain(self) -> None:
-        """Refuse new work and send everyone who waits away with UNAVAILABLE, which clients repeat."""
+    async def drain(self, timeout_s: float) -> None:
+        """Begin no barrier any more, let the open ones end, then send everyone who waits away with UNAVAILABLE."""
         self._is_draining = True
+        self.tick()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._is_idle.wait(), timeout_s)
+        self._is_stopping = True
         for barrier_id in list(self._waiters):
             self._wake(barrier_id)
 
     def _wake(self, barrier_id: str) -> None:
         for waiter in self._waiters.pop(barrier_id, ()):
-            if not waiter.done():
-                waiter.set_result(None)
+            _release(waiter)
 
-    def _refuse_while_draining(self) -> None:
-        if self._is_draining:
+    def _refuse_if(self, is_ending: bool) -> None:
+        if is_ending:
             raise errors.CoordinatorUnavailableError("the coordinator is shutting down")
+
+    # --- for every call -----------------------------------------------------------------------------------------
+
+    def authorize(self, request: Any, context: Any) -> None:
+        """Check the call's token against the job that the call is about.
+
+        Raises:
+            CoordinatorPermissionError: It does not fit.
+        """
+        if self.tokens is not None and not isinstance(request, pb.ListJobsRequest):
+            only_looks = isinstance(request, pb.GetJobRequest | pb.GetBarrierRequest)
+            job = request.job if only_looks else request.task.job
+            self.tokens.authorize(_authorization(context), job, only_looks=only_looks)
+
+    async def refuse(self, method: str, error: BaseException, context: Any) -> None:
+        """End a call with an error: count it, log it, and raise out of the handler."""
+        refusal = Refusal.of(error)
+        code = refusal.code
+        self.metrics.note_refusal(code.name)
+        # Whoever floods the coordinator shall not flood the log, too.
+        if code not in ROUTINE and self.clock() - self._logged_at.get(code, -math.inf) >= REFUSAL_LOG_S:
+            self._logged_at[code] = self.clock()
+            facts = {"event": "call_refused", "method": method, "peer": context.peer(), "code": code.name}
+            text = f"refused {method} of {context.peer()}: {code.name}: {refusal.text}"
+            logger.warning("%s", text, extra={"facts": {**facts, "reason": refusal.reason}})
+        await context.abort(code, refusal.text, refusal.trailer())
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a call while it is under way.
+
+        Raises:
+            CoordinatorUnavailableError: There are too many.
+        """
+        if self._num_calls >= self._max_calls:
+            raise errors.CoordinatorUnavailableError(f"the coordinator has {self._max_calls} calls to answer; repeat")
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
 
     # --- tasks --------------------------------------------------------------------------------------------------
 
     @_answers
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
-        self._refuse_while_draining()
+        self._refuse_if(self._is_draining)
         who = _identity(request.task)
-        self.rules.register(who, request.num_clients, request.attempt, request.host[:256], self._clock())
+        self._apply(Register(who, request.num_clients, request.attempt, request.host[:256]))
         return pb.RegisterResponse(
             coordinator_incarnation=self.rules.incarnation,
             heartbeat_timeout_s=self.rules.heartbeat_timeout_s,
@@ -130,35 +191,38 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
 
     @_answers
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
-        self.rules.heartbeat(_identity(request.task), _progress(request.progress), self._clock())
+        self._apply(Heartbeat(_identity(request.task), _progress(request.progress)))
         return pb.HeartbeatResponse(coordinator_incarnation=self.rules.incarnation, draining=self._is_draining)
 
     async def HeartbeatStream(
         self, request_iterator: AsyncIterator[pb.HeartbeatStreamRequest], context: Any
     ) -> AsyncIterator[pb.HeartbeatStreamResponse]:
-        async for request in request_iterator:
-            try:
-                self.rules.heartbeat(_identity(request.task), _progress(request.progress), self._clock())
-            except errors.DtckptError as error:
-                await _abort(context, error)
-            finally:
-                self.settle()
-            yield pb.HeartbeatStreamResponse(
-                coordinator_incarnation=self.rules.incarnation, draining=self._is_draining, sequence=request.sequence
-            )
+        try:
+            with self.counted():
+                async for request in request_iterator:
+                    self.authorize(request, context)
+                    self._apply(Heartbeat(_identity(request.task), _progress(request.progress)))
+                    yield pb.HeartbeatStreamResponse(
+                        coordinator_incarnation=self.rules.incarnation,
+                        draining=self._is_draining,
+                        sequence=request.sequence,
+                    )
+        except errors.DtckptError as error:
+            await self.refuse("HeartbeatStream", error, context)
 
     @_answers
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
-        self.rules.leave(_identity(request.task), self._clock())
+        self._apply(Leave(_identity(request.task)))
         return pb.LeaveResponse(coordinator_incarnation=self.rules.incarnation)
 
     # --- barriers -----------------------------------------------------------------------------------------------
 
     @_answers
     async def Arrive(self, request: pb.ArriveRequest, context: Any) -> pb.ArriveResponse:
-        self._refuse_while_draining()
+        self._refuse_if(self._is_draining and not self._has_begun(request))
         vote = request.vote
-        arrival = Arrival(
+        arrival = Arrive(
+            who=_identity(request.task),
             name=request.name,
             generation=request.generation,
             participants=tuple(request.participants),
@@ -169,36 +233,52 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             code=vote.code,
             reason=vote.reason,
         )
-        barrier = self.rules.arrive(_identity(request.task), arrival, self._clock())
+        barrier = self._apply(arrival).barrier
+        assert barrier is not None  # noqa: S101  an arrival that is not refused has one
+        if request.max_wait_s > 0:
+            await self._decision(barrier, request.max_wait_s)
         return pb.ArriveResponse(
             coordinator_incarnation=self.rules.incarnation,
             barrier_id=barrier.barrier_id,
             verdict=_verdict(barrier, collect=request.collect),
         )
 
+    def _has_begun(self, request: pb.ArriveRequest) -> bool:
+        job = self.rules.jobs.get(request.task.job)
+        latest = job.latest.get(request.name) if job else None
+        return latest is not None and latest.generation == request.generation
+
     @_answers
     async def Await(self, request: pb.AwaitRequest, context: Any) -> pb.AwaitResponse:
         barrier = self.rules.barrier(request.task.job, request.barrier_id)
-        if barrier.is_open:
-            self._refuse_while_draining()
-            waiter = asyncio.get_running_loop().create_future()
-            waiters = self._waiters.setdefault(barrier.barrier_id, set())
-            waiters.add(waiter)
-            try:
-                await asyncio.wait([waiter], timeout=min(max(request.max_wait_s, 0.0), MAX_WAIT_S))
-            finally:
-                waiters.discard(waiter)
-        if barrier.is_open:
-            self._refuse_while_draining()
+        await self._decision(barrier, request.max_wait_s)
         return pb.AwaitResponse(
             coordinator_incarnation=self.rules.incarnation,
             verdict=_verdict(barrier, collect=request.collect),
-            waiting_for=errors.capped(self.rules.waiting_for(barrier).values()) if barrier.is_open else "",
+            waiting_for=self.rules.waiting_text(barrier, self.clock()) if barrier.is_open else "",
         )
+
+    async def _decision(self, barrier: Barrier, max_wait_s: float) -> None:
+        """Wait until the barrier is decided, or not any longer."""
+        if barrier.is_open:
+            self._refuse_if(self._is_stopping)
+            loop = asyncio.get_running_loop()
+            waiter: asyncio.Future[None] = loop.create_future()
+            # 0.0 comes first, for max() keeps its first argument beside a NaN, which would disorder the loop's timers.
+            timer = loop.call_later(min(max(0.0, max_wait_s), MAX_WAIT_S), _release, waiter)
+            waiters = self._waiters.setdefault(barrier.barrier_id, set())
+            waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                waiters.discard(waiter)
+        if barrier.is_open:
+            self._refuse_if(self._is_stopping)
 
     @_answers
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
-        self.rules.cancel(_identity(request.task), request.barrier_id, request.reason, self._clock())
+        self._apply(Cancel(_identity(request.task), request.barrier_id, request.reason))
         return pb.CancelResponse(coordinator_incarnation=self.rules.incarnation)
 
     # --- looking in ---------------------------------------------------------------------------------------------
@@ -208,7 +288,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         job = self.rules.jobs.get(request.job)
         if job is None:
             raise rules.UnknownError(f"no job {request.job!r} has registered")
-        now = self._clock()
+        now = self.clock()
         return pb.GetJobResponse(
             coordinator_incarnation=self.rules.incarnation,
             num_clients=job.num_clients,
@@ -221,11 +301,12 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     async def GetBarrier(self, request: pb.GetBarrierRequest, context: Any) -> pb.GetBarrierResponse:
         barrier = self.rules.barrier(request.job, request.barrier_id)
         return pb.GetBarrierResponse(
-            coordinator_incarnation=self.rules.incarnation, barrier=_barrier_status(barrier, self._clock())
+            coordinator_incarnation=self.rules.incarnation, barrier=_barrier_status(barrier, self.clock())
         )
 
     @_answers
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
+        visible = None if self.tokens is None else self.tokens.visible(_authorization(context))
         jobs = [
             pb.JobSummary(
                 job=job.name,
@@ -235,11 +316,23 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
                 num_open_barriers=len(job.open),
             )
             for job in self.rules.jobs.values()
+            if visible is None or job.name in visible
         ]
         return pb.ListJobsResponse(coordinator_incarnation=self.rules.incarnation, jobs=jobs)
 
 
+def _authorization(context: Any) -> str:
+    return str(next((value for key, value in context.invocation_metadata() or () if key == "authorization"), ""))
+
+
+def _release(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
 def _identity(task: pb.TaskIdentity) -> Identity:
+    if len(task.job.encode()) > MAX_NAME_BYTES:
+        raise errors.ConfigError(f"job name is too long: at most {MAX_NAME_BYTES} bytes fit")
     return Identity(task.job, task.task, task.incarnation)
 
 
@@ -304,4 +397,5 @@ def _task_status(job: Job, number: int, now: float) -> pb.TaskStatus:
             bytes_done=progress.bytes_done,
             bytes_total=progress.bytes_total,
         ),
+        progress_age_s=now - task.progressed_at,
     )

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from dtckpt import errors
 
+UNCHANGED_S = 10.0
+"""From when on it is said how long a task's progress has not changed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -42,9 +45,14 @@ def task_name(job: str, task: int) -> str:
     return f"client {task} ({job}/{task})"
 
 
-def last_seen(progress: Progress) -> str:
+def last_seen(progress: Progress, unchanged_s: float = 0.0) -> str:
+    """Return what a task last reported, and for how long if it is long: who beats but does nothing is stuck."""
+    if not progress.phase:
+        return ""
     step = f" step {progress.step}" if progress.step else ""
-    return f"; last seen in phase {progress.phase!r}{step}" if progress.phase else ""
+    share = f", {progress.bytes_done / progress.bytes_total:.0%}" if progress.bytes_total > 0 else ""
+    stuck = f", unchanged for {unchanged_s:.0f} s" if unchanged_s >= UNCHANGED_S else ""
+    return f"; last seen in phase {progress.phase!r}{step}{share}{stuck}"
 
 
 def voted_no(task: int, code: str, reason: str) -> Failure:

@@ -61,17 +61,20 @@ def save_differently_in_background(path: str, clients: int, kind: str) -> None:
 
 
 class Gate:
-    """Stops this client's first write of the background until it is opened."""
+    """Stops this client's writes of the background, after the first ``open_for``, until it is opened."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_for: int = 0) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
+        self._remaining = open_for
 
     def __enter__(self) -> Gate:
         self._write = write = ArrayWriter.write
 
         def wait(*args: Any, **kwargs: Any) -> None:
-            self.reached.set()
-            assert self.opened.wait(WAIT_S)
+            self._remaining -= 1
+            if self._remaining < 0:
+                self.reached.set()
+                assert self.opened.wait(WAIT_S)
             write(*args, **kwargs)
 
         ArrayWriter.write = wait  # type: ignore[method-assign]

@@ -45,7 +45,7 @@ def save(
     """Save tensors whose elements follow from name and generation."""
     mesh = mesh_over_all(axes, devices)
     report = dtckpt.save(path, tree_on(mesh, tensors, generation), options=SaveOptions(**options))
-    return {"nbytes": report.nbytes, "client_nbytes": report.client_nbytes, "rounds": list(report.seconds)}
+    return {"nbytes": report.nbytes, "client_nbytes": report.client_nbytes, "phases": report.phases}
 
 
 def restore(
@@ -94,6 +94,18 @@ def save_differently(path: str, clients: int, kind: str) -> None:
         tree["step"] = [""]
     elif is_odd and kind == "options":
         options = SaveOptions(timeout_s=20, kvstore="zarr")
+    elif is_odd and kind == "stored dtypes":
+        options = SaveOptions(timeout_s=20, stored_dtypes={"w": "bfloat16"})
+    elif kind == "order of stored dtypes":
+        rules = {"*": "bfloat16", "w": "float32"}
+        rules = dict(reversed(rules.items())) if is_odd else rules
+        options = SaveOptions(timeout_s=20, stored_dtypes=rules)
+    elif kind == "pattern":
+        options = SaveOptions(timeout_s=20, stored_dtypes={"v": "bfloat16"})
+    elif is_odd and kind == "codec":
+        options = SaveOptions(timeout_s=20, codec="zstd")
+    elif is_odd and kind == "progress":
+        options = SaveOptions(timeout_s=20, progress=True)
     elif is_odd and kind == "path":
         path += "_other"
     elif is_odd and kind == "shape":
@@ -359,6 +371,8 @@ def fill_disk(folder: str, nbytes: int) -> None:
 
 def as_nobody(folder: str) -> dict[str, str]:
     """Try directories that another user forbids."""
+    dtckpt.save(f"{folder}/warm", {"w": torch.ones(2)})  # the other user may not read what is imported at first use
+    dtckpt.restore(f"{folder}/warm")
     os.seteuid(65534)
     found = {}
     attempts = {

@@ -14,7 +14,7 @@ def coordinator(tmp_path_factory):
     """Address of a coordinator that runs as a process of its own."""
     folder = tmp_path_factory.mktemp("coordinator")
     file, log = folder / "port", folder / "log"
-    arguments = ["serve", "--port", "0", "--port-file", str(file), "--heartbeat-timeout-s", "2"]
+    arguments = ["serve", "--insecure", "--port", "0", "--port-file", str(file), "--heartbeat-timeout-s", "2"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", "from dtckpt_server.main import main; main()", *arguments],

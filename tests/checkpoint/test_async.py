@@ -12,8 +12,9 @@ from states import bits_of, tensor_of
 
 import dtckpt
 from dtckpt import SaveOptions, abstract_mesh, errors
-from dtckpt.checkpoint import in_flight, staging
 from dtckpt.checkpoint import save as saving
+from dtckpt.checkpoint import staging
+from dtckpt.planning.save_plan import plan_save
 from dtckpt.storage.arrays import ArrayWriter
 
 from . import async_cases, cases
@@ -82,15 +83,14 @@ def test_views_of_any_kind(tmp_path):
 
 def test_memory_is_kept_between_saves_of_one_structure(tmp_path):
     memory = staging.StagingMemory()
-    plan = saving.plan_save
+    plan = plan_save
     coordination = dtckpt.checkpoint.save.current_coordination()
-    blocks = []
+    blocks, staged = [], []
     for size in (1000, 1000, 1500, 100):
         state = saving.state_of_tree({"w": torch.ones(size)}, SaveOptions(), coordination)
-        transfer = in_flight.Transfer()
-        memory.stage(state, plan(state.specs, 1 << 20), 0, with_copies=False, transfer=transfer)
-        assert transfer.nbytes_total == 4 * size
+        memory.stage(state, plan(state.specs, 1 << 20), 0, with_copies=False, count=staged.append)
         blocks.append((memory._block.data_ptr(), memory._block.numel()))
+    assert staged == [4000, 4000, 6000, 400]
     assert blocks[0] == blocks[1]
     assert [nbytes for _, nbytes in blocks] == [4032, 4032, 6016, 448]
 
@@ -108,11 +108,11 @@ def test_only_what_a_client_writes_or_compares_is_staged(pool, tmp_path, check_r
         check_replicas=check_replicas,
         clients=2,
     )
-    assert [each["stats"].staged_nbytes for each in found] == [staged, staged]
+    assert [each["stats"].phases["stage"].nbytes for each in found] == [staged, staged]
 
 
 def test_progress_and_stats(tmp_path):
-    with async_cases.Gate() as gate:
+    with async_cases.Gate(open_for=1) as gate:
         handle = dtckpt.save_async(tmp_path / "s", {"w": torch.ones(1000), "v": torch.ones(10)})
         assert gate.reached.wait(WAIT_S)
         assert (handle.done(), handle.progress.phase, handle.progress.nbytes_total) == (False, "written", 4040)
@@ -123,9 +123,11 @@ def test_progress_and_stats(tmp_path):
         assert "written" in repr(handle)
     report = handle.result(WAIT_S)
     assert (handle.done(), handle.progress.phase, handle.progress.nbytes_done) == (True, "done", 4040)
-    assert {"stage", "begin", "written", "merged"} <= set(handle.stats.seconds)
-    assert 0 < handle.stats.seconds["stage"] <= handle.stats.seconds["begin"] <= handle.stats.blocking_s
-    assert report.nbytes == handle.stats.staged_nbytes == 4040
+    phases = handle.stats.phases
+    assert list(phases) == ["plan", "stage", "write", "merge"]
+    assert 0 < phases["plan"].seconds + phases["stage"].seconds <= handle.stats.blocking_s
+    assert report.nbytes == phases["stage"].nbytes == phases["write"].nbytes == 4040
+    assert report.phases == phases
 
 
 @pytest.mark.parametrize("second", ["save", "save_async"])
@@ -198,7 +200,7 @@ def test_clients_save_what_they_held_at_the_call(pool, tmp_path, meeting):
             async_cases.save_and_spoil, path, axes, async_cases.STATE, 2, clients=2, **options, **meeting
         )
         assert all(each["progress"].phase == "done" for each in found)
-        assert all("edges" in each["stats"].seconds for each in found)
+        assert all("edges" in each["stats"].phases for each in found)
         assert (
             cases.restore(
                 path,

@@ -162,10 +162,29 @@ def test_reshard_arguments(tmp_path):
 # --- paths --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["", "a\0b", "s3://bucket/step_1", "gs://b/x", "a\\b", "a\ud800"])
+@pytest.mark.parametrize("path", ["", "a\0b", "a\\b", "a\ud800", "s3://bucket/a\0b"])
 def test_paths_that_are_none(path):
     for call in (lambda: dtckpt.open_checkpoint(path), lambda: dtckpt.restore(path), lambda: dtckpt.save(path, {})):
         with pytest.raises(errors.CheckpointError, match="path"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "nowhere://b/x",
+        "s3://bucket",
+        "s3://",
+        "s3:///x",
+        "gs://b/../x",
+        "gs://b//x",
+        "s3://b/.dtckpt/x",
+        "zip::s3://b/x",
+    ],
+)
+def test_urls_that_are_none(path):
+    for call in (lambda: dtckpt.open_checkpoint(path), lambda: dtckpt.restore(path), lambda: dtckpt.save(path, {})):
+        with pytest.raises(errors.ConfigError, match=path.partition("://")[0]):
             call()
 
 

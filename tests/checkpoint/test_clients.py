@@ -50,7 +50,7 @@ def saved(request, pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     axes = {"x": 2, "y": 2}
     reports = pool.values(cases.save, f"{folder}/one", axes, TENSORS, generation="1", clients=4, **meeting)
-    assert all(report["rounds"] == ["begin", "edges", "written", "merged"] for report in reports), reports
+    assert all(list(report["phases"]) == ["plan", "barrier", "edges", "write", "merge"] for report in reports), reports
     assert sum(report["client_nbytes"] for report in reports) == reports[0]["nbytes"]
     assert all(report["client_nbytes"] > 0 for report in reports)
     pool.values(
@@ -88,7 +88,7 @@ def test_rows_between_uneven_shards_go_to_their_owner(pool, tmp_path, meeting, k
     tensors = {"v": ((50257, 3), "float32", [("x", "y"), "unsharded"])}
     path, axes = f"{tmp_path}/s", {"x": 2, "y": 2}
     reports = pool.values(cases.save, path, axes, tensors, kvstore=kvstore, clients=4, **meeting)
-    assert all("edges" in report["rounds"] for report in reports)
+    assert all("edges" in report["phases"] for report in reports)
     with dtckpt.open_checkpoint(path) as checkpoint:
         assert checkpoint.tensors["v"].num_chunks <= 8
         assert checkpoint.verify().damages == ()

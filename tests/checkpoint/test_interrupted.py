@@ -14,19 +14,20 @@ from dtckpt.checkpoint.agreement import MAX_FINGERPRINTS, Summary
 from dtckpt.coordination import MAX_PAYLOAD_BYTES
 from dtckpt.planning.save_plan import Holding, TensorSpec, plan_save
 from dtckpt.region import Region
-from dtckpt.storage import arrays, directory
+from dtckpt.storage import arrays, directory, folders
 
 OLD, NEW = {"w": torch.zeros(64, 4), "step": 1}, {"w": torch.ones(64, 4), "step": 2}
 STEPS = {
-    "planning": (saving, "plan_save"),
+    "planning": (saving, "kept_plan"),
     "the directory": (directory, "begin"),
     "a write": (arrays.ArrayWriter, "write"),
     "the writes' end": (arrays.ArrayWriter, "commit"),
-    "the chunk list": (directory, "write_file"),
+    "a write's sync": (folders.LocalFolder, "sync"),
+    "the chunk list": (folders.LocalFolder, "write"),
     "merging": (writing, "merge"),
     "tidying": (writing, "_clean"),
     "the commit": (directory, "commit"),
-    "syncing": (directory, "_sync_tree"),
+    "syncing": (directory, "sync_all"),
     "renaming": (directory, "_replace"),
 }
 FAILURES = {
@@ -83,7 +84,7 @@ def test_what_clients_compare_fits_a_payload(path):
         for number in range(MAX_FINGERPRINTS + 50)
     ]
     plan = plan_save(specs, 1 << 20)
-    summary = Summary.of(path, "1-7fffffffffffffff-abcdef01", plan, b"", SaveOptions())
+    summary = Summary.of(path, f"{2**63:020d}-1-7fffffffffffffff-abcdef01", plan, b"", SaveOptions())
     data = summary.to_bytes()
     assert len(data) <= MAX_PAYLOAD_BYTES
     assert Summary.from_bytes(data) == summary

@@ -1,4 +1,4 @@
-"""Targets of a restore that share memory, processes that forked, checkpoints replaced while they are read."""
+"""Targets that share memory, processes that forked, checkpoints replaced while they are read, what saves hold."""
 
 import multiprocessing
 import threading
@@ -9,8 +9,9 @@ import torch
 
 import dtckpt
 from dtckpt import SaveOptions
-from dtckpt.checkpoint import reader
+from dtckpt.checkpoint import reader, writing
 from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError, LayoutError, ReplicaMismatchError
+from dtckpt.storage.arrays import ArrayWriter
 
 OVERWRITE = SaveOptions(overwrite=True, chunk_nbytes=4096)
 
@@ -164,3 +165,25 @@ def test_a_forked_process_says_what_to_do(tmp_path):
     finally:
         child.join(60)
     assert answer.startswith("StorageError: this process was forked")
+
+
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+@pytest.mark.parametrize(
+    ("size", "options", "is_made"),
+    [(512, {}, False), (64, {}, True), (512, {"save_as_bf16": True}, True), (512, {"codec": "zstd"}, True)],
+    ids=["as it lies in memory", "small", "rounded", "compressed"],
+)
+def test_what_is_made_for_a_save_is_written_out_before_it_is_much(
+    tmp_path, monkeypatch, kvstore, size, options, is_made
+):
+    tree = {f"t{number}": torch.randn(size, 1024).bfloat16().float() for number in range(12)}
+    nbytes = tree["t0"].nbytes
+    times = []
+    write_out = ArrayWriter._write_out
+    monkeypatch.setattr(ArrayWriter, "_write_out", lambda self: times.append(0) or write_out(self))
+    monkeypatch.setattr(writing, "PENDING_NBYTES", 2 * nbytes)
+    dtckpt.save(tmp_path / "s", tree, options=SaveOptions(kvstore=kvstore, **options))
+    assert len(times) > 3 if is_made else len(times) == 1
+    for name, restored in dtckpt.restore(tmp_path / "s").items():
+        assert restored.equal(tree[name])
+    assert dtckpt.open_checkpoint(tmp_path / "s").verify().is_sound

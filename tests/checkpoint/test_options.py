@@ -24,6 +24,13 @@ from dtckpt.errors import ConfigError, RegionError
         {"check_replicas": 1},
         {"save_as_bf16": "yes"},
         {"kvstore": "hdf5"},
+        {"codec": "lzma"},
+        {"progress": 1},
+        {"stored_dtypes": "bfloat16"},
+        {"stored_dtypes": {"": "bfloat16"}},
+        {"stored_dtypes": {3: "bfloat16"}},
+        {"stored_dtypes": {"w": "float16"}},
+        {"stored_dtypes": (("w",),)},
     ],
     ids=str,
 )
@@ -34,7 +41,9 @@ def test_save_options(wrong):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"cast": "some"}, {"allow_missing": 1}, {"allow_unexpected": "x"}, {"timeout_s": 0}], ids=str
+    "wrong",
+    [{"cast": "some"}, {"allow_missing": 1}, {"allow_unexpected": "x"}, {"progress": 0}, {"timeout_s": 0}],
+    ids=str,
 )
 def test_restore_options(wrong):
     (name,) = wrong

@@ -35,9 +35,9 @@ def taken(monkeypatch):
     found = []
     start, finish_span = ArrayReader.start, ArrayReader.finish_span
 
-    def counted(self, path, grid, stored_dtype, region, into):
+    def counted(self, path, grid, stored_dtype, region, into, **codec):
         found.append(into.nbytes)
-        return start(self, path, grid, stored_dtype, region, into)
+        return start(self, path, grid, stored_dtype, region, into, **codec)
 
     def counted_span(self, *args):
         data = finish_span(self, *args)

@@ -11,6 +11,7 @@ from states import packed
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
+from dtckpt.format.codecs import CODECS
 
 MESH = abstract_mesh({"x": 2, "y": 2})
 TREE = {
@@ -22,12 +23,12 @@ TREE = {
 }
 
 
-def saved(tmp_path, kvstore):
+def saved(tmp_path, kvstore, codec=None):
     tree = {
         **TREE,
         "layer": {**TREE["layer"], "w": packed(TREE["layer"]["w"], Layout([("y", "x"), "unsharded"], MESH))},
     }
-    dtckpt.save(tmp_path / "s", tree, options=SaveOptions(kvstore=kvstore, chunk_nbytes=128))
+    dtckpt.save(tmp_path / "s", tree, options=SaveOptions(kvstore=kvstore, codec=codec, chunk_nbytes=128))
     return tmp_path / "s"
 
 
@@ -36,8 +37,9 @@ PATHS |= {"none": TREE["none"], "zeros": TREE["zeros"]}
 
 
 @pytest.mark.filterwarnings("ignore:Object at dtckpt.manifest is not recognized")
-def test_zarr_python_opens_the_zarr_kind(tmp_path):
-    root = zarr.open_group(saved(tmp_path, "zarr"), mode="r")
+@pytest.mark.parametrize("codec", CODECS)
+def test_zarr_python_opens_the_zarr_kind(tmp_path, codec):
+    root = zarr.open_group(saved(tmp_path, "zarr", codec), mode="r")
     assert sorted(root.keys()) == ["layer", "none", "step", "zeros"]
     assert sorted(root["layer/w"].keys()) == ["%self", "m"]
     for path, tensor in PATHS.items():
@@ -49,8 +51,9 @@ def test_zarr_python_opens_the_zarr_kind(tmp_path):
 
 
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
-def test_tensorstore_opens_both_kinds(tmp_path, kvstore):
-    base = f"file://{saved(tmp_path, kvstore)}/"
+@pytest.mark.parametrize("codec", CODECS)
+def test_tensorstore_opens_both_kinds(tmp_path, kvstore, codec):
+    base = f"file://{saved(tmp_path, kvstore, codec)}/"
     for path, tensor in PATHS.items():
         where = (
             {"driver": "ocdbt", "base": base, "path": f"{path}/"}
@@ -59,6 +62,8 @@ def test_tensorstore_opens_both_kinds(tmp_path, kvstore):
         )
         array = ts.open({"driver": "zarr3", "kvstore": where}, read=True).result()
         assert tuple(array.shape) == tuple(tensor.shape)
+        named = [each["name"] for each in array.spec().to_json()["metadata"]["codecs"]]
+        assert named == ["bytes", *([] if codec == "none" else [codec])]
         np.testing.assert_array_equal(array.read().result(), tensor.numpy())
 
 

@@ -12,11 +12,13 @@ from states import bits_of, differences, dtype_names, layouts, meshes, packed, s
 
 import dtckpt
 from dtckpt import Layout, Region, SaveOptions, abstract_mesh
+from dtckpt.format.codecs import CODECS
 from dtckpt.format.dtypes import DTYPES
 
 options_drawn = st.builds(
     SaveOptions,
     kvstore=st.sampled_from(["ocdbt", "zarr"]),
+    codec=st.sampled_from([None, *CODECS]),
     chunk_nbytes=st.sampled_from([1, 7, 64, 1 << 20]),
     check_replicas=st.booleans(),
     fsync=st.just(False),

@@ -115,3 +115,15 @@ def test_hostile_paths_stay_on_one_line(run, tmp_path, path):
     assert result.code in (3, 75)
     assert result.err.startswith("dtckpt: error: ")
     assert result.err[:-1].isprintable()
+
+
+def test_what_the_save_took(run, source, tensors):
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    lines = [line.split() for line in run("inspect", source).out.splitlines()]
+    start = lines.index(["PHASE", "MEDIAN", "SLOWEST", "CLIENT", "SIZE"])
+    plan, write = lines[start + 1 :]
+    assert (plan[0], plan[2], plan[4:]) == ("plan", "s", ["s", "0", "0", "B"])
+    assert (write[0], write[1], write[5:]) == ("write", write[3], ["0", str(nbytes), "B"])
+    phases = run("inspect", source, "--json").events[0]["phases"]
+    assert [(each["client"], each["phase"], each["bytes"]) for each in phases] == [(0, "plan", 0), (0, "write", nbytes)]
+    assert all(each["seconds"] > 0 for each in phases)

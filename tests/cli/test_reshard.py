@@ -159,7 +159,7 @@ def test_source_not_found(run, tmp_path, target):
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "client_0").mkdir()
     run("reshard", tmp_path / "half", target, *MESH).fails(3, "did not complete")
-    run("reshard", "s3://bucket/step", target, *MESH).fails(3, "only local paths")
+    run("reshard", "nowhere://bucket/step", target, *MESH).fails(2, "nowhere")
     assert not target.exists()
 
 

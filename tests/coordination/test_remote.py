@@ -242,8 +242,9 @@ def test_command(tmp_path):
         client.register()
         client.leave()
         log = server.terminate()
-        assert server.process.returncode == 0
-        assert "plaintext" in log
+        assert server.process.returncode == 143
+        assert "SERVING IN PLAINTEXT" in log
+        assert "SERVING WITHOUT AUTHENTICATION" in log
         assert "client 0 (job/0) registered" in log
         assert "client 0 (job/0) left" in log
 
@@ -254,10 +255,10 @@ def test_command_line(tmp_path):
     from dtckpt_server.main import main
 
     assert CliRunner().invoke(main, ["serve", "--port", "x"]).exit_code == 2
-    assert CliRunner().invoke(main, ["serve", "--host", "192.0.2.1", "--port", "0"]).exit_code == 69
+    assert CliRunner().invoke(main, ["serve", "--insecure", "--host", "192.0.2.1", "--port", "0"]).exit_code == 69
     command = "from dtckpt_server.main import main; main()"
     port_file = tmp_path / "port"
-    options = ["--port", "0", "--port-file", str(port_file)]
+    options = ["--insecure", "--port", "0", "--port-file", str(port_file)]
     process = subprocess.Popen(
         [sys.executable, "-c", command, "serve", *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -266,7 +267,7 @@ def test_command_line(tmp_path):
         assert line == f"listening on 127.0.0.1:{int(port_file.read_text())}\n"
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(20) == 143
         process.stdout.close()
 
 
@@ -294,6 +295,29 @@ client.leave()
 @pytest.mark.processes
 def test_fork_after_the_client_was_made(port):
     subprocess.run([sys.executable, "-c", FORK, str(port)], timeout=60, check=True)
+
+
+FORK_WHILE_CONNECTING = """
+import os, signal, threading, time
+import dtckpt.clients, dtckpt.coordination.access, dtckpt.coordination.remote  # no import may be under way either
+from dtckpt import coordination
+threading.Thread(target=coordination.initialize_multi_client, args=("127.0.0.1:1",), daemon=True).start()
+while coordination._lock.acquire(blocking=False):
+    coordination._lock.release()
+    time.sleep(0.001)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    os._exit(0 if type(coordination.current_coordination()).__name__ == "LocalCoordination" else 1)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+os._exit(0 if code == 0 else 1)
+"""
+
+
+@pytest.mark.processes
+def test_fork_while_another_thread_connects():
+    """The child does not wait for a lock that nobody will let go of."""
+    subprocess.run([sys.executable, "-c", FORK_WHILE_CONNECTING], timeout=60, check=True)
 
 
 @pytest.mark.processes

@@ -1,12 +1,12 @@
 """The coordinator's rules, without gRPC and with a clock of our own."""
 
+import tracemalloc
+
 import pytest
 from dtckpt_server import rules as server_rules
-from dtckpt_server.rules import Arrival, Identity, Rules, UnknownError
+from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Leave, Register, Tick
+from dtckpt_server.rules import Rules, UnknownError, apply
 from dtckpt_server.texts import Progress
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dtckpt import errors
 
@@ -25,24 +25,39 @@ class World:
     def who(self, task, incarnation=None, job="job"):
         return Identity(job, task, incarnation or task + 1)
 
+    def happen(self, event):
+        """Return the effects, or raise the refusal."""
+        self.rules, effects = apply(self.rules, event, self.now)
+        if effects.refusal is not None:
+            raise effects.refusal
+        return effects
+
     def register(self, *tasks, attempt=0, **identity):
         for task in tasks:
-            self.rules.register(self.who(task, **identity), self.num_clients, attempt, "host", self.now)
+            self.happen(Register(self.who(task, **identity), self.num_clients, attempt, "host"))
 
-    def beat(self, *tasks, phase="", step=0):
+    def beat(self, *tasks, phase="", step=0, done=0, total=0):
         for task in tasks:
-            self.rules.heartbeat(self.who(task), Progress(phase, step), self.now)
+            self.happen(Heartbeat(self.who(task), Progress(phase, step, done, total)))
 
-    def arrive(self, task, name="b", generation=0, participants=(), timeout_s=60.0, incarnation=None, **vote):
-        arrival = Arrival(name, generation, tuple(participants), timeout_s, **vote)
-        return self.rules.arrive(self.who(task, incarnation), arrival, self.now)
+    def leave(self, task):
+        return self.happen(Leave(self.who(task)))
+
+    def arrival(self, task, name="b", generation=0, participants=(), timeout_s=60.0, incarnation=None, **vote):
+        return Arrive(self.who(task, incarnation), name, generation, tuple(participants), timeout_s, **vote)
+
+    def arrive(self, task, *args, **kwargs):
+        return self.happen(self.arrival(task, *args, **kwargs)).barrier
+
+    def tick(self):
+        return self.happen(Tick())
 
     def pass_time(self, seconds, beating=()):
         end = self.now + seconds
         while self.now < end:
             self.now = min(self.now + TICK_S, end)
             self.beat(*beating)
-            self.rules.tick(self.now)
+            self.tick()
 
 
 @pytest.fixture
@@ -53,13 +68,13 @@ def world():
 
 
 def test_passes_when_all_have_arrived(world):
-    barriers = [world.arrive(task, payload=b"%d" % task) for task in range(3)]
+    effects = [world.happen(world.arrival(task, payload=b"%d" % task)) for task in range(3)]
+    barriers = [effect.barrier for effect in effects]
     assert barriers[0] is barriers[1] is barriers[2]
     assert barriers[0].is_passed
     assert barriers[0].payloads == {0: b"0", 1: b"1", 2: b"2"}
-    effects = world.rules.drain()
-    assert effects.decided == [barriers[0].barrier_id]
-    assert effects.log[-1] == "job 'job' barrier 'b' generation 0 after 0.000 s passed"
+    assert [effect.decided for effect in effects] == [[], [], [barriers[0].barrier_id]]
+    assert effects[-1].log[-1].text == "job 'job' barrier 'b' generation 0 after 0.000 s passed"
 
 
 def test_repeated_arrival_counts_once(world):
@@ -92,10 +107,17 @@ def test_lost_task_that_is_heard_again_is_back(world):
     assert barriers[0].is_passed
 
 
+def test_late_arrival_of_a_lost_task_brings_it_back(world):
+    world.arrive(0)
+    world.pass_time(TIMEOUT_S + TICK_S, beating=(0, 2))
+    assert world.arrive(1).failure.code == "ClientLostError"
+    assert world.arrive(0, generation=1).is_open
+
+
 def test_time_without_listening_is_not_held_against_tasks(world):
     world.pass_time(TICK_S)
     world.now += 10 * TIMEOUT_S  # the server was stopped, not the tasks
-    world.rules.tick(world.now)
+    world.tick()
     assert {task.state for task in world.rules.jobs["job"].tasks.values()} == {server_rules.REGISTERED}
     world.pass_time(TIMEOUT_S + TICK_S, beating=(0, 2))
     assert world.rules.jobs["job"].tasks[1].state == server_rules.LOST
@@ -123,7 +145,7 @@ def test_late_arrival_gets_the_verdict_unless_it_is_another_life(world):
     for task in range(3):
         world.arrive(task)
     assert world.arrive(1).is_passed
-    world.rules.leave(world.who(1), world.now)
+    world.leave(1)
     world.register(1, incarnation=77)
     with pytest.raises(errors.BarrierConflictError, match="was restarted and is behind"):
         world.arrive(1, incarnation=77)
@@ -165,9 +187,9 @@ def test_verdicts_payloads_and_jobs_do_not_pile_up(world, monkeypatch):
     assert sum(len(payload) for b in job.barriers.values() for payload in b.payloads.values()) <= 10_000
     assert not job.open
     for task in range(3):
-        world.rules.leave(world.who(task), world.now)
+        world.leave(task)
     world.now += server_rules.KEPT_VERDICTS_S + 1
-    world.rules.tick(world.now)
+    world.tick()
     assert not world.rules.jobs
     assert not world.rules._barriers
     assert world.rules._payload_bytes == 0
@@ -195,110 +217,49 @@ def test_higher_attempt_may_have_another_size(world):
     assert world.arrive(1, incarnation=51).is_passed
 
 
-class Jobs(RuleBasedStateMachine):
-    """Anything may happen in any order; what must never happen is in the invariants."""
-
-    num_clients = 3
-    tasks = st.integers(0, 2)
-    lives = st.integers(1, 2)
-
-    @initialize()
-    def begin(self):
-        self.world = World(self.num_clients)
-        self.verdicts = {}
-        self.ok_votes = {}  # (barrier id, task) -> set of (incarnation, topic)
-        self.deadlines = {}  # barrier id -> earliest
-        self.attempt = 0
-        self.barriers = {}
-
-    def identity(self, task, life):
-        return Identity("job", task, 10 * self.attempt + 100 * task + life)
-
-    def attempt_call(self, call):
-        try:
-            return call()
-        except (errors.CoordinationError, errors.ConfigError):
-            return None
-
-    @rule(task=tasks, life=lives)
-    def register(self, task, life):
-        who = self.identity(task, life)
-        self.attempt_call(lambda: self.world.rules.register(who, 3, self.attempt, "", self.world.now))
-
-    @rule(task=tasks, life=lives)
-    def heartbeat(self, task, life):
-        who = self.identity(task, life)
-        self.attempt_call(lambda: self.world.rules.heartbeat(who, Progress(), self.world.now))
-
-    @rule(task=tasks, life=lives)
-    def leave(self, task, life):
-        self.world.rules.leave(self.identity(task, life), self.world.now)
-
-    @rule()
-    @precondition(lambda self: self.attempt < 3)
-    def next_attempt(self):
-        self.attempt += 1
-
-    @rule(
-        task=tasks,
-        life=lives,
-        name=st.sampled_from("ab"),
-        generation=st.integers(0, 1),
-        participants=st.sampled_from([(), (), (0, 1), (1, 2)]),
-        ok=st.sampled_from([True, True, True, False]),
-        topic=st.sampled_from([b"", b"", b"", b"t"]),
-        timeout_s=st.sampled_from([2.0, 30.0]),
-    )
-    def arrive(self, task, life, name, generation, participants, ok, topic, timeout_s):
-        who = self.identity(task, life)
-        arrival = Arrival(name, generation, participants, timeout_s, ok=ok, topic=topic)
-        barrier = self.attempt_call(lambda: self.world.rules.arrive(who, arrival, self.world.now))
-        if barrier is None:
-            return
-        self.barriers[barrier.barrier_id] = barrier
-        if ok:
-            self.ok_votes.setdefault((barrier.barrier_id, task), set()).add((who.incarnation, topic))
-        if barrier.is_open:
-            before = self.deadlines.get(barrier.barrier_id, float("inf"))
-            self.deadlines[barrier.barrier_id] = min(before, self.world.now + timeout_s)
-
-    @rule(task=tasks, life=lives, choice=st.integers(0, 3))
-    def cancel(self, task, life, choice):
-        open_ids = [key for key, barrier in self.barriers.items() if barrier.is_open]
-        if open_ids:
-            barrier_id = open_ids[choice % len(open_ids)]
-            who = self.identity(task, life)
-            self.attempt_call(lambda: self.world.rules.cancel(who, barrier_id, "cancelled", self.world.now))
-
-    @rule(seconds=st.sampled_from([TICK_S, 3.0, TIMEOUT_S + 1]))
-    def pass_time(self, seconds):
-        self.world.pass_time(seconds)
-        for barrier_id, deadline in self.deadlines.items():
-            if deadline <= self.world.now:
-                assert not self.barriers[barrier_id].is_open, "someone waits past the deadline"
-        for job in self.world.rules.jobs.values():
-            gone = {n for n, task in job.tasks.items() if task.state in (server_rules.LOST, server_rules.LEFT)}
-            for barrier in job.open.values():
-                assert gone.isdisjoint(barrier.participants), "a barrier waits for someone who is gone"
-
-    @invariant()
-    def verdicts_are_sound_and_final(self):
-        for barrier_id, barrier in self.barriers.items():
-            if barrier.is_open:
-                continue
-            verdict = (barrier.decided_at, barrier.failure)
-            assert self.verdicts.setdefault(barrier_id, verdict) == verdict, "a verdict changed"
-            if barrier.is_passed:
-                assert set(barrier.arrived) == set(barrier.participants)
-                for task, incarnation in barrier.arrived.items():
-                    assert (incarnation, barrier.topic) in self.ok_votes[barrier_id, task]
-
-    @invariant()
-    def effects_name_each_decision_once(self):
-        decided = self.world.rules.drain().decided
-        assert len(decided) == len(set(decided))
-        assert set(decided) <= set(self.world.rules._barriers)
+def test_a_refusal_changes_nothing_but_is_an_effect(world):
+    rules, effects = apply(world.rules, Heartbeat(world.who(1, incarnation=99)), world.now)
+    assert rules is world.rules
+    assert isinstance(effects.refusal, errors.FencedError)
+    assert (effects.barrier, effects.decided, effects.log) == (None, [], [])
 
 
-TestJobs = Jobs.TestCase
-TestJobs.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+def test_who_beats_but_does_nothing_is_shown_as_stuck(world):
+    world.beat(2, phase="restore/read", step=12, done=41, total=100)
+    barrier = world.arrive(0)
+    world.now += 310
+    world.beat(2, phase="restore/read", step=12, done=41, total=100)
+    seen = "client 2 (job/2); last seen in phase 'restore/read' step 12, 41%"
+    assert world.rules.waiting_for(barrier, world.now)[2] == f"{seen}, unchanged for 310 s"
+    world.beat(2, phase="restore/read", step=12, done=42, total=100)
+    assert world.rules.waiting_for(barrier, world.now)[2] == seen.replace("41", "42")
+
+
+def test_cancel_is_for_participants_of_open_barriers(world):
+    barrier = world.arrive(0, participants=(0, 1))
+    with pytest.raises(errors.BarrierConflictError, match="client 2 is no participant"):
+        world.happen(Cancel(world.who(2), barrier.barrier_id, "wanted to"))
+    world.happen(Cancel(world.who(1), barrier.barrier_id, "wanted to"))
+    assert barrier.failure.message == "barrier 'b': client 1 (job/1) wanted to"
+    with pytest.raises(errors.BarrierConflictError, match="too late"):
+        world.happen(Cancel(world.who(1), barrier.barrier_id, "wanted to"))
+
+
+def test_memory_does_not_grow_over_ten_thousand_barrier_names(world, monkeypatch):
+    monkeypatch.setattr(server_rules, "KEPT_VERDICTS", 100)
+
+    def use_names(numbers):
+        for number in numbers:
+            for task in range(3):
+                world.arrive(task, name=f"step {number:05}")
+
+    use_names(range(200))
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        use_names(range(200, 10_200))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 200_000, "bytes; 100 verdicts that were allocated before are replaced by traced ones"
+    assert len(world.rules._barriers) == 100

@@ -171,8 +171,9 @@ def messages(number: int, size: int) -> tuple[list[tuple[int, int]], list[Commun
     exchange = Pairwise.exchange
 
     def counted(self: Pairwise, sends: Any, receives: Any, tag: int = 0) -> Any:
-        counts.append((len(sends), len(receives)))
-        return exchange(self, sends, receives, tag)
+        given = list(sends)
+        counts.append((len(given), len(receives)))
+        return exchange(self, given, receives, tag)
 
     seen: list[Communication] = []
     with mock.patch.object(Pairwise, "exchange", counted), observed_by(seen.append):

@@ -11,7 +11,7 @@ from states import MeshMaker, cluster_mesh
 
 import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Region, abstract_mesh, pack
-from dtckpt.dtensor import hops
+from dtckpt.dtensor import boxes, hops
 from dtckpt.dtensor.debug import clear_plan_cache
 from dtckpt.dtensor.functional import redistribute
 
@@ -162,16 +162,21 @@ def check_gradients(seeds: Sequence[int], devices: int) -> None:
 
 def check_clients_in_many_messages(seeds: Sequence[int], devices: int) -> list[str]:
     """As `check_clients`, while boxes count as large, and few messages as many."""
-    sizes = {"LARGE_NBYTES": 24, "MESSAGE_NBYTES": 64, "IN_FLIGHT_NBYTES": 100}
-    before = {name: getattr(hops, name) for name in sizes}
+    sizes = [
+        (boxes, "LARGE_NBYTES", 24),
+        (boxes, "MESSAGE_NBYTES", 64),
+        (hops, "PIECE_NBYTES", 32),
+        (hops, "IN_FLIGHT_NBYTES", 100),
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in sizes]
     clear_plan_cache()
     try:
-        for name, size in sizes.items():
-            setattr(hops, name, size)
+        for module, name, size in sizes:
+            setattr(module, name, size)
         return check_clients(seeds, devices)
     finally:
-        for name, size in before.items():
-            setattr(hops, name, size)
+        for module, name, size in before:
+            setattr(module, name, size)
         clear_plan_cache()
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtckpt.format.content import ContentSum, content_digest
+from dtckpt.format.content import SMALL_NBYTES, ContentSum, ContentSums, content_digest
 from dtckpt.region import Region
 
 DTYPES = ("u1", "u2", "u4", "u8", "c16")
@@ -18,7 +18,8 @@ SHAPES = [(), (1,), (7,), (5000,), (3, 40), (50, 33), (9, 5, 3), (40, 7, 3, 3), 
 def total_of(elements, cuts=None, shape=None):
     total = ContentSum(elements.shape if shape is None else shape, elements.itemsize)
     for region in cuts or [Region.full(elements.shape)]:
-        total.add(elements[region.slices()] if region.ndim else elements, region)
+        inside = region.ndim and region.shape != elements.shape
+        total.add(elements[region.slices()] if inside else elements, region)
     return total.total
 
 
@@ -47,6 +48,21 @@ def cut_up(draw, region):
 def test_regions_add_up_to_the_tensor(shape, dtype, data):
     elements = random_elements(shape, dtype)
     assert total_of(elements, data.draw(cut_up(Region.full(shape)))) == total_of(elements)
+
+
+@given(st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), max_size=8), st.data())
+@settings(max_examples=100, deadline=None)
+def test_tensors_added_up_together_come_to_what_each_does(kinds, data):
+    sums, expected = ContentSums(), {}
+    for number, (shape, dtype) in enumerate(kinds):
+        elements = random_elements(shape, dtype, seed=number)
+        for region in data.draw(cut_up(Region.full(shape))):
+            part = elements[region.slices()] if region.ndim else elements
+            if part.nbytes <= SMALL_NBYTES:
+                sums.add(number, shape, part, region)
+                expected[number] = (expected.get(number, 0) + total_of(part, [region], shape)) % 2**64
+    for _ in range(2):
+        assert {number: sums.totals().get(number, 0) for number in expected} == expected
 
 
 def test_memory_order_and_alignment_do_not_matter():

@@ -7,9 +7,10 @@ from states import dtype_names, layouts, meshes, shapes
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.clients import abstract_mesh
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
+from dtckpt.format.codecs import CODECS
 from dtckpt.format.digest import bytes_digest
 from dtckpt.format.grid import ChunkGrid
-from dtckpt.format.manifest import FORMAT_VERSION, ArrayEntry, Manifest
+from dtckpt.format.manifest import FORMAT_VERSION, ArrayEntry, Manifest, PhaseCost
 from dtckpt.format.names import array_paths
 from dtckpt.layout import Layout
 
@@ -34,7 +35,18 @@ def entries(draw, name):
         layout=draw(st.none() | meshes().flatmap(lambda mesh: layouts(mesh, len(shape)))),
         missing=missing,
         content=draw(st.none() | st.integers(0, 2**64 - 1)),
+        codec=draw(st.sampled_from(CODECS)),
     )
+
+
+@st.composite
+def costs(draw):
+    """What phases took, by client; in microseconds, as they are written down."""
+    taken = st.builds(
+        lambda microseconds, nbytes: PhaseCost(microseconds / 1e6, nbytes), st.integers(1, 10**9), st.integers(0, 2**50)
+    )
+    clients = sorted(draw(st.sets(st.integers(0, 9), max_size=3)))
+    return {client: draw(st.dictionaries(st.sampled_from(["plan", "write", "x"]), taken)) for client in clients}
 
 
 @st.composite
@@ -48,6 +60,7 @@ def manifests(draw):
         num_clients=draw(st.integers(1, 9)),
         attempt=draw(st.text(max_size=5)),
         documents=draw(st.integers(0, 2**64 - 1)),
+        costs=draw(costs()),
     )
 
 
@@ -62,6 +75,7 @@ def facts(entry):
         entry.layout,
         entry.missing,
         entry.content,
+        entry.codec,
         arrays,
     )
 
@@ -71,7 +85,7 @@ def test_bytes_and_back(manifest):
     data = manifest.to_bytes()
     back = Manifest.from_bytes(data, "here")
     assert back.to_bytes() == data
-    for field in ("kvstore", "tree", "job", "num_clients", "attempt", "documents", "format_version"):
+    for field in ("kvstore", "tree", "job", "num_clients", "attempt", "documents", "costs", "format_version"):
         assert getattr(back, field) == getattr(manifest, field)
     assert list(back.arrays) == list(manifest.arrays)
     for name, entry in manifest.arrays.items():

@@ -11,7 +11,7 @@ from dtckpt.clients import abstract_mesh
 from dtckpt.errors import DTypeError, LayoutError, SliceError, TensorNameError
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout import UNSHARDED, Layout
-from dtckpt.planning.save_plan import NO_CLIENT, Holding, TensorSpec, holdings_of, plan_save
+from dtckpt.planning.save_plan import NO_CLIENT, Holding, TensorSpec, holdings_of, kept_plan, plan_save
 from dtckpt.region import Region
 
 
@@ -47,6 +47,31 @@ def chunk_nbytes(item, number):
 
 def nbytes_of(plan, client):
     return sum(chunk_nbytes(item, number) for item in plan.tensors for number in item.owned_by(client))
+
+
+@given(cluster_states())
+def test_the_plan_knows_the_place_of_every_chunk(drawn):
+    axes, clients, bound, tensors = drawn
+    plan = plan_save(specs_on(cluster_mesh(axes, clients, 0), tensors), bound)
+    chunks = [
+        (position, number) for position, item in enumerate(plan.tensors) for number in range(item.grid.num_chunks)
+    ]
+    assert plan.owners.tolist() == [plan.tensors[position].owners[number] for position, number in chunks]
+    for client in range(clients):
+        owned = [
+            (position, number) for position, item, number in plan.owned_by(client) if item is plan.tensors[position]
+        ]
+        assert owned == [chunks[place] for place in plan.places_of(client)]
+        assert owned == [(at, number) for at, item in enumerate(plan.tensors) for number in item.owned_by(client)]
+
+
+def test_the_plan_of_the_same_specs_is_kept_and_cannot_be_changed():
+    specs = tuple(specs_on(cluster_mesh({"x": 2}, 2, 0), [((4, 4), "float32", ["x", UNSHARDED])]))
+    plan = kept_plan(specs, 1 << 20)
+    assert kept_plan(specs, 1 << 20) is plan
+    assert kept_plan(specs, 16) is not plan
+    with pytest.raises(ValueError, match="read-only"):
+        plan.tensors[0].owners[0] = 1
 
 
 @given(cluster_states())

@@ -23,8 +23,8 @@ OLD, NEW = b"old", b"new"
 
 def build(target, content=NEW, token="1"):
     staging = directory.begin(target, token)
-    directory.write_file(staging.path / "data", content)
-    directory.write_file(staging.path / directory.MANIFEST_NAME, content)
+    (staging.path / "data").write_bytes(content)
+    (staging.path / directory.MANIFEST_NAME).write_bytes(content)
     return staging
 
 
@@ -203,7 +203,7 @@ def test_what_storage_says_in_our_words(raised, error):
 def late(staging):
     """Do what a writer of an attempt that was given up may still do: make its directory again, and fill it."""
     staging.path.mkdir(exist_ok=True)
-    directory.write_file(staging.path / directory.MANIFEST_NAME, b"late")
+    (staging.path / directory.MANIFEST_NAME).write_bytes(b"late")
 
 
 def test_a_directory_made_anew_by_a_late_writer_is_not_committed(tmp_path, file_system):

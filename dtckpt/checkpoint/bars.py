@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
-from dtckpt.cli.output import printable
+from dtckpt.text import printable
 
 
 class Bar:
@@ -43,10 +42,11 @@ class Bar:
         self._progress.stop()
 
     def advance(self, name: str, nbytes: int) -> None:
-        """Move the bar."""
-        self._progress.update(self._task, description=printable(name)[-40:], advance=nbytes)
+        """Move the bar; with a name, that is shown from now on."""
+        title = printable(name)[-40:] if name else None
+        self._progress.update(self._task, description=title, advance=nbytes)
 
 
-def is_watched() -> bool:
-    """Whether somebody sits at a terminal and sees all output."""
-    return all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+def is_watched(*streams: TextIO | None) -> bool:
+    """Whether all of some streams go to a terminal, where somebody may sit."""
+    return all(stream is not None and stream.isatty() for stream in streams)

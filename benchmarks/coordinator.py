@@ -1,0 +1,300 @@
+"""Load one coordinator as a large job does: heartbeats, barriers, a client that dies, many barrier names.
+
+Run: ``python -m benchmarks.coordinator [--clients 10000] [--seconds 60] [--rounds 5]``. The coordinator is a process of
+its own; all clients are simulated in this one, over 16 connections, so what they cost is not the coordinator's. Beside
+it, torch's store barrier, each client a thread with a connection of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from dtckpt._proto import coordinator_pb2 as pb
+from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+CHANNELS = 16
+LIMIT_S = 120.0
+SERVER = "from dtckpt_server.main import main; main()"
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Coordinator:
+    """A coordinator's process, and what it costs."""
+
+    def __init__(self, heartbeat_timeout_s: float) -> None:
+        arguments = ["serve", "--port", "0", "--insecure", "--heartbeat-timeout-s", str(heartbeat_timeout_s)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline().rpartition(":")[2])
+
+    @property
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS
+
+    @property
+    def rss_mb(self) -> float:
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1000
+
+
+@contextmanager
+def coordinator(heartbeat_timeout_s: float) -> Iterator[Coordinator]:
+    started = Coordinator(heartbeat_timeout_s)
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.process.wait()
+        assert started.process.stdout is not None
+        started.process.stdout.close()
+
+
+@asynccontextmanager
+async def stubs(port: int) -> AsyncIterator[list[pb_grpc.CoordinatorAsyncStub]]:
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) for _ in range(CHANNELS)]
+    try:
+        yield [pb_grpc.CoordinatorStub(channel) for channel in channels]
+    finally:
+        for channel in channels:
+            await channel.close()
+
+
+def who(task: int, job: str = "bench") -> pb.TaskIdentity:
+    return pb.TaskIdentity(job=job, task=task, incarnation=task + 1)
+
+
+async def register(stub: pb_grpc.CoordinatorAsyncStub, task: int, num_clients: int) -> None:
+    await stub.Register(pb.RegisterRequest(task=who(task), num_clients=num_clients), timeout=LIMIT_S)
+
+
+async def register_all(many: list[pb_grpc.CoordinatorAsyncStub], num_clients: int) -> None:
+    for first in range(0, num_clients, 500):
+        tasks = range(first, min(first + 500, num_clients))
+        await asyncio.gather(*(register(many[task % CHANNELS], task, num_clients) for task in tasks))
+
+
+# --- heartbeats ---------------------------------------------------------------------------------------------
+
+
+async def heartbeats(num_clients: int, interval_s: float, seconds: float, *, streams: bool) -> list[str]:
+    """Let everyone beat, evenly spread; return a table's row."""
+    took: list[float] = []
+    with coordinator(6 * interval_s) as server:
+        async with stubs(server.port) as many:
+            await register_all(many, num_clients)
+            start = time.monotonic() + 1.0
+            end = start + seconds
+            beat = beat_on_a_stream if streams else beat_alone
+
+            async def client(task: int) -> None:
+                begin = start + interval_s * task / num_clients
+                await beat(many[task % CHANNELS], task, begin, end, interval_s, took)
+
+            beating = asyncio.gather(*(client(task) for task in range(num_clients)))
+            await asyncio.sleep(max(start + interval_s - time.monotonic(), 0))
+            cpu_s, since = server.cpu_s, time.monotonic()
+            took.clear()
+            await asyncio.sleep(max(end - time.monotonic(), 0))
+            load = (server.cpu_s - cpu_s) / (time.monotonic() - since)
+            counted = sorted(took)
+            job = await many[0].GetJob(pb.GetJobRequest(job="bench"), timeout=LIMIT_S)
+            lost = sum(task.state == pb.TASK_STATE_LOST for task in job.tasks)
+            rss_mb = server.rss_mb
+            await beating
+    rate = len(counted) / (end - since)
+    p50, p99 = counted[len(counted) // 2], counted[int(len(counted) * 0.99)]
+    name = "one stream each" if streams else "one call each"
+    return [name, f"{rate:.0f}", f"{load:.0%}", f"{1e3 * p50:.1f}", f"{1e3 * p99:.1f}", f"{rss_mb:.0f}", str(lost)]
+
+
+async def beat_alone(
+    stub: pb_grpc.CoordinatorAsyncStub, task: int, due: float, end: float, interval_s: float, took: list[float]
+) -> None:
+    request = pb.HeartbeatRequest(task=who(task), progress=pb.Progress(phase="write", step=task))
+    while due < end:
+        await asyncio.sleep(max(due - time.monotonic(), 0))
+        begin = time.monotonic()
+        await stub.Heartbeat(request, timeout=LIMIT_S)
+        took.append(time.monotonic() - begin)
+        due += interval_s
+
+
+async def beat_on_a_stream(
+    stub: pb_grpc.CoordinatorAsyncStub, task: int, due: float, end: float, interval_s: float, took: list[float]
+) -> None:
+    stream = stub.HeartbeatStream(timeout=LIMIT_S + end - due)
+    request = pb.HeartbeatStreamRequest(task=who(task), progress=pb.Progress(phase="write", step=task))
+    while due < end:
+        await asyncio.sleep(max(due - time.monotonic(), 0))
+        begin = time.monotonic()
+        await stream.write(request)
+        await stream.read()
+        took.append(time.monotonic() - begin)
+        due += interval_s
+    await stream.done_writing()
+
+
+# --- barriers -----------------------------------------------------------------------------------------------
+
+
+async def meet(stub: pb_grpc.CoordinatorAsyncStub, task: int, name: str, generation: int = 0) -> float:
+    """Arrive and wait as the library does; return when the verdict came."""
+    arrival = pb.ArriveRequest(
+        task=who(task), name=name, generation=generation, timeout_s=LIMIT_S, vote=pb.Vote(ok=True), max_wait_s=5
+    )
+    arrived = await stub.Arrive(arrival, timeout=LIMIT_S)
+    state = arrived.verdict.state
+    while state == pb.BARRIER_STATE_OPEN:
+        request = pb.AwaitRequest(task=who(task), barrier_id=arrived.barrier_id, max_wait_s=30)
+        state = (await stub.Await(request, timeout=LIMIT_S)).verdict.state
+    return time.monotonic()
+
+
+async def barriers(num_clients: int, rounds: int) -> float:
+    """Return the median of the seconds from the first arrival to the last client's verdict."""
+    seconds = []
+    with coordinator(600.0) as server:
+        async with stubs(server.port) as many:
+            await register_all(many, num_clients)
+            for generation in range(rounds + 1):
+                begin = time.monotonic()
+                calls = (meet(many[task % CHANNELS], task, "b", generation) for task in range(num_clients))
+                seconds.append(max(await asyncio.gather(*calls)) - begin)
+    return statistics.median(seconds[1:])
+
+
+def store_barriers(num_clients: int, rounds: int) -> float:
+    """The same with `torch.distributed.elastic.utils.store.barrier`."""
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.utils.store import barrier
+
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT_S))
+    ready = threading.Barrier(num_clients + 1)
+
+    def client() -> None:
+        store = TCPStore("127.0.0.1", host.port, wait_for_workers=False, timeout=timedelta(seconds=LIMIT_S))
+        for number in range(rounds + 1):
+            ready.wait()
+            barrier(store, num_clients, f"b{number}", LIMIT_S)
+            ready.wait()
+
+    threading.stack_size(256 << 10)
+    threads = [threading.Thread(target=client, daemon=True) for _ in range(num_clients)]
+    for thread in threads:
+        thread.start()
+    seconds = []
+    for _ in range(rounds + 1):
+        ready.wait()
+        begin = time.monotonic()
+        ready.wait()
+        seconds.append(time.monotonic() - begin)
+    for thread in threads:
+        thread.join()
+    return statistics.median(seconds[1:])
+
+
+# --- a client that dies, and memory -------------------------------------------------------------------------
+
+
+async def detection(num_waiters: int, timeout_s: float, rounds: int) -> tuple[list[float], list[float]]:
+    """Return, per round: silence until the first waiter knows; from the first waiter to the last."""
+    known, spread = [], []
+    dead = num_waiters
+    with coordinator(timeout_s) as server:
+        async with stubs(server.port) as many:
+            for generation in range(rounds):
+                await register_all(many, num_waiters + 1)
+
+                async def keep_beating() -> None:
+                    request = [pb.HeartbeatRequest(task=who(task)) for task in range(num_waiters)]
+                    while True:
+                        await asyncio.gather(
+                            *(many[task % CHANNELS].Heartbeat(request[task], timeout=5) for task in range(num_waiters))
+                        )
+                        await asyncio.sleep(timeout_s / 6)
+
+                beating = asyncio.create_task(keep_beating())
+                silent_since = time.monotonic()
+                await many[0].Heartbeat(pb.HeartbeatRequest(task=who(dead)), timeout=5)
+                calls = (meet(many[task % CHANNELS], task, "b", generation) for task in range(num_waiters))
+                told = await asyncio.gather(*calls)
+                beating.cancel()
+                known.append(min(told) - silent_since)
+                spread.append(max(told) - min(told))
+    return known, spread
+
+
+async def names(count: int) -> list[float]:
+    """Return the coordinator's MB after none, one and two times as many barrier names as it keeps, and three times."""
+    rss = []
+    with coordinator(600.0) as server:
+        async with stubs(server.port) as many:
+            await register_all(many, 1)
+            rss.append(server.rss_mb)
+            for lap in range(3):
+                for first in range(0, count, 100):
+                    calls = (meet(many[n % CHANNELS], 0, f"step {lap * count + n}") for n in range(first, first + 100))
+                    await asyncio.gather(*calls)
+                rss.append(server.rss_mb)
+    return rss
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, default=10_000)
+    parser.add_argument("--interval", type=float, default=5.0, help="seconds between a client's heartbeats")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of heartbeats")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    console = Console(width=110)
+
+    table = Table(title=f"{options.clients} clients, a heartbeat every {options.interval:g} s each")
+    for column in ("heartbeats", "a second", "of one core", "p50 ms", "p99 ms", "RSS MB", "false LOST"):
+        table.add_column(column, justify="right")
+    for streams in (False, True):
+        row = asyncio.run(heartbeats(options.clients, options.interval, options.seconds, streams=streams))
+        table.add_row(*row)
+    console.print(table)
+
+    table = Table(title=f"barrier, ms from the first arrival to the last verdict, median of {options.rounds}")
+    for column in ("arrivals", "coordinator", "torch's store barrier"):
+        table.add_column(column, justify="right")
+    for num_clients in (512, 2048):
+        ours = asyncio.run(barriers(num_clients, options.rounds))
+        theirs = store_barriers(num_clients, options.rounds)
+        table.add_row(str(num_clients), f"{1e3 * ours:.0f}", f"{1e3 * theirs:.0f}")
+    console.print(table)
+
+    timeout_s, waiters = 2.0, 256
+    known, spread = asyncio.run(detection(waiters, timeout_s, options.rounds))
+    console.print(
+        f"detection: a client falls silent (timeout {timeout_s:g} s); {waiters} waiters know after "
+        f"{min(known):.2f} to {max(known):.2f} s, the last of them {1e3 * max(spread):.0f} ms after the first"
+    )
+    rss = asyncio.run(names(10_000))
+    console.print("memory: " + ", ".join(f"{mb:.0f} MB after {10 * n} 000 names" for n, mb in enumerate(rss)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Where the coordinator is, from what an option and the environment say.
+
+First match wins; an empty variable counts as not set, which is what Kubernetes makes of an annotation that is missing:
+
+1. ``host:port`` given by the caller: ``--coordinator``, ``initialize_multi_client(coordinator=...)``
+2. ``DTCKPT_COORDINATOR``: ``host:port``
+3. ``DTCKPT_JOBSET_COORDINATOR``: the host of JobSet's annotation ``jobset.sigs.k8s.io/coordinator``, which a pod's
+   manifest copies into this variable; at ``DTCKPT_COORDINATOR_PORT_NUMBER``, else at 50051
+4. ``MASTER_ADDR``, else ``PET_MASTER_ADDR``: the host of client 0, if ``DTCKPT_COORDINATOR_PORT_NUMBER`` says that a
+   coordinator listens there too. Every job under torchrun has the address; most have no coordinator.
+
+``DTCKPT_COORDINATOR_PORT`` would be a shorter name, but is Kubernetes' own: it gives every pod a variable of that name
+where there is a Service ``dtckpt-coordinator``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dtckpt.errors import ConfigError
+
+DEFAULT_PORT = 50051
+SOURCES = "DTCKPT_COORDINATOR, DTCKPT_JOBSET_COORDINATOR, or MASTER_ADDR with DTCKPT_COORDINATOR_PORT_NUMBER"
+"""The variables that can name it, for people whom nothing named one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorAddress:
+    """Where a coordinator is said to listen, and what said so."""
+
+    address: str
+    source: str
+
+
+def find_coordinator(env: Mapping[str, str], coordinator: str | None = None) -> CoordinatorAddress | None:
+    """Return where the coordinator is, None where nothing names one.
+
+    Args:
+        env: Environment variables.
+        coordinator: ``host:port`` that the caller was given, which nothing overrides.
+
+    Raises:
+        ConfigError: ``DTCKPT_COORDINATOR_PORT_NUMBER`` is needed and is no port.
+
+    >>> find_coordinator({"MASTER_ADDR": "train-0.train", "DTCKPT_COORDINATOR_PORT_NUMBER": "50051"}).address
+    'train-0.train:50051'
+    """
+    if coordinator:
+        return CoordinatorAddress(coordinator, "an argument")
+    if address := env.get("DTCKPT_COORDINATOR"):
+        return CoordinatorAddress(address, "DTCKPT_COORDINATOR")
+    port = env.get("DTCKPT_COORDINATOR_PORT_NUMBER")
+    if host := env.get("DTCKPT_JOBSET_COORDINATOR"):
+        return CoordinatorAddress(_joined(host, port or str(DEFAULT_PORT)), "DTCKPT_JOBSET_COORDINATOR")
+    for name in ("MASTER_ADDR", "PET_MASTER_ADDR"):
+        if port and (host := env.get(name)):
+            return CoordinatorAddress(_joined(host, port), f"{name} and DTCKPT_COORDINATOR_PORT_NUMBER")
+    return None
+
+
+def _joined(host: str, port: str) -> str:
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"DTCKPT_COORDINATOR_PORT_NUMBER: got {port!r}, expected a port from 1 to 65535")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

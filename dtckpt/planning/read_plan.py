@@ -1,0 +1,88 @@
+"""Which chunks, and which blocks of them, a reader of some regions of a tensor needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dtckpt.errors import RegionError
+from dtckpt.format.digest import Blocks
+from dtckpt.format.grid import ChunkGrid
+from dtckpt.region import Region
+
+_KEPT_CHUNKS = 64
+"""Plans over grids of no more chunks are kept: many tensors of a model are alike, and are read alike."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartRead:
+    """A chunk that is needed, or some of its blocks.
+
+    Args:
+        number: Row-major number of the chunk.
+        index: Its position per dim.
+        chunk: The box that it covers.
+        blocks: The numbers of the blocks that are read.
+        box: The box that those cover.
+        nbytes: Bytes of its elements on storage, before compression.
+        uses: Which of the regions asked for need it: position of the region, what of the box, what of the region.
+    """
+
+    number: int
+    index: tuple[int, ...]
+    chunk: Region
+    blocks: range
+    box: Region
+    nbytes: int
+    uses: tuple[tuple[int, tuple[slice, ...], tuple[slice, ...]], ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the chunk is read."""
+        return self.box == self.chunk
+
+
+def plan_reads(grid: ChunkGrid, itemsize: int, regions: tuple[Region, ...], *, by_blocks: bool) -> Iterable[PartRead]:
+    """Say what must be read for some regions of a tensor, each chunk once.
+
+    Args:
+        grid: Its shape and chunks.
+        itemsize: Bytes per stored element.
+        regions: What is wanted.
+        by_blocks: Whether a block can be read without the rest of its chunk.
+
+    Raises:
+        RegionError: A region is outside the tensor.
+    """
+    is_kept = grid.num_chunks <= _KEPT_CHUNKS
+    return (_kept_plan if is_kept else _plan_reads)(grid, itemsize, regions, by_blocks)
+
+
+def _plan_reads(grid: ChunkGrid, itemsize: int, regions: tuple[Region, ...], by_blocks: bool) -> tuple[PartRead, ...]:
+    whole, blocks = Region.full(grid.shape), Blocks.of(grid, itemsize)
+    parts: dict[tuple[int, ...], list[tuple[int, Region]]] = {}
+    for position, region in enumerate(regions):
+        if region.ndim != whole.ndim or not whole.contains(region):
+            raise RegionError(f"region {region} is outside shape {grid.shape}")
+        for index in grid.meeting(region):
+            overlap = grid.region(index).intersect(region)
+            if overlap is not None:
+                parts.setdefault(index, []).append((position, overlap))
+    found: list[PartRead] = []
+    for index, overlaps in parts.items():
+        chunk = box = grid.region(index)
+        needed = range(blocks.count(chunk.shape) if by_blocks else 1)
+        if len(needed) > 1:
+            spans = [blocks.meeting(chunk, overlap) for _, overlap in overlaps]
+            needed = range(min(span.start for span in spans), max(span.stop for span in spans))
+            box = blocks.span(chunk, needed.start, needed.stop)
+        uses = tuple(
+            (position, overlap.relative_to(box).slices(), overlap.relative_to(regions[position]).slices())
+            for position, overlap in overlaps
+        )
+        found.append(PartRead(grid.number(index), index, chunk, needed, box, box.numel * itemsize, uses))
+    return tuple(found)
+
+
+_kept_plan = lru_cache(maxsize=256)(_plan_reads)

@@ -1,0 +1,148 @@
+"""What can happen to the coordinator: the events of `dtckpt_server.rules.apply`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from dtckpt import errors
+from dtckpt_server.texts import Progress
+
+MAX_NAME_BYTES = 256
+MAX_TOPIC_BYTES = 256
+MAX_PAYLOAD_BYTES = 4096
+MAX_TIMEOUT_S = 7 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One life of one task."""
+
+    job: str
+    task: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A task wants its place in its job, or renews it.
+
+    Refused with:
+        ConfigError: The numbers make no sense or differ from the job's.
+        HeldError: Another incarnation holds the place and may be alive; ask again.
+        FencedError: Another incarnation holds the place and is alive, or the attempt is over.
+        LimitError: There are too many jobs.
+    """
+
+    who: Identity
+    num_clients: int
+    attempt: int = 0
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A task is alive. A lost one is back by this; what failed without it stays failed.
+
+    Refused with:
+        UnknownError: The task is not registered.
+        FencedError: The task's place is taken.
+    """
+
+    who: Identity
+    progress: Progress = Progress()  # noqa: RUF009  immutable
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A task gives its place up. Never refused; nothing happens if it has none."""
+
+    who: Identity
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """A task arrives at a barrier, with its vote. Idempotent.
+
+    Args:
+        participants: Empty for all tasks of the job.
+
+    Refused with:
+        UnknownError: The task is not registered.
+        FencedError: The task's place is taken.
+        ConfigError: The arrival makes no sense.
+        BarrierConflictError: The task is no participant, or an earlier life of it arrived.
+        LimitError: The job has too many open barriers.
+    """
+
+    who: Identity
+    name: str
+    generation: int
+    participants: tuple[int, ...]
+    timeout_s: float
+    ok: bool = True
+    payload: bytes = b""
+    topic: bytes = b""
+    code: str = ""
+    reason: str = ""
+
+    def members(self, num_clients: int) -> tuple[int, ...]:
+        """Check the arrival and return who takes part, sorted.
+
+        Raises:
+            ConfigError: It makes no sense in a job of this many clients.
+            BarrierConflictError: The task is no participant.
+        """
+        for what, size, limit in (
+            ("name", len(self.name.encode()), MAX_NAME_BYTES),
+            ("topic", len(self.topic), MAX_TOPIC_BYTES),
+            ("payload", len(self.payload), MAX_PAYLOAD_BYTES),
+        ):
+            if size > limit:
+                raise errors.ConfigError(f"barrier's {what} is too long: got {size} bytes, at most {limit} fit")
+        if not self.name or not 0 < self.timeout_s <= MAX_TIMEOUT_S or math.isnan(self.timeout_s):
+            raise errors.ConfigError(
+                f"barrier {self.name!r} with timeout {self.timeout_s} s: expected a name and a positive number of "
+                f"seconds, at most {MAX_TIMEOUT_S:g}"
+            )
+        members = tuple(sorted(set(self.participants))) if self.participants else _everyone(num_clients)
+        if members[-1] >= num_clients:
+            raise errors.ConfigError(
+                f"barrier {self.name!r}: participant {members[-1]} is no client of job {self.who.job!r}; expected ids "
+                f"from 0 to {num_clients - 1}"
+            )
+        if self.who.task not in members:
+            raise errors.BarrierConflictError(
+                f"barrier {self.name!r}: client {self.who.task} is not a participant; participants are "
+                f"{errors.capped(members)}"
+            )
+        return members
+
+
+@functools.lru_cache(maxsize=64)
+def _everyone(num_clients: int) -> tuple[int, ...]:
+    return tuple(range(num_clients))
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """A participant fails an open barrier.
+
+    Refused with:
+        UnknownError: The task is not registered, or there is no such barrier.
+        FencedError: The task's place is taken.
+        BarrierConflictError: The task is no participant, or the barrier is decided.
+    """
+
+    who: Identity
+    barrier_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: heartbeats and deadlines are judged. To happen several times a second."""
+
+
+Event = Register | Heartbeat | Leave | Arrive | Cancel | Tick

@@ -1,0 +1,198 @@
+"""A coordinator that listens: ports, credentials, ticking, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from dtckpt._proto import coordinator_pb2 as pb
+from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
+from dtckpt.errors import ConfigError
+from dtckpt_server.pages import Pages
+from dtckpt_server.rules import MAX_CLIENTS, MAX_PAUSE_S, Rules
+from dtckpt_server.service import MAX_CALLS, CoordinatorService
+from dtckpt_server.tls import TlsFiles, server_credentials
+from dtckpt_server.tokens import Tokens
+
+logger = logging.getLogger("dtckpt_server")
+
+STOP_GRACE_S = 2.0
+RELOAD_S = 10.0
+"""How often the file of tokens is read again."""
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Coordinator"].full_name
+HEALTH_NAMES = ("", SERVICE_NAME, "liveness", "readiness")
+MAX_MESSAGE_NBYTES = (64 << 10) + 3 * MAX_CLIENTS
+"""Largest request: an arrival that names every client of the largest job (a varint below 2^21 takes 3 bytes)."""
+OPTIONS = (
+    # All clients arrive at a barrier together; the default cap drops calls at about a thousand.
+    ("grpc.server.max_pending_requests", 20_000),
+    ("grpc.server.max_pending_requests_hard_limit", 30_000),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Without this a second coordinator would silently share the port.
+    ("grpc.so_reuseport", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How to serve. Port 0 takes any free one.
+
+    Args:
+        tls: Certificate files; None serves in plaintext.
+        tokens: Tokens by job; None lets everyone do everything.
+        tokens_file: Where ``tokens`` came from, if it shall be read again from time to time.
+        health_port: Plaintext port for ``grpc.health.v1`` alone, as probes speak no TLS; None: none of its own.
+        metrics_port: Port for metrics and the status page, over HTTP; None: none.
+        drain_timeout_s: How long open barriers may go on after the order to stop.
+        max_calls: Calls under way at one time; more are told to come again.
+        reflection: Whether to describe the services to whoever asks.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    heartbeat_timeout_s: float = 60.0
+    tls: TlsFiles | None = None
+    tokens: Tokens | None = None
+    tokens_file: Path | None = None
+    health_port: int | None = None
+    metrics_port: int | None = None
+    drain_timeout_s: float = 0.0
+    max_calls: int = MAX_CALLS
+    reflection: bool = False
+
+
+class Server:
+    """A coordinator that listens. Lives on one event loop.
+
+    After `start`, ``port``, ``health_port`` and ``metrics_port`` are the ports that were taken.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        rules = Rules(config.heartbeat_timeout_s, secrets.randbits(63))
+        self._service = CoordinatorService(rules, tokens=config.tokens, max_calls=config.max_calls)
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=OPTIONS)
+        self._health_server: grpc.aio.Server | None = None
+        self._running: list[asyncio.Task[None]] = []
+        self.port = 0
+        self.health_port: int | None = None
+        self.metrics_port: int | None = None
+        self._pages: Pages | None = None
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: An address cannot be used.
+            ConfigError: The TLS files cannot be used.
+        """
+        config = self._config
+        pb_grpc.add_CoordinatorServicer_to_server(self._service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if config.reflection:
+            _reflect(self._server)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        credentials = server_credentials(config.tls) if config.tls else None
+        self.port = _listen(self._server, config.host, config.port, credentials)
+        if config.health_port is not None:
+            self._health_server = grpc.aio.server(options=OPTIONS)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+            self.health_port = _listen(self._health_server, config.host, config.health_port, None)
+            await self._health_server.start()
+        if config.metrics_port is not None:
+            service, loop = self._service, asyncio.get_running_loop()
+            where = (config.host, config.metrics_port)
+            self._pages = Pages(where, lambda: service.rules, service.metrics, loop, service.clock)
+            self.metrics_port = self._pages.port
+        await self._server.start()
+        self._running.append(asyncio.create_task(self._tick_forever()))
+        if config.tokens_file is not None:
+            self._running.append(asyncio.create_task(self._reload_forever(config.tokens_file)))
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def _set_health(self, status: int) -> None:
+        for name in HEALTH_NAMES:
+            await self._health.set(name, status)
+
+    async def _tick_forever(self) -> None:
+        tick_s = min(self._config.heartbeat_timeout_s / 10, 0.25)
+        loop = asyncio.get_running_loop()
+        while True:
+            self._service.tick()
+            due_at = loop.time() + tick_s
+            await asyncio.sleep(tick_s)
+            late_s = max(loop.time() - due_at, 0.0)
+            self._service.metrics.note_lag(late_s)
+            if late_s > MAX_PAUSE_S:
+                logger.warning("the event loop was blocked, or the process stopped, for %.1f s", late_s)
+
+    async def _reload_forever(self, path: Path) -> None:
+        while True:
+            await asyncio.sleep(RELOAD_S)
+            try:
+                self._service.tokens = read_tokens(path)
+            except ConfigError as error:
+                logger.error("keeping the tokens that are in use: %s", error)
+
+    async def wait_for_failure(self) -> None:
+        """Return never, unless what judges heartbeats and deadlines fails."""
+        await asyncio.wait([asyncio.shield(task) for task in self._running], return_when=asyncio.FIRST_COMPLETED)
+        for task in self._running:
+            if task.done():
+                task.result()
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Become not ready, let open barriers end, send the rest away, and end."""
+        await self._health.enter_graceful_shutdown()
+        await self._service.drain(self._config.drain_timeout_s)
+        await self._server.stop(grace_s)
+        if self._health_server is not None:
+            await self._health_server.stop(None)
+        if self._pages is not None:
+            await asyncio.to_thread(self._pages.close)
+        for task in self._running:
+            task.cancel()
+
+
+def read_tokens(path: Path) -> Tokens:
+    """Read a file of tokens.
+
+    Raises:
+        ConfigError: It cannot be read, or is no list of tokens.
+    """
+    try:
+        return Tokens.parse(path.read_text())
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"the file of tokens cannot be read: {path}: {type(error).__name__}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from None
+
+
+def address(host: str, port: int) -> str:
+    """Return ``host:port``, with IPv6 addresses in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+    where = address(host, port)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(where)
+        return server.add_secure_port(where, credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {where}: {error}") from error
+
+
+def _reflect(server: grpc.aio.Server) -> None:
+    from grpc_reflection.v1alpha import reflection
+
+    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

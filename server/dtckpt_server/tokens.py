@@ -1,0 +1,105 @@
+"""Which token opens which job.
+
+A list of tokens is text: one ``JOB TOKEN`` per line, the token without blanks; a job may have several, so that tokens
+can be replaced while jobs run. The job ``*`` stands for whoever looks after the coordinator: its tokens show all jobs
+and change none. Empty lines and lines that begin with ``#`` are skipped.
+
+Only digests are kept, so that no token can turn up in a log, a traceback or a dump.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+
+from dtckpt.errors import ConfigError, CoordinatorPermissionError
+
+ANY_JOB = "*"
+MIN_TOKEN_CHARS = 16
+"""A shorter one could be guessed by trying."""
+_SCHEME = "Bearer "
+
+
+class UnauthenticatedError(CoordinatorPermissionError):
+    """The call carries no token that the coordinator knows."""
+
+
+class Tokens:
+    """The tokens of all jobs, as digests."""
+
+    def __init__(self, digests: Mapping[str, tuple[bytes, ...]]) -> None:
+        self._digests = digests
+        self._known = frozenset(digest for each in digests.values() for digest in each)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @classmethod
+    def parse(cls, text: str) -> Tokens:
+        """Read a list of tokens.
+
+        Raises:
+            ConfigError: A line is malformed or there is none. Names the line's number, not what is in it.
+        """
+        digests: dict[str, tuple[bytes, ...]] = {}
+        for number, line in enumerate(text.splitlines(), start=1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            job, _, token = line.strip().rpartition(" ")
+            if not job.strip() or len(token) < MIN_TOKEN_CHARS:
+                raise ConfigError(
+                    f"line {number} of the tokens cannot be used; expected a job, a blank, and a token of at least "
+                    f"{MIN_TOKEN_CHARS} characters"
+                )
+            digests[job.strip()] = (*digests.get(job.strip(), ()), _digest(token))
+        if not digests:
+            raise ConfigError("the list of tokens is empty, so that no call could succeed; expected JOB TOKEN lines")
+        return cls(digests)
+
+    def authorize(self, header: str, job: str, *, only_looks: bool) -> None:
+        """Let a call pass that concerns one job.
+
+        Args:
+            header: Value of the call's ``authorization`` metadata, "" if it has none.
+            job: The job that the call is about.
+            only_looks: Whether the call changes nothing.
+
+        Raises:
+            UnauthenticatedError: There is no token, or nobody has such a token.
+            CoordinatorPermissionError: The token is another job's, or may only look.
+        """
+        digest = _digest(self._token(header))
+        owners = (job, ANY_JOB) if only_looks else (job,)
+        matches = [hmac.compare_digest(digest, each) for owner in owners for each in self._digests.get(owner, ())]
+        # A job that is called "*" would otherwise be the operator's to change.
+        if not any(matches) or (job == ANY_JOB and not only_looks):
+            self._refuse_unknown(digest)
+            raise CoordinatorPermissionError(f"the token is not for job {job!r}")
+
+    def visible(self, header: str) -> frozenset[str] | None:
+        """Return the jobs that a token may look at; None for all.
+
+        Raises:
+            UnauthenticatedError: There is no token, or nobody has such a token.
+        """
+        digest = _digest(self._token(header))
+        self._refuse_unknown(digest)
+        jobs = frozenset(job for job, digests in self._digests.items() if digest in digests)
+        return None if ANY_JOB in jobs else jobs
+
+    def _token(self, header: str) -> str:
+        if not header.startswith(_SCHEME):
+            raise UnauthenticatedError(
+                "the coordinator wants a token; set DTCKPT_COORDINATOR_TOKEN_FILE (or DTCKPT_COORDINATOR_TOKEN)"
+            )
+        return header.removeprefix(_SCHEME)
+
+    def _refuse_unknown(self, digest: bytes) -> None:
+        # No need for constant time: how digests begin says nothing about tokens.
+        if digest not in self._known:
+            raise UnauthenticatedError("the coordinator does not know this token")
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()

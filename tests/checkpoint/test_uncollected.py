@@ -1,0 +1,54 @@
+"""The cycle collector waits while a plan is made, and only then."""
+
+import gc
+import os
+import threading
+
+import pytest
+
+from dtckpt.checkpoint.uncollected import uncollected
+
+
+def test_collections_go_on_when_the_last_is_out():
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with uncollected():
+            inside.set()
+            assert leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with uncollected():
+        thread.start()
+        assert inside.wait(60)
+        with uncollected():
+            assert not gc.isenabled()
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_a_failure_lets_them_go_on():
+    with pytest.raises(KeyError), uncollected():
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_who_had_switched_them_off_keeps_them_off():
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_process_forked_inside_collects():
+    with uncollected():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.isenabled() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

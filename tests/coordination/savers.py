@@ -1,0 +1,247 @@
+"""Clients in processes of their own that save, and halt where they are told to; and a network that can be cut."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+HEARTBEAT_S = 2.0
+NUM_CLIENTS = 3
+ANSWER_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Where a client stops and waits for its parent: before it arrives at a barrier, or after it was let through."""
+
+    barrier: str
+    side: str  # "before" or "after"
+
+
+class Halting:
+    """A coordination that halts at one place."""
+
+    def __init__(self, inner: Any, pipe: Connection) -> None:
+        self._inner = inner
+        self._pipe = pipe
+        self.halt: Halt | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _pass(self, place: Halt) -> None:
+        if place == self.halt:
+            self._pipe.send("halted")
+            self._pipe.recv()
+
+    def barrier(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._pass(Halt(name, "before"))
+        verdict = self._inner.barrier(name, *args, **kwargs)
+        self._pass(Halt(name, "after"))
+        return verdict
+
+
+def work(port: int, client: int, pipe: Connection) -> None:
+    """Do what comes through the pipe, until it is None."""
+    os.environ |= {"RANK": str(client), "WORLD_SIZE": str(NUM_CLIENTS)}
+    from dtckpt.coordination import Member, set_coordination
+    from dtckpt.coordination.remote import GrpcCoordination
+
+    member = Member("job", client, NUM_CLIENTS, secrets.randbits(60))
+    address = f"127.0.0.1:{port}"
+    coordination = Halting(GrpcCoordination(address, member, heartbeat_timeout_s=HEARTBEAT_S), pipe)
+    set_coordination(coordination)
+    coordination.register()
+    pipe.send("ready")
+    while (task := pipe.recv()) is not None:
+        what, argument, coordination.halt = task
+        try:
+            pipe.send((DOES[what](argument), "", (), time.monotonic()))
+        except Exception as error:
+            pipe.send((type(error).__name__, str(error), getattr(error, "clients", ()), time.monotonic()))
+    coordination.leave()
+    pipe.send("left")
+
+
+def _save(path: str, timeout_s: float = 40.0) -> str:
+    import torch
+
+    import dtckpt
+
+    mesh = dtckpt.create_distributed_mesh({"data": NUM_CLIENTS})
+    layout = dtckpt.Layout(["data"], mesh)
+    shape = (NUM_CLIENTS * 1000,)
+    region = layout.region(mesh.local_device_ids()[0], shape)
+    part = torch.arange(region.offset[0], region.offset[0] + region.shape[0])
+    dtckpt.save(path, {"range": dtckpt.pack([part], layout, shape)}, options=dtckpt.SaveOptions(timeout_s=timeout_s))
+    return "saved"
+
+
+def _hold_gil(seconds: float) -> str:
+    """Let no other thread of this process run, as some long calls into C do."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    return "held"
+
+
+def _meet(name: str) -> str:
+    from dtckpt.coordination import current_coordination
+
+    current_coordination().barrier(name, timeout_s=40.0)
+    return "met"
+
+
+def _save_impatiently(path: str) -> str:
+    return _save(path, timeout_s=1.0)
+
+
+def _go_on_without_coordinator(store_port: int) -> str:
+    """Meet at a store from now on, as a training program may decide."""
+    import dtckpt
+
+    dtckpt.shutdown_multi_client()
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= store
+    return "gone on"
+
+
+DOES = {
+    "save": _save,
+    "save impatiently": _save_impatiently,
+    "go on without": _go_on_without_coordinator,
+    "hold_gil": _hold_gil,
+    "meet": _meet,
+}
+
+
+class Savers:
+    """All clients of one job. `time.monotonic` is one clock for all processes of a machine."""
+
+    def __init__(self, ports: Sequence[int]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["dtckpt", "dtckpt.coordination.remote"])
+        self._processes, self._pipes = [], []
+        for client, port in enumerate(ports):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=work, args=(port, client, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        for client in range(NUM_CLIENTS):
+            assert self.answer(client) == "ready"
+
+    def tell(self, client: int, what: str, argument: Any, halt: Halt | None = None) -> None:
+        self._pipes[client].send((what, argument, halt))
+
+    def all(self, what: str, argument: Any) -> list[Any]:
+        for client in range(NUM_CLIENTS):
+            self.tell(client, what, argument)
+        return [self.answer(client)[0] for client in range(NUM_CLIENTS)]
+
+    def answer(self, client: int) -> Any:
+        assert self._pipes[client].poll(ANSWER_WITHIN_S), f"client {client} hangs"
+        return self._pipes[client].recv()
+
+    def release(self, client: int) -> None:
+        """Let a halted client go on."""
+        self._pipes[client].send("go on")
+
+    def signal(self, client: int, number: int) -> None:
+        os.kill(self._processes[client].pid, number)
+
+    def end(self) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.kill()
+            process.join(10)
+            process.close()
+            pipe.close()
+
+
+@contextmanager
+def savers(*ports: int) -> Iterator[Savers]:
+    """Start clients; each finds the coordinator at its port."""
+    started = Savers(ports)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Freeze a process."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+class Proxy:
+    """Hands bytes on to a port of this machine; while `flowing` is not set, it swallows them without a word."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self.flowing = threading.Event()
+        self.flowing.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it is closed
+            while True:
+                near, _ = self._listener.accept()
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:  # nobody is there
+                    near.close()
+                    continue
+                self._sockets += [near, far]
+                for pair in ((near, far), (far, near)):
+                    thread = threading.Thread(target=self._pump, args=pair, daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.flowing.wait()
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.flowing.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        for end in [*self._sockets, self._listener]:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+        for end in [*self._sockets, self._listener]:
+            end.close()
+
+
+@contextmanager
+def proxy(target: int) -> Iterator[Proxy]:
+    started = Proxy(target)
+    try:
+        yield started
+    finally:
+        started.close()

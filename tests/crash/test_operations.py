@@ -1,0 +1,80 @@
+"""Whatever happens at any file operation of a save: exactly the old or the new checkpoint restores, and saving goes on.
+
+The operations are system calls, TensorStore's included, of real client processes. By default a sample of them is
+struck; ``DTCKPT_CRASHES=all`` strikes every one in every way.
+"""
+
+import os
+from collections import Counter
+
+import pytest
+
+from . import cases
+from .faults import HEARTBEAT_TIMEOUT_S, chosen, each_in_a_folder, faults_in, record
+
+pytestmark = pytest.mark.processes
+
+KINDS = ("kill", "EIO", "ENOSPC", "short")
+ERRORS = {"kill": "ClientLostError", "EIO": "StorageError", "ENOSPC": "StorageFullError"}
+SAMPLE = 12
+"""How many faults are tried per key-value store and number of clients."""
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+def test_any_operation_may_be_the_last(nursery, tmp_path, kvstore, clients):
+    options = {"kvstore": kvstore, "clients": clients}
+    (tmp_path / "recorded").mkdir()
+    faults = []
+    for has_old in (False, True):  # the second save replaces what the first has left
+        operations = record(nursery, tmp_path / "recorded" / "s", **options)
+        faults += [(has_old, fault) for fault in faults_in(operations, KINDS)]
+    tried = chosen(faults, SAMPLE, f"{kvstore} {clients}")
+    outcomes = each_in_a_folder(tmp_path, tried, lambda folder, case: struck_save(nursery, folder, *case, **options))
+    print(f"{kvstore}, {clients} clients: {len(tried)} of {len(faults)} faults")
+    for outcome, count in sorted(Counter(outcomes).items()):
+        print(f"{count:6}", *outcome, sep=", ")
+
+
+def struck_save(nursery, folder, has_old, fault, **options):
+    """Let a fault strike one save and check what it leaves; return what became of it, for counting."""
+    path, old = str(folder / "s"), "old" if has_old else None
+    if has_old:
+        nursery.values(cases.save, path, old, **options)
+    timeout_s = HEARTBEAT_TIMEOUT_S if fault.kind == "kill" else 30.0
+    job = nursery.start(
+        cases.save, path, "new", folder=str(folder), fault=fault, heartbeat_timeout_s=timeout_s, **options
+    )
+    answers = job.finish()
+    where = f"{fault} of {options}, old {old}, struck {job.struck}: {answers}"
+    found = cases.generation_at(path)
+    assert found in (old, "new"), where
+    error = error_of_all(answers, fault, job.struck, where)
+    assert found == "new" or error, where
+
+    nursery.values(cases.save, path, "next", **options)
+    assert cases.generation_at(path) == "next", where
+    assert os.listdir(folder) == ["s"], where
+    return fault.kind, error or "no error", found or "nothing"
+
+
+def error_of_all(answers, fault, struck, where):
+    """Return the error that all who live report, after a look at whether it is clear."""
+    is_deadly = fault.kind == "kill" and struck is not None
+    assert [answer.has_died for answer in answers] == [is_deadly and fault.client == at for at in range(len(answers))]
+    living = [answer for answer in answers if not answer.has_died]
+    assert len({(answer.error, answer.text) for answer in living}) <= 1, where
+    error = living[0].error if living else "nobody is left"
+    if struck is None or fault.kind == "short":
+        # Threads that come in another order may make a save some operations shorter than the recorded one.
+        assert not error, where
+    elif is_deadly:
+        assert all(answer.error == ERRORS["kill"] for answer in living), where
+        assert all(tuple(answer.facts["clients"]) == (fault.client,) for answer in living), where
+    elif error:
+        assert error == ERRORS[fault.kind], where
+        assert len(answers) == 1 or f"client {fault.client}: " in living[0].text, where
+    else:
+        # Only what is not needed may fail unseen: taking old files away, making a folder that is there.
+        assert struck.call == "mkdir" or ".dtckpt-trash-" in struck.paths[-1], where
+    return error

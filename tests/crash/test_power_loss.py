@@ -1,0 +1,112 @@
+"""A power loss at any file operation of a save with fsync: exactly the old or the new checkpoint restores."""
+
+import os
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from . import cases
+from .faults import CRASHES, HEARTBEAT_TIMEOUT_S, chosen, record
+from .nursery import Fault
+from .power_loss import Disk, write_tree
+
+pytestmark = pytest.mark.processes
+
+SAMPLE = 25
+"""How many operations of a save lose the power."""
+DRAWS = 6 if CRASHES == "all" else 2
+"""Random choices, at each of them, of the unsynced changes that survive."""
+
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where what is left after a power loss is written for a moment; disks take long for that many small files."""
+
+HISTORIES = {
+    "a new path": (2, False, False),
+    "an old checkpoint": (2, True, False),
+    "a leader that was killed": (2, True, True),
+    "a lone client that was killed": (1, True, True),
+}
+"""What was before the save: how many clients save, whether a checkpoint, whether a save that was killed."""
+
+
+def losses(draw):
+    """Yield ways to choose what survives of so many unsynced changes, by name."""
+    yield "all is lost", lambda count: 0
+    yield "nothing is lost", lambda count: count
+    for _ in range(DRAWS):
+        yield "some is lost", lambda count: draw.choice((0, count, draw.randint(0, count)))
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+def test_old_or_new_survives(nursery, tmp_path, kvstore, history):
+    num_clients, has_old, is_killed = HISTORIES[history]
+    options = {"kvstore": kvstore, "clients": num_clients}
+    if is_killed:
+        (tmp_path / "whole").mkdir()
+        nursery.values(cases.save, str(tmp_path / "whole/s"), "old", **options)
+        leaders = [each.call for each in record(nursery, tmp_path / "whole" / "s", **options) if each.client == 0]
+        # When it has put the new checkpoint in place, and nothing of that is synced yet; or just before, or after.
+        commit = leaders.index("renameat2") + 1
+        deaths = range(commit, commit + 4) if CRASHES == "all" else [commit + 1]
+    else:
+        deaths = [None]
+    for death in deaths:
+        lose_power(nursery, tmp_path / f"disk-{death}", has_old, death, **options)
+
+
+def lose_power(nursery, folder, has_old, death, **options):
+    """Save, and check what a power loss at any operation leaves; let a save before be killed at operation ``death``."""
+    path, expected = "runs/7/s", {None}
+    folder.mkdir()
+    if has_old:
+        nursery.values(cases.save, str(folder / path), "old", **options)
+        expected = {"old"}
+    disk = Disk(folder)
+    if death is not None:
+        fault = Fault(0, "kill", death)
+        job = nursery.start(
+            cases.save,
+            str(folder / path),
+            "killed",
+            folder=str(folder),
+            fault=fault,
+            is_recorded=True,
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+            **options,
+        )
+        job.finish()
+        for operation in job.operations:
+            disk.apply(operation)
+        expected.add("killed")
+    expected.add("new")
+    job = nursery.start(cases.save, str(folder / path), "new", folder=str(folder), is_recorded=True, **options)
+    assert not any(answer.error for answer in job.finish())
+    draw, found = random.Random(f"{options} {death}"), {}
+    count = len(job.operations)
+    tried = {count, *chosen(range(count), SAMPLE, f"{options} {death}")}
+    for number in range(count + 1):
+        for name, choose in losses(draw) if number in tried else ():
+            tree = disk.survivors(choose)
+            state = hash(tuple(tree.items()))
+            if state not in found:
+                found[state] = what_restores(tree, path)
+            where = f"{found[state]}: {name} after operation {number} of {count}, killed before {death}"
+            assert found[state] in (expected if number < count else {"new"}), where
+        if number < count:
+            disk.apply(job.operations[number])
+    everything = disk.survivors(lambda count: count)
+    assert everything == Disk(folder).survivors(lambda count: count), "the operations are not all that was done"
+    print(f"{options}, killed before {death}: {len(tried)} of {count} operations, {len(found)} different states")
+
+
+def what_restores(tree, path):
+    """Return the generation that is found on a disk; or an error."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        write_tree(tree, Path(folder))
+        try:
+            return cases.generation_at(Path(folder) / path)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"

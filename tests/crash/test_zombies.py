@@ -1,0 +1,124 @@
+"""Clients that freeze amid a save and come back late, and clients that are killed at any instant, again and again."""
+
+import os
+import random
+import signal
+
+import pytest
+
+from . import cases
+from .faults import HEARTBEAT_TIMEOUT_S, chosen, each_in_a_folder, faults_in, record
+
+pytestmark = pytest.mark.processes
+
+SAMPLE = 4
+"""How many operations a client freezes at, per key-value store."""
+SAVES = int(os.environ.get("DTCKPT_KILLED_SAVES", "5"))
+"""Saves in a row under random kills; a long run takes 100."""
+ROWS = 3
+"""How many such rows there are."""
+FEWEST_OPERATIONS = 90
+"""File operations that a save has at least."""
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["nobody else saved", "a later attempt saved"])
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+def test_a_frozen_client_comes_back_too_late(nursery, tmp_path, kvstore, is_replaced):
+    options = {"kvstore": kvstore, "clients": 2}
+    (tmp_path / "recorded").mkdir()
+    record(nursery, tmp_path / "recorded" / "s", **options)
+    operations = record(nursery, tmp_path / "recorded" / "s", **options)
+    faults = list(faults_in(operations, ["stop"]))
+    tried = chosen(faults, SAMPLE, f"{kvstore} {is_replaced}")
+    leaders = [operation.call for operation in operations if operation.client == 0]
+    (commit,) = (fault for fault in faults if fault.client == 0 and fault.at == leaders.index("renameat2") + 1)
+    if commit not in tried:
+        tried.append(commit)  # which is what must not come late
+    each_in_a_folder(
+        tmp_path,
+        tried,
+        lambda folder, fault: frozen_save(nursery, folder, fault, is_replaced=is_replaced, **options),
+    )
+    print(f"{kvstore}, {is_replaced=}: {len(tried)} of {len(faults)} operations")
+
+
+def frozen_save(nursery, folder, fault, *, is_replaced, **options):
+    """Let a client freeze, the other one give it up and perhaps a later attempt save; then let it go on."""
+    path = str(folder / "s")
+    nursery.values(cases.save, path, "old", **options)
+    job = nursery.start(
+        cases.save,
+        path,
+        "frozen",
+        folder=str(folder),
+        fault=fault,
+        heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+        **options,
+    )
+    job.wait(lambda job: job.answers)
+    if job.struck is None:  # this save was some operations shorter than the recorded one
+        assert [answer.error for answer in job.finish()] == ["", ""]
+        return
+    survivor = job.answers[1 - fault.client]
+    where = f"{fault}, struck {job.struck}: {survivor}"
+    assert survivor.error == "ClientLostError", where
+    assert tuple(survivor.facts["clients"]) == (fault.client,), where
+    before = cases.generation_at(path)
+    assert before in ("old", "frozen"), where
+    if is_replaced:
+        before = "later"
+        nursery.values(cases.save, path, before, **options)
+    job.kill(fault.client, signal.SIGCONT)
+    zombie = job.finish()[fault.client]
+    where += f"; afterwards {zombie}"
+    assert zombie.error in ("ClientLostError", "StorageError"), where
+    # If nobody saved meanwhile, a leader may still put the new checkpoint in place, whole; nothing else may change.
+    allowed = {before} if is_replaced or fault.client != 0 else {before, "frozen"}
+    assert cases.generation_at(path) in allowed, where
+    nursery.values(cases.save, path, "next", **options)
+    assert cases.generation_at(path) == "next", where
+    assert os.listdir(folder) == ["s"], where
+
+
+def test_saves_under_random_kills(nursery, tmp_path):
+    killed = each_in_a_folder(tmp_path, range(ROWS), lambda folder, seed: killed_saves(nursery, folder, seed))
+    print(f"{ROWS} rows of {SAVES} saves lost {killed} clients")
+    assert sum(killed) > ROWS * SAVES // 2
+
+
+def killed_saves(nursery, folder, seed):
+    """Save again and again, while clients are killed: nothing is lost, and who was killed is named; return how many."""
+    draw, path, current, num_killed = random.Random(seed), str(folder / "s"), None, 0
+    for number in range(SAVES):
+        options = {"kvstore": draw.choice(["ocdbt", "zarr"]), "chunk_nbytes": 1 << 15}
+        victim, until = draw.randrange(2), draw.randint(1, FEWEST_OPERATIONS)
+        job = nursery.start(
+            cases.save,
+            path,
+            f"{number}",
+            clients=2,
+            folder=str(folder),
+            is_recorded=True,
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+            **options,
+        )
+        job.wait(lambda job, until=until: len(job.operations) >= until or job.answers)
+        job.kill(victim)  # which goes on meanwhile, so any instant may be its last
+        answers = job.finish()
+        found, survivor = cases.generation_at(path), answers[1 - victim]
+        where = f"seed {seed}, save {number}, victim {victim}, {answers}"
+        if answers[victim].has_died:
+            num_killed += 1
+            assert found in (current, f"{number}"), where
+        else:
+            assert not answers[victim].error, where
+        if survivor.error:
+            assert survivor.error == "ClientLostError", where
+            assert tuple(survivor.facts["clients"]) == (victim,), where
+        else:
+            assert found == f"{number}", where
+        current = found
+    nursery.values(cases.save, path, "last", clients=2)
+    assert cases.generation_at(path) == "last"
+    assert os.listdir(folder) == ["s"]
+    return num_killed

@@ -1,0 +1,472 @@
+"""Checkpoints on object stores: S3 against a server, other URLs through fsspec."""
+
+import http.client
+import itertools
+import json
+import os
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from checkpoint import cases
+from fsspec.implementations.memory import MemoryFileSystem
+from states import bits_of, packed, tensor_of
+
+import dtckpt
+from dtckpt import UNSHARDED, Layout, Region, SaveOptions, abstract_mesh
+from dtckpt.checkpoint.roots import root_of
+from dtckpt.cli.main import main
+from dtckpt.errors import (
+    CheckpointConflictError,
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    ConfigError,
+    StorageError,
+    StoragePermissionError,
+)
+from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME
+from dtckpt.storage import folders
+from dtckpt.storage.locations import location_of
+from dtckpt.storage.places import open_folder, place_of
+
+from . import object_cases
+from .conftest import KINDS, folder_at
+
+MESH = abstract_mesh({"x": 2, "y": 2})
+WHOLES = {
+    "w": tensor_of("w", (32, 20), "float32"),
+    "large": tensor_of("large", (512, 256), "float32"),
+    "small": tensor_of("small", (5,), "bfloat16"),
+}
+on_objects = pytest.mark.parametrize("kind", [kind for kind in KINDS if "directory" not in kind], indirect=True)
+
+
+def save(path, step=1, **options):
+    tree = {**WHOLES, "w": packed(WHOLES["w"] + step, Layout([("y", "x"), UNSHARDED], MESH)), "step": step}
+    return dtckpt.save(path, tree, options=SaveOptions(overwrite=True, **options))
+
+
+def holds(path, step=1):
+    restored = dtckpt.restore(path)
+    wholes = {**WHOLES, "w": WHOLES["w"] + step}
+    return restored["step"] == step and all(bits_of(restored[name]) == bits_of(wholes[name]) for name in wholes)
+
+
+# --- damage, replacement, copies ----------------------------------------------------------------------------
+
+
+@on_objects
+def test_damage_is_detected(root, kvstore):
+    path = f"{root}/step_1"
+    save(path, kvstore=kvstore)
+    folder = place_of(location_of(path)).locate()
+    names = folder.names()
+    assert MANIFEST_NAME in names
+    assert f"client_0/{BLOCKS_NAME}" in names
+    detected = set()
+    for name in names:
+        data = folder.read(name)
+        flipped = bytearray(data)
+        flipped[len(data) // 2] ^= 0x10
+        for other in (bytes(flipped), data[: len(data) // 2], b"", None):
+            folder.remove([name]) if other is None else folder.write(name, other)
+            try:
+                assert holds(path), f"{name}: a wrong value was restored"
+                with dtckpt.open_checkpoint(path) as checkpoint:
+                    if not checkpoint.verify().is_sound:
+                        detected.add((name, other))
+            except (CheckpointCorruptError, StorageError):
+                detected.add((name, other))
+        folder.write(name, data)
+    for name in names:
+        if name == MANIFEST_NAME or "/c/" in name or BLOCKS_NAME in name or name.endswith("zarr.json"):
+            assert len([found for found in detected if found[0] == name]) == 4, name
+    assert holds(path)
+
+
+@on_objects
+def test_a_reader_of_what_was_replaced_is_told(root, kvstore):
+    path = f"{root}/step_1"
+    save(path, 1, kvstore=kvstore)
+    with dtckpt.open_checkpoint(path) as checkpoint:
+        save(path, 2, kvstore=kvstore)
+        with pytest.raises(CheckpointConflictError, match="was replaced or removed while it was being read"):
+            checkpoint.read("large")
+        with pytest.raises(CheckpointConflictError, match="was replaced or removed while it was being read"):
+            checkpoint.read("large", Region((0, 0), (1, 1)))
+    place_of(location_of(path)).remove()
+    assert folder_at(root).names("step_1") == []
+
+
+@on_objects
+def test_the_folder_of_an_attempt_is_a_checkpoint(root, kvstore, tmp_path):
+    """It can be copied to a directory, and a directory can be copied to an object store."""
+    path, local, copied = f"{root}/step_1", tmp_path / "local", f"{root}/copied"
+    save(path, kvstore=kvstore)
+    folder = place_of(location_of(path)).locate()
+    for name in folder.names():
+        (local / name).parent.mkdir(parents=True, exist_ok=True)
+        (local / name).write_bytes(folder.read(name))
+        folder_at(copied).write(name, folder.read(name))
+    assert holds(local)
+    assert holds(copied)
+    with pytest.raises(CheckpointExistsError, match="was copied there"):
+        save(copied, kvstore=kvstore)
+
+
+@on_objects
+def test_dead_saves_are_collected(root, kvstore):
+    """Those that live, and checkpoints, are left alone."""
+    save(f"{root}/step_00000001", kvstore=kvstore)
+    dead = place_of(location_of(f"{root}/step_00000002")).begin("dead")
+    dead.folder.write("data", b"x")
+    began = int(dead.token.partition("-")[0]) / 1e9
+    roots = root_of(location_of(root))
+    assert roots.names() == {"step_00000001", "step_00000002"}
+    roots.collect(min_age_s=3600, now=began + 3500)
+    assert dead.folder.names() == ["data"]
+    roots.collect(min_age_s=3600, now=began + 3700)
+    assert dead.folder.names() == []
+    with pytest.raises(StorageError, match="took over"):
+        dead.commit(overwrite=True)
+    assert holds(f"{root}/step_00000001")
+    assert dtckpt.CheckpointManager(root).all_steps() == [1]
+
+
+@on_objects
+def test_files_by_name(root):
+    folder = folder_at(root) / "folder"
+    names = ["edge", "edges_0", "edges_é", "edges_ÿ/1", "edgesx", "é"]
+    for name in names:
+        folder.write(name, name.encode())
+    assert folder.names() == sorted(names)
+    assert folder.names("edges_") == ["edges_0", "edges_é", "edges_ÿ/1"]
+    assert folder.names("f") == []
+    assert folder.read("edges_ÿ/1", 2, 5) == b"ges"
+    assert folder.read("edge", 2, 9) in (b"ge", b"")
+    assert folder.read("edge", 9, 12) == b""
+    with pytest.raises(FileNotFoundError):
+        folder.read("edges")
+    assert not folder.create("edge", b"other")
+    assert folder.create("edges", b"new")
+    folder.remove(["edge", "never"])
+    with pytest.raises(FileNotFoundError):
+        folder.read("edge")
+    folder.clear()
+    folder.clear()
+    assert folder.names() == []
+
+
+# --- through the other calls ----------------------------------------------------------------------------
+
+
+@on_objects
+def test_reshard_there_and_back(root, kvstore, tmp_path, capsys):
+    local, back = tmp_path / "local", f"{root}/back"
+    save(f"{root}/step_1", kvstore=kvstore)
+    assert main(["reshard", f"{root}/step_1", str(local), "--mesh", "a=3", "--layout", "w=unsharded,a"]) == 0
+    assert (
+        main(["reshard", str(local), back, "--mesh", "b=2", "--layout", "large=b,unsharded", "--format", kvstore]) == 0
+    )
+    assert holds(local)
+    assert holds(back)
+    assert main(["reshard", str(local), back, "--mesh", "b=2", "--format", kvstore]) == 4
+    assert main(["verify", back]) == 0
+    capsys.readouterr()
+    assert main(["inspect", back, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == back
+    assert main(["reshard", back, f"{back}/inside", "--mesh", "b=2", "--format", kvstore]) == 2
+    assert "one inside the other" in capsys.readouterr().err
+
+
+@on_objects
+def test_asynchronous_and_named_saves(root, kvstore):
+    options = SaveOptions(kvstore=kvstore)
+    weight = torch.ones(4)
+    handle = dtckpt.save_async(f"{root}/async", {"w": weight}, options=options)
+    weight.zero_()
+    assert str(handle.result(60).path) == f"{root}/async"
+    assert dtckpt.restore(f"{root}/async")["w"].tolist() == [1.0] * 4
+    mesh = dtckpt.create_mesh({"x": 2}, devices=["CPU:0", "CPU:1"])
+    layout = Layout(["x"], mesh)
+    tensor = packed(torch.arange(6.0), layout)
+    dtckpt.name_based_save(mesh, f"{root}/named", {"t": tensor}, options=options)
+    found = dtckpt.name_based_restore(mesh, f"{root}/named", {"t": packed(torch.zeros(6), layout)})
+    assert found["t"].full_tensor().tolist() == torch.arange(6.0).tolist()
+    counted = dtckpt.DTensorCheckpoint(mesh, w=tensor)
+    assert counted.save(f"{root}/counted", options=options) == f"{root}/counted-1"
+    counted.restore(f"{root}/counted-1").assert_consumed()
+
+
+def test_a_database_needs_tensorstore():
+    MemoryFileSystem.store.clear()
+    for call in (lambda: dtckpt.save("memory://run/s", {"a": 1}), lambda: _reshard_to("memory://run/t")):
+        with pytest.raises(ConfigError, match="kvstore='zarr'"):
+            call()
+    assert MemoryFileSystem.store == {}
+
+
+def _reshard_to(target):
+    save("memory://other/s", kvstore="zarr")
+    try:
+        dtckpt.reshard("memory://other/s", target, mesh=MESH)
+    finally:
+        MemoryFileSystem().rm("/other", recursive=True)
+        MemoryFileSystem.store.clear()
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+STATE = {
+    "w": ((64, 8), "float32", ["x", UNSHARDED]),
+    "m": ((65, 8), "bfloat16", ["x", UNSHARDED]),
+    "c": ((30, 8), "float32", [UNSHARDED, UNSHARDED]),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+@pytest.mark.parametrize(("victim", "when"), [(1, "amid its writes"), (0, "amid its writes"), (0, "before the commit")])
+def test_a_client_that_is_killed_takes_nothing_along(pool, s3, s3_environment, kvstore, victim, when):
+    path, axes = f"{s3}/run/step_1", {"x": 2}
+    pool.values(object_cases.save, s3_environment, path, axes, STATE, generation="old", kvstore=kvstore, clients=2)
+    answers = pool.run(
+        object_cases.save_and_die, s3_environment, path, axes, STATE, victim, when, clients=2, heartbeat_timeout_s=2.0
+    )
+    assert [answer.has_died for answer in answers] == [client == victim for client in range(2)]
+    assert answers[1 - victim].error == "ClientLostError", answers
+    assert f"client {victim} " in answers[1 - victim].text
+    assert cases.restore(path, {"x": 1}, STATE, generation="old") == []
+
+    # And the job goes on; what the dead one left is removed.
+    other = {name: (shape, dtype, [UNSHARDED, "z"]) for name, (shape, dtype, _) in STATE.items()}
+    restored = pool.values(object_cases.restore, s3_environment, path, {"z": 3}, other, generation="old", clients=3)
+    assert restored == [[], [], []]
+    pool.values(object_cases.save, s3_environment, path, axes, STATE, generation="new", overwrite=True, clients=2)
+    assert cases.restore(path, {"x": 1}, STATE, generation="new") == []
+    attempts = {name.split("/")[0] for name in folder_at(path).names()}
+    assert len(attempts) == 1
+
+
+@pytest.mark.processes
+def test_a_manager_of_several_clients(pool, s3, s3_environment):
+    for steps in (4, 5):
+        found = pool.values(object_cases.manage, s3_environment, f"{s3}/run", steps, clients=2)
+        assert found[0] == [steps - 2, steps - 1]
+    assert dtckpt.CheckpointManager(f"{s3}/run").restore().step == 4
+
+
+# --- storage that refuses ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gateway(s3, s3_server, monkeypatch):
+    """Put a server between this process and S3; ``refuse(method, path)`` gives what it answers itself, or None."""
+
+    class Gateway(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        refuse = staticmethod(lambda method, path: None)
+
+        def handle_one(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            refusal = type(self).refuse(self.command, self.path)
+            if refusal is not None:
+                status, code = refusal
+                return self.answer(status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode(), {})
+            upstream = http.client.HTTPConnection(s3_server.removeprefix("http://"), timeout=30)
+            upstream.request(self.command, self.path, body, dict(self.headers))
+            response = upstream.getresponse()
+            skipped = ("connection", "transfer-encoding", "content-length", "date", "server")
+            headers = {name: value for name, value in response.getheaders() if name.lower() not in skipped}
+            size = response.getheader("Content-Length") if self.command == "HEAD" else None
+            self.answer(response.status, response.read(), headers, size)
+            upstream.close()
+            return None
+
+        def answer(self, status, body, headers, size=None):
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", size or str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_one
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(folders, "RETRIES", {"max_retries": 4, "initial_delay": "10ms", "max_delay": "20ms"})
+    folders._shared_context.cache_clear()
+    yield Gateway
+    folders._shared_context.cache_clear()
+    server.shutdown()
+    server.server_close()
+    thread.join(20)
+
+
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+def test_what_is_put_off_is_tried_again(gateway, s3, kvstore):
+    count, refused = itertools.count(), []
+
+    def refuse(method, path):
+        if next(count) % 3 == 0:
+            refused.append((method, path))
+            return 503, "SlowDown"
+        return None
+
+    gateway.refuse = staticmethod(refuse)
+    for step in (1, 2):
+        save(f"{s3}/run/step", step, kvstore=kvstore)
+        assert holds(f"{s3}/run/step", step)
+    assert {method for method, _ in refused} >= {"GET", "PUT", "DELETE"}
+
+
+REFUSALS = {
+    "put off for ever": ((503, "SlowDown"), StorageError, "try again later"),
+    "denied": ((403, "AccessDenied"), StoragePermissionError, "permissions"),
+    "no bucket": ((404, "NoSuchBucket"), StorageError, "make the bucket"),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_refusals_are_explained(gateway, s3, refusal):
+    path = f"{s3}/run/step"
+    save(path, 1)
+    answer, expected, text = REFUSALS[refusal]
+    asked_for = [
+        lambda method, path: True,
+        lambda method, path: method == "PUT",
+        lambda method, path: method == "PUT" and "/d/" in path,
+    ]
+    for is_refused in asked_for:
+        gateway.refuse = staticmethod(lambda *asked, is_refused=is_refused: answer if is_refused(*asked) else None)
+        with pytest.raises(expected, match=text):
+            save(path, 2)
+        gateway.refuse = staticmethod(lambda *asked: None)
+        assert holds(path, 1)
+    gateway.refuse = staticmethod(lambda *asked: answer)
+    with pytest.raises(expected, match=text):
+        dtckpt.restore(path)
+    gateway.refuse = staticmethod(lambda *asked: None)
+    save(path, 3)
+    assert holds(path, 3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ((503, "SlowDown"), "try again later"),
+        ((403, "AccessDenied"), "permissions"),
+        ((404, "NoSuchKey"), "conditional"),
+    ],
+)
+def test_a_commit_that_is_refused(gateway, s3, answer, text):
+    path = f"{s3}/run/step"
+    save(path, 1)
+
+    def refuse(method, asked_for):
+        return answer if method == "PUT" and asked_for.endswith(".decision") else None
+
+    gateway.refuse = staticmethod(refuse)
+    with pytest.raises(StorageError, match=text):
+        save(path, 2)
+    gateway.refuse = staticmethod(lambda *asked: None)
+    assert holds(path, 1)
+    save(path, 3)
+    assert holds(path, 3)
+
+
+def test_a_bucket_that_is_not_there(s3):
+    path = "s3://no-such-bucket-1/run/step"
+    for call in (lambda: save(path), lambda: dtckpt.restore(path), lambda: dtckpt.CheckpointManager(path).all_steps()):
+        with pytest.raises(StorageError, match="make the bucket first"):
+            call()
+
+
+class Flaky(MemoryFileSystem):
+    """Puts off every other read and write."""
+
+    protocol = "flaky"
+    count = itertools.count()
+
+    def _put_off(self):
+        if next(self.count) % 2:
+            raise RuntimeError("503 Slow Down: Service Unavailable")
+
+    def pipe_file(self, *args, **options):
+        self._put_off()
+        super().pipe_file(*args, **options)
+
+    def cat_file(self, *args, **options):
+        self._put_off()
+        return super().cat_file(*args, **options)
+
+
+def test_what_other_file_systems_put_off_is_tried_again(monkeypatch):
+    import fsspec
+
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    MemoryFileSystem.store.clear()
+    save("flaky://run/step", kvstore="zarr")
+    assert holds("flaky://run/step")
+    monkeypatch.setattr(Flaky, "count", itertools.repeat(1))
+    monkeypatch.setattr("dtckpt.storage.foreign.MAX_TRIES", 2)
+    with pytest.raises(StorageError, match="Service Unavailable"):
+        dtckpt.restore("flaky://run/step")
+    MemoryFileSystem.store.clear()
+
+
+# --- how TensorStore is asked --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_aws(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+
+
+ENVIRONMENTS = [
+    ({}, {}),
+    ({"AWS_DEFAULT_REGION": "eu-west-1"}, {"aws_region": "eu-west-1"}),
+    ({"AWS_REGION": "a", "AWS_DEFAULT_REGION": "b"}, {"aws_region": "a"}),
+    ({"AWS_ENDPOINT_URL": "http://h:1/"}, {"endpoint": "http://h:1", "aws_region": "us-east-1"}),
+    (
+        {"AWS_ENDPOINT_URL": "http://h:1", "AWS_ENDPOINT_URL_S3": "http://s:2", "AWS_REGION": "r"},
+        {"endpoint": "http://s:2", "aws_region": "r"},
+    ),
+    ({"AWS_ACCESS_KEY_ID": "k"}, {"aws_credentials": {"type": "environment"}}),
+]
+
+
+@pytest.mark.parametrize(("environment", "expected"), ENVIRONMENTS)
+def test_s3_is_found_from_the_environment(no_aws, monkeypatch, environment, expected):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    spec = open_folder(location_of("s3://bucket/a/b")).kvstore()
+    base = {"driver": "s3", "bucket": "bucket", "path": "a/b/", "use_conditional_write": True}
+    assert spec == {**base, **expected}
+
+
+def test_gcs_is_asked_for_by_its_driver():
+    import tensorstore
+
+    folder = open_folder(location_of("gs://bucket/a/b"))
+    assert folder.kvstore() == {"driver": "gcs", "bucket": "bucket", "path": "a/b/"}
+    assert str(folder / "c") == "gs://bucket/a/b/c"
+    assert tensorstore.KvStore.Spec((folder / "c").kvstore()).url == "gs://bucket/a/b/c/"
+    assert open_folder(location_of("gs://bucket")).kvstore()["path"] == ""
+
+
+def test_local_files_may_be_asked_for_by_url(tmp_path):
+    save(f"file://{tmp_path}/s")
+    assert holds(tmp_path / "s")
+    shutil.rmtree(tmp_path / "s")
