@@ -6,6 +6,7 @@ The rest of the package saves and reads by what is said here, and does not know 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -156,6 +157,9 @@ class DirectoryAttempt:
         self.token = staging.token
         self.folder = LocalFolder(staging.path)
         self._staging = staging
+        # While it is open, its inode is given to no directory that late writes make in its place.
+        with suppress(FileNotFoundError):
+            weakref.finalize(self, os.close, os.open(staging.path, os.O_RDONLY | os.O_DIRECTORY))
 
     @contextmanager
     def alive(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from dtckpt.errors import (
 )
 from dtckpt.storage import directory
 from dtckpt.storage.failures import translated
+from dtckpt.storage.places import DirectoryPlace
 
 OLD, NEW = b"old", b"new"
 
@@ -256,3 +257,15 @@ def test_a_removed_checkpoint_stays_removed(tmp_path, monkeypatch):
 def test_names_of_working_directories_are_no_targets(tmp_path, name):
     with pytest.raises(ConfigError, match="cannot be a checkpoint"):
         directory.validate_name(tmp_path / name)
+
+
+def test_what_late_writes_make_anew_is_swept_though_the_inode_of_what_was_there_is_free_again(tmp_path):
+    place = DirectoryPlace(tmp_path / "s")
+    led = place.begin("1")
+    joined = place.join("1")
+    led.abandon()
+    del led
+    made = joined.folder.path
+    made.mkdir()
+    joined.sweep()
+    assert list(tmp_path.iterdir()) == []
