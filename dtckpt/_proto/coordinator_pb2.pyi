@@ -383,24 +383,63 @@ class HeartbeatStreamResponse(_message.Message):
     COORDINATOR_INCARNATION_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    NOTICE_FIELD_NUMBER: _builtins.int
     coordinator_incarnation: _builtins.int
     draining: _builtins.bool
     sequence: _builtins.int
-    """of the request that is answered"""
+    """of the request that is answered; 0: none, this is a notice"""
+    @_builtins.property
+    def notice(self) -> Global___Notice: ...
     def __init__(
         self,
         *,
         coordinator_incarnation: _builtins.int = ...,
         draining: _builtins.bool = ...,
         sequence: _builtins.int = ...,
+        notice: Global___Notice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["notice", b"notice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "draining", b"draining", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "draining", b"draining", "notice", b"notice", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatStreamResponse: _TypeAlias = HeartbeatStreamResponse  # noqa: Y015
+
+@_typing.final
+class Notice(_message.Message):
+    """What a client is told without asking. It may be lost with the stream; the client's next call says the same."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """of a barrier that failed, whether or not the client has arrived there; "": the task is fenced"""
+    generation: _builtins.int
+    @_builtins.property
+    def participants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """empty: all tasks of the job"""
+
+    @_builtins.property
+    def failure(self) -> Global___Failure: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        participants: _abc.Iterable[_builtins.int] | None = ...,
+        failure: Global___Failure | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "generation", b"generation", "name", b"name", "participants", b"participants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Notice: _TypeAlias = Notice  # noqa: Y015
 
 @_typing.final
 class Vote(_message.Message):

@@ -105,15 +105,17 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def HeartbeatStream(self, request_iterator, context):
-        """The same on one stream, at a quarter of the cost. Ends with a status when the task is unknown or fenced.
+        """The same on one stream, at a fraction of the cost, which also tells the client what it has not asked for: notices.
+        Ends with a status when the task is unknown or fenced, and when the coordinator stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Arrive(self, request, context):
-        """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first arrival fixes participants and topic, the earliest deadline
-        counts. A late arrival gets the stored verdict. Arrivals are kept by (task, incarnation), never counted.
+        """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first
+        arrival fixes participants and topic, the earliest deadline counts. A late arrival gets the stored verdict. Arrivals
+        are kept by (task, incarnation), never counted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -108,19 +108,22 @@ def _validate(paths: Mapping[str, Path]) -> None:
         raise ConfigError(f"{names} cannot be used: {error.strerror or error}") from None
 
 
-class _Bearer(grpc.UnaryUnaryClientInterceptor):
-    """Adds the token to every call.
-
-    gRPC's own call credentials would do so for TLS only, and the coordinator has unary calls only for its clients.
-    """
+class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
+    """Adds the token to every call, of the two kinds that there are. gRPC's own call credentials do so for TLS only."""
 
     def __init__(self, token: str) -> None:
         self._header = ("authorization", f"Bearer {token}")
 
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._with_token(client_call_details), request)
+
+    def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return continuation(self._with_token(client_call_details), request_iterator)
+
+    def _with_token(self, client_call_details: Any) -> _Details:
         details = _Details(client_call_details)
         details.metadata = (*(client_call_details.metadata or ()), self._header)
-        return continuation(details, request)
+        return details
 
 
 class _Details(grpc.ClientCallDetails):

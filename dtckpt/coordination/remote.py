@@ -5,7 +5,8 @@ outage or a restart of the coordinator inside a barrier costs time, not the barr
 this client (NOT_FOUND) is told again who it is and where it has arrived.
 
 The stubs are synchronous, with one thread for heartbeats: an event loop inside a training process would be one more
-thing that a long call can block.
+thing that a long call can block. Heartbeats go on a stream, which costs the coordinator least and on which it tells of
+failed barriers and of fencing unasked; by single calls while there is no stream.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -23,6 +25,7 @@ from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt.coordination import process, rules
 from dtckpt.coordination.access import PLAINTEXT, Access
+from dtckpt.coordination.beating import HeartbeatStream
 from dtckpt.coordination.calls import CALL_TIMEOUT_S, Caller, HeldError, UnknownError, backoffs, describe
 from dtckpt.coordination.observer import job_status
 from dtckpt.coordination.protocol import (
@@ -41,6 +44,12 @@ logger = logging.getLogger("dtckpt.coordination")
 MAX_WAIT_S = 30.0
 FIRST_WAIT_S = 5.0
 """How long an arrival itself waits; most barriers need no other call."""
+GOODBYE_S = 1.0
+"""How long a client that leaves waits for each answer; nothing depends on them."""
+KEPT_FAILURES = 64
+"""Barriers that failed before this client arrived there, as far as it was told."""
+MAX_SKIPPED_BEATS = 31
+"""A stream that is refused again and again is tried after ever more beats, up to so many."""
 
 
 class GrpcCoordination(Caller):
@@ -75,6 +84,8 @@ class GrpcCoordination(Caller):
         self._beating: threading.Thread | None = None
         self._leaving = threading.Event()
         self._wake = threading.Event()
+        self._stream: HeartbeatStream | None = None
+        self._failures: OrderedDict[tuple[str, int, tuple[int, ...]], pb.Failure] = OrderedDict()
 
     # --- registration and heartbeats --------------------------------------------------------------------------
 
@@ -109,11 +120,56 @@ class GrpcCoordination(Caller):
         self._interval_s = response.heartbeat_interval_s
 
     def _send_heartbeats(self) -> None:
-        while not self._fenced and not process.pause(self._wake, self._leaving, self._interval_s):
+        num_skipped = num_to_skip = 0
+        while not self._fenced and not self._leaving.is_set():
+            if num_skipped >= num_to_skip:
+                is_good = self._beat_on_stream()
+                num_skipped, num_to_skip = 0, 1 if is_good else min(2 * num_to_skip + 1, MAX_SKIPPED_BEATS)
+                if self._fenced or self._leaving.is_set():
+                    return
             self._beat()
+            num_skipped += 1
+            process.pause(self._wake, self._leaving, self._interval_s)
+
+    def _beat_on_stream(self) -> bool:
+        """Beat on a stream until it ends; return whether it was any good."""
+        stream = HeartbeatStream(self._stream_beat, self._interval_s, self._clock)
+        self._stream = stream
+        if self._leaving.is_set():  # whoever said so may have seen no stream
+            return True
+        try:
+            self._once(lambda stub, _: stream.run(stub, self._hear), self._interval_s)
+        except errors.FencedError as error:
+            self._fence(error.message)
+        except (grpc.RpcError, errors.DtckptError, UnknownError) as error:
+            logger.info("the heartbeat stream of %s ended, single calls go on: %s", self._who(), describe(error))
+        finally:
+            self._stream = None
+        return stream.num_answers > 0
+
+    def _stream_beat(self, sequence: int) -> pb.HeartbeatStreamRequest:
+        progress = _progress_proto(self._progress)
+        return pb.HeartbeatStreamRequest(task=self._identity, progress=progress, sequence=sequence)
+
+    def _hear(self, response: pb.HeartbeatStreamResponse) -> None:
+        """Note what the coordinator tells unasked."""
+        notice = response.notice
+        if notice.name:
+            logger.info("barrier %r failed: %s", notice.name, notice.failure.message)
+            self._failures[notice.name, notice.generation, tuple(notice.participants)] = notice.failure
+            while len(self._failures) > KEPT_FAILURES:
+                self._failures.popitem(last=False)
+        elif response.HasField("notice"):
+            self._fence(notice.failure.message)
+
+    def _fence(self, text: str) -> None:
+        self._fenced = text
+        logger.error("%s", text)
+        if self._stream is not None:
+            self._stream.end()
 
     def _beat(self) -> None:
-        """Send one heartbeat, or say why it did not get through."""
+        """Send one heartbeat by a call of its own, or say why it did not get through."""
         request = pb.HeartbeatRequest(task=self._identity, progress=_progress_proto(self._progress))
         try:
             try:
@@ -122,16 +178,28 @@ class GrpcCoordination(Caller):
                 logger.warning("the coordinator at %s does not know %s; registering again", self._address, self._who())
                 self._announce(self._clock() + self._interval_s)
         except errors.FencedError as error:
-            self._fenced = error.message
-            logger.error("%s", error)
+            self._fence(error.message)
         except (grpc.RpcError, errors.DtckptError) as error:
             logger.warning("no heartbeat of %s got through: %s", self._who(), describe(error))
+
+    def _wake_beating(self) -> None:
+        self._wake.set()
+        if (stream := self._stream) is not None:
+            stream.wake()
+
+    def _stop_beating(self, beating: threading.Thread) -> None:
+        self._leaving.set()
+        self._wake.set()
+        for at_once in (False, True):
+            if (stream := self._stream) is not None:
+                stream.end(at_once=at_once)
+            beating.join(GOODBYE_S)
 
     def heartbeat(self, progress: Progress) -> None:
         is_new_phase = progress.phase != self._progress.phase
         self._progress = progress
         if is_new_phase:
-            self._wake.set()
+            self._wake_beating()
 
     def leave(self) -> None:
         if os.getpid() != self._pid:
@@ -139,11 +207,9 @@ class GrpcCoordination(Caller):
         with self._lock:
             beating, self._beating = self._beating, None
         if beating is not None:
-            self._leaving.set()
-            self._wake.set()
-            beating.join(CALL_TIMEOUT_S)
+            self._stop_beating(beating)
             try:
-                self._once(lambda stub, t: stub.Leave(pb.LeaveRequest(task=self._identity), timeout=t), 1.0)
+                self._once(lambda stub, t: stub.Leave(pb.LeaveRequest(task=self._identity), timeout=t), GOODBYE_S)
             except (grpc.RpcError, errors.DtckptError, UnknownError) as error:
                 logger.info("%s left without goodbye: %s", self._who(), describe(error))
         self.close()
@@ -171,7 +237,8 @@ class GrpcCoordination(Caller):
             vote=pb.Vote(ok=vote.ok, payload=vote.payload, topic=vote.topic, code=vote.code, reason=vote.reason),
             collect=collect,
         )
-        verdict = self._meet(request, self._clock() + timeout_s)
+        told = self._failures.get((name, generation, tuple(request.participants)))
+        verdict = pb.Verdict(failure=told) if told else self._meet(request, self._clock() + timeout_s)
         # Only a known verdict ends the generation: a call that raised before may be repeated and is the same barrier.
         process.end_generation(self.member, name, members, generation)
         failure = verdict.failure

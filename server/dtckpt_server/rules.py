@@ -130,6 +130,8 @@ class Effects:
     refusal: errors.DtckptError | None = None  # the answer, if the event could not be accepted
     barrier: Barrier | None = None  # where an `Arrive` arrived
     decided: list[str] = field(default_factory=list)  # barrier ids
+    failed: list[Barrier] = field(default_factory=list)  # those of them whose participants are to be told
+    fenced: list[tuple[Identity, str]] = field(default_factory=list)  # who is to be told that it is over, and why
     log: list[Transition] = field(default_factory=list)
 
 
@@ -204,6 +206,8 @@ class Rules:
             return
         if task is not None and task.state in ALIVE:
             self._refuse_rival(job, task, who.incarnation, now)
+        if task is not None and task.state == LOST:
+            self._tell_fenced(job, task, _replaced(job.name, task.number))
         task = job.tasks[who.task] = Task(who.task, who.incarnation, attempt, event.host, now, progressed_at=now)
         self._log_task("registered", job, task, f"registered from {task.host or 'an unnamed host'}, attempt {attempt}")
 
@@ -229,6 +233,7 @@ class Rules:
             self._decide(barrier, texts.fenced(barrier.name, job.name, attempt), now)
         for task in job.tasks.values():
             task.state = FENCED
+            self._tell_fenced(job, task, _superseded(job.name, task.number, attempt))
         job.tasks = {number: task for number, task in job.tasks.items() if number < num_clients}
         job.barriers.clear()
         job.latest.clear()
@@ -257,10 +262,13 @@ class Rules:
         if job is None or task is None or (task.incarnation == who.incarnation and task.state == LEFT):
             raise UnknownError(f"{task_name(who.job, who.task)} is not registered")
         if task.state == FENCED:
-            raise errors.FencedError(f"{task_name(who.job, who.task)}: attempt {job.attempt} has begun")
+            raise errors.FencedError(_superseded(who.job, who.task, job.attempt))
         if task.incarnation != who.incarnation:
-            raise errors.FencedError(f"another process has taken the place of {task_name(who.job, who.task)}")
+            raise errors.FencedError(_replaced(who.job, who.task))
         return job, task
+
+    def _tell_fenced(self, job: Job, task: Task, text: str) -> None:
+        self._effects.fenced.append((Identity(job.name, task.number, task.incarnation), text))
 
     def _heartbeat(self, event: Heartbeat, now: float) -> None:
         job, task = self._task(event.who)
@@ -398,6 +406,7 @@ class Rules:
         self._decided[barrier.barrier_id] = barrier
         if failure:
             barrier.payloads.clear()
+            self._effects.failed.append(barrier)
         elif nbytes := sum(map(len, barrier.payloads.values())):
             self._payloads[barrier.barrier_id] = nbytes
             self._payload_bytes += nbytes
@@ -487,6 +496,14 @@ class Rules:
             duration_s=round(duration_s, 6),
             skew_s=round(barrier.last_arrival_at - barrier.opened_at, 6),
         )
+
+
+def _superseded(job: str, number: int, attempt: int) -> str:
+    return f"{task_name(job, number)}: attempt {attempt} has begun"
+
+
+def _replaced(job: str, number: int) -> str:
+    return f"another process has taken the place of {task_name(job, number)}"
 
 
 def _contradiction(before: Barrier, after: Barrier) -> Failure:

@@ -13,6 +13,7 @@ import functools
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from dtckpt_server.events import MAX_NAME_BYTES, Arrive, Cancel, Event, Heartbea
 from dtckpt_server.metrics import Metrics
 from dtckpt_server.refusals import Refusal
 from dtckpt_server.rules import Barrier, Effects, Job, Rules
+from dtckpt_server.streams import Stream, Streams
 from dtckpt_server.texts import Failure, Progress
 from dtckpt_server.tokens import Tokens
 
@@ -39,6 +41,8 @@ MAX_CALLS = 30_000
 """Calls under way at one time, unless the server is told otherwise; a waiter at a barrier is one."""
 ROUTINE = frozenset((grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE))
 """What clients get now and then and deal with by themselves; not worth a line."""
+MAX_TOLD_PARTICIPANTS = 1024
+"""Longest list of participants that a notice carries; where all tasks of a job take part, it carries none."""
 REFUSAL_LOG_S = 1.0
 """Least time between two log lines about calls that were refused with the same code."""
 
@@ -53,7 +57,7 @@ def _answers(handler: Handler[Response]) -> Handler[Response]:
             if context.time_remaining() is None:
                 raise errors.ConfigError("the call has no deadline; set one, so that nothing can wait for ever")
             self.authorize(request, context)
-            with self.counted():
+            with self.counted("calls"):
                 return await handler(self, request, context)
         except errors.DtckptError as refused:
             error = refused
@@ -71,7 +75,8 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
 
     Args:
         tokens: Who may do what; None: everyone everything. May be replaced at any time.
-        max_calls: Calls under way at one time; more are refused with UNAVAILABLE, which clients repeat.
+        max_calls: Calls under way at one time, and as many heartbeat streams; more are refused with UNAVAILABLE, which
+            clients repeat.
     """
 
     def __init__(
@@ -87,8 +92,9 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         self.tokens = tokens
         self.clock = clock
         self._max_calls = max_calls
-        self._num_calls = 0
+        self._num_calls: Counter[str] = Counter()
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+        self._streams = Streams()
         self._is_draining = False  # nothing new is begun
         self._is_stopping = False  # nobody waits any more
         self._is_idle = asyncio.Event()
@@ -111,11 +117,29 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             logger.info("%s", transition.text, extra={"facts": {"event": transition.event, **transition.facts}})
         for barrier_id in effects.decided:
             self._wake(barrier_id)
+        for barrier in effects.failed:
+            self._notify(barrier)
+        for who, text in effects.fenced:
+            failure = pb.Failure(cause=pb.Failure.CAUSE_FENCED, code=errors.FencedError.__name__, message=text)
+            self._streams.tell(who, pb.Notice(failure=failure))
         if self._is_draining and not any(job.open for job in self.rules.jobs.values()):
             self._is_idle.set()
         if effects.refusal is not None:
             raise effects.refusal
         return effects
+
+    def _notify(self, barrier: Barrier) -> None:
+        """Tell the participants of a failed barrier, also those that have not arrived or cannot ask just now."""
+        is_everyone = len(barrier.participants) == self.rules.jobs[barrier.job].num_clients
+        if barrier.failure is None or (len(barrier.participants) > MAX_TOLD_PARTICIPANTS and not is_everyone):
+            return
+        notice = pb.Notice(
+            name=barrier.name,
+            generation=barrier.generation,
+            participants=() if is_everyone else barrier.participants,
+            failure=_failure(barrier.failure),
+        )
+        self._streams.tell_tasks(barrier.job, barrier.participants, notice)
 
     async def drain(self, timeout_s: float) -> None:
         """Begin no barrier any more, let the open ones end, then send everyone who waits away with UNAVAILABLE."""
@@ -126,6 +150,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         self._is_stopping = True
         for barrier_id in list(self._waiters):
             self._wake(barrier_id)
+        await self._streams.end()
 
     def _wake(self, barrier_id: str) -> None:
         for waiter in self._waiters.pop(barrier_id, ()):
@@ -133,7 +158,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
 
     def _refuse_if(self, is_ending: bool) -> None:
         if is_ending:
-            raise errors.CoordinatorUnavailableError("the coordinator is shutting down")
+            raise _stopping()
 
     # --- for every call -----------------------------------------------------------------------------------------
 
@@ -162,19 +187,19 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         await context.abort(code, refusal.text, refusal.trailer())
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count a call while it is under way.
+    def counted(self, kind: str) -> Iterator[None]:
+        """Count a call while it is under way. Streams count apart: they stay, and must leave room for the others.
 
         Raises:
-            CoordinatorUnavailableError: There are too many.
+            CoordinatorUnavailableError: There are too many of its kind.
         """
-        if self._num_calls >= self._max_calls:
-            raise errors.CoordinatorUnavailableError(f"the coordinator has {self._max_calls} calls to answer; repeat")
-        self._num_calls += 1
+        if self._num_calls[kind] >= self._max_calls:
+            raise errors.CoordinatorUnavailableError(f"the coordinator has {self._max_calls} {kind} to answer; repeat")
+        self._num_calls[kind] += 1
         try:
             yield
         finally:
-            self._num_calls -= 1
+            self._num_calls[kind] -= 1
 
     # --- tasks --------------------------------------------------------------------------------------------------
 
@@ -194,21 +219,37 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         self._apply(Heartbeat(_identity(request.task), _progress(request.progress)))
         return pb.HeartbeatResponse(coordinator_incarnation=self.rules.incarnation, draining=self._is_draining)
 
-    async def HeartbeatStream(
+    async def HeartbeatStream(  # type: ignore[override]  # it writes to its stream itself, which the stubs do not know
         self, request_iterator: AsyncIterator[pb.HeartbeatStreamRequest], context: Any
-    ) -> AsyncIterator[pb.HeartbeatStreamResponse]:
+    ) -> None:
+        stream, who = Stream(context), None
         try:
-            with self.counted():
+            with self.counted("heartbeat streams"):
                 async for request in request_iterator:
                     self.authorize(request, context)
-                    self._apply(Heartbeat(_identity(request.task), _progress(request.progress)))
-                    yield pb.HeartbeatStreamResponse(
-                        coordinator_incarnation=self.rules.incarnation,
-                        draining=self._is_draining,
-                        sequence=request.sequence,
+                    speaker = _identity(request.task)
+                    self._apply(Heartbeat(speaker, _progress(request.progress)))
+                    if who is None:
+                        who = speaker
+                        self._streams.add(who, stream)
+                    elif speaker != who:
+                        raise errors.ConfigError("a heartbeat stream is for one task; open another for another task")
+                    await stream.send(
+                        pb.HeartbeatStreamResponse(
+                            coordinator_incarnation=self.rules.incarnation,
+                            draining=self._is_draining,
+                            sequence=request.sequence,
+                        )
                     )
         except errors.DtckptError as error:
             await self.refuse("HeartbeatStream", error, context)
+        except asyncio.CancelledError:
+            if not self._is_stopping:
+                raise  # the client is gone
+            await self.refuse("HeartbeatStream", _stopping(), context)
+        finally:
+            if who is not None:
+                self._streams.remove(who, stream)
 
     @_answers
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
@@ -319,6 +360,10 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             if visible is None or job.name in visible
         ]
         return pb.ListJobsResponse(coordinator_incarnation=self.rules.incarnation, jobs=jobs)
+
+
+def _stopping() -> errors.CoordinatorUnavailableError:
+    return errors.CoordinatorUnavailableError("the coordinator is shutting down")
 
 
 def _authorization(context: Any) -> str:

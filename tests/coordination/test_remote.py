@@ -53,11 +53,7 @@ class TestGrpc(ManyClientsContract):
         return clients_at(self.port, num_clients, job)
 
     def silence(self, client):
-        client._interval_s = 1e6
-        client._once = lambda call, timeout_s, once=client._once: once(call, timeout_s)
-        client._leaving.set()
-        client._wake.set()  # it may have begun its next pause, which is long now
-        client._beating.join()
+        client._stop_beating(client._beating)
         client._leaving.clear()
 
 
@@ -272,15 +268,22 @@ def test_command_line(tmp_path):
 
 
 FORK = """
-import os, secrets, sys
+import os, secrets, signal, sys, time
+import grpc
+from dtckpt._proto import coordinator_pb2 as pb, coordinator_pb2_grpc
 from dtckpt.coordination import Member
 from dtckpt.coordination.remote import GrpcCoordination
 from dtckpt import errors
 client = GrpcCoordination(f"127.0.0.1:{sys.argv[1]}", Member("fork", 0, 1, secrets.randbits(60)))
 client.register()
 client.barrier("b", timeout_s=10)
+while not client._stream or not client._stream.num_answers:
+    time.sleep(0.01)
 child = os.fork()
 if child == 0:
+    signal.alarm(20)
+    with grpc.insecure_channel(f"127.0.0.1:{sys.argv[1]}") as channel:
+        coordinator_pb2_grpc.CoordinatorStub(channel).ListJobs(pb.ListJobsRequest(), timeout=10)
     try:
         client.barrier("b", timeout_s=10)
     except errors.FencedError as error:

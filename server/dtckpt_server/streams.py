@@ -1,0 +1,95 @@
+"""Open heartbeat streams, on which clients are told what they have not asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from dtckpt._proto import coordinator_pb2 as pb
+from dtckpt_server.events import Identity
+
+logger = logging.getLogger("dtckpt_server")
+
+MAX_UNSENT = 64
+"""Notices that wait for one client to read; more are dropped, as its next call says the same."""
+
+
+class Stream:
+    """The stream of one client, as its handler holds it.
+
+    gRPC takes one message at a time per stream, and answers and notices come from different asyncio tasks: hence the
+    lock.
+    """
+
+    __slots__ = ("_context", "_lock", "_unsent", "handler")
+
+    def __init__(self, context: Any) -> None:
+        self.handler = asyncio.current_task()
+        self._context = context
+        self._lock = asyncio.Lock()
+        self._unsent = 0
+
+    async def send(self, response: pb.HeartbeatStreamResponse) -> None:
+        async with self._lock:
+            await self._context.write(response)
+
+    async def notify(self, response: pb.HeartbeatStreamResponse) -> None:
+        """Send what nobody waits for."""
+        if self._unsent >= MAX_UNSENT:
+            return
+        self._unsent += 1
+        try:
+            await self.send(response)
+        except Exception as error:  # gRPC has no common class for "the stream is over"
+            logger.debug("a notice was not sent: %s", error)
+        finally:
+            self._unsent -= 1
+
+
+class Streams:
+    """The open streams, by client."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, dict[int, tuple[Identity, Stream]]] = {}
+        self._notifying: set[asyncio.Task[None]] = set()
+
+    def add(self, who: Identity, stream: Stream) -> None:
+        """Make this the stream of a client, which has one at a time."""
+        self._streams.setdefault(who.job, {})[who.task] = (who, stream)
+
+    def remove(self, who: Identity, stream: Stream) -> None:
+        job = self._streams.get(who.job, {})
+        if job.get(who.task) == (who, stream):
+            del job[who.task]
+            if not job:
+                del self._streams[who.job]
+
+    def tell_tasks(self, job: str, tasks: Iterable[int], notice: pb.Notice) -> None:
+        """Tell the tasks of a job that have a stream."""
+        streams = self._streams.get(job)
+        if streams:
+            self._tell((streams[task][1] for task in tasks if task in streams), notice)
+
+    def tell(self, who: Identity, notice: pb.Notice) -> None:
+        """Tell one life of a task, if its stream is the open one."""
+        holder, stream = self._streams.get(who.job, {}).get(who.task, (None, None))
+        if stream is not None and holder == who:
+            self._tell((stream,), notice)
+
+    def _tell(self, streams: Iterable[Stream], notice: pb.Notice) -> None:
+        response = pb.HeartbeatStreamResponse(notice=notice)
+        for stream in streams:
+            task = asyncio.ensure_future(stream.notify(response))
+            self._notifying.add(task)  # the event loop alone would not keep it
+            task.add_done_callback(self._notifying.discard)
+
+    async def end(self) -> None:
+        """End all streams when what was to be told is told; their handlers see a `CancelledError`."""
+        if self._notifying:
+            await asyncio.wait(self._notifying, timeout=1.0)
+        for job in self._streams.values():
+            for _, stream in job.values():
+                if stream.handler is not None:
+                    stream.handler.cancel()

@@ -1,0 +1,255 @@
+"""Heartbeat streams: what is told on them unasked, and how clients do without."""
+
+import asyncio
+import secrets
+import threading
+import time
+
+import grpc
+import pytest
+from dtckpt_server.service import CoordinatorService
+from dtckpt_server.streams import MAX_UNSENT, Stream
+
+from dtckpt import errors
+from dtckpt._proto import coordinator_pb2 as pb
+from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
+from dtckpt.coordination import Member, Progress, Vote
+from dtckpt.coordination.beating import HeartbeatStream
+from dtckpt.coordination.remote import GrpcCoordination
+
+from .contract import Running, at, leave_all, same_error, together, wait_until
+from .servers import running_server, server_in_thread, server_process
+
+LONG_S = 600.0
+"""A heartbeat timeout that no test lives to see; a beat is due every 100 s."""
+
+
+def clients_at(port, num_clients, attempt=0, heartbeat_timeout_s=LONG_S):
+    members = [Member("job", client, num_clients, secrets.randbits(60), attempt) for client in range(num_clients)]
+    return [
+        GrpcCoordination(f"127.0.0.1:{port}", member, heartbeat_timeout_s=heartbeat_timeout_s) for member in members
+    ]
+
+
+def is_streaming(client):
+    stream = client._stream
+    return stream is not None and stream.num_answers > 0
+
+
+@pytest.fixture
+def server():
+    with running_server(heartbeat_timeout_s=LONG_S) as server:
+        yield server
+
+
+@pytest.fixture
+def clients(server):
+    """Two clients that beat on streams, and will not beat again by themselves."""
+    made = clients_at(server.port, 2)
+    for client in made:
+        client.register()
+        wait_until(lambda client=client: is_streaming(client))
+    yield made
+    leave_all(made)
+
+
+def test_new_phase_goes_on_the_stream(clients, monkeypatch):
+    monkeypatch.setattr(GrpcCoordination, "_beat", lambda _: pytest.fail("a single call was made"))
+    before = clients[0]._stream.num_answers
+    clients[0].heartbeat(Progress("write", 7, 1, 2))
+    wait_until(lambda: clients[1].status().tasks[0].progress == Progress("write", 7, 1, 2))
+    wait_until(lambda: clients[0]._stream.num_answers == before + 1)
+
+
+def test_client_that_is_on_its_way_is_told_of_a_failure(clients):
+    """By an other's no-vote, and by a cancellation; it does not ask the coordinator any more."""
+    same_error(together(clients[:1], lambda c: c.barrier("b", Vote(ok=False), timeout_s=20)), errors.DtckptError, "0")
+    wait_until(lambda: len(clients[1]._failures) == 1)
+    waiting = Running(clients[:1], at("c", participants=[1, 0]))
+    wait_until(lambda: clients[0].status().barriers)
+    cancel = pb.ArriveRequest(task=clients[0]._identity, name="c", timeout_s=20, vote=pb.Vote(ok=True))
+    clients[0]._cancel(cancel)
+    expected = r"^barrier 'c': client 0 \(job/0\) was interrupted while it waited$"
+    same_error(waiting.results(), errors.BarrierCancelledError, expected)
+    wait_until(lambda: len(clients[1]._failures) == 2)
+    clients[1]._meet = lambda *_: pytest.fail("it asked")
+    with pytest.raises(errors.ClientFailedError, match="client 0: voted no"):
+        clients[1].barrier("b", timeout_s=20)
+    with pytest.raises(errors.BarrierCancelledError, match=expected):
+        clients[1].barrier("c", timeout_s=20)
+    del clients[1]._meet
+    passed = together(clients, at("b"))
+    assert [result.value.generation for result in passed.values()] == [1, 1]
+
+
+def test_subset_is_told_and_nobody_else(server):
+    clients = clients_at(server.port, 3)
+    for client in clients:
+        client.register()
+        wait_until(lambda client=client: is_streaming(client))
+    together(clients[:1], lambda c: c.barrier("b", Vote(ok=False), timeout_s=20, participants=[0, 2]))
+    wait_until(lambda: clients[2]._failures)
+    assert list(clients[2]._failures) == [("b", 0, (0, 2))]
+    assert not clients[1]._failures
+    leave_all(clients)
+
+
+def test_higher_attempt_is_told_at_once(server, clients):
+    """A beat is not due for minutes."""
+    (new, _) = clients_at(server.port, 2, attempt=1)
+    new.register()
+    wait_until(lambda: all(client._fenced for client in clients))
+    for number, client in enumerate(clients):
+        with pytest.raises(errors.FencedError, match=rf"client {number} \(job/{number}\): attempt 1 has begun"):
+            client.barrier("b", timeout_s=20)
+        client._beating.join(10)
+        assert not client._beating.is_alive()
+    new.leave()
+
+
+def identity(task, incarnation):
+    return pb.TaskIdentity(job="job", task=task, incarnation=incarnation)
+
+
+def test_process_whose_place_is_taken_is_told():
+    """It fell silent, and its connection stayed."""
+
+    def one_beat():
+        yield pb.HeartbeatStreamRequest(task=identity(0, 7), sequence=1)
+        told.wait(20)
+
+    told = threading.Event()
+    with (
+        running_server(heartbeat_timeout_s=0.3) as server,
+        grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        stub = pb_grpc.CoordinatorStub(channel)
+        stub.Register(pb.RegisterRequest(task=identity(0, 7), num_clients=1), timeout=5)
+        answers = stub.HeartbeatStream(one_beat(), timeout=20)
+        assert next(answers).sequence == 1
+        (new,) = clients_at(server.port, 1)
+        wait_until(lambda: new.status().tasks[0].state == "lost")
+        new.register()
+        notice = next(answers).notice
+        assert notice.failure.message == "another process has taken the place of client 0 (job/0)"
+        assert (notice.name, notice.failure.cause) == ("", pb.Failure.CAUSE_FENCED)
+        told.set()
+        new.leave()
+
+
+@pytest.mark.processes
+def test_verdict_arrives_although_the_coordinator_died_of_it():
+    with server_process(heartbeat_timeout_s=LONG_S) as server:
+        clients = clients_at(server.port, 2)
+        clients[1].register()
+        wait_until(lambda: is_streaming(clients[1]))
+        together(clients[:1], lambda c: c.barrier("b", Vote(ok=False, reason="disk full"), timeout_s=20))
+        wait_until(lambda: clients[1]._failures)
+        server.kill()
+        late = together(clients[1:], at("b"))
+        same_error(late, errors.ClientFailedError, "^client 0: disk full$")
+        assert late[1].seconds < 5.0
+        leave_all(clients)
+
+
+def test_open_streams_do_not_hold_up_the_end(clients, server):
+    """Otherwise it would wait for them for as long as calls may take."""
+    loop = server._running[0].get_loop()
+    begin = time.monotonic()
+    asyncio.run_coroutine_threadsafe(server.stop(60.0), loop).result(30)
+    assert time.monotonic() - begin < 20.0
+
+
+@pytest.mark.parametrize("refusal", [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAVAILABLE])
+def test_single_calls_where_streams_are_refused(monkeypatch, refusal):
+    async def refuse(self, request_iterator, context):
+        tried.append(1)
+        await context.abort(refusal, "no streams here")
+
+    tried = []
+    monkeypatch.setattr(CoordinatorService, "HeartbeatStream", refuse)
+    with server_in_thread(heartbeat_timeout_s=0.6) as port:
+        clients = clients_at(port, 2)
+        beats = []
+        clients[0]._beat = lambda beat=clients[0]._beat: (beats.append(1), beat())
+        together(clients, lambda client: client.register())
+        wait_until(lambda: len(beats) >= 10)  # 0.9 s and more
+        assert [task.state for task in clients[1].status().tasks] == ["registered"] * 2
+        assert 1 < len(tried) < 12  # of both clients; ever more rarely
+        leave_all(clients)
+
+
+def test_stream_that_breaks_is_opened_again(clients):
+    broken = clients[0]._stream
+    broken.end(at_once=True)
+    clients[0]._interval_s = 0.05
+    wait_until(lambda: clients[0]._stream not in (None, broken) and is_streaming(clients[0]))
+
+
+class SilentStub:
+    """A coordinator behind a network that swallows everything."""
+
+    def __init__(self):
+        self.over = threading.Event()
+
+    def HeartbeatStream(self, beats):
+        self.drawing = threading.Thread(target=lambda: [None for _ in beats], daemon=True)
+        self.drawing.start()
+        return self
+
+    def add_callback(self, callback):
+        self.callback = callback
+
+    def cancel(self):
+        self.over.set()
+
+    def __iter__(self):
+        assert self.over.wait(20)
+        self.callback()
+        return iter(())
+
+
+def test_silent_stream_is_given_up():
+    stub = SilentStub()
+    stream = HeartbeatStream(lambda number: pb.HeartbeatStreamRequest(sequence=number), 0.1, time.monotonic)
+    stream.run(stub, lambda _: None)
+    assert stub.over.is_set()
+    stub.drawing.join(20)
+    assert not stub.drawing.is_alive()
+
+
+def test_stream_is_for_one_task(server):
+    def beat(task, number):
+        return pb.HeartbeatStreamRequest(task=identity(task, task + 1), sequence=number)
+
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = pb_grpc.CoordinatorStub(channel)
+        for task in range(2):
+            stub.Register(pb.RegisterRequest(task=identity(task, task + 1), num_clients=2), timeout=5)
+        answers = stub.HeartbeatStream(iter([beat(0, 1), beat(1, 2)]), timeout=5)
+        assert next(answers).sequence == 1
+        with pytest.raises(grpc.RpcError) as refused:
+            next(answers)
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_slow_reader_costs_a_bounded_number_of_notices():
+    class Stuck:
+        def __init__(self):
+            self.written = []
+            self.go_on = asyncio.Event()
+
+        async def write(self, response):
+            await self.go_on.wait()
+            self.written.append(response)
+
+    async def flood():
+        context = Stuck()
+        stream = Stream(context)
+        pushed = [asyncio.ensure_future(stream.notify(pb.HeartbeatStreamResponse())) for _ in range(3 * MAX_UNSENT)]
+        await asyncio.sleep(0)
+        context.go_on.set()
+        await asyncio.gather(*pushed)
+        return len(context.written)
+
+    assert asyncio.run(flood()) == MAX_UNSENT
