@@ -9,6 +9,7 @@ from dtckpt.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtckpt.dtensor.distribution import distribute_module, distribute_tensor
 from dtckpt.dtensor.factories import empty, full, ones, rand, randn, zeros
 from dtckpt.dtensor.moving import call_with_layout, copy_to_mesh, relayout, run_on
+from dtckpt.dtensor.operators import dispatch as dispatch
 from dtckpt.dtensor.packing import pack, unpack
 from dtckpt.dtensor.serialization import SAFE_GLOBALS
 from dtckpt.dtensor.tensor import DTensor, check_layout, fetch_layout

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtckpt import wire
-from dtckpt.dtensor import dispatch
 from dtckpt.errors import DtckptError, LayoutError, LayoutTypeError, capped
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
@@ -16,6 +15,8 @@ from dtckpt.placement import Placement
 
 if TYPE_CHECKING:
     from dtckpt.dtensor.moving import MeshLike
+    from dtckpt.dtensor.operators.specs import Spec
+    from dtckpt.dtensor.operators.views import View
     from dtckpt.dtensor.redistribution import EnqueuedRedistribution, Redistribution
 
 _DATA: Any = torch.Tensor.data
@@ -36,8 +37,17 @@ class DTensor(torch.Tensor):
 
     _components: tuple[torch.Tensor, ...]
     _layout: Layout
-    _pending: Redistribution | EnqueuedRedistribution | None
+    _pending: Redistribution | EnqueuedRedistribution | None = None
     """What the components wait for before they may be read; see `redistribute`."""
+    _spec: Spec | None = None
+    """See `dtckpt.dtensor.operators.specs`; made when it is first asked for."""
+    _view: View | None = None
+    """How the tensor follows another one whose values it shares, but not the memory."""
+
+    _dispatch: Callable[..., Any]
+    """Runs operators; `dtckpt.dtensor.operators.dispatch` puts it here."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch types it otherwise
 
     @staticmethod
     def __new__(
@@ -53,7 +63,6 @@ class DTensor(torch.Tensor):
         wrapper = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         wrapper._components = tuple(components)
         wrapper._layout = layout
-        wrapper._pending = None
         return wrapper
 
     @property
@@ -77,6 +86,8 @@ class DTensor(torch.Tensor):
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+        if self._view is not None:
+            self._view.refresh(self)
         return self._components
 
     @property
@@ -90,7 +101,7 @@ class DTensor(torch.Tensor):
         if not isinstance(tensor, DTensor):
             raise LayoutTypeError(f"the data of a DTensor is a DTensor; got {type(tensor).__name__}")
         _DATA.__set__(self, tensor)
-        self._components, self._layout = tensor.components, tensor._layout
+        self._components, self._layout, self._spec, self._view = tensor.components, tensor._layout, None, tensor._view
 
     @staticmethod
     def from_local(
@@ -213,9 +224,9 @@ class DTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator; see `dtckpt.dtensor.dispatch`."""
+        """Run an operator; see `dtckpt.dtensor.operators`."""
         del types
-        return dispatch.dispatch(DTensor, func, args, kwargs or {})
+        return cls._dispatch(func, args, kwargs or {})
 
     # --- copying, pickling, PyTorch's distributed checkpoint ------------------------------------------------------
 
@@ -244,6 +255,20 @@ class DTensor(torch.Tensor):
         from dtckpt.dtensor import dcp
 
         return dcp.shard_at(self, index)
+
+    # --- values as numbers, which are global: every client gets all of them ---------------------------------------
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists. Collective: As `full_tensor`."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array, in memory of its own. Collective: As `full_tensor`."""
+        return self.full_tensor().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        values = self.full_tensor().numpy()
+        return values if dtype is None else values.astype(dtype, copy=False)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
         del tensor_contents

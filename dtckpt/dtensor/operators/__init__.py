@@ -1,0 +1,1 @@
+"""Operators on DTensors: a table of rules, what follows from them, and what is done where there is none."""

@@ -1,0 +1,163 @@
+"""Operators on DTensors: find the plan of a call, or make it, and run it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dtckpt.dtensor.operators import families, plans
+from dtckpt.dtensor.operators.adopting import adopt
+from dtckpt.dtensor.operators.call import Call, Operator, functional_of, signature_of, tensors_in, with_tensors
+from dtckpt.dtensor.operators.choosing import choose
+from dtckpt.dtensor.operators.specs import spec_of
+from dtckpt.dtensor.operators.table import COMPOSITES, builder_of
+from dtckpt.dtensor.tensor import DTensor, described
+from dtckpt.errors import LayoutError, capped
+
+assert families  # noqa: S101  (importing them fills the table)
+
+_LOG = logging.getLogger("dtckpt.dtensor.operators")
+
+_BOUND = 1 << 14
+
+_PLANS: dict[tuple[Any, ...], plans.Plan] = {}
+
+COUNTS: Counter[tuple[str, str]] = Counter()
+"""Calls by operator and route."""
+
+
+def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator, at least one of whose arguments is a DTensor.
+
+    Collective: Over the mesh's clients, unless operands and results stay as they lie.
+
+    Raises:
+        LayoutError: DTensors are on different meshes, or an operator would change the shape of what it writes to.
+        ReplicaMismatchError: A plain tensor beside DTensors differs between clients.
+    """
+    key: list[Any] = [func]
+    tensors: list[DTensor] = []
+    is_plain = _describe(args, key, tensors)
+    for name, value in kwargs.items():
+        key.append(name)
+        is_plain |= _describe((value,), key, tensors)
+    if is_plain:
+        return _with_plain(func, args, kwargs)
+    known = tuple(key)
+    plan = _PLANS.get(known)
+    if plan is None:
+        return _first(known, func, args, kwargs, tensors)
+    COUNTS[func, plan.route] += 1
+    return plan.run(args, kwargs, tensors)
+
+
+def _describe(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> bool:
+    """Add to the key what makes a difference to the plan, and collect the DTensors; tell whether one is plain."""
+    is_plain = False
+    for value in values:
+        if isinstance(value, DTensor):
+            key.append(value._spec or spec_of(value))
+            tensors.append(value)
+        elif isinstance(value, float | complex):
+            key.append(type(value))
+        elif isinstance(value, list | tuple):
+            key.append(len(value))
+            is_plain |= _describe(value, key, tensors)
+        elif isinstance(value, torch.Tensor):
+            is_plain = True
+        else:
+            key.append(value)
+    return is_plain
+
+
+def _with_plain(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator with plain tensors beside DTensors: they count as held by every device."""
+    found = list(tensors_in((*args, *kwargs.values())))
+    mesh = _common_mesh(func, [one for one in found if isinstance(one, DTensor)])
+    adopted = adopt(found, mesh)
+    made = dispatch(func, *with_tensors(args, kwargs, adopted))
+    written = list(tensors_in([Call(func, tuple(args), kwargs)[name] for name in signature_of(func).written]))
+    for plain, ours in zip(found, adopted, strict=True):
+        if not isinstance(plain, DTensor) and any(plain is one for one in written) and ours.components:
+            plain.copy_(ours.components[0])
+    return made
+
+
+def _common_mesh(func: Operator, tensors: Sequence[DTensor]) -> Any:
+    meshes = {tensor.device_mesh for tensor in tensors}
+    if len(meshes) > 1:
+        layouts = dict.fromkeys(described(tensor.layout) for tensor in tensors)
+        raise LayoutError(
+            f"operator {func}: got DTensors on different meshes ({capped(layouts)}), expected one mesh; redistribute "
+            "moves a DTensor to another mesh"
+        )
+    return meshes.pop()
+
+
+def _first(
+    key: tuple[Any, ...], func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
+) -> Any:
+    """Run a call for which there is no plan yet."""
+    _common_mesh(func, tensors)
+    call = Call(func, tuple(args), kwargs)
+    function = COMPOSITES.get(func)
+    plan: plans.Plan | None = None
+    if function is not None:
+        plan = plans.CompositePlan(function)
+        made = plan.run(args, kwargs, tensors)
+        if made is NotImplemented:
+            plan = None
+    if plan is None:
+        plan = plan_of(call)
+        made = plan.run(args, kwargs, tensors)
+    COUNTS[func, plan.route] += 1
+    if plan.route == "replication" and COUNTS[func, plan.route] == 1:
+        _LOG.info("operator %s has no rule for such operands: every device computes all of it", func)
+    if len(_PLANS) >= _BOUND:
+        _PLANS.clear()
+    _PLANS[key] = plan
+    return made
+
+
+def plan_of(call: Call) -> plans.Plan:
+    """Return what to do for a call that no composite does."""
+    func = call.func
+    signature = signature_of(func)
+    functional = functional_of(func) if signature.written else None
+    if torch.Tag.inplace_view in func.tags and functional is not None:
+        return plans.ReshapingPlan(call, functional)
+    builder = builder_of(func)
+    is_in_place = False
+    if builder is None and functional is not None and signature.written[0] == signature.names[0]:
+        builder, is_in_place = builder_of(functional), True
+    found = builder(call) if builder is not None else None
+    if found is not None and len(found.operands) == len(call.tensors):
+        sizes = [tensor.numel() * tensor.element_size() for tensor in call.tensors]
+        shapes = (found.shape(number) for number in range(len(found.results)))
+        made = sum(torch.Size(shape).numel() for shape in shapes) * max(t.element_size() for t in call.tensors)
+        choice = choose(
+            found, plans.layouts_of(call.tensors), sizes, made, is_fixed=is_in_place or bool(signature.written)
+        )
+        if choice is not None and not _resizes(call, found, is_in_place):
+            return plans.RulePlan(call, found, choice)
+    if functional is not None:
+        return plans.WritingPlan(call, functional)
+    return plans.WholePlan(call)
+
+
+def _resizes(call: Call, found: Any, is_in_place: bool) -> bool:
+    """Whether an operator in place has a result of another shape than its operand's."""
+    return is_in_place and found.shape(0) != tuple(call.tensors[0].shape)
+
+
+def clear() -> None:
+    """Forget all plans and counts."""
+    _PLANS.clear()
+    COUNTS.clear()
+
+
+DTensor._dispatch = staticmethod(dispatch)

@@ -1,0 +1,83 @@
+"""Bring operands into the layouts that an operator wants, below autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from dtckpt.dtensor import functional
+from dtckpt.dtensor.operators.specs import contiguous_stride
+from dtckpt.dtensor.tensor import DTensor
+from dtckpt.layout import Layout
+from dtckpt.mesh import Mesh
+
+
+def brought(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> list[DTensor]:
+    """Return tensors in other layouts (None: as they are), moved together.
+
+    Collective: Over the mesh's clients, unless nothing moves between them.
+    """
+    changing = [
+        number
+        for number, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True))
+        if layout is not None and layout != tensor._layout
+    ]
+    result = list(tensors)
+    if changing:
+        with torch.no_grad():
+            chosen = [tensors[number] for number in changing]
+            wanted = [layout for layout in (layouts[number] for number in changing) if layout is not None]
+            for number, moved in zip(changing, functional.redistribute_all(chosen, wanted), strict=True):
+                result[number] = moved
+    return result
+
+
+def replicated(tensors: Sequence[DTensor], *, is_copied: bool = False) -> list[DTensor]:
+    """Return tensors that every device holds whole, each with its own strides.
+
+    Args:
+        tensors: Of one mesh.
+        is_copied: Return new memory in any case.
+    """
+    whole = brought(tensors, [replicated_layout(tensor.device_mesh, tensor.ndim) for tensor in tensors])
+    return [
+        made if made is tensor and not is_copied else _with_strides(made, tensor)
+        for made, tensor in zip(whole, tensors, strict=True)
+    ]
+
+
+def _with_strides(made: DTensor, like: DTensor) -> DTensor:
+    """Return a copy with the strides of another tensor; of one with memory of its own and such strides, itself."""
+    stride = tuple(like.stride())
+    if made is not like and stride == contiguous_stride(like.shape):
+        return made
+    components = []
+    for component in made.components:
+        if 0 in stride:  # elements that share memory cannot be written one by one
+            components.append(component.clone())
+            continue
+        copy = torch.empty_strided(component.shape, stride, dtype=component.dtype, device=component.device)
+        components.append(copy.copy_(component))
+    return DTensor(components, made.layout, made.shape, made.dtype, device=made.device)
+
+
+def replicated_layout(mesh: Mesh, ndim: int) -> Layout:
+    """Return the layout of a tensor that every device holds whole."""
+    return functional.from_placements(mesh, None, ndim)
+
+
+def write(source: DTensor, target: DTensor) -> None:
+    """Write values to a tensor of the same shape, in its memory and layout. Collective: As `brought`."""
+    if source.dtype != target.dtype and target.layout.partial:
+        components = [component.to(target.dtype) for component in source.components]
+        source = DTensor(components, source.layout, source.shape, target.dtype, device=source.device)
+    (moved,) = brought([source], [target._layout])
+    for there, value in zip(target.components, moved.components, strict=True):
+        there.copy_(value)
+
+
+def no_dispatch() -> AbstractContextManager[None]:
+    """Have operators act on the wrappers alone, which have sizes and strides and no values."""
+    return torch._C._DisableTorchDispatch()

@@ -1,0 +1,337 @@
+"""Plans: what is done for a call, decided once per operator, specs and arguments, and then kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+
+from dtckpt.dtensor.operators import views
+from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in, with_tensors
+from dtckpt.dtensor.operators.choosing import Choice
+from dtckpt.dtensor.operators.moving import brought, no_dispatch, replicated, replicated_layout, write
+from dtckpt.dtensor.operators.rule import Rule
+from dtckpt.dtensor.operators.specs import Spec, global_stride, spec, wrapped
+from dtckpt.dtensor.tensor import DTensor
+from dtckpt.errors import LayoutError
+from dtckpt.layout import Layout
+
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+
+_is_trusted: ContextVar[bool] = ContextVar("is_trusted", default=False)
+
+
+@contextmanager
+def trusted() -> Iterator[None]:
+    """Take plain tensors beside DTensors for the same on every client, in a context, without comparing them."""
+    token = _is_trusted.set(True)
+    try:
+        yield
+    finally:
+        _is_trusted.reset(token)
+
+
+def is_trusted() -> bool:
+    """Whether plain tensors are taken for the same on every client."""
+    return _is_trusted.get()
+
+
+class Plan(Protocol):
+    """What is done for a call."""
+
+    route: str
+    """``rule``, ``decomposition`` or ``replication``."""
+
+    def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
+        """Return the operator's result.
+
+        Args:
+            args: The arguments; no tensor among them is plain.
+            kwargs: Arguments by name.
+            tensors: The tensors among the arguments, in order.
+        """
+        ...
+
+
+class RulePlan:
+    """Bring the operands into the chosen layouts, and have each device work on its pieces."""
+
+    route = "rule"
+
+    def __init__(self, call: Call, rule: Rule, choice: Choice) -> None:
+        signature = signature_of(call.func)
+        self._func = call.func
+        self._local: Callable[..., Any] = rule.local or call.func
+        self._operands = choice.operands
+        self._results = choice.results
+        self._shapes = [rule.shape(number) for number in range(len(rule.results))]
+        self._specs: list[Spec | None] = [None] * len(rule.results)
+        self._moves = any(layout is not None for layout in choice.operands)
+        self._is_view = signature.is_view
+        self._is_in_place = bool(signature.written)
+        self._sized = [(_place_of(call, name), result) for name, result in rule.sized]
+
+    def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
+        """As `Plan.run`."""
+        moved = brought(tensors, self._operands) if self._moves else tensors
+        mesh = tensors[0]._layout.mesh
+        parts = [tensor.components for tensor in moved]
+        if not parts[0]:
+            return self._absent(args, kwargs, tensors)
+        made = []
+        for number in range(len(parts[0])):
+            local_args, local_kwargs = with_tensors(args, kwargs, [part[number] for part in parts])
+            for place, result in self._sized:
+                region = self._results[result].region(mesh.local_device_ids()[number], self._shapes[result])
+                (local_args if isinstance(place, int) else local_kwargs)[place] = list(region.shape)  # type: ignore[index]
+            made.append(self._local(*local_args, **local_kwargs))
+        if self._is_in_place:
+            return _written(args[0])
+        results = self._wrapped(made)
+        if self._is_view:
+            self._note_views(results, Call(self._func, tuple(args), kwargs), tensors[0])
+        return results
+
+    def _wrapped(self, made: Sequence[Any]) -> Any:
+        first = made[0]
+        if isinstance(first, torch.Tensor):
+            return self._wrap(0, made)
+        numbers = iter(range(len(self._results)))
+        found = [
+            self._wrap(next(numbers), [one[place] for one in made]) if isinstance(item, torch.Tensor) else item
+            for place, item in enumerate(first)
+        ]
+        return found if isinstance(first, list) else tuple(found)
+
+    def _wrap(self, number: int, components: Sequence[torch.Tensor]) -> DTensor:
+        known = self._specs[number]
+        if known is None or known.dtype is not components[0].dtype:
+            shape = self._shapes[number]
+            stride = global_stride(components[0], shape)
+            known = self._specs[number] = spec(self._results[number], shape, stride, components[0].dtype)
+        return wrapped(components, known)
+
+    def _note_views(self, results: Any, call: Call, source: DTensor) -> None:
+        is_own = source._view is None and self._operands[0] is None
+        for number, result in enumerate([results] if isinstance(results, DTensor) else results):
+            is_shared = is_own and (not source.components or _share(result.components[0], source.components[0]))
+            if not is_shared:
+                views.remember(result, source, call, None if result is results else number)
+
+    def _absent(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
+        """Return the result on a client that has no device in the mesh."""
+        if self._is_in_place:
+            return args[0]
+        made = on_meta(self._func, args, kwargs, tensors)
+        numbers = iter(range(len(self._results)))
+
+        def wrap(one: Any) -> Any:
+            if not isinstance(one, torch.Tensor):
+                return one
+            number = next(numbers)
+            return DTensor([], self._results[number], self._shapes[number], one.dtype, device=tensors[0].device)
+
+        return wrap(made) if isinstance(made, torch.Tensor) else type(made)(map(wrap, made))
+
+
+def _place_of(call: Call, name: str) -> int | str:
+    """Return where an argument stands: its position, or its name."""
+    number = signature_of(call.func).names.index(name)
+    return number if number < len(call.args) else name
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors share memory, as far as they have any."""
+    return not one.numel() or one.is_meta or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _written(tensor: Any) -> Any:
+    """Have what was written to a tensor, or to each of a list, reach what it is a view of."""
+    for one in tensors_in([tensor]):
+        if one._view is not None:
+            views.write_through(one)
+    return tensor
+
+
+def on_meta(func: Operator, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
+    """Return the operator's result as to shapes and dtypes; raises what it raises for such arguments."""
+    made = [
+        torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+        for tensor in tensors
+    ]
+    meta_args, meta_kwargs = with_tensors(args, kwargs, made)
+    if "device" in meta_kwargs:
+        meta_kwargs["device"] = torch.device("meta")
+    return func(*meta_args, **meta_kwargs)
+
+
+class CompositePlan:
+    """Do what the operator does by others."""
+
+    route = "decomposition"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
+        """As `Plan.run`."""
+        del tensors
+        with trusted():
+            return self._function(*args, **kwargs)
+
+
+class WritingPlan:
+    """Compute what an operator writes, and write it to its first argument or to ``out``, in the layout that it has."""
+
+    route = "rule"
+
+    def __init__(self, call: Call, functional: Operator) -> None:
+        self._func = call.func
+        self._functional = functional
+        self._written = signature_of(call.func).written
+
+    def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
+        """As `Plan.run`."""
+        call = Call(self._func, tuple(args), kwargs)
+        names = signature_of(self._func).names
+        targets = [call[name] for name in self._written]
+        # What stands before ``out``, unless the operator writes to its first argument.
+        is_out = self._written[0] != names[0]
+        given = list(args[: names.index(self._written[0])] if is_out else args)
+        named = {name: value for name, value in kwargs.items() if not is_out or name not in self._written}
+        made = self._functional(*given, **named)
+        for target, value in zip(targets, [made] if isinstance(made, torch.Tensor) else made, strict=True):
+            if tuple(value.shape) != tuple(target.shape):
+                on_meta(self._func, args, kwargs, tensors)  # which may say it better
+                raise LayoutError(
+                    f"operator {self._func} writes to a DTensor of shape {tuple(target.shape)}, and shape stays; got "
+                    f"a result of shape {tuple(value.shape)}"
+                )
+            if not torch.can_cast(value.dtype, target.dtype):
+                raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
+            with torch.no_grad():
+                write(value, target)
+            _written(target)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+class WholePlan:
+    """Have every device that holds a piece work on the whole of all operands."""
+
+    route = "replication"
+
+    def __init__(self, call: Call) -> None:
+        self._func = call.func
+        self._signature = signature_of(call.func)
+
+    def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
+        """As `Plan.run`."""
+        call = Call(self._func, tuple(args), kwargs)
+        written = list(tensors_in([call[name] for name in self._signature.written]))
+        whole = replicated(tensors)
+        for number, tensor in enumerate(tensors):
+            if whole[number] is not tensor and any(tensor is one for one in written):
+                whole[number] = replicated([tensor], is_copied=True)[0]
+        if not whole[0].components:
+            return self._absent(args, kwargs, tensors)
+        made = []
+        for number in range(len(whole[0].components)):
+            parts = [tensor.components[number] for tensor in whole]
+            local_args, local_kwargs = with_tensors(args, kwargs, parts)
+            made.append(self._func(*local_args, **local_kwargs))
+        for tensor, copy in zip(tensors, whole, strict=True):
+            if any(tensor is one for one in written):
+                if copy is not tensor:
+                    write(copy, tensor)
+                _written(tensor)
+        return self._wrapped(made, call, tensors, whole)
+
+    def _wrapped(self, made: Sequence[Any], call: Call, tensors: Sequence[DTensor], whole: Sequence[DTensor]) -> Any:
+        """Return results: those that are an argument as that, those that share its memory as views of it."""
+        first = made[0]
+        if isinstance(first, torch.Tensor):
+            return self._wrap(made, None, call, tensors, whole)
+        if isinstance(first, list | tuple):
+            found = [
+                self._wrap([one[place] for one in made], place, call, tensors, whole)
+                if isinstance(item, torch.Tensor)
+                else item
+                for place, item in enumerate(first)
+            ]
+            return found if isinstance(first, list) else tuple(found)
+        return first
+
+    def _wrap(
+        self,
+        components: Sequence[torch.Tensor],
+        place: int | None,
+        call: Call,
+        tensors: Sequence[DTensor],
+        whole: Sequence[DTensor],
+    ) -> DTensor:
+        first = components[0]
+        for tensor, copy in zip(tensors, whole, strict=True):
+            if first is copy.components[0]:
+                return tensor
+        shape = tuple(first.shape)
+        layout = replicated_layout(tensors[0].device_mesh, len(shape))
+        stride = tuple(first.stride()) if first.layout is torch.strided else ()
+        made = (
+            wrapped(components, spec(layout, shape, stride, first.dtype))
+            if first.layout is torch.strided
+            else DTensor(components, layout, shape, first.dtype)
+        )
+        if self._signature.is_view:
+            source, copy = tensors[0], whole[0]
+            is_own = copy is source and source._view is None
+            if not (is_own and _share(first, copy.components[0])):
+                views.remember(made, source, call, place)
+        return made
+
+    def _absent(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
+        if self._signature.written:
+            return Call(self._func, tuple(args), kwargs)[self._signature.written[0]]
+        mesh = tensors[0].device_mesh
+
+        def wrap(one: Any) -> Any:
+            if not isinstance(one, torch.Tensor):
+                return one
+            layout = replicated_layout(mesh, one.ndim)
+            return DTensor([], layout, tuple(one.shape), one.dtype, device=tensors[0].device)
+
+        made = on_meta(self._func, args, kwargs, tensors)
+        return wrap(made) if isinstance(made, torch.Tensor) else type(made)(map(wrap, made))
+
+
+class ReshapingPlan:
+    """Change in place how a tensor's own sizes and strides read its values, as ``squeeze_`` does."""
+
+    route = "rule"
+
+    def __init__(self, call: Call, functional: Operator) -> None:
+        self._func = call.func
+        self._functional = functional
+
+    def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
+        """As `Plan.run`."""
+        tensor = tensors[0]
+        alias = tensor.detach()
+        with torch.no_grad():
+            made = self._functional(alias, *args[1:], **kwargs)
+        with no_dispatch():
+            self._func(*args, **kwargs)
+        tensor._components, tensor._layout, tensor._spec = made.components, made._layout, None
+        if made._view is not None:
+            # Its own source keeps the shape that it had before.
+            made._view.source = alias
+            tensor._view = made._view
+        return tensor
+
+
+def layouts_of(tensors: Sequence[DTensor]) -> list[Layout]:
+    """Return the tensors' layouts."""
+    return [tensor._layout for tensor in tensors]

@@ -1,0 +1,148 @@
+"""Factor rules: how the dims of an operator's operands and results belong together.
+
+Every dim is a list of factors, major first; a dim of size 1 that is broadcast has none. A factor that stands in
+operands and results may be sharded: what each device then computes from its pieces is its piece of the result. From
+this follows everything else, see `dtckpt.dtensor.operators.choosing`. Source of the notion: factor rules of OpenXLA
+Shardy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Dims = tuple[tuple[int, ...], ...]
+"""The factors of every dim of a tensor, by their numbers."""
+
+Passes = Mapping[str, tuple[tuple[int, ...], ...]]
+"""By reduction: groups of operands that may wait for it together, so that the results wait for it instead."""
+
+BILINEAR: Passes = {"sum": ((0,), (1,)), "avg": ((0,), (1,))}
+"""Linear in the first operand, and in the second."""
+
+LINEAR: Passes = {"sum": ((0,),), "avg": ((0,),)}
+"""Linear in the first operand."""
+
+MONOTONE: Passes = {"max": ((0,),), "min": ((0,),)}
+"""The first operand's order is that of the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How an operator's dims belong together, and what each device computes.
+
+    Args:
+        sizes: Size of every factor.
+        operands: Factors of the dims of every operand, in the order of the arguments.
+        results: Factors of the dims of every result that is a tensor.
+        contracted: Reduction that the results wait for when a factor, which they do not have, is sharded.
+        whole: Factors that no axis may split.
+        filled: Factors that an axis may split only if no piece is empty.
+        even: Factors that an axis may split only in pieces of one size.
+        passes: See `Passes`.
+        unread: Operands whose values make no difference.
+        sized: Arguments that spell a result's shape: name, and number of the result.
+        local: What each device runs instead of the operator, with the same arguments.
+    """
+
+    sizes: tuple[int, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    contracted: Mapping[int, str] = field(default_factory=dict)
+    whole: frozenset[int] = frozenset()
+    filled: frozenset[int] = frozenset()
+    even: frozenset[int] = frozenset()
+    passes: Passes = field(default_factory=dict)
+    unread: frozenset[int] = frozenset()
+    sized: tuple[tuple[str, int], ...] = ()
+    local: Callable[..., Any] | None = None
+
+    def shape(self, result: int) -> tuple[int, ...]:
+        """Return the global shape of a result."""
+        return tuple(math.prod(self.sizes[factor] for factor in dim) for dim in self.results[result])
+
+
+class Factors:
+    """Numbers the factors of a rule that is being made."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self._sizes)
+
+    def new(self, size: int) -> int:
+        """Return the number of a new factor."""
+        self._sizes.append(size)
+        return len(self._sizes) - 1
+
+    def dims(self, shape: Sequence[int]) -> Dims:
+        """Return dims of one new factor each."""
+        return tuple((self.new(size),) for size in shape)
+
+
+def einsum(
+    text: str,
+    *shapes: Sequence[int],
+    whole: str = "",
+    passes: Passes | None = None,
+    contracted: str = "sum",
+    local: Callable[..., Any] | None = None,
+) -> Rule | None:
+    """Return the rule that a text spells, such as ``"mk,kn->mn"``; None if the shapes do not fit it.
+
+    A letter is a factor; one that no result has is contracted. ``"..."`` stands for the same leading dims everywhere.
+
+    Args:
+        text: Operands and results.
+        shapes: Shape of every operand; those of results follow.
+        whole: Letters of factors that no axis may split.
+        passes: Default `BILINEAR`.
+        contracted: Reduction of contracted factors.
+        local: See `Rule`.
+    """
+    left, _, right = text.partition("->")
+    operands, results = left.split(","), right.split(",")
+    lead = max((len(shape) - len(letters) + 3 for shape, letters in zip(shapes, operands, strict=True)), default=0)
+    names = "".join(chr(0x100 + number) for number in range(lead if "..." in text else 0))
+    operands = [letters.replace("...", names) for letters in operands]
+    results = [letters.replace("...", names) for letters in results]
+    sizes: dict[str, int] = {}
+    for letters, shape in zip(operands, shapes, strict=True):
+        if len(letters) != len(shape):
+            return None
+        for letter, size in zip(letters, shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                return None
+    numbers = {letter: number for number, letter in enumerate(sizes)}
+    kept = set("".join(results))
+    return Rule(
+        sizes=tuple(sizes.values()),
+        operands=tuple(tuple((numbers[letter],) for letter in letters) for letters in operands),
+        results=tuple(tuple((numbers[letter],) for letter in letters) for letters in results),
+        contracted={numbers[letter]: contracted for letter in sizes if letter not in kept and letter not in whole},
+        whole=frozenset(numbers[letter] for letter in whole if letter in numbers),
+        passes=BILINEAR if passes is None else passes,
+        local=local,
+    )
+
+
+def pointwise(shapes: Sequence[Sequence[int]], passes: Passes | None = None) -> Rule | None:
+    """Return the rule of an operator that works on elements, operands broadcast; None if they cannot be."""
+    rank = max(map(len, shapes), default=0)
+    padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
+    sizes = []
+    for column in zip(*padded, strict=True):
+        wide = [size for size in column if size != 1]
+        if len(set(wide)) > 1:
+            return None
+        sizes.append(wide[0] if wide else 1)
+    operands = tuple(
+        tuple((dim,) if size == sizes[dim] else () for dim, size in enumerate(shape) if dim >= rank - len(own))
+        for own, shape in zip(shapes, padded, strict=True)
+    )
+    result = tuple((dim,) for dim in range(rank))
+    return Rule(tuple(sizes), operands, (result,), passes=passes or {})

@@ -1,0 +1,61 @@
+"""The table of operators: which has a rule, which is made of others. What is in neither is run on whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from dtckpt.dtensor.operators.call import Call, Operator
+from dtckpt.dtensor.operators.rule import Rule, pointwise
+
+Builder = Callable[[Call], Rule | None]
+"""Makes the rule of a call; None if there is none for such arguments."""
+
+RULES: dict[Operator, Builder] = {}
+COMPOSITES: dict[Operator, Callable[..., Any]] = {}
+
+_B = TypeVar("_B", bound=Builder)
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def rule(*operators: Operator) -> Callable[[_B], _B]:
+    """Register a function that makes the rules of operators. Their variants in place and with ``out`` follow it too."""
+
+    def register(builder: _B) -> _B:
+        for operator in operators:
+            RULES[operator] = builder
+        return builder
+
+    return register
+
+
+def composite(*operators: Operator) -> Callable[[_F], _F]:
+    """Register a function of DTensors that does what operators do, by other operators.
+
+    It gets the operator's arguments. It declines a call with ``NotImplemented`` before it has done anything; whether
+    it does so must depend on shapes, dtypes, layouts and arguments other than floats alone.
+    """
+
+    def register(function: _F) -> _F:
+        for operator in operators:
+            COMPOSITES[operator] = function
+        return function
+
+    return register
+
+
+def builder_of(func: Operator) -> Builder | None:
+    """Return what makes an operator's rules; None if nothing does."""
+    return RULES.get(func) or (_by_element if _is_by_element(func) else None)
+
+
+def _is_by_element(func: Operator) -> bool:
+    """Whether PyTorch says of an operator that each element of the result depends on one of each operand."""
+    tags = func.tags
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _by_element(call: Call) -> Rule | None:
+    return pointwise(call.shapes)
