@@ -90,7 +90,7 @@ class DTypeError(DtckptError, TypeError):
 
 
 class OperatorError(DtckptError, NotImplementedError):
-    """A tensor operator has no rule for a DTensor."""
+    """An operation cannot be done on such a DTensor."""
 
     # Not a TypeError: torch's arithmetic operators swallow those and say "unsupported operand" instead.
 

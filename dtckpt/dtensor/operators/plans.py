@@ -206,7 +206,8 @@ class WritingPlan:
         made = self._functional(*given, **named)
         for target, value in zip(targets, [made] if isinstance(made, torch.Tensor) else made, strict=True):
             if tuple(value.shape) != tuple(target.shape):
-                on_meta(self._func, args, kwargs, tensors)  # which may say it better
+                if not is_out:
+                    on_meta(self._func, args, kwargs, tensors)  # which may say it better
                 raise LayoutError(
                     f"operator {self._func} writes to a DTensor of shape {tuple(target.shape)}, and shape stays; got "
                     f"a result of shape {tuple(value.shape)}"
