@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         num_local_devices,
         shutdown_tpu_system,
     )
-    from dtckpt.coordination import initialize_multi_client, shutdown_multi_client
+    from dtckpt.coordination import initialize_multi_client, job_status, shutdown_multi_client
     from dtckpt.dtensor import (
         DTensor,
         DVariable,
@@ -92,7 +92,7 @@ _MODULES = {
         "num_local_devices",
         "shutdown_tpu_system",
     ),
-    "coordination": ("initialize_multi_client", "shutdown_multi_client"),
+    "coordination": ("initialize_multi_client", "job_status", "shutdown_multi_client"),
     "dtensor": (
         "DTensor",
         "DVariable",
@@ -159,6 +159,7 @@ __all__ = [
     "initialize_multi_client",
     "initialize_tpu_system",
     "job_name",
+    "job_status",
     "jobs",
     "local_devices",
     "name_based_restore",

@@ -42,7 +42,7 @@ def jobs() -> list[str]:
     """Return one entry per client, in the order of their ids; nothing for a client alone.
 
     These are the addresses of ``DTENSOR_JOBS``. Where other variables say how many clients there are, no addresses are
-    known and the entries are full job names.
+    known and the entries are full job names. `dtckpt.job_status` says which of them are there, and in which state.
     """
     return Config.from_environ().jobs
 
@@ -56,7 +56,10 @@ def job_name() -> str:
 
 
 def full_job_name(task_id: int | None = None) -> str:
-    """Return the name of a client's task, this one's unless another is given: ``worker/replica:0/task:1``."""
+    """Return the name of a client's task, this one's unless another is given: ``worker/replica:0/task:1``.
+
+    A coordinator registers the client under this name, and no client that calls the job otherwise.
+    """
     config = Config.from_environ()
     task = config.client_id if task_id is None else task_id
     if config.num_clients == 1 and task != 0:

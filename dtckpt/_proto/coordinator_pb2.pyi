@@ -256,9 +256,12 @@ class RegisterRequest(_message.Message):
     NUM_CLIENTS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    JOB_NAME_FIELD_NUMBER: _builtins.int
     num_clients: _builtins.int
     attempt: _builtins.int
     host: _builtins.str
+    job_name: _builtins.str
+    """how task and device names call the job; all tasks of an attempt must agree; "": as the job"""
     @_builtins.property
     def task(self) -> Global___TaskIdentity: ...
     def __init__(
@@ -268,10 +271,11 @@ class RegisterRequest(_message.Message):
         num_clients: _builtins.int = ...,
         attempt: _builtins.int = ...,
         host: _builtins.str = ...,
+        job_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "host", b"host", "num_clients", b"num_clients", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "host", b"host", "job_name", b"job_name", "num_clients", b"num_clients", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -284,19 +288,23 @@ class RegisterResponse(_message.Message):
     COORDINATOR_INCARNATION_FIELD_NUMBER: _builtins.int
     HEARTBEAT_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    TASK_NAME_FIELD_NUMBER: _builtins.int
     coordinator_incarnation: _builtins.int
     heartbeat_timeout_s: _builtins.float
     heartbeat_interval_s: _builtins.float
+    task_name: _builtins.str
+    """full name of the task: <job_name>/replica:0/task:<n>"""
     def __init__(
         self,
         *,
         coordinator_incarnation: _builtins.int = ...,
         heartbeat_timeout_s: _builtins.float = ...,
         heartbeat_interval_s: _builtins.float = ...,
+        task_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "heartbeat_interval_s", b"heartbeat_interval_s", "heartbeat_timeout_s", b"heartbeat_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "heartbeat_interval_s", b"heartbeat_interval_s", "heartbeat_timeout_s", b"heartbeat_timeout_s", "task_name", b"task_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -702,6 +710,7 @@ class TaskStatus(_message.Message):
     HEARTBEAT_AGE_S_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     PROGRESS_AGE_S_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     task: _builtins.int
     state: Global___TaskState.ValueType
     """UNSPECIFIED: never registered"""
@@ -711,6 +720,8 @@ class TaskStatus(_message.Message):
     heartbeat_age_s: _builtins.float
     progress_age_s: _builtins.float
     """since the progress last changed"""
+    name: _builtins.str
+    """full name, also of a task that never registered"""
     @_builtins.property
     def progress(self) -> Global___Progress: ...
     def __init__(
@@ -724,10 +735,11 @@ class TaskStatus(_message.Message):
         heartbeat_age_s: _builtins.float = ...,
         progress: Global___Progress | None = ...,
         progress_age_s: _builtins.float = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "heartbeat_age_s", b"heartbeat_age_s", "host", b"host", "incarnation", b"incarnation", "progress", b"progress", "progress_age_s", b"progress_age_s", "state", b"state", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "heartbeat_age_s", b"heartbeat_age_s", "host", b"host", "incarnation", b"incarnation", "name", b"name", "progress", b"progress", "progress_age_s", b"progress_age_s", "state", b"state", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

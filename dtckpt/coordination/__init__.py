@@ -46,6 +46,7 @@ __all__ = [
     "connect",
     "current_coordination",
     "initialize_multi_client",
+    "job_status",
     "set_coordination",
     "shutdown_multi_client",
 ]
@@ -89,7 +90,7 @@ def _member(env: Mapping[str, str]) -> Member:
     text = env.get("DTCKPT_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or "0"
     if not text.isdecimal():
         raise ConfigError(f"DTCKPT_ATTEMPT (or TORCHELASTIC_RESTART_COUNT) is {text!r}; expected a whole number")
-    return Member(job, client_id(), num_clients(), incarnation=process.incarnation(), attempt=int(text))
+    return Member(job, client_id(), num_clients(), process.incarnation(), int(text), job_name())
 
 
 def _heartbeat_timeout_s(env: Mapping[str, str]) -> float:
@@ -143,6 +144,24 @@ def initialize_multi_client(coordinator: str | None = None, *, heartbeat_timeout
         coordination = connect(coordinator=coordinator, heartbeat_timeout_s=heartbeat_timeout_s)
         coordination.register()
         set_coordination(coordination)
+
+
+def job_status() -> JobStatus:
+    """Return all tasks of this client's job, with full names and states, and the barriers that are open.
+
+    The coordinator knows them, where there is one; else the store where the clients meet. The client joins its job by
+    this, as by `initialize_multi_client`, if it has not yet.
+
+    Raises:
+        FencedError: Another process has this client's place.
+        CoordinatorUnavailableError: The meeting point cannot be reached.
+
+    >>> [task.name for task in job_status().tasks]
+    ['localhost/replica:0/task:0']
+    """
+    coordination = current_coordination()
+    coordination.register()
+    return coordination.status()
 
 
 def shutdown_multi_client() -> None:

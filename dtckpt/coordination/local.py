@@ -58,5 +58,12 @@ class LocalCoordination:
         self._state = "left"
 
     def status(self) -> JobStatus:
-        task = TaskStatus(self.member.client, self._state, self.member.incarnation, 0.0, self._progress)
+        task = TaskStatus(
+            self.member.client,
+            self._state,
+            self.member.incarnation,
+            0.0,
+            self._progress,
+            name=self.member.full_task_name(),
+        )
         return JobStatus(self.member.job, self.member.num_clients, (task,), ())

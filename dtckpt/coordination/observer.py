@@ -46,10 +46,10 @@ def job_status(name: str, job: pb.GetJobResponse) -> JobStatus:
 
 def _task_status(task: pb.TaskStatus) -> TaskStatus:
     if task.state == pb.TASK_STATE_UNSPECIFIED:
-        return TaskStatus(task.task, "unknown")
+        return TaskStatus(task.task, "unknown", name=task.name)
     state = pb.TaskState.Name(task.state).removeprefix("TASK_STATE_").lower()
     seen = task.progress
     progress = Progress(seen.phase, seen.step, seen.bytes_done, seen.bytes_total)
     return TaskStatus(
-        task.task, state, task.incarnation, task.heartbeat_age_s, progress, task.progress_age_s, task.host
+        task.task, state, task.incarnation, task.heartbeat_age_s, progress, task.progress_age_s, task.host, task.name
     )

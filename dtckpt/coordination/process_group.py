@@ -428,11 +428,11 @@ class ProcessGroupCoordination:
     def _status(self, link: Link) -> JobStatus:
         tasks = []
         for client, (state, age) in self._observe(link, range(self.member.num_clients)).items():
-            beat = _Beat.load(self._seen[client][0])
+            beat, name = _Beat.load(self._seen[client][0]), self.member.full_task_name(client)
             if beat is None:
-                tasks.append(TaskStatus(client, state))
+                tasks.append(TaskStatus(client, state, name=name))
             else:
-                tasks.append(TaskStatus(client, state, beat.incarnation, age, beat.progress))
+                tasks.append(TaskStatus(client, state, beat.incarnation, age, beat.progress, name=name))
         with self._lock:
             meetings = list(self._open)
         barriers = [

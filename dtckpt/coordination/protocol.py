@@ -79,19 +79,28 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Who a client is: its place in the job and, by ``incarnation``, which life of the process this is."""
+    """Who a client is: its place in the job and, by ``incarnation``, which life of the process this is.
+
+    Args:
+        job_name: How full task names call the job (`dtckpt.job_name`); empty: as ``job``.
+    """
 
     job: str
     client: int
     num_clients: int
     incarnation: int
     attempt: int = 0
+    job_name: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.client < self.num_clients:
             raise errors.ConfigError(
                 f"client {self.client} does not fit job {self.job!r}: expected an id from 0 to {self.num_clients - 1}"
             )
+
+    def full_task_name(self, client: int | None = None) -> str:
+        """Return the full name of a client's task, this one's unless another is given."""
+        return f"{self.job_name or self.job}/replica:0/task:{self.client if client is None else client}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +117,7 @@ class Progress:
 class TaskStatus:
     """One client as seen by the others; ``state`` is unknown, registered, suspect, lost, left or fenced.
 
+    ``name`` is its full task name, as of `dtckpt.full_job_name`.
     ``progress_age_s`` is how long the progress has been what it is. None: nobody knows.
     """
 
@@ -118,6 +128,7 @@ class TaskStatus:
     progress: Progress = Progress()
     progress_age_s: float | None = None
     host: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,9 @@ class GrpcCoordination(Caller):
         heartbeat_timeout_s: How long to look for the coordinator outside of barriers. The silence after which a client
             is lost is the coordinator's to say; the attribute holds it once registered.
         clock: Monotonic seconds.
+
+    Attributes:
+        task_name: The client's full name, as the coordinator has registered it.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class GrpcCoordination(Caller):
         super().__init__(address, access, clock)
         self.member = member
         self.heartbeat_timeout_s = heartbeat_timeout_s
+        self.task_name = member.full_task_name()
         self._identity = pb.TaskIdentity(job=member.job, task=member.client, incarnation=member.incarnation)
         self._pid = os.getpid()
         self._progress = Progress()
@@ -107,6 +111,7 @@ class GrpcCoordination(Caller):
             num_clients=self.member.num_clients,
             attempt=self.member.attempt,
             host=socket.gethostname(),
+            job_name=self.member.job_name,
         )
         for pause_s in backoffs():
             try:
@@ -117,6 +122,7 @@ class GrpcCoordination(Caller):
                     raise errors.FencedError(str(error)) from None
                 time.sleep(pause_s)
         self.heartbeat_timeout_s = response.heartbeat_timeout_s
+        self.task_name = response.task_name
         self._interval_s = response.heartbeat_interval_s
 
     def _send_heartbeats(self) -> None:

@@ -28,6 +28,9 @@ class Identity:
 class Register:
     """A task wants its place in its job, or renews it.
 
+    Args:
+        job_name: How names of tasks call the job; empty: as it is called here.
+
     Refused with:
         ConfigError: The numbers make no sense or differ from the job's.
         HeldError: Another incarnation holds the place and may be alive; ask again.
@@ -39,6 +42,7 @@ class Register:
     num_clients: int
     attempt: int = 0
     host: str = ""
+    job_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from dtckpt import errors
 from dtckpt_server import texts
-from dtckpt_server.events import Arrive, Cancel, Event, Heartbeat, Identity, Leave, Register, Tick
+from dtckpt_server.events import MAX_NAME_BYTES, Arrive, Cancel, Event, Heartbeat, Identity, Leave, Register, Tick
 from dtckpt_server.texts import Failure, Progress, task_name
 
 REGISTERED, SUSPECT, LOST, LEFT, FENCED = "REGISTERED", "SUSPECT", "LOST", "LEFT", "FENCED"
@@ -103,15 +103,19 @@ class Barrier:
 
 @dataclass(slots=True)
 class Job:
-    """One job of one attempt."""
+    """One job of one attempt. ``job_name`` is how its tasks' names call it."""
 
     name: str
     num_clients: int
     attempt: int
+    job_name: str
     tasks: dict[int, Task] = field(default_factory=dict)
     barriers: dict[tuple[str, tuple[int, ...], int], Barrier] = field(default_factory=dict)
     open: dict[str, Barrier] = field(default_factory=dict)  # by barrier_id
     latest: dict[str, Barrier] = field(default_factory=dict)  # by name
+
+    def full_task_name(self, number: int) -> str:
+        return f"{self.job_name}/replica:0/task:{number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +198,19 @@ class Rules:
                 f"cannot register {task_name(who.job, who.task)} of {num_clients}: expected a job name, an incarnation "
                 f"and a task from 0 to num_clients - 1 (at most {MAX_CLIENTS - 1})"
             )
-        job = self._job_for(who, num_clients, attempt, now)
+        job_name = event.job_name or who.job
+        if len(job_name.encode()) > MAX_NAME_BYTES:
+            raise errors.ConfigError(f"name of the job is too long: at most {MAX_NAME_BYTES} bytes fit")
+        job = self._job_for(event, job_name, now)
         if num_clients != job.num_clients:
             raise errors.ConfigError(
                 f"{task_name(who.job, who.task)} says that the job has {num_clients} clients; got {num_clients}, "
                 f"expected {job.num_clients} as the others of attempt {job.attempt} said"
+            )
+        if job_name != job.job_name:
+            raise errors.ConfigError(
+                f"{task_name(who.job, who.task)} calls the job {job_name!r}; expected {job.job_name!r} as the others of "
+                f"attempt {job.attempt} said; DTENSOR_JOB_NAME or DTCKPT_JOB must be the same for all clients of a job"
             )
         task = job.tasks.get(who.task)
         if task is not None and task.incarnation == who.incarnation:
@@ -211,22 +223,24 @@ class Rules:
         task = job.tasks[who.task] = Task(who.task, who.incarnation, attempt, event.host, now, progressed_at=now)
         self._log_task("registered", job, task, f"registered from {task.host or 'an unnamed host'}, attempt {attempt}")
 
-    def _job_for(self, who: Identity, num_clients: int, attempt: int, now: float) -> Job:
+    def _job_for(self, event: Register, job_name: str, now: float) -> Job:
+        who, num_clients, attempt = event.who, event.num_clients, event.attempt
         job = self.jobs.get(who.job)
         if job is None:
             if len(self.jobs) >= MAX_JOBS:
                 raise LimitError(f"no room for job {who.job!r}: the coordinator has {len(self.jobs)} jobs")
-            job = self.jobs[who.job] = Job(who.job, num_clients, attempt)
+            job = self.jobs[who.job] = Job(who.job, num_clients, attempt, job_name)
         elif attempt < job.attempt:
             raise errors.FencedError(
                 f"{task_name(who.job, who.task)} is of attempt {attempt}, but attempt {job.attempt} has begun"
             )
         elif attempt > job.attempt:
-            self._fence(job, attempt, num_clients, now)
+            self._fence(job, event, job_name, now)
         return job
 
-    def _fence(self, job: Job, attempt: int, num_clients: int, now: float) -> None:
+    def _fence(self, job: Job, event: Register, job_name: str, now: float) -> None:
         """Begin a new attempt: whatever belongs to the old one is over."""
+        attempt, num_clients = event.attempt, event.num_clients
         text = f"job {job.name!r}: attempt {attempt} fences attempt {job.attempt}"
         self._log("attempt_begun", text, job=job.name, attempt=attempt)
         for barrier in list(job.open.values()):
@@ -237,7 +251,7 @@ class Rules:
         job.tasks = {number: task for number, task in job.tasks.items() if number < num_clients}
         job.barriers.clear()
         job.latest.clear()
-        job.attempt, job.num_clients = attempt, num_clients
+        job.attempt, job.num_clients, job.job_name = attempt, num_clients, job_name
 
     def _refuse_rival(self, job: Job, task: Task, incarnation: int, now: float) -> None:
         if task.rival[0] != incarnation:

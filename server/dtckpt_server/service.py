@@ -207,11 +207,12 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         self._refuse_if(self._is_draining)
         who = _identity(request.task)
-        self._apply(Register(who, request.num_clients, request.attempt, request.host[:256]))
+        self._apply(Register(who, request.num_clients, request.attempt, request.host[:256], request.job_name))
         return pb.RegisterResponse(
             coordinator_incarnation=self.rules.incarnation,
             heartbeat_timeout_s=self.rules.heartbeat_timeout_s,
             heartbeat_interval_s=self.rules.heartbeat_timeout_s / 6,
+            task_name=self.rules.jobs[who.job].full_task_name(who.task),
         )
 
     @_answers
@@ -427,10 +428,11 @@ def _barrier_status(barrier: Barrier, now: float) -> pb.BarrierStatus:
 def _task_status(job: Job, number: int, now: float) -> pb.TaskStatus:
     task = job.tasks.get(number)
     if task is None:
-        return pb.TaskStatus(task=number)
+        return pb.TaskStatus(task=number, name=job.full_task_name(number))
     progress = task.progress
     return pb.TaskStatus(
         task=number,
+        name=job.full_task_name(number),
         state=pb.TaskState.Value(f"TASK_STATE_{task.state}"),
         incarnation=task.incarnation,
         attempt=task.attempt,
