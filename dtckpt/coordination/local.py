@@ -58,12 +58,7 @@ class LocalCoordination:
         self._state = "left"
 
     def status(self) -> JobStatus:
-        task = TaskStatus(
-            self.member.client,
-            self._state,
-            self.member.incarnation,
-            0.0,
-            self._progress,
-            name=self.member.full_task_name(),
-        )
+        member = self.member
+        name = member.full_task_name()
+        task = TaskStatus(member.client, self._state, member.incarnation, 0.0, self._progress, name=name)
         return JobStatus(self.member.job, self.member.num_clients, (task,), ())
