@@ -8,7 +8,19 @@ from dtckpt import Partial, Replicate, Shard
 from dtckpt.dtensor import DTensor
 
 from .arrangements import ARRANGEMENTS, Placed, Plain
-from .database import BACKWARD, QUICK, RIGHT, Expected, Form, Wrong, compare, outcomes_of, run_backward, verdict_of
+from .database import (
+    BACKWARD,
+    QUICK,
+    RIGHT,
+    Expected,
+    Form,
+    Wrong,
+    compare,
+    is_determined,
+    outcomes_of,
+    run_backward,
+    verdict_of,
+)
 from .samples import NOT_TRIED, Sample, op_db, operators, samples_of
 
 MIXED = next(each for each in ARRANGEMENTS if each.name == "mixed")
@@ -95,6 +107,12 @@ def test_values_that_nothing_determines_are_not_compared():
     compare(torch.ones(2), torch.zeros(2), Plain(), by_value=False)
     with pytest.raises(Wrong):
         compare(torch.ones(2), torch.zeros(3), Plain(), by_value=False)
+
+
+def test_operators_that_draw_numbers_are_found():
+    drawn = ["nn_functional_dropout", "uniform", "multinomial", "empty_like"]
+    assert not any(map(is_determined, drawn))
+    assert all(map(is_determined, ["add", "nn_functional_linear", "sort"]))
 
 
 def test_errors_show():
