@@ -89,6 +89,10 @@ class DTypeError(DtckptError, TypeError):
     """A dtype cannot be stored, or a conversion would lose values without consent."""
 
 
+class RandomParameterError(DtckptError, ValueError, RuntimeError):
+    """A distribution's parameters are out of range. A RuntimeError as well, because torch raises those."""
+
+
 class OperatorError(DtckptError, NotImplementedError):
     """An operation cannot be done on such a DTensor."""
 
@@ -218,6 +222,10 @@ class CoordinatorUnavailableError(CoordinationError, ConnectionError):
 
 class CoordinatorPermissionError(CoordinationError, PermissionError):
     """The coordinator refuses this client's token, or this client the coordinator's certificate."""
+
+
+class GeneratorMismatchError(CoordinationError):
+    """Clients that are to make one random tensor have generators in different states."""
 
 
 class JobNotFoundError(CoordinationError, LookupError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex, TypedDict, Unpack
@@ -12,6 +11,8 @@ import torch
 from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.functional import from_placements, redistribute
 from dtckpt.dtensor.moving import MeshLike, as_mesh, get_default_mesh
+from dtckpt.dtensor.randomness import agreed_key
+from dtckpt.dtensor.randomness import fill as fill_randomly
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
 from dtckpt.layout import Layout
@@ -21,6 +22,8 @@ from dtckpt.region import Region
 
 Fill = Callable[[torch.Tensor, Region], object]
 """Fills one device's part, given the region that it covers."""
+Maker = Callable[[Mesh, tuple[int, ...]], Fill]
+"""Returns what fills the parts of a tensor of some shape, on a mesh."""
 
 
 def require_mesh(device_mesh: MeshLike | None) -> Mesh:
@@ -56,7 +59,7 @@ class Options(TypedDict, total=False):
 
 def _make(
     size: Sequence[Any],
-    fill: Fill,
+    maker: Maker,
     *,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
@@ -64,13 +67,14 @@ def _make(
     device_mesh: MeshLike | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Return a new DTensor whose parts ``fill`` fills; the other arguments are `Options`."""
+    """Return a new DTensor whose parts ``maker`` has filled; the other arguments are `Options`."""
     if layout != torch.strided:
         raise LayoutError(f"only dense tensors are made; got layout {layout}, expected {torch.strided}")
     mesh = require_mesh(device_mesh)
     shape = _shape_of(size)
     wanted = from_placements(mesh, placements, len(shape))
     whole = Layout(wanted.sharding_specs, mesh)
+    fill = maker(mesh, shape)
     components = []
     for device, name in zip(mesh.local_device_ids(), mesh.local_devices(), strict=True):
         region = whole.region(device, shape)
@@ -90,23 +94,21 @@ def _shape_of(size: Sequence[Any]) -> tuple[int, ...]:
     return tuple(map(operator.index, sizes))
 
 
-def _value(value: complex) -> Fill:
-    return lambda part, _: part.fill_(value)
+def _value(value: complex) -> Maker:
+    return lambda *_: lambda part, _: part.fill_(value)
 
 
-def _random(draw: Callable[[torch.Tensor, torch.Generator], object]) -> Fill:
-    """Fill each region from a generator of its own, so that shards differ and copies agree.
+def _random(kind: str) -> Maker:
+    """Have parts filled with random numbers, which depend on the element's index and not on the layout.
 
-    The stream's seed is drawn from torch's default generator: clients that share a seed make the same tensor.
+    Collective: At some calls; see `agreed_key`.
     """
-    seed = int(torch.randint(1 << 62, (), device="cpu"))
 
-    def fill(part: torch.Tensor, region: Region) -> None:
-        digest = hashlib.blake2b(f"{seed} {region}".encode(), digest_size=8).digest()
-        generator = torch.Generator(part.device).manual_seed(int.from_bytes(digest, "big") >> 1)
-        draw(part, generator)
+    def maker(mesh: Mesh, shape: tuple[int, ...]) -> Fill:
+        key = agreed_key(mesh)
+        return lambda part, region: fill_randomly(kind, part, region, shape, key)
 
-    return fill
+    return maker
 
 
 def zeros(*size: Any, **options: Unpack[Options]) -> DTensor:
@@ -127,14 +129,20 @@ def full(size: Sequence[int], fill_value: complex, **options: Unpack[Options]) -
 
 def empty(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Return a DTensor with uninitialised memory; arguments as for `zeros`."""
-    return _make(size, lambda part, _: part, **options)
+    return _make(size, lambda *_: lambda part, _: part, **options)
 
 
 def rand(*size: Any, **options: Unpack[Options]) -> DTensor:
-    """Return a DTensor of numbers uniform in [0, 1); arguments as for `zeros`. Clients must share torch's seed."""
-    return _make(size, _random(lambda part, generator: part.uniform_(generator=generator)), **options)
+    """Return a DTensor of numbers uniform in [0, 1), the same ones in any layout; arguments as for `zeros`.
+
+    Collective: At some calls, over the mesh's clients; see `agreed_key`. They must share torch's seed.
+
+    Raises:
+        GeneratorMismatchError: They do not.
+    """
+    return _make(size, _random("uniform"), **options)
 
 
 def randn(*size: Any, **options: Unpack[Options]) -> DTensor:
-    """Return a DTensor of standard normal numbers; arguments as for `zeros`. Clients must share torch's seed."""
-    return _make(size, _random(lambda part, generator: part.normal_(generator=generator)), **options)
+    """Return a DTensor of standard normal numbers, as `rand` otherwise."""
+    return _make(size, _random("normal"), **options)

@@ -1,0 +1,99 @@
+"""Keys of random operations, drawn alike by all clients of a mesh, and checked to be alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from dtckpt.dtensor.collectives import all_gather_object
+from dtckpt.errors import CoordinationError, GeneratorMismatchError, capped
+from dtckpt.groups import is_connected
+from dtckpt.mesh import Mesh
+
+FIRST_COMPARED = 4
+"""So many of the first keys are compared one by one: clients that were seeded differently show at once."""
+COMPARED_EVERY = 64
+"""Later on, all keys since the last comparison are compared together: clients that went apart show soon."""
+
+
+def draw_key(generator: torch.Generator | None = None) -> int:
+    """Return a number from 0 to 2**63 - 1, drawn from a generator, default torch's own of the CPU.
+
+    So ``torch.manual_seed`` and saved generator states determine all that follows. One draw, whatever it is for.
+    """
+    device = torch.device("cpu") if generator is None else generator.device
+    return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
+
+
+def agreed_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
+    """Return a key from `draw_key`, which every client of a mesh draws for itself, in the same order.
+
+    Collective: Over the mesh's clients, if there are several and a process group connects them, at the first
+    `FIRST_COMPARED` draws among these clients and at every `COMPARED_EVERY`-th; bounded by the group's timeout. At
+    other draws and for other meshes no communication.
+
+    Raises:
+        GeneratorMismatchError: Clients drew different keys since the last comparison; on all of them.
+        CoordinationError: A client is gone, or did not come in time.
+    """
+    key = draw_key(generator)
+    if mesh.num_clients > 1 and not mesh.is_remote() and is_connected(mesh.clients):
+        _tally_of(mesh.clients).add(key)
+    return key
+
+
+@dataclass
+class _Tally:
+    """The keys that this client has drawn together with some others.
+
+    Args:
+        clients: Them and this one.
+        count: How many keys there were.
+        digest: Of the keys.
+    """
+
+    clients: tuple[int, ...]
+    count: int = 0
+    digest: bytes = b""
+
+    def add(self, key: int) -> None:
+        """Count a key, and compare if it is time. Collective then."""
+        self.count += 1
+        self.digest = hashlib.blake2b(self.digest + key.to_bytes(8, "little"), digest_size=16).digest()
+        if self.count <= FIRST_COMPARED or self.count % COMPARED_EVERY == 0:
+            self._compare()
+
+    def _compare(self) -> None:
+        try:
+            digests = all_gather_object((self.count, self.digest), self.clients)
+        except RuntimeError as error:
+            raise CoordinationError(
+                f"comparing random keys among clients {capped(self.clients)} failed: {error}; look for clients that "
+                "ended, hang, or make fewer random tensors than others"
+            ) from error
+        by_digest: defaultdict[Any, list[int]] = defaultdict(list)
+        for client, digest in zip(self.clients, digests, strict=True):
+            by_digest[digest].append(client)
+        if len(by_digest) > 1:
+            # Seeded anew, clients are to agree again, and be compared soon.
+            self.count, self.digest = 0, b""
+            sets = capped((f"[{capped(clients)}]" for clients in by_digest.values()), 4)
+            raise GeneratorMismatchError(
+                f"random numbers: clients {sets} drew different keys, so copies of one tensor would differ; the states "
+                "of their generators differ; call torch.manual_seed with one seed on all clients, and make random "
+                "DTensors in one order on all of them"
+            )
+
+
+# By default process group, so that what belongs to one that ended goes with it.
+_tallies: WeakKeyDictionary[Any, dict[tuple[int, ...], _Tally]] = WeakKeyDictionary()
+
+
+def _tally_of(clients: tuple[int, ...]) -> _Tally:
+    return _tallies.setdefault(dist.group.WORLD, {}).setdefault(clients, _Tally(clients))
