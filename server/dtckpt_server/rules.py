@@ -210,7 +210,7 @@ class Rules:
         if job_name != job.job_name:
             raise errors.ConfigError(
                 f"{task_name(who.job, who.task)} calls the job {job_name!r}; expected {job.job_name!r} as the others "
-                f"of attempt {job.attempt} said; DTENSOR_JOB_NAME or DTCKPT_JOB must be the same for all clients of a job"
+                f"of attempt {job.attempt} said; DTENSOR_JOB_NAME and DTCKPT_JOB must be the same for all clients"
             )
         task = job.tasks.get(who.task)
         if task is not None and task.incarnation == who.incarnation:
