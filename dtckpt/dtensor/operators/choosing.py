@@ -94,7 +94,8 @@ def _candidates(
     for factor in range(len(rule.sizes)):
         counts = [mesh.dim_size(other) for other, one in chosen.items() if one.factor == factor]
         if _may_split(rule, factor, (*counts, mesh.dim_size(axis))):
-            yield _Candidate(factor, rule.contracted.get(factor))
+            reduction = rule.contracted.get(factor)
+            yield _Candidate(factor, reduction, () if reduction is None else tuple(rule.added))
 
 
 def _may_split(rule: Rule, factor: int, counts: tuple[int, ...]) -> bool:
@@ -165,7 +166,9 @@ def _cost(rule: Rule, candidate: _Candidate, size: int, held: Sequence[_Held], n
         elif source != wanted:
             cost += 1.0
     if candidate.reduction is not None:
-        cost += _move_cost(candidate.reduction, None, size, nbytes[-1])
+        # What waited before may go on waiting, as in a copy: at the least it will be scattered.
+        target = None if candidate.factor is not None else 0
+        cost += _move_cost(candidate.reduction, target, size, nbytes[-1])
     return cost
 
 

@@ -104,7 +104,7 @@ def _first(
     """Run a call for which there is no plan yet."""
     _common_mesh(func, tensors)
     call = Call(func, tuple(args), kwargs)
-    function = COMPOSITES.get(func)
+    function = COMPOSITES.get(func) or _implicit(func)
     plan: plans.Plan | None = None
     if function is not None:
         plan = plans.CompositePlan(function)
@@ -121,6 +121,11 @@ def _first(
         _PLANS.clear()
     _PLANS[key] = plan
     return made
+
+
+def _implicit(func: Operator) -> Any:
+    """Return what makes others of an operator that comes undone only in inference mode, unless it has a rule."""
+    return func.decompose if builder_of(func) is None and func._can_decompose() else None
 
 
 def plan_of(call: Call) -> plans.Plan:

@@ -321,6 +321,7 @@ class ReshapingPlan:
         """As `Plan.run`."""
         tensor = tensors[0]
         alias = tensor.detach()
+        alias._components, alias._view = tensor.components, tensor._view
         with torch.no_grad():
             made = self._functional(alias, *args[1:], **kwargs)
         with no_dispatch():

@@ -42,6 +42,7 @@ class Rule:
         filled: Factors that an axis may split only if no piece is empty.
         even: Factors that an axis may split only in pieces of one size.
         passes: See `Passes`.
+        added: Operands that are added to what is contracted: they wait for the reduction too, and so count once.
         unread: Operands whose values make no difference.
         sized: Arguments that spell a result's shape: name, and number of the result.
         local: What each device runs instead of the operator, with the same arguments.
@@ -55,6 +56,7 @@ class Rule:
     filled: frozenset[int] = frozenset()
     even: frozenset[int] = frozenset()
     passes: Passes = field(default_factory=dict)
+    added: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
     sized: tuple[tuple[str, int], ...] = ()
     local: Callable[..., Any] | None = None
@@ -106,8 +108,9 @@ def einsum(
     """
     left, _, right = text.partition("->")
     operands, results = left.split(","), right.split(",")
-    lead = max((len(shape) - len(letters) + 3 for shape, letters in zip(shapes, operands, strict=True)), default=0)
-    names = "".join(chr(0x100 + number) for number in range(lead if "..." in text else 0))
+    paired = zip(shapes, operands, strict=True)
+    lead = max((len(shape) - len(letters) + 3 for shape, letters in paired if "..." in letters), default=0)
+    names = "".join(chr(0x100 + number) for number in range(lead))
     operands = [letters.replace("...", names) for letters in operands]
     results = [letters.replace("...", names) for letters in results]
     sizes: dict[str, int] = {}

@@ -49,6 +49,7 @@ class View:
         if version is None or version != self.version:
             with torch.no_grad():
                 again = self.of(self.source)
+                again._view = None  # it is up to date, and must not be made again itself
                 tensor._components = brought([again], [tensor._layout])[0].components
             self.version = version
 
