@@ -58,7 +58,9 @@ def check(
     moves = []
 
     def moved(tensors: Any, layouts: Any) -> Any:
-        moves.append([(str(tensor.placements), str(layout.placements)) for tensor, layout in zip(tensors, layouts)])
+        moves.append(
+            [(str(tensor.placements), str(layout.placements)) for tensor, layout in zip(tensors, layouts, strict=True)]
+        )
         return move(tensors, layouts)
 
     move = functional.redistribute_all

@@ -6,7 +6,7 @@ from torch.nn.functional import linear
 
 from dtckpt.dtensor.operators import dispatch
 
-from .checking import P, R, S0, S1, S2, check, distributed
+from .checking import S0, S1, S2, P, R, check, distributed
 
 SHAPES = {
     "addmm": ((5,), (6, 8), (8, 5)),

@@ -320,7 +320,7 @@ class ReshapingPlan:
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         tensor = tensors[0]
-        alias = tensor.detach()
+        alias: Any = tensor.detach()
         alias._components, alias._view = tensor.components, tensor._view
         with torch.no_grad():
             made = self._functional(alias, *args[1:], **kwargs)
