@@ -71,30 +71,36 @@ class State:
 
 
 class Clock:
-    """Seconds of the slowest client, by what is done and who does it."""
+    """Seconds of the slowest client, and processor seconds of all clients, by what is done and who does it."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, dict[str, list[float]]] = {}
+        self.cpu_seconds: dict[str, dict[str, list[float]]] = {}
 
     def time(self, what: str, who: str, work: Callable[[], object]) -> None:
         gc.collect()
         os.sync()  # or what somebody else left to be written would be waited for
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         work()
+        cpu = torch.tensor(time.process_time() - cpu_start, dtype=torch.float64)
         dist.barrier()
         self.seconds.setdefault(what, {}).setdefault(who, []).append(time.perf_counter() - start)
+        dist.all_reduce(cpu)
+        self.cpu_seconds.setdefault(what, {}).setdefault(who, []).append(float(cpu))
 
     def table(self, title: str) -> Table:
         table = Table(title=title)
         peers = [who for who in (DCP, PLAIN, SAFETENSORS) if any(who in each for each in self.seconds.values())]
-        for column in ("work", f"{OURS} s", *(f"{who} s" for who in peers), *(f"{who} / {OURS}" for who in peers)):
+        units = [f"{who} s" for who in (OURS, *peers)]
+        for column in ("work", *units, *(f"{who} / {OURS}" for who in peers), *(f"{unit} CPU" for unit in units)):
             table.add_column(column)
         for what, by_system in self.seconds.items():
             median = {who: statistics.median(listed) for who, listed in by_system.items()}
             seconds = [f"{median[who]:.3f}" if who in median else "" for who in (OURS, *peers)]
             ratios = [f"{median[who] / median[OURS]:.2f}" if who in median else "" for who in peers]
-            table.add_row(what, *seconds, *ratios)
+            cpu = {who: f"{statistics.median(listed):.3f}" for who, listed in self.cpu_seconds[what].items()}
+            table.add_row(what, *seconds, *ratios, *(cpu.get(who, "") for who in (OURS, *peers)))
         return table
 
 
@@ -139,7 +145,7 @@ def main() -> None:
         title = (
             f"{arguments.tensors} tensors of {arguments.shape}, {mib:g} MiB, {clients} clients, {os.cpu_count()} cores"
         )
-        Console(width=120).print(clock.table(title))
+        Console(width=160).print(clock.table(title))
         if not arguments.keep and not arguments.restore:
             shutil.rmtree(folder)
     dist.destroy_process_group()
@@ -175,7 +181,8 @@ def save_all(
             path.unlink()
         clock.time(what, who, work)
     for who in (DCP, PLAIN):
-        clock.seconds[f"{label}, no content digest"].setdefault(who, []).append(clock.seconds[label][who][-1])
+        for seconds in (clock.seconds, clock.cpu_seconds):
+            seconds[f"{label}, no content digest"].setdefault(who, []).append(seconds[label][who][-1])
 
 
 def write_plain(folder: Path, parts: Mapping[str, torch.Tensor], *, fsync: bool) -> None:

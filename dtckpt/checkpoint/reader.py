@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import length_hint
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dtckpt.checkpoint.chunk_reads import BlockReader, ChunkRead, Scratch, convert, cut, from_span
 from dtckpt.checkpoint.leaves import host_array, torch_dtype
 from dtckpt.checkpoint.verifying import Progress, VerifyReport, verify
 from dtckpt.errors import (
@@ -49,6 +51,8 @@ More would be slower: what is read is still in the processor's cache when it is 
 """
 REMOTE_IN_FLIGHT_NBYTES = 64 << 20
 """Chunks being read at one time from other storage, which takes long to answer."""
+ANNOUNCED_NBYTES = 64 << 10
+"""What is read from a file of this machine is announced to the system before, if it is so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +186,10 @@ class Checkpoint:
             )
         self.path = path
         self.manifest = manifest
-        self._reader = open_reader(manifest.kvstore, root)
+        is_far = is_remote(path)
+        self._reader = open_reader(manifest.kvstore, root, by_file=not is_far)
         self._root = root
-        self._in_flight = REMOTE_IN_FLIGHT_NBYTES if is_remote(path) else LOCAL_IN_FLIGHT_NBYTES
+        self._in_flight = REMOTE_IN_FLIGHT_NBYTES if is_far else LOCAL_IN_FLIGHT_NBYTES
         self._block_starts: dict[str, npt.NDArray[np.int64]] | None = None
         self.tensors: Mapping[str, TensorInfo] = _Described(manifest.arrays)
 
@@ -286,31 +291,40 @@ class Checkpoint:
         """
         nbytes = in_flight = 0
         limit, fewest = (self._in_flight, 2) if max_in_flight is None else (max_in_flight, 1)
-        pending: deque[_ChunkRead] = deque()
+        pending: deque[ChunkRead] = deque()
+        scratch = Scratch()
+        self._reader.expect(length_hint(requests))
         try:
             for name, wanted in requests:
                 for read in _chunk_reads(self.entry(name), wanted):
                     while len(pending) >= fewest and in_flight + read.part.nbytes > limit:
-                        in_flight -= self._finish(pending.popleft(), count)
+                        in_flight -= self._finish(pending.popleft(), scratch, count)
                     self._start(read)
                     pending.append(read)
                     in_flight += read.part.nbytes
                     nbytes += read.part.nbytes
             while pending:
-                self._finish(pending.popleft(), count)
+                self._finish(pending.popleft(), scratch, count)
         except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
         finally:
             # After a failure nothing may go on writing into the caller's memory.
             for read in pending:
-                read.handle.exception()
+                if read.handle is not None:
+                    read.handle.exception()
         return nbytes
 
-    def _start(self, read: _ChunkRead) -> None:
+    def _start(self, read: ChunkRead) -> None:
         entry, part = read.entry, read.part
+        if entry.has_readable_blocks:
+            read.value = self._reader.locate(entry.path, part.index, part.nbytes)
+        if read.value is not None:
+            if part.nbytes >= ANNOUNCED_NBYTES:
+                read.value.announce(part.rows.start, part.rows.start + part.rows.nbytes)
+            return
         if not part.is_whole:
-            span = _stored_span(entry, part.chunk, part.box)
-            read.handle = self._reader.start_span(entry.path, part.index, *span)
+            stop = part.rows.start + part.rows.nbytes
+            read.handle = self._reader.start_span(entry.path, part.index, part.rows.start, stop)
             return
         first, *more = read.targets
         is_fit = first.shape == part.box.shape and first.dtype == DTYPES[entry.stored_dtype]
@@ -320,29 +334,32 @@ class Checkpoint:
             entry.path, entry.grid, entry.stored_dtype, part.chunk, read.memory, codec=entry.codec
         )
 
-    def _finish(self, read: _ChunkRead, count: Callable[[int], object]) -> int:
+    def _finish(self, read: ChunkRead, scratch: Scratch, count: Callable[[int], object]) -> int:
         """Wait for one chunk, verify it, and deliver it; return its bytes."""
         entry, part, memory = read.entry, read.part, read.memory
-        if part.is_whole:
+        if read.value is not None:
+            with translated("read {} of array {!r}", self._root, part.box, entry.path, is_read=True):
+                digest, digests = BlockReader(read, read.value, scratch).run()
+        elif part.is_whole:
             self._reader.finish(read.handle, entry.path, part.chunk)
-            digest, _ = digest_chunk(entry.name, part.index, memory, entry.blocks)
+            digest, digests = digest_chunk(entry.name, part.index, memory, entry.blocks)
+        else:
+            data = self._reader.finish_span(read.handle, entry.path, part.box, part.rows.nbytes)
+            memory = from_span(entry, part, data)
+            boxes = entry.blocks.cut(Region.full(memory.shape))
+            digests = [bytes_digest(as_bytes(memory[box.slices()]).data) for box in boxes]
+        if part.is_whole:
             is_sound = digest == int(entry.digests[part.number])
         else:
-            start, stop = _stored_span(entry, part.chunk, part.box)
-            data = self._reader.finish_span(read.handle, entry.path, part.box, stop - start)
-            memory = _from_span(entry, part.box, data)
-            digests = self.block_digests(entry, part.number)[part.blocks.start : part.blocks.stop]
-            boxes = entry.blocks.cut(Region.full(memory.shape))
-            found = [bytes_digest(as_bytes(memory[box.slices()]).data) for box in boxes]
-            is_sound = found == digests
+            is_sound = digests == self.block_digests(entry, part.number)[part.blocks.start : part.blocks.stop]
         if not is_sound:
             raise CheckpointCorruptError(
                 f"chunk {part.chunk} of tensor {entry.name!r} in {self.path} is damaged: its digest does not match "
                 f"(written by client {int(entry.writers[part.number])}); restore another checkpoint"
             )
-        if not read.is_direct:
+        if read.value is None and not read.is_direct:
             for (_, of_box, _), target in zip(part.uses, read.targets, strict=True):
-                convert(_cut(memory, of_box), target)
+                convert(cut(memory, of_box), target)
         count(part.nbytes)
         return part.nbytes
 
@@ -409,18 +426,6 @@ class Checkpoint:
         return verify(self, threads=threads, progress=progress)
 
 
-@dataclass(slots=True, eq=False)
-class _ChunkRead:
-    """A part of a chunk on its way: the memory that wants it, use by use, and once it was started, where it goes."""
-
-    entry: ArrayEntry
-    part: PartRead
-    targets: Sequence[np.ndarray[Any, Any]]
-    is_direct: bool = False
-    memory: Any = None
-    handle: Any = None
-
-
 def _parts_of(entry: ArrayEntry, regions: tuple[Region, ...]) -> Iterable[PartRead]:
     """Return what must be read, chunk by chunk, for some regions of a tensor."""
     try:
@@ -439,30 +444,10 @@ def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
     return region.ndim == len(shape) and Region.full(shape).contains(region)
 
 
-def _chunk_reads(entry: ArrayEntry, wanted: Sequence[tuple[Region, np.ndarray[Any, Any]]]) -> Iterator[_ChunkRead]:
+def _chunk_reads(entry: ArrayEntry, wanted: Sequence[tuple[Region, np.ndarray[Any, Any]]]) -> Iterator[ChunkRead]:
     """Yield the reads for some regions of a tensor, each with memory of its shape."""
     for part in _parts_of(entry, tuple(region for region, _ in wanted)):
-        yield _ChunkRead(entry, part, [_cut(wanted[position][1], of_region) for position, _, of_region in part.uses])
-
-
-def _cut(memory: np.ndarray[Any, Any], slices: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-    return memory[slices] if slices else memory  # a scalar's element would be no view of it
-
-
-def _stored_span(entry: ArrayEntry, chunk: Region, box: Region) -> tuple[int, int]:
-    """Return where in a stored chunk, which is as long as any, some blocks begin and end, in bytes."""
-    dim = entry.blocks.dim
-    row = math.prod(entry.grid.chunk_shape[dim + 1 :]) * entry.itemsize
-    start = (box.offset[dim] - chunk.offset[dim]) * row
-    return start, start + box.shape[dim] * row
-
-
-def _from_span(entry: ArrayEntry, box: Region, data: bytes) -> np.ndarray[Any, Any]:
-    """Return the elements of blocks as they are stored, without the padding of edge chunks."""
-    dim = entry.blocks.dim
-    stored = (*box.shape[: dim + 1], *entry.grid.chunk_shape[dim + 1 :])
-    elements = np.frombuffer(data, DTYPES[entry.stored_dtype]).reshape(stored)
-    return elements[tuple(slice(size) for size in box.shape)]
+        yield ChunkRead(entry, part, [cut(wanted[position][1], of_region) for position, _, of_region in part.uses])
 
 
 def _block_starts(manifest: Manifest) -> dict[str, npt.NDArray[np.int64]]:
@@ -487,12 +472,6 @@ def _block_starts(manifest: Manifest) -> dict[str, npt.NDArray[np.int64]]:
             starts[name][mine] = ends - counts[mine]
             totals[writer] = int(ends[-1])
     return starts
-
-
-def convert(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
-    """Copy elements, converting dtype; floats are rounded to nearest even."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.copyto(target, source, casting="unsafe")
 
 
 def open_checkpoint(path: str | Location) -> Checkpoint:

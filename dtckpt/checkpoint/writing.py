@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from dtckpt._proto import checkpoint_pb2
+from dtckpt.checkpoint.chunk_reads import convert
 from dtckpt.checkpoint.digesting import TensorDigests, digesting
-from dtckpt.checkpoint.reader import convert
 from dtckpt.checkpoint.uncollected import uncollected
 from dtckpt.errors import CheckpointCorruptError, ReplicaMismatchError, capped
 from dtckpt.format.content import content_digest

@@ -76,7 +76,7 @@ def digest_chunk(
 ) -> tuple[int, list[int]]:
     """Return the digest of one chunk and those of its blocks (none, if it is one block itself)."""
     if blocks.count(elements.shape) <= 1:
-        return xxhash.xxh3_64_intdigest(as_bytes(elements).data, seed=_seed(name, index)), []
+        return digest_of_data(name, index, as_bytes(elements).data), []
     if elements.flags.c_contiguous:
         # The dims before the one that is cut are one element long, so blocks follow each other.
         data = as_bytes(elements).data
@@ -90,7 +90,12 @@ def digest_chunk(
 
 def digest_of_blocks(name: str, index: Sequence[int], digests: Sequence[int] | np.ndarray[Any, Any]) -> int:
     """Return the digest of a chunk from those of its blocks."""
-    return xxhash.xxh3_64_intdigest(np.asarray(digests, _DIGEST).data, seed=_seed(name, index))
+    return digest_of_data(name, index, np.asarray(digests, _DIGEST).data)
+
+
+def digest_of_data(name: str, index: Sequence[int], data: memoryview) -> int:
+    """Return the digest of a chunk of one block from its elements' bytes."""
+    return xxhash.xxh3_64_intdigest(data, seed=_seed(name, index))
 
 
 def _seed(name: str, index: Sequence[int]) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,6 +14,35 @@ from dtckpt.region import Region
 
 _KEPT_CHUNKS = 64
 """Plans over grids of no more chunks are kept: many tensors of a model are alike, and are read alike."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredRows:
+    """Where the elements of a part lie in the stored chunk: rows of the dim that is cut into blocks.
+
+    A stored chunk is as long as any; what the grid cuts short is filled up.
+
+    Args:
+        dim: That dim; None: the tensor is a scalar.
+        start: Where in the stored chunk the part begins, in bytes.
+        row_nbytes: Bytes of a row, as it is stored.
+        count: Rows of the part.
+        block: Rows of a block.
+        wanted: First and last + 1 row that the only use of the part wants, if it wants them as they are stored;
+            empty, if there are several uses, or the only one wants less than whole rows.
+    """
+
+    dim: int | None
+    start: int
+    row_nbytes: int
+    count: int
+    block: int
+    wanted: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part as it is stored."""
+        return self.count * self.row_nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +57,8 @@ class PartRead:
         box: The box that those cover.
         nbytes: Bytes of its elements on storage, before compression.
         uses: Which of the regions asked for need it: position of the region, what of the box, what of the region.
+        rows: Where it lies in the stored chunk.
+        is_whole: Whether it is all of the chunk.
     """
 
     number: int
@@ -36,11 +68,8 @@ class PartRead:
     box: Region
     nbytes: int
     uses: tuple[tuple[int, tuple[slice, ...], tuple[slice, ...]], ...]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of the chunk is read."""
-        return self.box == self.chunk
+    rows: StoredRows
+    is_whole: bool
 
 
 def plan_reads(grid: ChunkGrid, itemsize: int, regions: tuple[Region, ...], *, by_blocks: bool) -> Iterable[PartRead]:
@@ -81,8 +110,22 @@ def _plan_reads(grid: ChunkGrid, itemsize: int, regions: tuple[Region, ...], by_
             (position, overlap.relative_to(box).slices(), overlap.relative_to(regions[position]).slices())
             for position, overlap in overlaps
         )
-        found.append(PartRead(grid.number(index), index, chunk, needed, box, box.numel * itemsize, uses))
+        rows = _rows(grid, itemsize, chunk, box, [overlap for _, overlap in overlaps])
+        nbytes = box.numel * itemsize
+        found.append(PartRead(grid.number(index), index, chunk, needed, box, nbytes, uses, rows, box == chunk))
     return tuple(found)
+
+
+def _rows(grid: ChunkGrid, itemsize: int, chunk: Region, box: Region, overlaps: Sequence[Region]) -> StoredRows:
+    if not box.ndim:
+        return StoredRows(None, 0, itemsize, 1, 1, (0, 1) if len(overlaps) == 1 else (0, 0))
+    blocks, (first, *more) = Blocks.of(grid, itemsize), overlaps
+    dim = blocks.dim
+    row_nbytes = itemsize * math.prod(grid.chunk_shape[dim + 1 :])
+    start, count = box.offset[dim], box.shape[dim]
+    is_dense = first.shape[dim + 1 :] == grid.chunk_shape[dim + 1 :] and not more
+    wanted = (first.offset[dim] - start, first.stop[dim] - start) if is_dense else (0, 0)
+    return StoredRows(dim, (start - chunk.offset[dim]) * row_nbytes, row_nbytes, count, blocks.rows, wanted)
 
 
 _kept_plan = lru_cache(maxsize=256)(_plan_reads)

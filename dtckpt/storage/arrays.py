@@ -27,7 +27,8 @@ from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.names import groups
 from dtckpt.region import Region
 from dtckpt.storage.failures import translated
-from dtckpt.storage.folders import Folder, open_context
+from dtckpt.storage.folders import Folder, LocalFolder, open_context
+from dtckpt.storage.located import DatabaseFiles, FolderFiles, StoredValue, ValueFiles
 
 DATABASE_NAME = "manifest.ocdbt"
 """The file of an OCDBT database that leads to all others."""
@@ -84,6 +85,10 @@ def chunk_key(path: str, grid: ChunkGrid, region: Region) -> str:
 @lru_cache(maxsize=4096)
 def _place(grid: ChunkGrid, region: Region) -> str:
     return "/".join(["c", *(str(start // size) for start, size in zip(region.offset, grid.chunk_shape, strict=True))])
+
+
+def _chunk_key(path: str, index: Sequence[int]) -> str:
+    return "/".join([path, "c", *map(str, index)] if path else ["c", *map(str, index)])
 
 
 def _small_key(path: str, grid: ChunkGrid, codec: str, region: Region, nbytes: int) -> str | None:
@@ -321,14 +326,46 @@ class ArrayReader:
     Args:
         kind: Key-value store.
         root: The checkpoint's folder.
+        by_file: Whether to find chunks in the files of a local folder. Where storage takes long to answer,
+            TensorStore's threads are better.
     """
 
-    def __init__(self, kind: str, root: Folder) -> None:
+    def __init__(self, kind: str, root: Folder, *, by_file: bool = False) -> None:
         self._where = root
+        self._kind = kind
         self._kvstore = _kvstore(kind, root)
         self._context = open_context()
         self._arrays: dict[str, Any] = {}
         self._store: Any = None
+        self._folder = root if by_file and isinstance(root, LocalFolder) else None
+        self._files: ValueFiles | None = None
+
+    def expect(self, count: int) -> None:
+        """Say that so many chunks, or more, will be read."""
+        if (files := self._value_files()) is not None:
+            files.expect(count)
+
+    def locate(self, path: str, index: Sequence[int], nbytes: int) -> StoredValue | None:
+        """Return where a chunk's stored bytes lie in a file, if that is known and pays; `start` reads any other.
+
+        Args:
+            path: The array.
+            index: The chunk's position per dim.
+            nbytes: How much of it will be read.
+
+        Raises:
+            CheckpointCorruptError: The chunk is missing.
+            StorageError: Storage refused.
+        """
+        with translated("find chunk {} of array {!r}", self._where, index, path, is_read=True):
+            files = self._value_files()
+            return None if files is None else files.find(_chunk_key(path, index), nbytes)
+
+    def _value_files(self) -> ValueFiles | None:
+        if self._files is None and self._folder is not None:
+            root, base = self._folder.path, self._folder.kvstore()
+            self._files = FolderFiles(root) if self._kind == "zarr" else DatabaseFiles(root, base, self._context)
+        return self._files
 
     def start(
         self,
@@ -383,8 +420,7 @@ class ArrayReader:
     def start_span(self, path: str, index: Sequence[int], start: int, stop: int) -> Any:
         """Start reading bytes ``start`` to ``stop`` of a stored chunk; `finish_span` waits for them."""
         with translated(f"open array {path!r}", self._where, is_read=True):
-            key = "/".join([path, "c", *map(str, index)])
-            return self._open_store().read(key, byte_range=slice(start, stop))
+            return self._open_store().read(_chunk_key(path, index), byte_range=slice(start, stop))
 
     def finish_span(self, read: Any, path: str, region: Region, nbytes: int) -> bytes:
         """Return the ``nbytes`` of a part of a chunk. Blocks: on storage. Raises: as `finish`."""
@@ -395,8 +431,10 @@ class ArrayReader:
             return bytes(result.value)
 
     def close(self) -> None:
-        """Forget the open arrays."""
-        self._store = None
+        """Forget the open arrays and files."""
+        if self._files is not None:
+            self._files.close()
+        self._store = self._files = None
         self._arrays.clear()
 
 

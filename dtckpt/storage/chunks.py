@@ -33,9 +33,9 @@ def open_writer(
     return ArrayWriter(kind, root, client, is_durable=is_durable, max_pending_nbytes=max_pending_nbytes)
 
 
-def open_reader(kind: str, root: Folder) -> ArrayReader | ChunkReader:
-    """Return what reads the chunks below a folder."""
-    return ChunkReader(kind, root) if root.kvstore() is None else ArrayReader(kind, root)
+def open_reader(kind: str, root: Folder, *, by_file: bool = False) -> ArrayReader | ChunkReader:
+    """Return what reads the chunks below a folder; arguments as for `ArrayReader`."""
+    return ChunkReader(kind, root) if root.kvstore() is None else ArrayReader(kind, root, by_file=by_file)
 
 
 def validate_kind(kind: str, root: Folder, codecs: Iterable[str] = ()) -> None:
@@ -132,6 +132,12 @@ class ChunkReader:
         validate_kind(kind, root)
         self._root = root
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="dtckpt-chunks")
+
+    def expect(self, count: int) -> None:
+        """As `ArrayReader.expect`."""
+
+    def locate(self, path: str, index: Sequence[int], nbytes: int) -> None:
+        """As `ArrayReader.locate`: what fsspec reads lies in no file that is known."""
 
     def start(
         self,

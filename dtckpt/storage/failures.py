@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from dtckpt.errors import (
     CheckpointCorruptError,
@@ -22,14 +21,13 @@ _DENIED = re.compile(r"PERMISSION_DENIED|Permission denied|Read-only file system
 _NO_BUCKET = re.compile(r"NoSuchBucket|bucket (does not exist|is not found|not found)", re.IGNORECASE)
 _PUT_OFF = re.compile(r"SlowDown|Throttl|TooManyRequests|UNAVAILABLE", re.IGNORECASE)
 _DAMAGED = re.compile(
-    r"DATA_LOSS|NOT_FOUND|OUT_OF_RANGE|INVALID_ARGUMENT|Invalid|is missing|corrupt"
+    r"DATA_LOSS|NOT_FOUND|OUT_OF_RANGE|INVALID_ARGUMENT|Invalid|is missing|cut short|corrupt"
     r"|Zstd-compressed|ZSTD_|Blosc|uncompressed byte",
     re.IGNORECASE,
 )
 
 
-@contextmanager
-def translated(action: str, where: object, *facts: object, is_read: bool = False) -> Iterator[None]:
+class translated:  # noqa: N801  (a context manager is used as a function is)
     """Turn what TensorStore and the operating system raise into a class from `dtckpt.errors`.
 
     Args:
@@ -38,25 +36,40 @@ def translated(action: str, where: object, *facts: object, is_read: bool = False
         facts: What stands in the braces; without any, there are none.
         is_read: Whether stored data was read, so that missing or malformed bytes mean damage.
     """
-    try:
-        yield
-    except DtckptError:
-        raise
-    except OSError as error:
-        raise _os_error(error, f"cannot {_filled(action, facts)} at {where}: {error.strerror or error}") from error
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        text = f"cannot {_filled(action, facts)} at {where}: {_first_line(error)}"
+
+    __slots__ = ("_action", "_facts", "_is_read", "_where")
+
+    def __init__(self, action: str, where: object, *facts: object, is_read: bool = False) -> None:
+        self._action = action
+        self._where = where
+        self._facts = facts
+        self._is_read = is_read
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(error, DtckptError):
+            raise self._translation(error) from error
+
+    def _translation(self, error: BaseException) -> CheckpointError:
+        action = self._action.format(*self._facts) if self._facts else self._action
+        if isinstance(error, OSError):
+            return _os_error(error, f"cannot {action} at {self._where}: {error.strerror or error}")
+        text = f"cannot {action} at {self._where}: {_first_line(error)}"
         if _FULL.search(text):
-            raise StorageFullError(f"{text}; free space and save again") from error
+            return StorageFullError(f"{text}; free space and save again")
         if _DENIED.search(text):
-            raise StoragePermissionError(f"{text}; check the permissions") from error
+            return StoragePermissionError(f"{text}; check the permissions")
         if _NO_BUCKET.search(text):
-            raise StorageError(f"{text}; make the bucket first, or correct its name") from error
+            return StorageError(f"{text}; make the bucket first, or correct its name")
         if _PUT_OFF.search(text):
-            raise StorageError(f"{text}; storage kept putting this off: try again later, with fewer clients") from error
-        if is_read and _DAMAGED.search(text):
-            raise CheckpointCorruptError(f"{text}; restore another checkpoint") from error
-        raise StorageError(text) from error
+            return StorageError(f"{text}; storage kept putting this off: try again later, with fewer clients")
+        if self._is_read and _DAMAGED.search(text):
+            return CheckpointCorruptError(f"{text}; restore another checkpoint")
+        return StorageError(text)
 
 
 def _os_error(error: OSError, text: str) -> CheckpointError:
@@ -67,10 +80,6 @@ def _os_error(error: OSError, text: str) -> CheckpointError:
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
         return StoragePermissionError(f"{text}; check the permissions")
     return StorageError(text)
-
-
-def _filled(action: str, facts: tuple[object, ...]) -> str:
-    return action.format(*facts) if facts else action
 
 
 def _first_line(error: BaseException) -> str:

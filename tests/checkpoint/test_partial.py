@@ -14,6 +14,7 @@ from dtckpt import Layout, Region, RestoreOptions, SaveOptions, abstract_mesh
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.manifest import BLOCKS_NAME
 from dtckpt.storage.arrays import ArrayReader
+from dtckpt.storage.located import StoredValue
 
 KVSTORES = ("ocdbt", "zarr")
 WHOLE = torch.arange(4 << 20, dtype=torch.int64).reshape(4096, 1024)
@@ -31,9 +32,9 @@ def large(request, tmp_path_factory):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Bytes that reads took from storage, as the reader of arrays saw them."""
+    """Bytes that reads took from storage, as the reader of arrays and of files saw them."""
     found = []
-    start, finish_span = ArrayReader.start, ArrayReader.finish_span
+    start, finish_span, read_into = ArrayReader.start, ArrayReader.finish_span, StoredValue.read_into
 
     def counted(self, path, grid, stored_dtype, region, into, **codec):
         found.append(into.nbytes)
@@ -44,6 +45,11 @@ def taken(monkeypatch):
         found.append(len(data))
         return data
 
+    def counted_value(self, memory, start):
+        read_into(self, memory, start)
+        found.append(memory.nbytes)
+
+    monkeypatch.setattr(StoredValue, "read_into", counted_value)
     monkeypatch.setattr(ArrayReader, "start", counted)
     monkeypatch.setattr(ArrayReader, "finish_span", counted_span)
     return found
