@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dtckpt.dtensor.redistribution import EnqueuedRedistribution, Redistribution
 
 _DATA: Any = torch.Tensor.data
+_GRAD: Any = torch.Tensor.grad
 
 
 class DTensor(torch.Tensor):
@@ -102,6 +103,44 @@ class DTensor(torch.Tensor):
             raise LayoutTypeError(f"the data of a DTensor is a DTensor; got {type(tensor).__name__}")
         _DATA.__set__(self, tensor)
         self._components, self._layout, self._spec, self._view = tensor.components, tensor._layout, None, tensor._view
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient, as of any tensor, in the tensor's own layout; of a Partial tensor, replicated.
+
+        What backward passes add up may wait for reductions, or lie in another layout; it is brought here once, when it
+        is read, and kept so.
+
+        Collective: Over the mesh's clients, when it is read for the first time after a backward pass.
+        """
+        gradient: torch.Tensor | None = _GRAD.__get__(self)
+        if gradient is None or not isinstance(gradient, DTensor):
+            return gradient
+        if gradient._layout is self._layout and not self._layout.partial:
+            return gradient
+        from dtckpt.dtensor import functional
+
+        wanted = functional.gradient_layout(self._layout)
+        if gradient._layout != wanted:
+            gradient = functional.redistribute(gradient, wanted)
+            _GRAD.__set__(self, gradient)
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            if not isinstance(gradient, DTensor):
+                raise LayoutTypeError(f"the gradient of a DTensor is a DTensor; got {type(gradient).__name__}")
+            if gradient.device_mesh != self.device_mesh:
+                raise LayoutError(
+                    f"gradient: got {described(gradient.layout)}, expected one on the mesh of the tensor, "
+                    f"{described(self.layout)}"
+                )
+        _GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__set__(self, None)
 
     @staticmethod
     def from_local(

@@ -52,20 +52,15 @@ class Halting:
         return verdict
 
 
-def work(port: int, client: int, store_port: int | None, pipe: Connection) -> None:
+def work(port: int, client: int, pipe: Connection) -> None:
     """Do what comes through the pipe, until it is None."""
     os.environ |= {"RANK": str(client), "WORLD_SIZE": str(NUM_CLIENTS)}
     from dtckpt.coordination import Member, set_coordination
-    from dtckpt.coordination.fallback import with_fallback
     from dtckpt.coordination.remote import GrpcCoordination
 
     member = Member("job", client, NUM_CLIENTS, secrets.randbits(60))
     address = f"127.0.0.1:{port}"
-    way: Any = GrpcCoordination(address, member, heartbeat_timeout_s=HEARTBEAT_S)
-    if store_port is not None:
-        os.environ |= _store_at(store_port)
-        way = with_fallback(way)
-    coordination = Halting(way, pipe)
+    coordination = Halting(GrpcCoordination(address, member, heartbeat_timeout_s=HEARTBEAT_S), pipe)
     set_coordination(coordination)
     coordination.register()
     pipe.send("ready")
@@ -110,22 +105,13 @@ def _save_impatiently(path: str) -> str:
     return _save(path, timeout_s=1.0)
 
 
-def _store_at(port: int) -> dict[str, str]:
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-
-def _has_fallen_back(_: None) -> bool:
-    from dtckpt.coordination import current_coordination
-
-    return current_coordination().has_fallen_back
-
-
 def _go_on_without_coordinator(store_port: int) -> str:
     """Meet at a store from now on, as a training program may decide."""
     import dtckpt
 
     dtckpt.shutdown_multi_client()
-    os.environ |= _store_at(store_port)
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= store
     return "gone on"
 
 
@@ -133,7 +119,6 @@ DOES = {
     "save": _save,
     "save impatiently": _save_impatiently,
     "go on without": _go_on_without_coordinator,
-    "has fallen back": _has_fallen_back,
     "hold_gil": _hold_gil,
     "meet": _meet,
 }
@@ -142,13 +127,13 @@ DOES = {
 class Savers:
     """All clients of one job. `time.monotonic` is one clock for all processes of a machine."""
 
-    def __init__(self, ports: Sequence[int], store_port: int | None) -> None:
+    def __init__(self, ports: Sequence[int]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["dtckpt", "dtckpt.coordination.remote"])
         self._processes, self._pipes = [], []
         for client, port in enumerate(ports):
             ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(port, client, store_port, theirs), daemon=True)
+            process = context.Process(target=work, args=(port, client, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -184,9 +169,9 @@ class Savers:
 
 
 @contextmanager
-def savers(*ports: int, store_port: int | None = None) -> Iterator[Savers]:
-    """Start clients; each finds the coordinator at its port, and may fall back to a store where one is given."""
-    started = Savers(ports, store_port)
+def savers(*ports: int) -> Iterator[Savers]:
+    """Start clients; each finds the coordinator at its port."""
+    started = Savers(ports)
     try:
         yield started
     finally:

@@ -1,0 +1,43 @@
+"""What `torch.compile` is told: the runtime's own code is not to be traced.
+
+Tracing it would compile what plans, moves and wraps components, one piece per operator and layout. Where a compiled
+function uses a DTensor, the graph breaks, with a reason, and the operator runs as it does otherwise.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+REASON = "dtckpt runs operators on DTensors itself; torch.compile compiles what is between them"
+
+
+def keep_from_tracing(functions: Iterable[Any]) -> None:
+    """Have `torch.compile` leave functions alone, and what they call.
+
+    This is what ``torch.compiler.disable`` does, which would import the compiler and cost every call.
+
+    Args:
+        functions: Functions, or classes all of whose own functions are meant.
+    """
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    for function in _functions_of(functions):
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
+        dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+
+
+def _functions_of(members: Iterable[Any]) -> Iterator[types.FunctionType]:
+    for member in members:
+        if isinstance(member, type):
+            yield from _functions_of(vars(member).values())
+        elif isinstance(member, property):
+            yield from _functions_of((member.fget, member.fset, member.fdel))
+        elif isinstance(member, staticmethod | classmethod):
+            yield from _functions_of((member.__func__,))
+        elif isinstance(member, types.FunctionType):
+            yield member
