@@ -138,7 +138,7 @@ def _components(tensors: Sequence[Any], layout: Layout) -> list[torch.Tensor]:
             raise ComponentError(f"component {position} cannot become a tensor: {error}") from error
         if component.layout != torch.strided:
             raise ComponentError(f"component {position} must be dense; got {component.layout}")
-        made.append(component)
+        made.append(component.resolve_conj().resolve_neg())  # what runs on components takes no notice of the marks
     if len(made) != len(devices):
         raise ComponentError(f"pack needs one component per local device; got {len(made)}, expected {len(devices)}")
     for position, component in enumerate(made):

@@ -140,7 +140,7 @@ def plan_of(call: Call) -> plans.Plan:
     if builder is None and functional is not None and signature.written[0] == signature.names[0]:
         builder, is_in_place = builder_of(functional), True
     found = builder(call) if builder is not None else None
-    if found is not None and len(found.operands) == len(call.tensors):
+    if found is not None:
         sizes = [tensor.numel() * tensor.element_size() for tensor in call.tensors]
         shapes = (found.shape(number) for number in range(len(found.results)))
         made = sum(torch.Size(shape).numel() for shape in shapes) * max(t.element_size() for t in call.tensors)

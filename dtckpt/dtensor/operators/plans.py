@@ -190,34 +190,49 @@ class WritingPlan:
     route = "rule"
 
     def __init__(self, call: Call, functional: Operator) -> None:
+        signature = signature_of(call.func)
         self._func = call.func
         self._functional = functional
-        self._written = signature_of(call.func).written
+        self._written = signature.written
+        arguments = functional._schema.arguments
+        self._given = [one.name for one in arguments if not one.kwarg_only]
+        self._named = [one.name for one in arguments if one.kwarg_only]
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         call = Call(self._func, tuple(args), kwargs)
-        names = signature_of(self._func).names
-        targets = [call[name] for name in self._written]
-        # What stands before ``out``, unless the operator writes to its first argument.
-        is_out = self._written[0] != names[0]
-        given = list(args[: names.index(self._written[0])] if is_out else args)
-        named = {name: value for name, value in kwargs.items() if not is_out or name not in self._written}
-        made = self._functional(*given, **named)
-        for target, value in zip(targets, [made] if isinstance(made, torch.Tensor) else made, strict=True):
+        targets = list(tensors_in([call[name] for name in self._written]))
+        made = self._functional(*(call[name] for name in self._given), **{name: call[name] for name in self._named})
+        for target, value in zip(targets, tensors_in([made]), strict=True):
             if tuple(value.shape) != tuple(target.shape):
-                if not is_out:
-                    on_meta(self._func, args, kwargs, tensors)  # which may say it better
-                raise LayoutError(
-                    f"operator {self._func} writes to a DTensor of shape {tuple(target.shape)}, and shape stays; got "
-                    f"a result of shape {tuple(value.shape)}"
-                )
+                self._resize(target, value, args, kwargs, tensors)
+                continue
             if not torch.can_cast(value.dtype, target.dtype):
                 raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
             with torch.no_grad():
                 write(value, target)
             _written(target)
-        return targets[0] if len(targets) == 1 else tuple(targets)
+        if isinstance(call[self._written[0]], torch.Tensor):
+            return targets[0] if len(targets) == 1 else tuple(targets)
+        return call[self._written[0]] if self._func._schema.returns else None
+
+    def _resize(self, target: DTensor, value: DTensor, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> None:
+        """Give a tensor of no elements, passed as ``out``, shape, layout and values of the result.
+
+        Raises:
+            LayoutError: It has elements, or is not for results alone.
+        """
+        is_out = self._written[0] != signature_of(self._func).names[0]
+        if not is_out:
+            on_meta(self._func, args, kwargs, tensors)  # which may say it better
+        if not is_out or target.numel() or target.dtype != value.dtype:
+            raise LayoutError(
+                f"operator {self._func} writes to a DTensor of shape {tuple(target.shape)}, and shape stays; got a "
+                f"result of shape {tuple(value.shape)} and {value.dtype}"
+            )
+        with no_dispatch():
+            target.resize_(value.shape)
+        target._components, target._layout, target._spec, target._view = value.components, value._layout, None, None
 
 
 class WholePlan:
@@ -286,7 +301,7 @@ class WholePlan:
             if first.layout is torch.strided
             else DTensor(components, layout, shape, first.dtype)
         )
-        if self._signature.is_view:
+        if self._signature.is_view and first.layout is torch.strided:
             source, copy = tensors[0], whole[0]
             is_own = copy is source and source._view is None
             if not (is_own and _share(first, copy.components[0])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -52,10 +53,13 @@ def builder_of(func: Operator) -> Builder | None:
 
 
 def _is_by_element(func: Operator) -> bool:
-    """Whether PyTorch says of an operator that each element of the result depends on one of each operand."""
-    tags = func.tags
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    """Whether PyTorch says of an operator that each element of the results depends on one of each operand."""
+    is_marked = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    returns = func._schema.returns
+    return is_marked and not func._schema.is_mutable and all(str(one.type) == "Tensor" for one in returns)
 
 
 def _by_element(call: Call) -> Rule | None:
-    return pointwise(call.shapes)
+    found = pointwise(call.shapes)
+    count = len(call.func._schema.returns)
+    return None if found is None else replace(found, results=found.results * count)

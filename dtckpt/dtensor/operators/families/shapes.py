@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.rule import Dims, Factors, Passes, Rule
+from dtckpt.dtensor.operators.rule import LINEAR, Dims, Factors, Passes, Rule, pointwise
 from dtckpt.dtensor.operators.table import rule
 from dtckpt.placement import REDUCE_OPS
 
@@ -141,3 +142,17 @@ def _part(
         dims[sizes.dim].append(factors.new(size))
         counts[side] *= size
         sizes.take(size)
+
+
+@rule(_aten._conj.default)
+def _conjugate(call: Call) -> Rule | None:
+    """Components are conjugated at once: what runs on them takes no notice of PyTorch's mark for it."""
+    found = pointwise(call.shapes, LINEAR)
+    return found and replace(found, local=torch.conj_physical)
+
+
+@rule(_aten._neg_view.default)
+def _negate(call: Call) -> Rule | None:
+    """As for conjugates."""
+    found = pointwise(call.shapes, LINEAR)
+    return found and replace(found, local=torch.neg)
