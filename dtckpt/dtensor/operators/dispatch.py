@@ -125,7 +125,9 @@ def _first(
 
 def _implicit(func: Operator) -> Any:
     """Return what makes others of an operator that comes undone only in inference mode, unless it has a rule."""
-    return func.decompose if builder_of(func) is None and func._can_decompose() else None
+    key = "CompositeImplicitAutograd"
+    is_made = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    return func.decompose if is_made and builder_of(func) is None else None
 
 
 def plan_of(call: Call) -> plans.Plan:

@@ -1,5 +1,5 @@
 """The rules, by family. Importing this package fills the table."""
 
-from dtckpt.dtensor.operators.families import copies, elements, products, reductions, shapes
+from dtckpt.dtensor.operators.families import batches, convolutions, copies, elements, products, reductions, shapes
 
-__all__ = ["copies", "elements", "products", "reductions", "shapes"]
+__all__ = ["batches", "convolutions", "copies", "elements", "products", "reductions", "shapes"]
