@@ -41,7 +41,9 @@ def signature_of(func: Operator) -> Signature:
         names=tuple(argument.name for argument in arguments),
         defaults={argument.name: argument.default_value for argument in arguments},
         written=tuple(one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write),
-        is_view=any(one.alias_info is not None and not one.alias_info.is_write for one in returns),
+        # PyTorch writes to outputs through unsafe views, which its schema calls copies.
+        is_view=func is torch.ops.aten._unsafe_view.default
+        or any(one.alias_info is not None and not one.alias_info.is_write for one in returns),
     )
 
 

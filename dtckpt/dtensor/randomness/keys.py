@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +17,8 @@ from dtckpt.dtensor.collectives import all_gather_object
 from dtckpt.errors import CoordinationError, GeneratorMismatchError, capped
 from dtckpt.groups import is_connected
 from dtckpt.mesh import Mesh
+
+_LOG = logging.getLogger("dtckpt.dtensor.randomness")
 
 FIRST_COMPARED = 4
 """So many of the first keys are compared one by one: clients that were seeded differently show at once."""
@@ -34,17 +38,21 @@ def draw_key(generator: torch.Generator | None = None) -> int:
 def agreed_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
     """Return a key from `draw_key`, which every client of a mesh draws for itself, in the same order.
 
+    Clients whose generators differ from the first draw on, as without ``torch.manual_seed``, all take the key of the
+    first of them, draw by draw, until their keys are the same.
+
     Collective: Over the mesh's clients, if there are several and a process group connects them, at the first
-    `FIRST_COMPARED` draws among these clients and at every `COMPARED_EVERY`-th; bounded by the group's timeout. At
-    other draws and for other meshes no communication.
+    `FIRST_COMPARED` draws among these clients and at every `COMPARED_EVERY`-th, or at every draw if their generators
+    differ; bounded by the group's timeout. At other draws and for other meshes no communication.
 
     Raises:
-        GeneratorMismatchError: Clients drew different keys since the last comparison; on all of them.
+        GeneratorMismatchError: Clients that had drawn the same keys drew different ones since the last comparison; on
+            all of them.
         CoordinationError: A client is gone, or did not come in time.
     """
     key = draw_key(generator)
     if mesh.num_clients > 1 and not mesh.is_remote() and is_connected(mesh.clients):
-        _tally_of(mesh.clients).add(key)
+        return _tally_of(mesh.clients).add(key)
     return key
 
 
@@ -54,41 +62,60 @@ class _Tally:
 
     Args:
         clients: Them and this one.
-        count: How many keys there were.
+        count: How many keys there were, since generators agree.
         digest: Of the keys.
+        has_warned: Whether it was said that generators differ.
     """
 
     clients: tuple[int, ...]
     count: int = 0
     digest: bytes = b""
+    has_warned: bool = False
 
-    def add(self, key: int) -> None:
-        """Count a key, and compare if it is time. Collective then."""
+    def add(self, key: int) -> int:
+        """Count a key, compare if it is time, and return the key that counts. Collective then."""
         self.count += 1
         self.digest = hashlib.blake2b(self.digest + key.to_bytes(8, "little"), digest_size=16).digest()
-        if self.count <= FIRST_COMPARED or self.count % COMPARED_EVERY == 0:
-            self._compare()
+        if self.count > FIRST_COMPARED and self.count % COMPARED_EVERY:
+            return key
+        facts = self._gathered(key)
+        if len({digest for digest, _ in facts}) == 1:
+            return key
+        if self.count > 1:
+            self._refuse([digest for digest, _ in facts])
+        if not self.has_warned:
+            self.has_warned = True
+            _LOG.warning(
+                "the random generators of clients %s differ, so each random DTensor asks client %d for its key; "
+                "torch.manual_seed with one seed on all clients saves that",
+                capped(self.clients),
+                self.clients[0],
+            )
+        self.count, self.digest = 0, b""
+        return facts[0][1]
 
-    def _compare(self) -> None:
+    def _gathered(self, key: int) -> list[tuple[Any, int]]:
+        """Return what each client has drawn since the last comparison, and its last key."""
         try:
-            digests = all_gather_object((self.count, self.digest), self.clients)
+            return all_gather_object(((self.count, self.digest), key), self.clients)
         except RuntimeError as error:
             raise CoordinationError(
                 f"comparing random keys among clients {capped(self.clients)} failed: {error}; look for clients that "
                 "ended, hang, or make fewer random tensors than others"
             ) from error
+
+    def _refuse(self, digests: Sequence[Any]) -> NoReturn:
         by_digest: defaultdict[Any, list[int]] = defaultdict(list)
         for client, digest in zip(self.clients, digests, strict=True):
             by_digest[digest].append(client)
-        if len(by_digest) > 1:
-            # Seeded anew, clients are to agree again, and be compared soon.
-            self.count, self.digest = 0, b""
-            sets = capped((f"[{capped(clients)}]" for clients in by_digest.values()), 4)
-            raise GeneratorMismatchError(
-                f"random numbers: clients {sets} drew different keys, so copies of one tensor would differ; the states "
-                "of their generators differ; call torch.manual_seed with one seed on all clients, and make random "
-                "DTensors in one order on all of them"
-            )
+        # Seeded anew, clients are to agree again, and be compared soon.
+        self.count, self.digest = 0, b""
+        sets = capped((f"[{capped(clients)}]" for clients in by_digest.values()), 4)
+        raise GeneratorMismatchError(
+            f"random numbers: clients {sets} drew different keys, so copies of one tensor would differ; the states "
+            "of their generators have come to differ; call torch.manual_seed with one seed on all clients, and make "
+            "random DTensors in one order on all of them"
+        )
 
 
 # By default process group, so that what belongs to one that ended goes with it.
