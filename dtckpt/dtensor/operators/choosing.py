@@ -144,7 +144,8 @@ def _dim_of(factor: int | None, dims: Dims) -> int | None:
 
 def _keeps_first(rule: Rule, candidate: _Candidate, held: _Held) -> bool:
     """Whether the first operand stays as it is and is what the result is."""
-    result = candidate.reduction if candidate.reduction is not None else _dim_of(candidate.factor, rule.results[0])
+    dim = _dim_of(candidate.factor, rule.results[0])
+    result = candidate.reduction if dim is None else dim
     return held == result and (0 in rule.unread or _wanted(rule, candidate, 0) == held)
 
 
@@ -168,8 +169,16 @@ def _cost(rule: Rule, candidate: _Candidate, size: int, held: Sequence[_Held], n
     if candidate.reduction is not None:
         # What waited before may go on waiting, as in a copy: at the least it will be scattered.
         target = None if candidate.factor is not None else 0
-        cost += _move_cost(candidate.reduction, target, size, nbytes[-1])
+        nbytes_waiting = math.ceil(nbytes[-1] * _waiting(rule, candidate.factor))
+        cost += _move_cost(candidate.reduction, target, size, nbytes_waiting)
     return cost
+
+
+def _waiting(rule: Rule, factor: int | None) -> float:
+    """Return the part of the results' elements that waits for a reduction when an axis splits a factor."""
+    sizes = [math.prod(rule.shape(number)) for number in range(len(rule.results))]
+    waits = [size for size, dims in zip(sizes, rule.results, strict=True) if _dim_of(factor, dims) is None]
+    return sum(waits) / max(sum(sizes), 1)
 
 
 def _move_cost(source: _Held, target: _Held, size: int, nbytes: int) -> float:
@@ -189,17 +198,25 @@ def _choice(
 ) -> Choice | None:
     mesh = layouts[0].mesh
     axes_of = {factor: _ordered(rule, factor, layouts, nbytes, chosen) for factor in range(len(rule.sizes))}
-    pending = {axis: one.reduction for axis, one in chosen.items() if one.reduction is not None}
     operands: list[Layout | None] = []
     for number, (dims, layout) in enumerate(zip(rule.operands, layouts, strict=True)):
         partial = {axis: str(one.reduction) for axis, one in chosen.items() if number in one.group}
         wanted = _layout(dims, axes_of, mesh, partial)
         is_there = wanted == layout or (number in rule.unread and wanted.split_axes == layout.split_axes)
         operands.append(None if is_there else wanted)
-    results = tuple(_layout(dims, axes_of, mesh, pending) for dims in rule.results)
+    results = tuple(_layout(dims, axes_of, mesh, _pending(dims, chosen)) for dims in rule.results)
     if is_fixed and (operands[0] is not None or results[0] != layouts[0]):
         return None
     return Choice(tuple(operands), results)
+
+
+def _pending(dims: Dims, chosen: dict[str, _Candidate]) -> dict[str, str]:
+    """Return what a result of these dims waits for, by axis."""
+    return {
+        axis: one.reduction
+        for axis, one in chosen.items()
+        if one.reduction is not None and _dim_of(one.factor, dims) is None
+    }
 
 
 def _ordered(

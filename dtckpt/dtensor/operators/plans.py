@@ -74,6 +74,7 @@ class RulePlan:
         self._is_view = signature.is_view
         self._is_in_place = bool(signature.written)
         self._sized = [(_place_of(call, name), result) for name, result in rule.sized]
+        self._offsets = self._offsets_of(call) if rule.is_located else None
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
@@ -88,6 +89,8 @@ class RulePlan:
             for place, result in self._sized:
                 region = self._results[result].region(mesh.local_device_ids()[number], self._shapes[result])
                 (local_args if isinstance(place, int) else local_kwargs)[place] = list(region.shape)  # type: ignore[index]
+            if self._offsets is not None:
+                local_kwargs["offsets"] = self._offsets[number]
             made.append(self._local(*local_args, **local_kwargs))
         if self._is_in_place:
             return _written(args[0])
@@ -95,6 +98,13 @@ class RulePlan:
         if self._is_view:
             self._note_views(results, Call(self._func, tuple(args), kwargs), tensors[0])
         return results
+
+    def _offsets_of(self, call: Call) -> list[list[tuple[int, ...]]]:
+        """Return where the operands' pieces begin, by local device and operand."""
+        layouts = [wanted or tensor._layout for wanted, tensor in zip(self._operands, call.tensors, strict=True)]
+        devices = call.tensors[0]._layout.mesh.local_device_ids()
+        placed = list(zip(layouts, call.shapes, strict=True))
+        return [[layout.region(device, shape).offset for layout, shape in placed] for device in devices]
 
     def _wrapped(self, made: Sequence[Any]) -> Any:
         first = made[0]

@@ -37,7 +37,7 @@ class Rule:
         sizes: Size of every factor.
         operands: Factors of the dims of every operand, in the order of the arguments.
         results: Factors of the dims of every result that is a tensor.
-        contracted: Reduction that the results wait for when a factor, which they do not have, is sharded.
+        contracted: Reduction that the results which do not have a factor wait for when it is sharded.
         whole: Factors that no axis may split.
         filled: Factors that an axis may split only if no piece is empty.
         even: Factors that an axis may split only in pieces of one size.
@@ -46,6 +46,7 @@ class Rule:
         unread: Operands whose values make no difference.
         sized: Arguments that spell a result's shape: name, and number of the result.
         local: What each device runs instead of the operator, with the same arguments.
+        is_located: Whether ``local`` is told as ``offsets``, per operand, where the device's piece begins.
     """
 
     sizes: tuple[int, ...]
@@ -60,6 +61,7 @@ class Rule:
     unread: frozenset[int] = frozenset()
     sized: tuple[tuple[str, int], ...] = ()
     local: Callable[..., Any] | None = None
+    is_located: bool = False
 
     def shape(self, result: int) -> tuple[int, ...]:
         """Return the global shape of a result."""

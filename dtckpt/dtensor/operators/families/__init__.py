@@ -1,5 +1,7 @@
-"""The rules, by family. Importing this package fills the table."""
+"""The rules, by family. Importing this package imports all modules of it, and so fills the table."""
 
-from dtckpt.dtensor.operators.families import batches, convolutions, copies, elements, products, reductions, shapes
+import importlib
+import pkgutil
 
-__all__ = ["batches", "convolutions", "copies", "elements", "products", "reductions", "shapes"]
+for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+    importlib.import_module(f"{__name__}.{_module}")

@@ -1,14 +1,18 @@
-"""Reductions over dims."""
+"""Reductions over dims that are finished by a reduction over devices: the dims that go may be split."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from dtckpt.dtensor.operators.call import Call
+from dtckpt.dtensor.operators.composing import accumulated, is_whole
 from dtckpt.dtensor.operators.rule import LINEAR, MONOTONE, Factors, Passes, Rule
-from dtckpt.dtensor.operators.table import rule
+from dtckpt.dtensor.operators.table import composite, rule
+from dtckpt.dtensor.tensor import DTensor
 
 _aten = torch.ops.aten
 
@@ -26,10 +30,10 @@ def over_dims(
     dim: int | Sequence[int] | None,
     *,
     is_kept: bool,
-    reduction: str | None,
-    passes: Passes,
+    reduction: str | None = None,
+    passes: Passes | None = None,
     num_results: int = 1,
-    is_filled: bool = False,
+    local: Callable[..., Any] | None = None,
 ) -> Rule | None:
     """Return the rule of a reduction of the first operand.
 
@@ -40,7 +44,7 @@ def over_dims(
         reduction: What results wait for when such a dim is sharded; None if it must be whole.
         passes: See `Rule`.
         num_results: Number of results, all of one shape.
-        is_filled: Whether there is no result for an empty piece.
+        local: See `Rule`.
     """
     (shape,) = call.shapes
     gone = reduced_dims(dim, len(shape))
@@ -55,28 +59,128 @@ def over_dims(
         (dims,),
         (result,) * num_results,
         contracted={} if reduction is None else dict.fromkeys(numbers, reduction),
-        filled=numbers if is_filled else frozenset(),
-        passes=passes,
+        passes=passes or {},
+        local=local,
     )
 
 
-@rule(_aten.sum.default)
-def _sum_all(call: Call) -> Rule | None:
-    return over_dims(call, None, is_kept=False, reduction="sum", passes=LINEAR)
+def named(call: Call, name: str) -> Any:
+    """Return an argument, None if the overload has no such one."""
+    return call[name] if name in call else None  # noqa: SIM401  (a call is no mapping)
 
 
-@rule(_aten.sum.dim_IntList)
+@rule(_aten.sum.default, _aten.sum.dim_IntList)
 def _sum(call: Call) -> Rule | None:
-    return over_dims(call, call["dim"], is_kept=call["keepdim"], reduction="sum", passes=LINEAR)
+    """Any dims; the result waits for a sum."""
+    return over_dims(call, named(call, "dim"), is_kept=bool(named(call, "keepdim")), reduction="sum", passes=LINEAR)
 
 
-@rule(_aten.amax.default)
-def _amax(call: Call) -> Rule | None:
-    passes = {"max": MONOTONE["max"]}
-    return over_dims(call, call["dim"], is_kept=call["keepdim"], reduction="max", passes=passes, is_filled=True)
+@rule(_aten.nansum.default, _aten.count_nonzero.default, _aten.count_nonzero.dim_IntList)
+def _sum_of_some(call: Call) -> Rule | None:
+    """Any dims; the result waits for a sum."""
+    return over_dims(call, named(call, "dim"), is_kept=bool(named(call, "keepdim")), reduction="sum")
 
 
-@rule(_aten.amin.default)
-def _amin(call: Call) -> Rule | None:
-    passes = {"min": MONOTONE["min"]}
-    return over_dims(call, call["dim"], is_kept=call["keepdim"], reduction="min", passes=passes, is_filled=True)
+@rule(_aten.mean.default, _aten.mean.dim)
+def _mean(call: Call) -> Rule | None:
+    """Any dims; devices divide their sums by the global count, so that pieces need not be of one size."""
+    (shape,), dim = call.shapes, named(call, "dim")
+    gone = reduced_dims(dim, len(shape))
+    dtype = call["dtype"] or call.tensors[0].dtype
+    if gone is None or not (dtype.is_floating_point or dtype.is_complex):
+        return None
+    count = math.prod(shape[one] for one in gone) if shape else 1
+
+    def local(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if math.prod(tensor.shape[one] for one in gone if shape) == count:
+            return call.func(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+        total = tensor.sum(sorted(gone), bool(named(call, "keepdim")), dtype=accumulated(dtype))
+        return (total / count).to(dtype)
+
+    return over_dims(call, dim, is_kept=bool(named(call, "keepdim")), reduction="sum", passes=LINEAR, local=local)
+
+
+@rule(_aten.prod.default, _aten.prod.dim_int)
+def _prod(call: Call) -> Rule | None:
+    """Any dims; the result waits for a product."""
+    passes = {"product": ((0,),)}
+    return over_dims(call, named(call, "dim"), is_kept=bool(named(call, "keepdim")), reduction="product", passes=passes)
+
+
+_TRUTHS = {
+    _aten.any.default: "max",
+    _aten.any.dim: "max",
+    _aten.any.dims: "max",
+    _aten.all.default: "min",
+    _aten.all.dim: "min",
+    _aten.all.dims: "min",
+}
+
+
+@rule(*_TRUTHS)
+def _truth(call: Call) -> Rule | None:
+    """Any dims; the result waits for the largest truth (``any``) or the least."""
+    dim = named(call, "dim")
+    return (
+        None if dim == [] else over_dims(call, dim, is_kept=bool(named(call, "keepdim")), reduction=_TRUTHS[call.func])
+    )
+
+
+_EXTREMES = {
+    _aten.amax.default: "max",
+    _aten.amin.default: "min",
+    _aten.max.default: "max",
+    _aten.min.default: "min",
+}
+
+
+@rule(*_EXTREMES)
+def _extreme(call: Call) -> Rule | None:
+    """Any dims; the result waits for the largest or the least. Of an empty piece it is what all others beat."""
+    (shape,), dim, reduction = call.shapes, named(call, "dim"), _EXTREMES[call.func]
+    gone = reduced_dims(dim, len(shape))
+    if gone is None or not all(shape[one] for one in gone if shape):
+        return None
+    is_kept = bool(named(call, "keepdim"))
+    worst = _worst(call.tensors[0].dtype, reduction)
+
+    def local(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if all(tensor.shape[one] for one in gone if shape):
+            return call.func(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+        sizes = [1 if one in gone else size for one, size in enumerate(tensor.shape) if is_kept or one not in gone]
+        return tensor.new_full(sizes, worst)
+
+    passes = {reduction: MONOTONE[reduction]}
+    return over_dims(call, dim, is_kept=is_kept, reduction=reduction, passes=passes, local=local)
+
+
+def _worst(dtype: torch.dtype, reduction: str) -> float | int | bool:
+    """Return the number that a largest (``max``) or a least one (``min``) does not change by."""
+    if dtype == torch.bool:
+        return reduction == "min"
+    if dtype.is_floating_point or dtype.is_complex:
+        return -math.inf if reduction == "max" else math.inf
+    info = torch.iinfo(dtype)
+    return info.min if reduction == "max" else info.max
+
+
+@composite(_aten.equal.default)
+def _equal(self: DTensor, other: DTensor) -> Any:
+    """Whether all pieces are equal; every client learns it."""
+    if self.shape != other.shape or self.dtype != other.dtype or is_whole(self, other):
+        return NotImplemented
+    return bool(_aten._local_scalar_dense(torch.eq(self, other).all()))
+
+
+@composite(_aten.allclose.default)
+def _allclose(self: DTensor, other: DTensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+    """Whether all pieces are close; every client learns it."""
+    if self.dtype != other.dtype or is_whole(self, other):
+        return NotImplemented
+    return bool(_aten._local_scalar_dense(torch.isclose(self, other, rtol, atol, equal_nan).all()))
+
+
+@rule(_aten.equal.default)
+def _number(call: Call) -> None:
+    """It gives no tensor, though PyTorch counts it among the operators on elements."""
+    del call
