@@ -69,10 +69,10 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one client says when it has written its part, small enough for a barrier's payload.
+    """What one client says when it has written its part, or read it, small enough for a barrier's payload.
 
     Args:
-        chunk_list: Digest of its chunk list's file.
+        chunk_list: Digest of its chunk list's file; 0 where it has read.
         costs: What its phases took so far.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dtckpt.checkpoint.agreement import Written
 from dtckpt.checkpoint.aliasing import Named, split_tied, validate_apart
 from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_tensor, mesh_of, shares_host_memory
 from dtckpt.checkpoint.options import RestoreOptions
-from dtckpt.checkpoint.phases import Phases
+from dtckpt.checkpoint.phases import Phases, find_slow
 from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
 from dtckpt.checkpoint.renaming import renamed
 from dtckpt.checkpoint.restore_report import Cast, Reshaped, RestoreReport
@@ -44,6 +46,8 @@ from dtckpt.layout import UNSHARDED, Layout
 from dtckpt.mesh import Mesh
 from dtckpt.storage.locations import Location
 from dtckpt.storage.mounts import is_remote
+
+logger = logging.getLogger("dtckpt.checkpoint")
 
 MAX_TRIES = 3
 """How often a local restore begins anew when a save replaces the checkpoint meanwhile."""
@@ -202,7 +206,15 @@ def _run_once(
     with checkpoint:
         _validate_same(found)
         together = agreed(shared, {client: facts.shared for client, facts in found.items()})
-        rounds.run("read", lambda: _read(checkpoint, apart, tied, together, phases))
+
+        def read() -> bytes:
+            _read(checkpoint, apart, tied, together, phases)
+            return Written(0, phases.costs).to_bytes()
+
+        told = rounds.run("read", read)
+        slow = find_slow({client: Written.from_bytes(data).costs for client, data in told.items()})
+        if slow is not None and rounds.is_leader:
+            logger.warning("restore of %s: %s", path, slow)
         result = filling.finish()
     if options.report is not None:
         options.report(replace(reports[0], phases=phases.costs))

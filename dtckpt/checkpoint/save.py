@@ -15,6 +15,7 @@ import torch
 
 from dtckpt.checkpoint import in_flight
 from dtckpt.checkpoint.agreement import Summary, Written, validate_agreement
+from dtckpt.checkpoint.comparing import Copy
 from dtckpt.checkpoint.leaves import Stateful, as_leaf, host_array, is_tensor
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.phases import find_slow
@@ -214,10 +215,20 @@ def _specs(structure: tuple[_Described, ...], options: SaveOptions, clients: tup
 
 
 class MemorySource:
-    """Elements from tensors in this client's memory: per tensor name, boxes and the local copies of each."""
+    """Elements from tensors in this client's memory.
 
-    def __init__(self, parts: Mapping[str, Sequence[tuple[Region, list[torch.Tensor]]]]) -> None:
+    Args:
+        parts: Per tensor name, boxes and the local copies of each.
+        noted: By tensor name and box, the digests of all copies of boxes that are not here whole.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Sequence[tuple[Region, list[torch.Tensor]]]],
+        noted: Mapping[tuple[str, Region], Sequence[Copy]] | None = None,
+    ) -> None:
         self._parts = parts
+        self._noted = noted or {}
         self._host: dict[int, np.ndarray[Any, Any]] = {}
 
     def parts(self, name: str) -> Sequence[tuple[Region, list[torch.Tensor]]]:
@@ -233,10 +244,12 @@ class MemorySource:
                 return self._host_array(copies[0])[region.relative_to(box).slices()]
         raise SliceError(f"this client does not hold {region} of tensor {plan.spec.name!r}")
 
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[np.ndarray[Any, Any]]:
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
         """Return all local copies of a box."""
+        if (noted := self._noted.get((plan.spec.name, region))) is not None:
+            return noted
         found = next(copies for box, copies in self.parts(plan.spec.name) if box == region)
-        return [self._host_array(copy) for copy in found]
+        return [Copy(self._host_array(copy)) for copy in found]
 
     def _host_array(self, memory: torch.Tensor) -> np.ndarray[Any, Any]:
         # A tensor on a card is copied to the host once, not once per chunk.

@@ -1,4 +1,6 @@
-"""Staging: one host copy of what a client will write or compare, in memory that is kept from one save to the next.
+"""Staging: one host copy of what a client will write, in memory that is kept from one save to the next.
+
+Copies that others write are only compared: they are digested where they are, which is faster than to copy them.
 
 The memory is one block. A save of the same structure finds it ready, which matters: fresh memory costs a page fault
 per page, more than the copy itself. Tensors on a card are copied into page-locked memory, on a stream of their own.
@@ -13,6 +15,8 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
+from dtckpt.checkpoint.comparing import Copy, known_numbers, part_digests, shared_boxes
+from dtckpt.checkpoint.leaves import host_array, shares_host_memory
 from dtckpt.checkpoint.save import MemorySource, State
 from dtckpt.planning.save_plan import SavePlan, TensorPlan
 from dtckpt.region import Region
@@ -32,24 +36,34 @@ class StagingMemory:
     def stage(
         self, state: State, plan: SavePlan, client: int, *, with_copies: bool, count: Callable[[int], object]
     ) -> State:
-        """Copy what a client will write, and with ``with_copies`` every copy that it holds.
+        """Copy what a client will write, and with ``with_copies`` take the digest of every copy that it holds.
 
-        Blocks: On the copy; on a card, on the work that the current stream has still to do.
+        Copies on a card are copied to the host for that, and digested later.
+
+        Blocks: On that; on a card, on the work that the current stream has still to do.
 
         Args:
             state: What is to be saved.
             plan: The plan of the save.
             client: This client.
-            with_copies: Whether copies that others write are staged, too, to be compared.
+            with_copies: Whether copies that others have, too, are to be compared.
             count: Told the bytes that were copied.
         """
         if not isinstance(state.source, MemorySource):
             return state
-        found = [
-            (item.spec.name, region, views)
-            for item in plan.tensors
-            for region, views in _wanted(item, state.source.parts(item.spec.name), client, with_copies=with_copies)
-        ]
+        found: list[tuple[str, Region, list[torch.Tensor]]] = []
+        noted: dict[tuple[str, Region], list[Copy]] = {}
+        for item, shared in zip(plan.tensors, shared_boxes(plan, client), strict=True):
+            name, written = item.spec.name, list(_written(item, client))
+            for box, copies in state.source.parts(name):
+                is_compared = with_copies and (box in shared or len(copies) > 1)
+                is_noted = is_compared and all(map(shares_host_memory, copies))
+                if is_noted:
+                    noted[name, box] = _noted(item, box, copies, client)
+                if is_compared and not is_noted:
+                    found.append((name, box, [copy.detach() for copy in copies]))
+                else:
+                    found += [(name, region, [view]) for region, view in _wanted(box, copies[0].detach(), written)]
         sources = [view for _, _, views in found for view in views]
         targets = self._carve(sources)
         with torch.no_grad():
@@ -59,7 +73,7 @@ class StagingMemory:
         for name, region, views in found:
             parts.setdefault(name, []).append((region, [next(remaining) for _ in views]))
         count(sum(target.nbytes for target in targets))
-        return State(state.specs, MemorySource(parts), state.tree, state.max_pending_nbytes)
+        return State(state.specs, MemorySource(parts, noted), state.tree, state.max_pending_nbytes)
 
     def _carve(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return memory for the tensors."""
@@ -81,20 +95,22 @@ class StagingMemory:
         return self._pieces
 
 
-def _wanted(
-    plan: TensorPlan, parts: Sequence[tuple[Region, list[torch.Tensor]]], client: int, *, with_copies: bool
-) -> Iterator[tuple[Region, list[torch.Tensor]]]:
-    """Yield what is to be staged of a tensor: boxes that are written or compared whole, else the parts written."""
-    written = list(_written(plan, client))
-    for box, copies in parts:
-        inside = [region for region in written if box.contains(region)]
-        if with_copies:
-            yield box, [copy.detach() for copy in copies]
-        elif sum(region.numel for region in inside) == box.numel:
-            yield box, [copies[0].detach()]
-        else:
-            for region in inside:
-                yield region, [copies[0].detach()[region.relative_to(box).slices()]]
+def _noted(plan: TensorPlan, box: Region, copies: Sequence[torch.Tensor], client: int) -> list[Copy]:
+    """Take the digests of copies; those of what is written are taken then, and apply to the first copy."""
+    but = known_numbers(plan, client)
+    return [
+        Copy(None, part_digests(plan, box, host_array(copy), but=frozenset() if number else but))
+        for number, copy in enumerate(copies)
+    ]
+
+
+def _wanted(box: Region, copy: torch.Tensor, written: Sequence[Region]) -> Iterator[tuple[Region, torch.Tensor]]:
+    """Yield what is to be staged of a box, of which some regions are written: all of it, or else those."""
+    inside = [region for region in written if box.contains(region)]
+    if sum(region.numel for region in inside) == box.numel:
+        yield box, copy
+    else:
+        yield from ((region, copy[region.relative_to(box).slices()]) for region in inside)
 
 
 def _written(plan: TensorPlan, client: int) -> Iterator[Region]:

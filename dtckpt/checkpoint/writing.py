@@ -12,11 +12,12 @@ import numpy as np
 
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.chunk_reads import convert
+from dtckpt.checkpoint.comparing import Copy, copy_digests
 from dtckpt.checkpoint.digesting import TensorDigests, digesting
 from dtckpt.checkpoint.uncollected import uncollected
 from dtckpt.errors import CheckpointCorruptError, ReplicaMismatchError, capped
 from dtckpt.format.content import content_digest
-from dtckpt.format.digest import Blocks, as_bytes, bytes_digest, digest_chunk, documents_digest
+from dtckpt.format.digest import as_bytes, bytes_digest, documents_digest
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME, ArrayEntry, Manifest
@@ -45,8 +46,8 @@ class Source(Protocol):
         """Return the elements of a region that this client holds, in the tensor's dtype."""
         ...
 
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[np.ndarray[Any, Any]]:
-        """Return all of this client's copies of one of its boxes."""
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
+        """Return all of this client's copies of one of its boxes; the first is the one that is fetched."""
         ...
 
 
@@ -154,7 +155,7 @@ class ClientWriter:
                     digests.add(position, plan, number, elements)
                     self._count(elements.nbytes)
                 # Copies are compared while storage is waited for, too.
-                copies = digests.then(lambda: list(self._copy_digests(digests.results()))) if check_replicas else list
+                copies = digests.then(lambda: self._copy_digests(digests.results())) if check_replicas else list
                 writer.commit()
                 found, compared = digests.results(), copies()
         except BaseException:
@@ -177,28 +178,8 @@ class ClientWriter:
         self._put(CHUNKS_NAME, data)
         return bytes_digest(data)
 
-    def _copy_digests(self, written: Mapping[int, TensorDigests]) -> Iterator[checkpoint_pb2.CopyDigest]:
-        for position, plan in enumerate(self._plan.tensors):
-            # A chunk that was written as it lies in memory need not be digested again.
-            is_same = plan.spec.stored_dtype == plan.spec.dtype and position in written
-            known = written[position].chunks if is_same else {}
-            for box, holding in enumerate(plan.spec.holdings):
-                if self._client not in holding.clients:
-                    continue
-                copies = self._source.copies(plan, holding.region)
-                if len(copies) == len(holding.clients) == 1:
-                    continue
-                digests = [
-                    _copy_digest(plan, holding.region, copy, {} if number else known)
-                    for number, copy in enumerate(copies)
-                ]
-                if len(set(digests)) > 1:
-                    raise ReplicaMismatchError(
-                        f"copies of {holding.region} of tensor {plan.spec.name!r} differ between the devices of client "
-                        f"{self._client}"
-                    )
-                if len(holding.clients) > 1:
-                    yield checkpoint_pb2.CopyDigest(tensor=position, box=box, digest=digests[0])
+    def _copy_digests(self, written: Mapping[int, TensorDigests]) -> list[checkpoint_pb2.CopyDigest]:
+        return list(copy_digests(self._plan, self._client, self._source.copies, written))
 
     def _stored(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
         """Return the elements of a region in the stored dtype."""
@@ -245,20 +226,6 @@ class ClientWriter:
             source = self._stored(plan, piece.region) if is_mine else received[position, number, piece.region]
             whole[piece.region.relative_to(chunk).slices()] = source
         return whole
-
-
-def _copy_digest(plan: TensorPlan, box: Region, copy: np.ndarray[Any, Any], known: Mapping[int, int]) -> int:
-    """Return the digest of a copy of a box, made of those of its parts of the chunks; some chunks' are known."""
-    cut = Blocks.of(plan.grid, copy.itemsize)
-    digests: list[int] = []
-    for index in plan.grid.meeting(box):
-        number, part = plan.grid.number(index), plan.grid.region(index).intersect(box)
-        if number in known and number not in plan.pieces:
-            digests.append(known[number])
-        elif part is not None:
-            elements = copy[part.relative_to(box).slices()] if box.ndim else copy
-            digests.append(digest_chunk(plan.spec.name, index, elements, cut)[0])
-    return bytes_digest(np.array(digests, np.uint64).data)
 
 
 def _edges_name(owner: int) -> str:

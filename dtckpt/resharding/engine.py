@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dtckpt.checkpoint.comparing import Copy
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
 from dtckpt.checkpoint.restore import Layouts, choose_layout
@@ -273,9 +274,9 @@ class CheckpointSource:
             self._progress(name, region.numel * DTYPES[plan.spec.stored_dtype].itemsize)
         return self._elements[region.relative_to(self._block).slices()] if region.ndim else self._elements
 
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[np.ndarray[Any, Any]]:
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
         """Return the one copy of a box."""
-        return [self.fetch(plan, region)]
+        return [Copy(self.fetch(plan, region))]
 
 
 def block_of(plan: TensorPlan, region: Region, max_nbytes: int) -> Region:

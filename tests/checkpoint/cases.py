@@ -134,14 +134,17 @@ def save_differently(path: str, clients: int, kind: str) -> None:
             def load_state_dict(self, state: Any) -> None: ...
 
         tree["v"] = Broken()
-    elif kind == "copies":
+    elif kind in ("copies", "copies, later"):
         tree["c"] = torch.full((3,), float(is_odd))
     elif kind == "copies on devices":
         dtckpt.configure_virtual_devices("CPU", 2)
         mesh = dtckpt.create_distributed_mesh({"x": clients, "y": 2})
         parts = [torch.zeros(4), torch.full((4,), float(is_odd))]
         tree = {"c": dtckpt.pack(parts, Layout(["x"], mesh), (4 * clients,))}
-    dtckpt.save(path, tree, options=options)
+    if kind == "copies, later":
+        dtckpt.save_async(path, tree, options=options).result(20)
+    else:
+        dtckpt.save(path, tree, options=options)
 
 
 def restore_differently(path: str, clients: int, kind: str) -> None:

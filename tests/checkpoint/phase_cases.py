@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import dtckpt
 from dtckpt import SaveOptions
 from dtckpt.checkpoint import phases
+from dtckpt.checkpoint.reader import Checkpoint
 from dtckpt.storage.arrays import ArrayWriter
 
 from .cases import Tensors, mesh_over_all, tree_on
@@ -28,21 +31,37 @@ class Listener(logging.Handler):
 
 def save_with_slow_client(path: str, tensors: Tensors, victim: int) -> list[str]:
     """Save, while one client's clock says that it takes long to write; return the warnings of this client."""
-    mesh = mesh_over_all({"x": dtckpt.num_clients()})
-    listener, write, monotonic, late = Listener(logging.WARNING), ArrayWriter.write, phases.monotonic, [0.0]
+    tree = tree_on(mesh_over_all({"x": dtckpt.num_clients()}), tensors)
+    with slowness_of(victim, ArrayWriter, "write") as warnings:
+        dtckpt.save(path, tree, options=SaveOptions(timeout_s=30))
+    return warnings
 
-    def write_late(*args: Any, **kwargs: Any) -> None:
+
+def restore_with_slow_client(path: str, tensors: Tensors, victim: int) -> list[str]:
+    """Save and restore, while one client's clock says that it takes long to read; return this client's warnings."""
+    tree = tree_on(mesh_over_all({"x": dtckpt.num_clients()}), tensors)
+    dtckpt.save(path, tree, options=SaveOptions(timeout_s=30))
+    with slowness_of(victim, Checkpoint, "read_all") as warnings:
+        dtckpt.restore(path, tree)
+    return warnings
+
+
+@contextmanager
+def slowness_of(victim: int, owner: type, name: str) -> Iterator[list[str]]:
+    """Let one client's clock go on by `STEP_S` with each call of a method; give this client's warnings."""
+    listener, method, monotonic, late = Listener(logging.WARNING), getattr(owner, name), phases.monotonic, [0.0]
+
+    def slow_method(*args: Any, **kwargs: Any) -> Any:
         late[0] += STEP_S
-        write(*args, **kwargs)
+        return method(*args, **kwargs)
 
     phases.logger.addHandler(listener)
     if dtckpt.client_id() == victim:
-        ArrayWriter.write = write_late  # type: ignore[method-assign]
+        setattr(owner, name, slow_method)
         phases.monotonic = lambda: monotonic() + late[0]
     try:
-        dtckpt.save(path, tree_on(mesh, tensors), options=SaveOptions(timeout_s=30))
+        yield listener.texts
     finally:
         phases.logger.removeHandler(listener)
-        ArrayWriter.write = write  # type: ignore[method-assign]
+        setattr(owner, name, method)
         phases.monotonic = monotonic
-    return listener.texts

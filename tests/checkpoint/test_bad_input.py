@@ -307,6 +307,8 @@ def test_copies_that_differ(tmp_path):
     for options in ({}, {"save_as_bf16": True}, {"chunk_nbytes": 12}):
         with pytest.raises(errors.ReplicaMismatchError, match=r"copies of \[2:4, 0:3\] of tensor 'w' differ"):
             saved(tmp_path / "s", tree, **options)
+        with pytest.raises(errors.ReplicaMismatchError, match=r"copies of \[2:4, 0:3\] of tensor 'w' differ"):
+            dtckpt.save_async(tmp_path / "s", tree, options=SaveOptions(**options)).result(30)
         assert not (tmp_path / "s").exists()
 
 

@@ -144,9 +144,11 @@ DISAGREEMENTS = {
     "name": "TensorNameError",
     "error of the state": "ClientFailedError",
     "copies": "ReplicaMismatchError",
+    "copies, later": "ReplicaMismatchError",
     "copies on devices": "ReplicaMismatchError",
 }
 NAMED = {"shape": "'w'", "dtype": "'w'", "layout": "'w'", "mesh": "'w'", "axes": "'w'", "name": "../v", "copies": "'c'"}
+NAMED |= {"copies, later": "'c'"}
 NAMED |= {"error of the state": "ZeroDivisionError: no state today", "unsavable": "set", "path": "_other"}
 
 

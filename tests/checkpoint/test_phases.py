@@ -160,6 +160,15 @@ def test_the_leader_names_the_slow_client(pool, tmp_path):
     assert others == [[], []]
 
 
+@pytest.mark.processes
+def test_so_it_does_after_a_restore(pool, tmp_path):
+    tensors = {name: ((6, 2), "float32", ["x", "unsharded"]) for name in "ab"}
+    (warning,), *others = pool.values(phase_cases.restore_with_slow_client, f"{tmp_path}/s", tensors, 1, clients=3)
+    assert warning.startswith(f"restore of {tmp_path}/s: client 1 is slow: its phase 'read' took 100.")
+    assert "s for 32 B; median of the others: 0." in warning
+    assert others == [[], []]
+
+
 # --- the log ---
 
 
