@@ -74,6 +74,21 @@ def cli() -> None:
     help="Bound on tensor data in memory: 512KiB, 2GB.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST, once the new one is durable.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Write a part of DST only, as one of N processes that are started alike; the last one commits.",
+)
+@click.option(
+    "--worker",
+    type=click.IntRange(min=0),
+    envvar="JOB_COMPLETION_INDEX",
+    show_envvar=True,
+    metavar="I",
+    help="Which of the N, from 0.",
+)
+@click.option("--resume", is_flag=True, help="Keep what an earlier process of this worker finished.")
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan; write nothing.")
 @_json_option("Print one JSON line per event: start, tensor, done, error.")
 @_debug_option

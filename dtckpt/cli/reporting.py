@@ -9,7 +9,9 @@ from typing import Self
 from dtckpt.checkpoint.bars import Bar
 from dtckpt.cli.arguments import layout_text
 from dtckpt.cli.output import format_count, format_shape, write_event, write_line, write_table
+from dtckpt.errors import capped
 from dtckpt.resharding.engine import ReshardedTensor, ReshardReport
+from dtckpt.resharding.workers import PartReport
 from dtckpt.text import format_nbytes, printable
 
 
@@ -23,6 +25,8 @@ class Reporter:
 
     def __init__(self, plan: ReshardReport, start: float) -> None:
         self.plan = plan
+        self.part: PartReport | None = None
+        """What this worker did, where there are several; set before `finish`."""
         self._start = start
 
     def __enter__(self) -> Self:
@@ -40,6 +44,10 @@ class Reporter:
         """Tell that all is done."""
         seconds = self.seconds
         rate = format_nbytes(self.plan.nbytes / max(seconds, 1e-9))
+        if self.part is not None:
+            write_line(part_text(self.part, printable(str(self.plan.target))))
+        if self.part is not None and not self.part.is_committed:
+            return
         source, target = printable(str(self.plan.source)), printable(str(self.plan.target))
         write_line(f"resharded {source} to {target}: {self.totals} in {seconds:.1f} s ({rate}/s)")
 
@@ -52,6 +60,19 @@ class Reporter:
     def totals(self) -> str:
         """How much the new checkpoint holds."""
         return f"{format_count(len(self.plan.tensors), 'tensor')}, {format_nbytes(self.plan.nbytes)}"
+
+
+def part_text(part: PartReport, target: str) -> str:
+    """Return what one of several workers did."""
+    worker = part.worker
+    did = f"wrote {format_nbytes(part.nbytes)}" if part.nbytes else "its part was finished already"
+    if part.is_committed:
+        then = f"{target} is committed"
+    elif part.missing:
+        then = f"{target} waits for {format_count(len(part.missing), 'part')}: {capped(part.missing)}"
+    else:
+        then = f"another worker commits {target}"
+    return f"worker {worker.index} of {worker.count}: {did}; {then}"
 
 
 class PlanReporter(Reporter):
@@ -142,7 +163,8 @@ class JsonReporter(Reporter):
         """Print the last tensors and the result."""
         while self._waiting:
             self._complete(self._waiting.pop())
-        write_event("done", **self._facts, seconds=self.seconds)
+        part = {} if self.part is None else _part_facts(self.part)
+        write_event("done", **self._facts, **part, seconds=self.seconds)
 
     def _complete(self, tensor: ReshardedTensor) -> None:
         write_event(
@@ -158,3 +180,13 @@ class JsonReporter(Reporter):
             bytes=tensor.new_nbytes,
             seconds=self.seconds,
         )
+
+
+def _part_facts(part: PartReport) -> dict[str, object]:
+    return {
+        "worker": part.worker.index,
+        "workers": part.worker.count,
+        "part_bytes": part.nbytes,
+        "missing": part.missing,
+        "committed": part.is_committed,
+    }

@@ -14,7 +14,9 @@ from dtckpt.checkpoint.bars import is_watched
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.cli.arguments import LayoutRules, parse_dtype, parse_mesh, parse_size, read_rules
 from dtckpt.cli.reporting import BarReporter, JsonReporter, PlanReporter, Reporter
+from dtckpt.errors import ConfigError
 from dtckpt.resharding.engine import ReshardReport, reshard
+from dtckpt.resharding.workers import Worker
 
 # From <malloc.h>.
 _M_MMAP_THRESHOLD = -3
@@ -35,6 +37,9 @@ class Request:
     codec: str | None
     max_memory: str
     overwrite: bool
+    workers: int | None
+    worker: int | None
+    resume: bool
     dry_run: bool
     as_json: bool
 
@@ -61,14 +66,27 @@ def run_reshard(request: Request) -> None:
         layouts=rules,
         dtype=None if request.dtype is None else parse_dtype(request.dtype),
         max_memory=parse_size(request.max_memory),
+        worker=_worker(request),
         options=SaveOptions(kvstore=request.kvstore, codec=request.codec, overwrite=request.overwrite),
     )
     plan = run(dry_run=True)
     rules.validate_all_used()
     with _reporter(request, plan, start) as reporter:
         if not request.dry_run:
-            run(progress=reporter.advance)
+            reporter.part = run(progress=reporter.advance).part
         reporter.finish()
+
+
+def _worker(request: Request) -> Worker | None:
+    if request.workers is None and not request.resume:
+        return None
+    count = 1 if request.workers is None else request.workers
+    if request.worker is None and count > 1:
+        raise ConfigError(
+            f"which of the {count} workers is this? set --worker, or run in an Indexed Job of Kubernetes, which sets "
+            "JOB_COMPLETION_INDEX"
+        )
+    return Worker(request.worker if request.worker is not None and count > 1 else 0, count, resume=request.resume)
 
 
 def _return_freed_memory() -> None:

@@ -23,9 +23,10 @@ from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.planning.save_plan import Holding, SavePlan, TensorPlan, TensorSpec, holdings_of, plan_save
 from dtckpt.region import Region
+from dtckpt.resharding.workers import PartReport, SharedAttempt, Worker
 from dtckpt.storage.chunks import validate_kind
 from dtckpt.storage.locations import Location, is_inside, location_of
-from dtckpt.storage.places import place_of
+from dtckpt.storage.places import DirectoryPlace, place_of
 
 DEFAULT_MAX_MEMORY = 1 << 30
 MIN_CHUNK_NBYTES = 64 << 10
@@ -60,6 +61,8 @@ class ReshardReport:
     tensors: Sequence[ReshardedTensor]
     max_memory: int
     save: SaveReport | None
+    part: PartReport | None = None
+    """What this worker did, where there are several."""
 
     @property
     def nbytes(self) -> int:
@@ -82,6 +85,7 @@ def reshard(
     options: SaveOptions | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
+    worker: Worker | None = None,
 ) -> ReshardReport:
     """Write checkpoint ``src`` anew as ``dst``, chunked for the shards of another mesh.
 
@@ -102,6 +106,8 @@ def reshard(
         options: How ``dst`` is written; without a codec, tensors keep theirs.
         dry_run: Plan and report only.
         progress: See `Progress`.
+        worker: One of several processes that are called alike, each of which writes its part of ``dst``; the last
+            commits. They need not run at the same time; one that died is called again. ``dst`` is on a file system.
 
     Raises:
         MeshError: A layout is on another mesh.
@@ -114,28 +120,37 @@ def reshard(
     options = options or SaveOptions()
     new_dtype = _validate_arguments(mesh, dtype, max_memory, options)
     place = place_of(location_of(dst))
+    if worker is not None and not isinstance(place, DirectoryPlace):
+        raise ConfigError(f"several workers can write to a file system only; got {place.where}")
     with open_checkpoint(src) as checkpoint:
-        place.check_target(overwrite=options.overwrite)
+        if worker is None:
+            place.check_target(overwrite=options.overwrite)
         _validate_apart(checkpoint.path, place.where)
         budget = Budget.of(checkpoint, max_memory)
         chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, budget.block))
+        wanted = _Wanted(mesh, new_dtype, options.codec, tuple(range(1 if worker is None else worker.count)))
         specs = [
-            _spec(info, choose_layout(name, info, mesh, layouts), mesh, new_dtype, options.codec)
-            for name, info in checkpoint.tensors.items()
+            _spec(info, choose_layout(name, info, mesh, layouts), wanted) for name, info in checkpoint.tensors.items()
         ]
         validate_kind(options.kvstore, place.folder, (spec.codec for spec in specs))
         plan = plan_save(specs, chunk_nbytes)
         tensors = [_describe(checkpoint.info(item.spec.name), item) for item in plan.tensors]
         _validate_memory(plan, budget, max_memory)
-        saved = None
-        if not dry_run:
-            source = CheckpointSource(checkpoint, budget, progress)
+        saved = part = None
+        source = CheckpointSource(checkpoint, budget, progress)
+        if worker is not None and isinstance(place, DirectoryPlace):
+            salt = checkpoint.manifest.to_bytes()
+            shared = SharedAttempt(place.where, plan, salt, worker, options)
+            shared.check_target()
+            if not dry_run:
+                part = shared.write(source, checkpoint.manifest, max_pending_nbytes=budget.block)
+        elif not dry_run:
             state = State(tuple(specs), source, checkpoint.manifest.tree, max_pending_nbytes=budget.block)
             alone = LocalCoordination(Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63)))
             # There is one copy of everything, and to look at it would mean to read all of it again.
             options = replace(options, chunk_nbytes=chunk_nbytes, check_replicas=False)
             saved = save_state(dst, lambda: state, options=options, coordination=alone)
-        return ReshardReport(checkpoint.path, place.where, mesh, tensors, max_memory, saved)
+        return ReshardReport(checkpoint.path, place.where, mesh, tensors, max_memory, saved, part)
 
 
 def _validate_arguments(mesh: Mesh, dtype: torch.dtype | None, max_memory: int, options: SaveOptions) -> str | None:
@@ -157,19 +172,28 @@ def _validate_apart(source: Location, target: Location) -> None:
         raise ConfigError(f"{source} and {target} cannot lie one inside the other; choose another destination")
 
 
-def _spec(
-    info: TensorInfo, layout: Layout | None, mesh: Mesh, new_dtype: str | None, new_codec: str | None
-) -> TensorSpec:
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What all tensors have in common: the mesh, a new dtype or codec if there is one, and who could write them."""
+
+    mesh: Mesh
+    dtype: str | None
+    codec: str | None
+    writers: tuple[int, ...]
+
+
+def _spec(info: TensorInfo, layout: Layout | None, wanted: _Wanted) -> TensorSpec:
+    mesh, new_dtype = wanted.mesh, wanted.dtype
     if layout is None or layout.mesh != mesh:
         raise MeshError(f"layout for tensor {info.name!r} is on another mesh; expected {mesh.to_string()}")
     dtype, stored = str(info.dtype).removeprefix("torch."), str(info.stored_dtype).removeprefix("torch.")
     if new_dtype is not None and is_floating(dtype):
         dtype = stored = new_dtype
-    # All shards are written by this process, whichever client will read them.
-    boxes = tuple(Holding(holding.region, (0,)) for holding in holdings_of(layout, info.shape))
+    # Every writer could write every shard, whichever client will read it; the plan gives each its share.
+    boxes = tuple(Holding(holding.region, wanted.writers) for holding in holdings_of(layout, info.shape))
     # What is stored anew as it was must hold what it held.
     content = info.content_digest if stored == str(info.stored_dtype).removeprefix("torch.") else None
-    codec = new_codec or info.codec
+    codec = wanted.codec or info.codec
     return TensorSpec(info.name, info.shape, dtype, stored, _saved_only(boxes, info), layout, content, codec)
 
 

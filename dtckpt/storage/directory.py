@@ -137,6 +137,18 @@ def begin(target: Path, token: str) -> Staging:
         return Staging(path, target, token, identity(path))
 
 
+def share(target: Path, token: str) -> Staging:
+    """Make the directory under construction, or find it: for writers that all begin, and all may commit.
+
+    What other attempts at the target are building is left alone; the first that commits wins.
+    """
+    path = staging_path(target, token)
+    with translated("create the checkpoint directory", target):
+        make_folder(target.parent)
+        path.mkdir(exist_ok=True)
+        return Staging(path, target, token, identity(path))
+
+
 def make_folder(folder: Path) -> None:
     """Make a directory and its parents, durably: a power loss would take all that is saved there along."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
