@@ -26,8 +26,8 @@ _BOUND = 1 << 14
 
 _PLANS: dict[tuple[Any, ...], plans.Plan] = {}
 
-COUNTS: Counter[tuple[str, str]] = Counter()
-"""Calls by operator and route."""
+COUNTS: Counter[tuple[Operator, str]] = Counter()
+"""Calls by operator and route; those for which there was a plan are added by `counts`."""
 
 
 def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -39,7 +39,7 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         LayoutError: DTensors are on different meshes, or an operator would change the shape of what it writes to.
         ReplicaMismatchError: A plain tensor beside DTensors differs between clients.
     """
-    key: list[Any] = [func]
+    key: list[Any] = [id(func)]  # operators live as long as the process
     tensors: list[DTensor] = []
     is_plain = _describe(args, key, tensors)
     for name, value in kwargs.items():
@@ -51,7 +51,7 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     plan = _PLANS.get(known)
     if plan is None:
         return _first(known, func, args, kwargs, tensors)
-    COUNTS[func, plan.route] += 1
+    plan.calls += 1
     return plan.run(args, kwargs, tensors)
 
 
@@ -60,6 +60,8 @@ def _describe(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> 
     is_plain = False
     for value in values:
         if isinstance(value, DTensor):
+            if value._view is not None or value._pending is not None:
+                _ = value.components  # which are there then
             key.append(value._spec or spec_of(value))
             tensors.append(value)
         elif isinstance(value, float | complex):
@@ -118,7 +120,9 @@ def _first(
     if plan.route == "replication" and COUNTS[func, plan.route] == 1:
         _LOG.info("operator %s has no rule for such operands: every device computes all of it", func)
     if len(_PLANS) >= _BOUND:
+        counts()
         _PLANS.clear()
+    plan.func = func
     _PLANS[key] = plan
     return made
 
@@ -159,6 +163,15 @@ def plan_of(call: Call) -> plans.Plan:
 def _resizes(call: Call, found: Any, is_in_place: bool) -> bool:
     """Whether an operator in place has a result of another shape than its operand's."""
     return is_in_place and found.shape(0) != tuple(call.tensors[0].shape)
+
+
+def counts() -> Counter[tuple[Operator, str]]:
+    """Return how often each operator ran by each route."""
+    for plan in _PLANS.values():
+        if plan.calls:
+            COUNTS[plan.func, plan.route] += plan.calls
+            plan.calls = 0
+    return COUNTS
 
 
 def clear() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 
 import torch
 
 from dtckpt.dtensor import functional
-from dtckpt.dtensor.operators.specs import contiguous_stride
+from dtckpt.dtensor.operators.specs import Spec, contiguous_stride, spec, wrapped
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
@@ -25,6 +26,11 @@ def brought(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> lis
         if layout is not None and layout != tensor._layout
     ]
     result = list(tensors)
+    for number in changing:
+        layout = layouts[number]
+        if layout is not None and _is_relabelled(tensors[number]._layout, layout):
+            result[number] = wrapped(tensors[number].components, _spec_in(tensors[number], layout))
+    changing = [number for number in changing if result[number] is tensors[number]]
     if changing:
         with torch.no_grad():
             chosen = [tensors[number] for number in changing]
@@ -32,6 +38,29 @@ def brought(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> lis
             for number, moved in zip(changing, functional.redistribute_all(chosen, wanted), strict=True):
                 result[number] = moved
     return result
+
+
+def _spec_in(tensor: DTensor, layout: Layout) -> Spec:
+    return spec(layout, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _differ_in_name(source: Layout, target: Layout) -> bool:
+    """Whether two layouts on one mesh have the same pieces, because axes of one device alone are used otherwise."""
+    sizes = source.mesh.axis_sizes
+
+    def split(layout: Layout) -> list[tuple[str, ...]]:
+        return [tuple(axis for axis in axes if sizes[axis] > 1) for axes in layout.split_axes]
+
+    def pending(layout: Layout) -> dict[str, str]:
+        return {axis: reduction for axis, reduction in layout.partial.items() if sizes[axis] > 1}
+
+    return split(source) == split(target) and pending(source) == pending(target)
+
+
+def _is_relabelled(source: Layout, target: Layout) -> bool:
+    has_small = 1 in source.mesh.shape
+    return has_small and source.mesh is target.mesh and _differ_in_name(source, target)
 
 
 def replicated(tensors: Sequence[DTensor], *, is_copied: bool = False) -> list[DTensor]:

@@ -45,6 +45,10 @@ class Plan(Protocol):
 
     route: str
     """``rule``, ``decomposition`` or ``replication``."""
+    func: Operator
+    """What it was made for."""
+    calls: int
+    """How often it was run again."""
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """Return the operator's result.
@@ -61,11 +65,13 @@ class RulePlan:
     """Bring the operands into the chosen layouts, and have each device work on its pieces."""
 
     route = "rule"
+    func: Operator
+    calls = 0
 
     def __init__(self, call: Call, rule: Rule, choice: Choice) -> None:
         signature = signature_of(call.func)
         self._func = call.func
-        self._local: Callable[..., Any] = rule.local or call.func
+        self._local: Callable[..., Any] = rule.local or call.func._op  # which its Python wrapper but calls
         self._operands = choice.operands
         self._results = choice.results
         self._shapes = [rule.shape(number) for number in range(len(rule.results))]
@@ -73,22 +79,42 @@ class RulePlan:
         self._moves = any(layout is not None for layout in choice.operands)
         self._is_view = signature.is_view
         self._is_in_place = bool(signature.written)
-        self._sized = [(_place_of(call, name), result) for name, result in rule.sized]
+        self._is_copying = rule.local is not None
+        self._sized = [(_place_of(call, name), self._sizes_of(call, result)) for name, result in rule.sized]
         self._offsets = self._offsets_of(call) if rule.is_located else None
+        self._places = self._places_of(call)
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
+        if self._places is not None and len(tensors[0]._components) == 1:
+            local = list(args)
+            for place in self._places:
+                local[place] = local[place]._components[0]
+            return self._wrap(0, (self._local(*local, **kwargs),))
+        return self._run(args, kwargs, tensors)
+
+    def _places_of(self, call: Call) -> tuple[int, ...] | None:
+        """Return where the tensors stand if all that there is to do is to run the operator on components."""
+        places = tuple(place for place, value in enumerate(call.args) if isinstance(value, torch.Tensor))
+        has_more = self._moves or self._is_view or self._is_in_place or self._sized or self._offsets is not None
+        is_one = len(self._results) == 1 and str(self._func._schema.returns[0].type) == "Tensor"
+        return places if is_one and not has_more and len(places) == len(call.tensors) else None
+
+    def _sizes_of(self, call: Call, result: int) -> list[list[int]]:
+        """Return the shape of every local piece of a result."""
+        devices = call.tensors[0]._layout.mesh.local_device_ids()
+        return [list(self._results[result].region(device, self._shapes[result]).shape) for device in devices]
+
+    def _run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         moved = brought(tensors, self._operands) if self._moves else tensors
-        mesh = tensors[0]._layout.mesh
         parts = [tensor.components for tensor in moved]
         if not parts[0]:
             return self._absent(args, kwargs, tensors)
         made = []
         for number in range(len(parts[0])):
             local_args, local_kwargs = with_tensors(args, kwargs, [part[number] for part in parts])
-            for place, result in self._sized:
-                region = self._results[result].region(mesh.local_device_ids()[number], self._shapes[result])
-                (local_args if isinstance(place, int) else local_kwargs)[place] = list(region.shape)  # type: ignore[index]
+            for place, sizes in self._sized:
+                (local_args if isinstance(place, int) else local_kwargs)[place] = sizes[number]  # type: ignore[index]
             if self._offsets is not None:
                 local_kwargs["offsets"] = self._offsets[number]
             made.append(self._local(*local_args, **local_kwargs))
@@ -127,6 +153,8 @@ class RulePlan:
 
     def _note_views(self, results: Any, call: Call, source: DTensor) -> None:
         is_own = source._view is None and self._operands[0] is None
+        if is_own and not self._is_copying:
+            return
         for number, result in enumerate([results] if isinstance(results, DTensor) else results):
             is_shared = is_own and (not source.components or _share(result.components[0], source.components[0]))
             if not is_shared:
@@ -156,7 +184,9 @@ def _place_of(call: Call, name: str) -> int | str:
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors share memory, as far as they have any."""
-    return not one.numel() or one.is_meta or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    if one.is_meta or one.data_ptr() == other.data_ptr() or not one.numel():
+        return True
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _written(tensor: Any) -> Any:
@@ -183,6 +213,8 @@ class CompositePlan:
     """Do what the operator does by others."""
 
     route = "decomposition"
+    func: Operator
+    calls = 0
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -198,6 +230,8 @@ class WritingPlan:
     """Compute what an operator writes, and write it to its first argument or to ``out``, in the layout that it has."""
 
     route = "rule"
+    func: Operator
+    calls = 0
 
     def __init__(self, call: Call, functional: Operator) -> None:
         signature = signature_of(call.func)
@@ -249,6 +283,8 @@ class WholePlan:
     """Have every device that holds a piece work on the whole of all operands."""
 
     route = "replication"
+    func: Operator
+    calls = 0
 
     def __init__(self, call: Call) -> None:
         self._func = call.func
@@ -337,6 +373,8 @@ class ReshapingPlan:
     """Change in place how a tensor's own sizes and strides read its values, as ``squeeze_`` does."""
 
     route = "rule"
+    func: Operator
+    calls = 0
 
     def __init__(self, call: Call, functional: Operator) -> None:
         self._func = call.func
