@@ -170,7 +170,8 @@ def _cost(rule: Rule, candidate: _Candidate, size: int, held: Sequence[_Held], n
         # What waited before may go on waiting, as in a copy: at the least it will be scattered.
         target = None if candidate.factor is not None else 0
         nbytes_waiting = math.ceil(nbytes[-1] * _waiting(rule, candidate.factor))
-        cost += _move_cost(candidate.reduction, target, size, nbytes_waiting)
+        # Along one device nothing need be done for it ever, which is better than a change of the operands.
+        cost += _move_cost(candidate.reduction, target, size, nbytes_waiting) if size > 1 else 0.5
     return cost
 
 
