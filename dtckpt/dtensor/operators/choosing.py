@@ -85,12 +85,12 @@ def _by_axis(layout: Layout) -> dict[str, _Held]:
 def _candidates(
     rule: Rule, axis: str, now: Sequence[dict[str, _Held]], chosen: dict[str, _Candidate], mesh: Mesh
 ) -> Iterator[_Candidate]:
-    yield _Candidate()
     reductions = dict.fromkeys(held[axis] for held in now if isinstance(held.get(axis), str))
     for reduction in reductions:
         for group in rule.passes.get(str(reduction), ()):
             if any(now[operand].get(axis) == reduction for operand in group):
                 yield _Candidate(None, str(reduction), group)
+    yield _Candidate()
     for factor in range(len(rule.sizes)):
         counts = [mesh.dim_size(other) for other, one in chosen.items() if one.factor == factor]
         if _may_split(rule, factor, (*counts, mesh.dim_size(axis))):

@@ -141,18 +141,17 @@ def plan_of(call: Call) -> plans.Plan:
     functional = functional_of(func) if signature.written else None
     if torch.Tag.inplace_view in func.tags and functional is not None:
         return plans.ReshapingPlan(call, functional)
-    builder = builder_of(func)
-    is_in_place = False
-    if builder is None and functional is not None and signature.written[0] == signature.names[0]:
-        builder, is_in_place = builder_of(functional), True
+    is_in_place = bool(signature.written) and signature.written[0] == signature.names[0]
+    # What is written to ``out`` must reach it, wherever the rule would have it.
+    builder = None if signature.written and not is_in_place else builder_of(func)
+    if builder is None and functional is not None and is_in_place:
+        builder = builder_of(functional)
     found = builder(call) if builder is not None else None
     if found is not None:
         sizes = [tensor.numel() * tensor.element_size() for tensor in call.tensors]
         shapes = (found.shape(number) for number in range(len(found.results)))
         made = sum(torch.Size(shape).numel() for shape in shapes) * max(t.element_size() for t in call.tensors)
-        choice = choose(
-            found, plans.layouts_of(call.tensors), sizes, made, is_fixed=is_in_place or bool(signature.written)
-        )
+        choice = choose(found, plans.layouts_of(call.tensors), sizes, made, is_fixed=is_in_place)
         if choice is not None and not _resizes(call, found, is_in_place):
             return plans.RulePlan(call, found, choice)
     if functional is not None:

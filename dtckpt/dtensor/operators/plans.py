@@ -78,6 +78,7 @@ class RulePlan:
         self._specs: list[Spec | None] = [None] * len(rule.results)
         self._moves = any(layout is not None for layout in choice.operands)
         self._is_view = signature.is_view
+        self._examples = _viewed(call) if self._is_view else []
         self._is_in_place = bool(signature.written)
         self._is_copying = rule.local is not None
         self._sized = [(_place_of(call, name), self._sizes_of(call, result)) for name, result in rule.sized]
@@ -147,7 +148,7 @@ class RulePlan:
         known = self._specs[number]
         if known is None or known.dtype is not components[0].dtype:
             shape = self._shapes[number]
-            stride = global_stride(components[0], shape)
+            stride = global_stride(self._examples[number] if self._examples else components[0], shape)
             known = self._specs[number] = spec(self._results[number], shape, stride, components[0].dtype)
         return wrapped(components, known)
 
@@ -174,6 +175,14 @@ class RulePlan:
             return DTensor([], self._results[number], self._shapes[number], one.dtype, device=tensors[0].device)
 
         return wrap(made) if isinstance(made, torch.Tensor) else type(made)(map(wrap, made))
+
+
+def _viewed(call: Call) -> list[torch.Tensor]:
+    """Return results on no device: a piece's strides may leave open which dim comes first, and the whole's do not."""
+    try:
+        return list(tensors_in([on_meta(call.func, call.args, call.kwargs, call.tensors)]))
+    except RuntimeError:
+        return []  # a view that the whole's strides would not allow, and the pieces' do
 
 
 def _place_of(call: Call, name: str) -> int | str:
@@ -383,17 +392,12 @@ class ReshapingPlan:
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         tensor = tensors[0]
-        alias: Any = tensor.detach()
-        alias._components, alias._view = tensor.components, tensor._view
         with torch.no_grad():
-            made = self._functional(alias, *args[1:], **kwargs)
+            made = self._functional(views.alias_of(tensor), *args[1:], **kwargs)
         with no_dispatch():
             self._func(*args, **kwargs)
         tensor._components, tensor._layout, tensor._spec = made.components, made._layout, None
-        if made._view is not None:
-            # Its own source keeps the shape that it had before.
-            made._view.source = alias
-            tensor._view = made._view
+        tensor._view = made._view
         return tensor
 
 

@@ -7,7 +7,8 @@ to the view is written to the source; so it shares values with the source as any
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class View:
     """How a view was made.
 
     Args:
-        source: The tensor whose values it shares.
+        source: Another DTensor that is what the tensor was when it was viewed; that one may be reshaped in place.
         func: The operator.
         args: Its arguments, ``source`` first.
         kwargs: Its arguments by name.
@@ -61,7 +62,29 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 def remember(view: DTensor, source: DTensor, call: Any, number: int | None) -> None:
     """Note how a view was made."""
-    view._view = View(source, call.func, call.args, call.kwargs, number, version_of(source))
+    alias = alias_of(source)
+    view._view = View(alias, call.func, call.args, call.kwargs, number, version_of(alias))
+
+
+def alias_of(tensor: DTensor) -> DTensor:
+    """Return another DTensor with the same memory, layout and count of versions, which follows what the tensor does."""
+    view, tensor._components, tensor._view = tensor._view, tensor.components, None
+    try:
+        with _with_versions():
+            alias: DTensor = tensor.detach()  # type: ignore[assignment]  # of a DTensor it is one
+    finally:
+        tensor._view = view
+    alias._view = None if view is None else replace(view)
+    return alias
+
+
+def _with_versions() -> AbstractContextManager[None]:
+    """Have views made below autograd count versions together with their sources, as those above it do."""
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), excluded
+    )
+    return guard
 
 
 def write_through(tensor: DTensor) -> None:
