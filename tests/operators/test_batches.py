@@ -130,3 +130,10 @@ def test_solve_triangular(right, placed):
         return torch.linalg.solve_triangular(matrices, right, upper=False)
 
     check(solve, [values, torch.randn(right, dtype=torch.float64)], placed, S0, is_still=True, has_gradients=False)
+
+
+def test_results_that_only_the_operator_sees_take_their_shape():
+    values = torch.randn(MATRICES, dtype=torch.float64)
+    out = distributed(torch.zeros(4, 2, dtype=torch.float64), S0)
+    torch.linalg.det(distributed(values, S0), out=out)
+    torch.testing.assert_close(out.full_tensor(), torch.linalg.det(values))

@@ -13,6 +13,7 @@ from dtckpt.dtensor.operators import families, plans
 from dtckpt.dtensor.operators.adopting import adopt
 from dtckpt.dtensor.operators.call import Call, Operator, functional_of, signature_of, tensors_in, with_tensors
 from dtckpt.dtensor.operators.choosing import choose
+from dtckpt.dtensor.operators.moving import replicated
 from dtckpt.dtensor.operators.specs import spec_of
 from dtckpt.dtensor.operators.table import COMPOSITES, builder_of
 from dtckpt.dtensor.tensor import DTensor, described
@@ -85,7 +86,7 @@ def _with_plain(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     written = list(tensors_in([Call(func, tuple(args), kwargs)[name] for name in signature_of(func).written]))
     for plain, ours in zip(found, adopted, strict=True):
         if not isinstance(plain, DTensor) and any(plain is one for one in written) and ours.components:
-            plain.copy_(ours.components[0])
+            plain.resize_(ours.shape).copy_(replicated([ours])[0].components[0])
     return made
 
 
