@@ -120,7 +120,7 @@ class RulePlan:
                 local_kwargs["offsets"] = self._offsets[number]
             made.append(self._local(*local_args, **local_kwargs))
         if self._is_in_place:
-            return _written(args[0])
+            return written_to(args[0])
         results = self._wrapped(made)
         if self._is_view:
             self._note_views(results, Call(self._func, tuple(args), kwargs), tensors[0])
@@ -198,7 +198,7 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _written(tensor: Any) -> Any:
+def written_to(tensor: Any) -> Any:
     """Have what was written to a tensor, or to each of a list, reach what it is a view of."""
     for one in tensors_in([tensor]):
         if one._view is not None:
@@ -264,7 +264,7 @@ class WritingPlan:
                 raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
             with torch.no_grad():
                 write(value, target)
-            _written(target)
+            written_to(target)
         if isinstance(call[self._written[0]], torch.Tensor):
             return targets[0] if len(targets) == 1 else tuple(targets)
         return call[self._written[0]] if self._func._schema.returns else None
@@ -289,14 +289,20 @@ class WritingPlan:
 
 
 class WholePlan:
-    """Have every device that holds a piece work on the whole of all operands."""
+    """Have every device that holds a piece work on the whole of all operands.
+
+    Args:
+        call: The call.
+        local: What each device runs instead of the operator, with the same arguments.
+    """
 
     route = "replication"
     func: Operator
     calls = 0
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, local: Callable[..., Any] | None = None) -> None:
         self._func = call.func
+        self._local = local or call.func
         self._signature = signature_of(call.func)
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
@@ -313,12 +319,12 @@ class WholePlan:
         for number in range(len(whole[0].components)):
             parts = [tensor.components[number] for tensor in whole]
             local_args, local_kwargs = with_tensors(args, kwargs, parts)
-            made.append(self._func(*local_args, **local_kwargs))
+            made.append(self._local(*local_args, **local_kwargs))
         for tensor, copy in zip(tensors, whole, strict=True):
             if any(tensor is one for one in written):
                 if copy is not tensor:
                     write(copy, tensor)
-                _written(tensor)
+                written_to(tensor)
         return self._wrapped(made, call, tensors, whole)
 
     def _wrapped(self, made: Sequence[Any], call: Call, tensors: Sequence[DTensor], whole: Sequence[DTensor]) -> Any:
