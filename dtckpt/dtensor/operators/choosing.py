@@ -102,7 +102,8 @@ def _may_split(rule: Rule, factor: int, counts: tuple[int, ...]) -> bool:
     """Whether axes of these sizes may split a factor."""
     if factor in rule.whole:
         return False
-    if factor not in rule.contracted and not all(any(factor in dim for dim in dims) for dims in rule.results):
+    split = [dims for number, dims in enumerate(rule.results) if number not in rule.alike]
+    if factor not in rule.contracted and not all(any(factor in dim for dim in dims) for dims in split):
         return False
     if not any(factor in dim for dims in rule.operands for dim in dims):
         return False

@@ -43,6 +43,7 @@ class Rule:
         even: Factors that an axis may split only in pieces of one size.
         passes: See `Passes`.
         added: Operands that are added to what is contracted: they wait for the reduction too, and so count once.
+        alike: Results that are the same on every device, though they have no dim of what is split.
         unread: Operands whose values make no difference.
         sized: Arguments that spell a result's shape: name, and number of the result.
         local: What each device runs instead of the operator, with the same arguments.
@@ -58,6 +59,7 @@ class Rule:
     even: frozenset[int] = frozenset()
     passes: Passes = field(default_factory=dict)
     added: frozenset[int] = frozenset()
+    alike: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
     sized: tuple[tuple[str, int], ...] = ()
     local: Callable[..., Any] | None = None
