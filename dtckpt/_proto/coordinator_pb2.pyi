@@ -261,7 +261,7 @@ class RegisterRequest(_message.Message):
     attempt: _builtins.int
     host: _builtins.str
     job_name: _builtins.str
-    """how task and device names call the job; all tasks of an attempt must agree; "": as the job"""
+    """how task and device names call the job; those that say so must agree; "": as the others"""
     @_builtins.property
     def task(self) -> Global___TaskIdentity: ...
     def __init__(

@@ -29,7 +29,7 @@ class Register:
     """A task wants its place in its job, or renews it.
 
     Args:
-        job_name: How names of tasks call the job; empty: as it is called here.
+        job_name: How names of tasks call the job; empty: as the others say, or as it is called here.
 
     Refused with:
         ConfigError: The numbers make no sense or differ from the job's.

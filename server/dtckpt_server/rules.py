@@ -103,7 +103,7 @@ class Barrier:
 
 @dataclass(slots=True)
 class Job:
-    """One job of one attempt. ``job_name`` is how its tasks' names call it."""
+    """One job of one attempt. ``job_name`` is how its tasks' names call it, if one of them said so."""
 
     name: str
     num_clients: int
@@ -115,7 +115,7 @@ class Job:
     latest: dict[str, Barrier] = field(default_factory=dict)  # by name
 
     def full_task_name(self, number: int) -> str:
-        return f"{self.job_name}/replica:0/task:{number}"
+        return f"{self.job_name or self.name}/replica:0/task:{number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Rules:
                 f"cannot register {task_name(who.job, who.task)} of {num_clients}: expected a job name, an incarnation "
                 f"and a task from 0 to num_clients - 1 (at most {MAX_CLIENTS - 1})"
             )
-        job_name = event.job_name or who.job
+        job_name = event.job_name
         if len(job_name.encode()) > MAX_NAME_BYTES:
             raise errors.ConfigError(f"name of the job is too long: at most {MAX_NAME_BYTES} bytes fit")
         job = self._job_for(event, job_name, now)
@@ -207,7 +207,8 @@ class Rules:
                 f"{task_name(who.job, who.task)} says that the job has {num_clients} clients; got {num_clients}, "
                 f"expected {job.num_clients} as the others of attempt {job.attempt} said"
             )
-        if job_name != job.job_name:
+        job.job_name = job.job_name or job_name
+        if job_name and job_name != job.job_name:
             raise errors.ConfigError(
                 f"{task_name(who.job, who.task)} calls the job {job_name!r}; expected {job.job_name!r} as the others "
                 f"of attempt {job.attempt} said; DTENSOR_JOB_NAME and DTCKPT_JOB must be the same for all clients"

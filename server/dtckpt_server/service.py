@@ -93,6 +93,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         self.clock = clock
         self._max_calls = max_calls
         self._num_calls: Counter[str] = Counter()
+        self._answers = Answers()
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
         self._streams = Streams()
         self._is_draining = False  # nothing new is begun
@@ -279,11 +280,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         assert barrier is not None  # noqa: S101  an arrival that is not refused has one
         if request.max_wait_s > 0:
             await self._decision(barrier, request.max_wait_s)
-        return pb.ArriveResponse(
-            coordinator_incarnation=self.rules.incarnation,
-            barrier_id=barrier.barrier_id,
-            verdict=_verdict(barrier, collect=request.collect),
-        )
+        return self._answers.of(barrier, self.rules.incarnation, collect=request.collect)
 
     def _has_begun(self, request: pb.ArriveRequest) -> bool:
         job = self.rules.jobs.get(request.task.job)
@@ -296,7 +293,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         await self._decision(barrier, request.max_wait_s)
         return pb.AwaitResponse(
             coordinator_incarnation=self.rules.incarnation,
-            verdict=_verdict(barrier, collect=request.collect),
+            verdict=self._answers.of(barrier, self.rules.incarnation, collect=request.collect).verdict,
             waiting_for=self.rules.waiting_text(barrier, self.clock()) if barrier.is_open else "",
         )
 
@@ -402,9 +399,34 @@ def _state(barrier: Barrier) -> pb.BarrierState.ValueType:
     return pb.BARRIER_STATE_PASSED if barrier.is_passed else pb.BARRIER_STATE_FAILED
 
 
+class Answers:
+    """Makes answers about barriers. The last one is kept: all participants ask the same, at the same time, and to copy
+    everyone's payloads for everyone would be most of what a barrier costs.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[str, int, bool] = ("", 0, False)
+        self._answer = pb.ArriveResponse()
+
+    def of(self, barrier: Barrier, incarnation: int, *, collect: bool) -> pb.ArriveResponse:
+        """Return an answer with the verdict, and with the payloads if asked to; nothing in it may be changed.
+
+        Raises:
+            BarrierConflictError: The payloads are not kept any more.
+        """
+        if collect and barrier.payloads_dropped:
+            raise errors.BarrierConflictError(f"barrier {barrier.name!r} passed, but its payloads are no longer kept")
+        key = barrier.barrier_id, _state(barrier), collect
+        if key != self._key:
+            verdict = _verdict(barrier, collect=collect)
+            self._key = key
+            self._answer = pb.ArriveResponse(
+                coordinator_incarnation=incarnation, barrier_id=barrier.barrier_id, verdict=verdict
+            )
+        return self._answer
+
+
 def _verdict(barrier: Barrier, *, collect: bool) -> pb.Verdict:
-    if collect and barrier.payloads_dropped:
-        raise errors.BarrierConflictError(f"barrier {barrier.name!r} passed, but its payloads are no longer kept")
     return pb.Verdict(
         state=_state(barrier),
         failure=_failure(barrier.failure) if barrier.failure else None,
