@@ -22,6 +22,7 @@ logger = logging.getLogger("dtckpt_server")
 
 EXIT_USAGE = 2
 EXIT_UNAVAILABLE = 69
+EXIT_INTERNAL = 70
 DEFAULT_HEALTH_PORT = 50052
 TOKENS_VARIABLE = "DTCKPT_COORDINATOR_SERVE_TOKENS"
 """Tokens themselves; a variable only, since arguments are for all to see."""
@@ -38,8 +39,8 @@ async def run(config: ServerConfig, port_file: Path | None = None) -> int:
     """Serve until SIGTERM or SIGINT; a second signal ends at once.
 
     Returns:
-        The exit code, 128 and the signal's number. It is not 0 because a coordinator never completes: a Kubernetes Job
-        would count a drained one as done and start no other.
+        The exit code, 128 and the signal's number; 70 if it failed to stop in order. It is not 0 because a coordinator
+        never completes: a Kubernetes Job would count a drained one as done and start no other.
     """
     signals = asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -59,9 +60,13 @@ async def run(config: ServerConfig, port_file: Path | None = None) -> int:
     await asyncio.wait([stopping, failing], return_when=asyncio.FIRST_COMPLETED)
     logger.info("shutting down")
     again = asyncio.ensure_future(signals.get())
-    await asyncio.wait([asyncio.ensure_future(server.stop()), again], return_when=asyncio.FIRST_COMPLETED)
+    stopped = asyncio.ensure_future(server.stop())
+    await asyncio.wait([stopped, again], return_when=asyncio.FIRST_COMPLETED)
     if failing.done():
         failing.result()
+    if stopped.done() and (error := stopped.exception()):
+        logger.error("could not stop in order", exc_info=error)
+        return EXIT_INTERNAL
     return 128 + stopping.result()
 
 
@@ -84,7 +89,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @main.command(
     epilog="Every option is also a variable, as in DTCKPT_COORDINATOR_SERVE_TLS_CERT. Tokens may also be in the "
     f"variable {TOKENS_VARIABLE}. Exit codes: 143 stopped by SIGTERM, 130 by SIGINT, 2 usage, 69 an address cannot be "
-    "used."
+    "used, 70 a bug."
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=50051, show_default=True, type=_PORT, help="0 takes any free port.")

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import os
+import signal
 import threading
 import time
 import urllib.error
@@ -13,8 +15,10 @@ import grpc
 import pytest
 from dtckpt_server import events, metrics, pages
 from dtckpt_server.logs import JsonFormatter, LineFormatter
+from dtckpt_server.main import run
 from dtckpt_server.metrics import Metrics, kind_of
 from dtckpt_server.rules import Rules, apply
+from dtckpt_server.server import Server, ServerConfig
 from dtckpt_server.texts import Progress
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
@@ -361,3 +365,19 @@ def test_command_tells_programs_what_happens():
     assert (registered["task"], registered["attempt"]) == (0, 0)
     assert registered["incarnation"] == f"{client.member.incarnation:x}" == left["incarnation"]
     assert (passed["barrier"], passed["generation"], passed["outcome"]) == ("save/begin", 0, "passed")
+
+
+def test_exit_code_tells_that_the_end_was_not_in_order(monkeypatch, caplog):
+    async def start(self, start=Server.start):
+        await start(self)
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+
+    async def stop(self, stop=Server.stop):
+        await stop(self)
+        raise RuntimeError("a page does not close")
+
+    monkeypatch.setattr(Server, "start", start)
+    assert asyncio.run(run(ServerConfig(port=0))) == 128 + signal.SIGTERM
+    monkeypatch.setattr(Server, "stop", stop)
+    assert asyncio.run(run(ServerConfig(port=0))) == 70
+    assert "a page does not close" in caplog.text
