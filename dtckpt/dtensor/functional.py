@@ -83,8 +83,15 @@ def _moved(wanted: _Wanted, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
         sources.append(dict(zip(tensor.device_mesh.local_device_ids(), components, strict=True)))
     running = redistribute_components(wanted.programs, sources, is_async=wanted.is_async)
     made = []
-    for program, layout, moved in zip(wanted.programs, wanted.layouts, running.components, strict=True):
-        ordered = [moved[device] for device in layout.mesh.local_device_ids()]
+    for program, layout, moved, source in zip(
+        wanted.programs, wanted.layouts, running.components, sources, strict=True
+    ):
+        # What is written to the result on one device alone must not reach the source there.
+        old = set(map(id, source.values()))
+        ordered = [
+            moved[device].clone() if id(moved[device]) in old else moved[device]
+            for device in layout.mesh.local_device_ids()
+        ]
         made.append(DTensor(ordered, layout, program.change.shape, program.change.dtype))
         made[-1]._pending = running if wanted.is_async else None
     return tuple(made)

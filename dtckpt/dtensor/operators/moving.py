@@ -97,12 +97,29 @@ def replicated_layout(mesh: Mesh, ndim: int) -> Layout:
     return functional.from_placements(mesh, None, ndim)
 
 
+def part(tensor: DTensor) -> None:
+    """Give components that share memory, as copies that were packed from one tensor, memory of their own.
+
+    Called before each of them is written to.
+    """
+    if len(tensor.components) < 2:
+        return
+    known: set[int] = set()
+    parted = []
+    for component in tensor.components:
+        place = component.data_ptr() if component.numel() and not component.is_meta else 0
+        parted.append(component.clone() if place in known else component)
+        known.add(place or -1)
+    tensor._components = tuple(parted)
+
+
 def write(source: DTensor, target: DTensor) -> None:
     """Write values to a tensor of the same shape, in its memory and layout. Collective: As `brought`."""
     if source.dtype != target.dtype and target.layout.partial:
         components = [component.to(target.dtype) for component in source.components]
         source = DTensor(components, source.layout, source.shape, target.dtype, device=source.device)
     (moved,) = brought([source], [target._layout])
+    part(target)
     for there, value in zip(target.components, moved.components, strict=True):
         there.copy_(value)
 

@@ -12,7 +12,7 @@ import torch
 from dtckpt.dtensor.operators import views
 from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in, with_tensors
 from dtckpt.dtensor.operators.choosing import Choice
-from dtckpt.dtensor.operators.moving import brought, no_dispatch, replicated, replicated_layout, write
+from dtckpt.dtensor.operators.moving import brought, no_dispatch, part, replicated, replicated_layout, write
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.specs import Spec, global_stride, spec, wrapped
 from dtckpt.dtensor.tensor import DTensor
@@ -107,6 +107,9 @@ class RulePlan:
         return [list(self._results[result].region(device, self._shapes[result]).shape) for device in devices]
 
     def _run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
+        if self._is_in_place:
+            for written in tensors_in(args[:1]):
+                part(written)
         moved = brought(tensors, self._operands) if self._moves else tensors
         parts = [tensor.components for tensor in moved]
         if not parts[0]:
@@ -309,6 +312,8 @@ class WholePlan:
         """As `Plan.run`."""
         call = Call(self._func, tuple(args), kwargs)
         written = list(tensors_in([call[name] for name in self._signature.written]))
+        for tensor in written:
+            part(tensor)
         whole = replicated(tensors)
         for number, tensor in enumerate(tensors):
             if whole[number] is not tensor and any(tensor is one for one in written):

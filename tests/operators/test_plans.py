@@ -1,0 +1,100 @@
+"""What plans do beside rules: memory that is shared, axes of one device, routes that are counted, what is kept."""
+
+import pytest
+import torch
+
+import dtckpt
+from dtckpt import Layout, Partial, Replicate, Shard
+from dtckpt.dtensor import distribute_tensor, pack
+from dtckpt.dtensor.debug import CommDebugMode
+from dtckpt.dtensor.operators import dispatch
+
+MESH = dtckpt.abstract_mesh({"x": 4})
+SMALL = dtckpt.abstract_mesh({"x": 1, "y": 4})
+
+
+def placed(value, *placements, mesh=MESH):
+    return distribute_tensor(value, mesh, list(placements))
+
+
+@pytest.fixture(autouse=True)
+def _no_plans():
+    dispatch.clear()
+    yield
+    dispatch.clear()
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda x: x.add_(1), lambda x: x.cumsum_(0), lambda x: torch.add(x, 1, out=x), lambda x: x[1:].mul_(3)],
+    ids=["rule", "scan", "out", "view"],
+)
+def test_copies_packed_from_one_tensor_are_each_written_once(write):
+    packed, plain = pack([torch.ones(4)] * 4, Layout.replicated(MESH, 1)), torch.ones(4)
+    write(packed)
+    write(plain)
+    assert [part.tolist() for part in packed.components] == [plain.tolist()] * 4
+
+
+def test_terms_made_of_copies_do_not_write_to_them():
+    whole = placed(torch.ones(4), Replicate())
+    terms = whole.redistribute(placements=[Partial()])
+    terms.add_(1)
+    assert [part.tolist() for part in whole.components] == [[1.0] * 4] * 4
+    assert terms.full_tensor().tolist() == [2.0] * 4
+    assert terms.placements == (Partial(),)
+
+
+# --- axes of one device ---
+
+
+def test_what_an_axis_of_one_device_does_changes_without_a_copy():
+    rows = placed(torch.arange(8.0).reshape(4, 2), Shard(0), Shard(1), mesh=SMALL)
+    columns = placed(torch.arange(8.0).reshape(4, 2), Shard(1), Shard(1), mesh=SMALL)
+    with CommDebugMode() as counted:
+        total = rows + columns
+    assert torch.equal(total.full_tensor(), 2 * torch.arange(8.0).reshape(4, 2))
+    assert counted.get_total_counts() == 0
+
+
+# --- counting and keeping ---
+
+
+def test_routes_are_counted():
+    tensor = placed(torch.ones(4, 4), Shard(0))
+    for _ in range(3):
+        tensor.exp()
+    tensor.nonzero()
+    found = dispatch.counts()
+    assert found[torch.ops.aten.exp.default, "rule"] == 3
+    assert found[torch.ops.aten.nonzero.default, "replication"] == 1
+
+
+def test_floats_make_no_new_plans():
+    tensor = placed(torch.ones(4), Shard(0))
+    for number in range(5):
+        tensor.mul_(0.5 + number)
+    assert len(dispatch._PLANS) == 1
+    assert tensor.full_tensor().tolist() == [0.5 * 1.5 * 2.5 * 3.5 * 4.5] * 4
+
+
+def test_plans_are_bounded(monkeypatch):
+    monkeypatch.setattr(dispatch, "_BOUND", 4)
+    tensor = placed(torch.arange(6.0), Shard(0))
+    for number in range(10):
+        assert tensor.roll(number).full_tensor().tolist() == torch.arange(6.0).roll(number).tolist()
+        assert len(dispatch._PLANS) <= 4
+    assert sum(dispatch.counts().values()) >= 10
+
+
+def test_the_default_dtype_is_not_part_of_a_plan():
+    tensor = placed(torch.arange(4), Shard(0))
+    assert (tensor / 2).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (tensor / 2).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
