@@ -162,6 +162,8 @@ def _cost(rule: Rule, candidate: _Candidate, size: int, held: Sequence[_Held], n
     """
     cost = 0.0
     for operand, source in enumerate(held):
+        if operand in rule.unseen:
+            continue
         wanted = _wanted(rule, candidate, operand)
         if operand not in rule.unread:
             cost += _move_cost(source, wanted, size, nbytes[operand])
@@ -205,6 +207,7 @@ def _choice(
         partial = {axis: str(one.reduction) for axis, one in chosen.items() if number in one.group}
         wanted = _layout(dims, axes_of, mesh, partial)
         is_there = wanted == layout or (number in rule.unread and wanted.split_axes == layout.split_axes)
+        is_there |= number in rule.unseen
         operands.append(None if is_there else wanted)
     results = tuple(_layout(dims, axes_of, mesh, _pending(dims, chosen)) for dims in rule.results)
     if is_fixed and (operands[0] is not None or results[0] != layouts[0]):

@@ -45,8 +45,10 @@ class Rule:
         added: Operands that are added to what is contracted: they wait for the reduction too, and so count once.
         alike: Results that are the same on every device, though they have no dim of what is split.
         unread: Operands whose values make no difference.
+        unseen: Operands of which shapes of pieces make none either.
         sized: Arguments that spell a result's shape: name, and number of the result.
-        local: What each device runs instead of the operator, with the same arguments.
+        local: What each device runs instead of the operator, with the same arguments. It is kept with the plan, so it
+            must not hold the call, and with it its tensors.
         is_located: Whether ``local`` is told as ``offsets``, per operand, where the device's piece begins.
     """
 
@@ -61,6 +63,7 @@ class Rule:
     added: frozenset[int] = frozenset()
     alike: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
+    unseen: frozenset[int] = frozenset()
     sized: tuple[tuple[str, int], ...] = ()
     local: Callable[..., Any] | None = None
     is_located: bool = False

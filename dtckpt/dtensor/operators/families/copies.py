@@ -79,10 +79,11 @@ def _like(call: Call) -> Rule:
 )
 def _new(call: Call) -> Rule | None:
     """A new tensor of the operand's shape lies as the operand does; any other is replicated."""
-    if tuple(call["size"]) != call.shapes[0]:
-        return None
     factors = Factors()
     dims = factors.dims(call.shapes[0])
+    if tuple(call["size"]) != call.shapes[0]:
+        made = factors.dims(call["size"])
+        return Rule(factors.sizes, (dims,), (made,), unseen=frozenset({0}))
     # Strides of the whole say nothing of a piece's.
     local = _empty_like if call.func is _aten.new_empty_strided.default else None
     return Rule(factors.sizes, (dims,), (dims,), unread=frozenset({0}), sized=(("size", 0),), local=local)

@@ -174,7 +174,7 @@ def _dropout_backward(call: Call) -> Rule | None:
 
 
 @composite(*functional_overloads("rrelu_with_noise_functional"))
-def _leaky(  # noqa: PLR0917  (PyTorch's order)
+def _leaky(
     input: Any,  # noqa: A002
     noise: Any,
     lower: Any = 1 / 8,

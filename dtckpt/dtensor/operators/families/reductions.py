@@ -90,14 +90,15 @@ def _mean(call: Call) -> Rule | None:
     if gone is None or not (dtype.is_floating_point or dtype.is_complex):
         return None
     count = math.prod(shape[one] for one in gone) if shape else 1
+    func, is_kept = call.func, bool(named(call, "keepdim"))
 
     def local(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if math.prod(tensor.shape[one] for one in gone if shape) == count:
-            return call.func(tensor, *args, **kwargs)  # type: ignore[no-any-return]
-        total = tensor.sum(sorted(gone), bool(named(call, "keepdim")), dtype=accumulated(dtype))
+            return func(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+        total = tensor.sum(sorted(gone), is_kept, dtype=accumulated(dtype))
         return (total / count).to(dtype)
 
-    return over_dims(call, dim, is_kept=bool(named(call, "keepdim")), reduction="sum", passes=LINEAR, local=local)
+    return over_dims(call, dim, is_kept=is_kept, reduction="sum", passes=LINEAR, local=local)
 
 
 @rule(_aten.prod.default, _aten.prod.dim_int)
@@ -141,12 +142,12 @@ def _extreme(call: Call) -> Rule | None:
     gone = reduced_dims(dim, len(shape))
     if gone is None or not all(shape[one] for one in gone if shape):
         return None
-    is_kept = bool(named(call, "keepdim"))
+    func, is_kept = call.func, bool(named(call, "keepdim"))
     worst = _worst(call.tensors[0].dtype, reduction)
 
     def local(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if all(tensor.shape[one] for one in gone if shape):
-            return call.func(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+            return func(tensor, *args, **kwargs)  # type: ignore[no-any-return]
         sizes = [1 if one in gone else size for one, size in enumerate(tensor.shape) if is_kept or one not in gone]
         return tensor.new_full(sizes, worst)
 
