@@ -12,6 +12,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from dtckpt.coordination import process
 from dtckpt.coordination.discovery import find_coordinator
@@ -30,6 +31,9 @@ from dtckpt.coordination.protocol import (
     Vote,
 )
 from dtckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dtckpt.coordination.remote import GrpcCoordination
 
 __all__ = [
     "MAX_NAME_BYTES",
@@ -59,7 +63,11 @@ _owner = 0
 
 
 def connect(
-    env: Mapping[str, str] | None = None, *, coordinator: str | None = None, heartbeat_timeout_s: float | None = None
+    env: Mapping[str, str] | None = None,
+    *,
+    coordinator: str | None = None,
+    heartbeat_timeout_s: float | None = None,
+    fallback: str | None = None,
 ) -> Coordination:
     """Return this process's coordination, not yet registered, as arguments and environment describe it.
 
@@ -75,12 +83,25 @@ def connect(
         from dtckpt.coordination.remote import GrpcCoordination
 
         logger.info("the coordinator is at %s, says %s", found.address, found.source)
-        return GrpcCoordination(found.address, member, access=Access.from_environ(env), heartbeat_timeout_s=timeout_s)
+        access = Access.from_environ(env)
+        there = GrpcCoordination(found.address, member, access=access, heartbeat_timeout_s=timeout_s)
+        return _with_fallback(there, env.get("DTCKPT_COORDINATOR_FALLBACK") if fallback is None else fallback)
     if member.num_clients == 1:
         return LocalCoordination(member)
     from dtckpt.coordination.process_group import from_environment
 
     return from_environment(member, heartbeat_timeout_s=timeout_s)
+
+
+def _with_fallback(coordination: GrpcCoordination, fallback: str | None) -> Coordination:
+    if not fallback:
+        return coordination
+    from dtckpt.coordination.fallback import FALLBACKS, with_fallback
+
+    if fallback not in FALLBACKS:
+        expected = ", ".join(FALLBACKS)
+        raise ConfigError(f"fallback (or DTCKPT_COORDINATOR_FALLBACK) is {fallback!r}; expected {expected}, or none")
+    return with_fallback(coordination)
 
 
 def _member(env: Mapping[str, str]) -> Member:
@@ -122,13 +143,18 @@ def set_coordination(coordination: Coordination | None) -> None:
         _current, _owner = coordination, os.getpid()
 
 
-def initialize_multi_client(coordinator: str | None = None, *, heartbeat_timeout_s: float | None = None) -> None:
+def initialize_multi_client(
+    coordinator: str | None = None, *, heartbeat_timeout_s: float | None = None, fallback: str | None = None
+) -> None:
     """Connect this process to the other clients of its job and register it.
 
     Args:
         coordinator: ``host:port`` of a running ``dtckpt-coordinator serve``; default: the one that the environment
             names (`dtckpt.coordination.discovery`), else the store of `torch.distributed`.
         heartbeat_timeout_s: Silence after which a client counts as lost; default ``DTCKPT_HEARTBEAT_TIMEOUT_S`` or 60.
+        fallback: ``process_group``: when the coordinator has not answered one of the clients for two heartbeat
+            timeouts, all clients meet at the store of `torch.distributed` from then on. The same for all clients.
+            Default: ``DTCKPT_COORDINATOR_FALLBACK``, else none: what needs the coordinator fails.
 
     Raises:
         ConfigError: It was called before, or the environment cannot be used.
@@ -141,7 +167,7 @@ def initialize_multi_client(coordinator: str | None = None, *, heartbeat_timeout
                 "multi-client is already initialized (by an earlier call, or by first use); call it once, before "
                 "anything that coordinates, or call shutdown_multi_client() in between"
             )
-        coordination = connect(coordinator=coordinator, heartbeat_timeout_s=heartbeat_timeout_s)
+        coordination = connect(coordinator=coordinator, heartbeat_timeout_s=heartbeat_timeout_s, fallback=fallback)
         coordination.register()
         set_coordination(coordination)
 

@@ -6,6 +6,7 @@ A channel must not be used after a fork, so each process opens its own when it f
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import threading
@@ -80,6 +81,8 @@ class Caller:
         self._address = address
         self._access = access
         self._clock = clock
+        self.give_up_s = math.inf
+        """Longest time to look for a coordinator that does not answer, where a deadline would allow more."""
         self._lock = threading.RLock()
         self._connection: _Connection | None = None
 
@@ -89,6 +92,9 @@ class Caller:
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.channel.close()
+
+    def _raise_if_over(self) -> None:
+        """Raise if no call shall be made any more."""
 
     def _stub(self) -> pb_grpc.CoordinatorStub:
         with self._lock:
@@ -121,10 +127,18 @@ class Caller:
         deadline: float,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> T:
-        """Repeat a call until it is answered or the deadline has passed."""
+        """Repeat a call until it is answered or the deadline has passed.
+
+        Args:
+            call: Gets the stub and the seconds that it may take.
+            deadline: When to give up, on the clock; `give_up_s` may come first.
+            timeout_s: Of one call: how long the coordinator is asked to wait, and `CALL_TIMEOUT_S`.
+        """
         start = self._clock()
+        deadline = min(deadline, start + timeout_s - CALL_TIMEOUT_S + self.give_up_s)
         next_log = start + rules.STILL_WAITING_S
         for pause_s in backoffs():
+            self._raise_if_over()
             remaining_s = deadline - self._clock()
             try:
                 return self._once(call, max(min(timeout_s, remaining_s), 0.1))

@@ -50,7 +50,7 @@ from dtckpt.coordination.protocol import (
     Verdict,
     Vote,
 )
-from dtckpt.coordination.rules import Claim, Outcome
+from dtckpt.coordination.rules import Claim, Decision, Outcome
 from dtckpt.coordination.store import Link, StoreCalls, StoreSilentError
 
 logger = logging.getLogger("dtckpt.coordination")
@@ -62,6 +62,8 @@ KEPT_BARRIERS = 16
 """A client removes its keys of a barrier after this many later ones."""
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 NEVER_REGISTERED = "-"
+ELSEWHERE = "*"
+"""Stands for the incarnation of a client that arrived where the barrier was decided; see `publish`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +274,9 @@ class ProcessGroupCoordination:
         payloads = {}
         if meeting.collect and not outcome.code:
             arrivals = link.read(*meeting.arrival_keys())
+            if ELSEWHERE in arrivals:
+                text = f"barrier {meeting.name!r} passed elsewhere, and nobody there asked for the payloads"
+                raise errors.BarrierConflictError(text)
             for client, arrival in zip(meeting.claim.participants, arrivals, strict=True):
                 payloads[client] = base64.b64decode(arrival.partition(" ")[2])
         self._forget_old(link, meeting)
@@ -344,6 +349,34 @@ class ProcessGroupCoordination:
             link.abandoned.wait(self._poll_s)
         return outcome
 
+    def publish(self, decision: Decision) -> None:
+        """Write down how a barrier ended elsewhere, for clients that come here to ask; what is here already stands.
+
+        Raises:
+            CoordinationError: The store cannot be reached.
+        """
+        claim = Claim(decision.generation, decision.participants, b"", self.member.client)
+        self._run(lambda link: self._write_down(link, _Meeting(decision.name, claim, 0.0, YES, False), decision))
+
+    def _write_down(self, link: Link, meeting: _Meeting, decision: Decision) -> None:
+        if not decision.outcome.code:  # who reads the verdict reads the arrivals next, so they come first
+            for client, key in zip(decision.participants, meeting.arrival_keys(), strict=True):
+                payload = None if decision.payloads is None else base64.b64encode(decision.payloads[client]).decode()
+                link.set_if(key, "", ELSEWHERE if payload is None else f"{ELSEWHERE} {payload}")
+        self._decide(link, meeting, decision.outcome)
+
+    def settle(self, name: str, text: str) -> str:
+        """Settle a question of the whole job once for all; return the answer, which an earlier caller may have given.
+
+        Raises:
+            CoordinationError: The store cannot be reached.
+        """
+        return self._run(lambda link: link.set_if(f"settled/{name}", "", text))
+
+    def settled(self, name: str) -> str:
+        """Return the answer to a question of the whole job, "" if there is none. Raises as `settle`."""
+        return self._run(lambda link: link.get(f"settled/{name}")) or ""
+
     def _stored(self, link: Link, meeting: _Meeting) -> Outcome | None:
         text = link.get(meeting.verdict_key)
         return None if text is None else Outcome.load(text)
@@ -354,7 +387,7 @@ class ProcessGroupCoordination:
 
     def _check_own_arrival(self, link: Link, meeting: _Meeting, arrival: str | None) -> None:
         """Refuse to stand on the arrival of an earlier life of this client."""
-        if (arrival or "").partition(" ")[0] != str(self.member.incarnation):
+        if (arrival or "").partition(" ")[0] not in (str(self.member.incarnation), ELSEWHERE):
             failure = rules.restarted(meeting.name, meeting.claim.generation, self._who())
             self._decide(link, meeting, failure)
             failure.raise_failure()

@@ -37,7 +37,7 @@ from dtckpt.coordination.protocol import (
     Verdict,
     Vote,
 )
-from dtckpt.coordination.rules import Outcome
+from dtckpt.coordination.rules import Decision, Outcome
 
 logger = logging.getLogger("dtckpt.coordination")
 
@@ -85,6 +85,11 @@ class GrpcCoordination(Caller):
         self._progress = Progress()
         self._interval_s = heartbeat_timeout_s / 6
         self._fenced = ""
+        self._abandoned = ""
+        self.max_wait_s = MAX_WAIT_S
+        """How long one call waits for a verdict, at most."""
+        self.on_decision: Callable[[Decision], None] | None = None
+        """Told how each barrier of this client ended."""
         self._beating: threading.Thread | None = None
         self._leaving = threading.Event()
         self._wake = threading.Event()
@@ -103,7 +108,7 @@ class GrpcCoordination(Caller):
                 self._leaving.clear()
                 self._beating = threading.Thread(target=self._send_heartbeats, daemon=True, name="dtckpt-heartbeat")
                 self._beating.start()
-        self._raise_if_fenced()
+        self._raise_if_over()
 
     def _announce(self, deadline: float) -> None:
         request = pb.RegisterRequest(
@@ -127,11 +132,11 @@ class GrpcCoordination(Caller):
 
     def _send_heartbeats(self) -> None:
         num_skipped = num_to_skip = 0
-        while not self._fenced and not self._leaving.is_set():
+        while not self._is_over():
             if num_skipped >= num_to_skip:
                 is_good = self._beat_on_stream()
                 num_skipped, num_to_skip = 0, 1 if is_good else min(2 * num_to_skip + 1, MAX_SKIPPED_BEATS)
-                if self._fenced or self._leaving.is_set():
+                if self._is_over():
                     return
             self._beat()
             num_skipped += 1
@@ -188,6 +193,19 @@ class GrpcCoordination(Caller):
         except (grpc.RpcError, errors.DtckptError) as error:
             logger.warning("no heartbeat of %s got through: %s", self._who(), describe(error))
 
+    def _is_over(self) -> bool:
+        return bool(self._fenced or self._abandoned) or self._leaving.is_set()
+
+    def abandon(self, reason: str) -> None:
+        """Speak to the coordinator no more: calls raise CoordinatorUnavailableError with this reason.
+
+        It is not told, as that would fail barriers of clients that have not heard the reason yet.
+        """
+        self._abandoned = reason
+        self._wake_beating()
+        if (stream := self._stream) is not None:
+            stream.end()
+
     def _wake_beating(self) -> None:
         self._wake.set()
         if (stream := self._stream) is not None:
@@ -214,6 +232,7 @@ class GrpcCoordination(Caller):
             beating, self._beating = self._beating, None
         if beating is not None:
             self._stop_beating(beating)
+        if beating is not None and not self._abandoned:
             try:
                 self._once(lambda stub, t: stub.Leave(pb.LeaveRequest(task=self._identity), timeout=t), GOODBYE_S)
             except (grpc.RpcError, errors.DtckptError, UnknownError) as error:
@@ -248,19 +267,22 @@ class GrpcCoordination(Caller):
         # Only a known verdict ends the generation: a call that raised before may be repeated and is the same barrier.
         process.end_generation(self.member, name, members, generation)
         failure = verdict.failure
+        outcome = Outcome(failure.code, failure.message, tuple(failure.clients), tuple(failure.missing))
+        payloads = dict(verdict.payloads)
+        if self.on_decision is not None:
+            self.on_decision(Decision(name, generation, members, outcome, payloads if collect else None))
         if self.member.client in failure.clients:
             self._beat()  # it was taken for lost: whoever hears of that shall find it alive again
-        Outcome(failure.code, failure.message, tuple(failure.clients), tuple(failure.missing)).raise_failure()
-        return Verdict(name, generation, dict(verdict.payloads))
+        outcome.raise_failure()
+        return Verdict(name, generation, payloads)
 
     def _meet(self, request: pb.ArriveRequest, deadline: float) -> pb.Verdict:
         """Arrive and wait, again and again if the coordinator forgets us, until there is a verdict."""
         next_log = self._clock() + rules.STILL_WAITING_S
-        request.max_wait_s = min(FIRST_WAIT_S, rules.STILL_WAITING_S)
+        request.max_wait_s = min(FIRST_WAIT_S, rules.STILL_WAITING_S, self.max_wait_s)
         limit_s = request.max_wait_s + CALL_TIMEOUT_S
         for pause_s in backoffs():
             try:
-                self._raise_if_fenced()
                 arrived = self._call(
                     lambda stub, t: stub.Arrive(request, timeout=t), deadline + CALL_TIMEOUT_S, limit_s
                 )
@@ -279,8 +301,7 @@ class GrpcCoordination(Caller):
     def _await(self, arrival: pb.ArriveRequest, barrier_id: str, deadline: float, next_log: float) -> pb.Verdict:
         request = pb.AwaitRequest(task=self._identity, barrier_id=barrier_id, collect=arrival.collect)
         while True:
-            self._raise_if_fenced()
-            request.max_wait_s = min(max(next_log - self._clock(), 0.1), MAX_WAIT_S)
+            request.max_wait_s = min(max(next_log - self._clock(), 0.1), self.max_wait_s)
             limit_s = request.max_wait_s + CALL_TIMEOUT_S
             response = self._call(lambda stub, t: stub.Await(request, timeout=t), deadline + CALL_TIMEOUT_S, limit_s)
             if response.verdict.state != pb.BARRIER_STATE_OPEN:
@@ -307,9 +328,11 @@ class GrpcCoordination(Caller):
             return JobStatus(self.member.job, self.member.num_clients, (), ())
         return job_status(self.member.job, job)
 
-    def _raise_if_fenced(self) -> None:
+    def _raise_if_over(self) -> None:
         if self._fenced:
             raise errors.FencedError(self._fenced)
+        if self._abandoned:
+            raise errors.CoordinatorUnavailableError(self._abandoned)
 
     def _who(self) -> str:
         return rules.task_name(self.member.job, self.member.client)

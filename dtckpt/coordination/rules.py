@@ -35,6 +35,17 @@ class Outcome:
             raise errors.from_wire(self.code, self.message, **{name: ids for name, ids in facts.items() if ids})
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How one barrier ended. ``payloads`` is None for who did not ask for them."""
+
+    name: str
+    generation: int
+    participants: tuple[int, ...]
+    outcome: Outcome
+    payloads: Mapping[int, bytes] | None
+
+
 PASSED = Outcome()
 STILL_WAITING_S = 30.0
 """How often a waiting client says for whom it waits."""

@@ -52,15 +52,20 @@ class Halting:
         return verdict
 
 
-def work(port: int, client: int, pipe: Connection) -> None:
+def work(port: int, client: int, store_port: int | None, pipe: Connection) -> None:
     """Do what comes through the pipe, until it is None."""
     os.environ |= {"RANK": str(client), "WORLD_SIZE": str(NUM_CLIENTS)}
     from dtckpt.coordination import Member, set_coordination
+    from dtckpt.coordination.fallback import with_fallback
     from dtckpt.coordination.remote import GrpcCoordination
 
     member = Member("job", client, NUM_CLIENTS, secrets.randbits(60))
     address = f"127.0.0.1:{port}"
-    coordination = Halting(GrpcCoordination(address, member, heartbeat_timeout_s=HEARTBEAT_S), pipe)
+    way: Any = GrpcCoordination(address, member, heartbeat_timeout_s=HEARTBEAT_S)
+    if store_port is not None:
+        os.environ |= _store_at(store_port)
+        way = with_fallback(way)
+    coordination = Halting(way, pipe)
     set_coordination(coordination)
     coordination.register()
     pipe.send("ready")
@@ -105,13 +110,22 @@ def _save_impatiently(path: str) -> str:
     return _save(path, timeout_s=1.0)
 
 
+def _store_at(port: int) -> dict[str, str]:
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def _has_fallen_back(_: None) -> bool:
+    from dtckpt.coordination import current_coordination
+
+    return current_coordination().has_fallen_back
+
+
 def _go_on_without_coordinator(store_port: int) -> str:
     """Meet at a store from now on, as a training program may decide."""
     import dtckpt
 
     dtckpt.shutdown_multi_client()
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= store
+    os.environ |= _store_at(store_port)
     return "gone on"
 
 
@@ -119,6 +133,7 @@ DOES = {
     "save": _save,
     "save impatiently": _save_impatiently,
     "go on without": _go_on_without_coordinator,
+    "has fallen back": _has_fallen_back,
     "hold_gil": _hold_gil,
     "meet": _meet,
 }
@@ -127,13 +142,13 @@ DOES = {
 class Savers:
     """All clients of one job. `time.monotonic` is one clock for all processes of a machine."""
 
-    def __init__(self, ports: Sequence[int]) -> None:
+    def __init__(self, ports: Sequence[int], store_port: int | None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["dtckpt", "dtckpt.coordination.remote"])
         self._processes, self._pipes = [], []
         for client, port in enumerate(ports):
             ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(port, client, theirs), daemon=True)
+            process = context.Process(target=work, args=(port, client, store_port, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -169,9 +184,9 @@ class Savers:
 
 
 @contextmanager
-def savers(*ports: int) -> Iterator[Savers]:
-    """Start clients; each finds the coordinator at its port."""
-    started = Savers(ports)
+def savers(*ports: int, store_port: int | None = None) -> Iterator[Savers]:
+    """Start clients; each finds the coordinator at its port, and may fall back to a store where one is given."""
+    started = Savers(ports, store_port)
     try:
         yield started
     finally:

@@ -1,0 +1,203 @@
+"""Coordination that outlives its coordinator: from then on clients meet at the store of `torch.distributed`.
+
+A client that cannot reach the coordinator must not go to the store alone, nor may two clients decide differently. So
+the decision is itself a key of the store, written at most once per attempt of the job and never taken back: the first
+client that gives the coordinator up writes it, and every client looks for it, at intervals and when it gives up itself.
+Who finds it leaves the coordinator for good, also where it answers, and goes to the store for what it wanted there.
+
+A barrier that is open at that time goes on at the store. One that the coordinator has already decided is decided: those
+who were told write the verdict down at the store, for those who were not.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from torch._C._distributed_c10d import HashStore
+
+from dtckpt import errors
+from dtckpt.coordination import process, rules
+from dtckpt.coordination.process_group import ProcessGroupCoordination, from_environment
+from dtckpt.coordination.protocol import YES, Coordination, JobStatus, Member, Progress, Verdict, Vote
+from dtckpt.coordination.remote import GrpcCoordination
+from dtckpt.coordination.rules import Decision
+
+logger = logging.getLogger("dtckpt.coordination")
+
+FALLBACKS = ("process_group",)
+KEPT_DECISIONS = 16
+"""Verdicts that a client could write down for others; who lacks one is at most one barrier of each name behind."""
+GIVE_UP_TIMEOUTS = 2
+"""After so many heartbeat timeouts without an answer the coordinator is given up."""
+_KEY = "fallback"
+
+
+class FallbackCoordination:
+    """Clients that meet at a coordinator, and at a store once it is gone for good.
+
+    Args:
+        primary: The way to the coordinator.
+        secondary: The way to the store, of the same member.
+    """
+
+    def __init__(self, primary: GrpcCoordination, secondary: ProcessGroupCoordination) -> None:
+        self.member: Member = primary.member
+        self._primary = primary
+        self._secondary = secondary
+        self._reason = ""
+        self._lock = threading.Lock()
+        self._decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
+        self._progress = Progress()
+        self._watching: threading.Thread | None = None
+        self._leaving = threading.Event()
+        primary.on_decision = self._note
+        primary.give_up_s = GIVE_UP_TIMEOUTS * primary.heartbeat_timeout_s
+        primary.max_wait_s = min(primary.max_wait_s, self._interval_s)
+
+    @property
+    def _interval_s(self) -> float:
+        return self._primary.heartbeat_timeout_s / 6
+
+    @property
+    def _current(self) -> Coordination:
+        return self._secondary if self._reason else self._primary
+
+    @property
+    def has_fallen_back(self) -> bool:
+        """Whether the clients meet at the store."""
+        return bool(self._reason)
+
+    @property
+    def heartbeat_timeout_s(self) -> float:
+        return self._current.heartbeat_timeout_s
+
+    # --- the decision -------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Follow the decision, if there is one."""
+        if not self._reason and (reason := self._secondary.settled(_KEY)):
+            self._switch(reason)
+
+    def _give_up(self, error: errors.CoordinatorUnavailableError) -> None:
+        """Decide for all, unless another client was faster."""
+        who = rules.task_name(self.member.job, self.member.client)
+        try:
+            reason = self._secondary.settle(_KEY, f"{who} gave it up: {error.message}")
+        except errors.CoordinationError as other:
+            text = f"{error.message}; and there is nothing to fall back to: {other.message}"
+            raise errors.CoordinatorUnavailableError(text) from error
+        self._switch(reason)
+
+    def _switch(self, reason: str) -> None:
+        with self._lock:
+            if self._reason:
+                return
+            self._reason = reason
+        logger.warning("from now on all clients meet at the store of torch.distributed: %s", reason)
+        self._primary.abandon(f"the clients have left the coordinator: {reason}")
+        for decision in list(self._decisions):
+            self._publish(decision)
+        self._secondary.heartbeat(self._progress)
+        self._secondary.register()
+
+    def _note(self, decision: Decision) -> None:
+        self._decisions.append(decision)
+        if self._reason:
+            self._publish(decision)
+
+    def _publish(self, decision: Decision) -> None:
+        try:
+            self._secondary.publish(decision)
+        except errors.CoordinationError as error:
+            logger.warning("the verdict of barrier %r could not be written down: %s", decision.name, error)
+
+    def _watch(self) -> None:
+        is_silent = False
+        while not self._reason and not self._leaving.wait(self._interval_s):
+            try:
+                self._look()
+                is_silent = False
+            except errors.CoordinationError as error:
+                if not is_silent:
+                    logger.warning("could not look whether the others have left the coordinator: %s", error)
+                is_silent = True
+
+    # --- the Protocol -------------------------------------------------------------------------------------------
+
+    def register(self) -> None:
+        if self._reason:
+            self._secondary.register()
+            return
+        if self._watching is None:
+            self._look()
+        try:
+            self._current.register()
+        except errors.CoordinatorUnavailableError as error:
+            if self._reason:
+                raise
+            self._give_up(error)
+        with self._lock:
+            if self._watching is None:
+                self._leaving.clear()
+                self._watching = threading.Thread(target=self._watch, daemon=True, name="dtckpt-fallback")
+                self._watching.start()
+
+    def heartbeat(self, progress: Progress) -> None:
+        self._progress = progress
+        self._current.heartbeat(progress)
+
+    def barrier(
+        self,
+        name: str,
+        vote: Vote = YES,
+        *,
+        timeout_s: float,
+        participants: Sequence[int] | None = None,
+        collect: bool = False,
+    ) -> Verdict:
+        """Meet as `Coordination.barrier` says.
+
+        Blocks: When the coordinator is given up amid the barrier, for up to ``timeout_s`` once more.
+        """
+        members = rules.validate_barrier(self.member, name, timeout_s, participants)
+        self.register()
+        generation = process.generation(self.member, name, members)
+        if not self._reason:
+            try:
+                return self._primary.barrier(
+                    name, vote, timeout_s=timeout_s, participants=participants, collect=collect
+                )
+            except errors.CoordinatorUnavailableError as error:
+                if process.generation(self.member, name, members) != generation:
+                    raise  # it is the verdict: another client voted so
+                if not self._reason:
+                    self._give_up(error)
+        return self._secondary.barrier(name, vote, timeout_s=timeout_s, participants=participants, collect=collect)
+
+    def leave(self) -> None:
+        with self._lock:
+            watching, self._watching = self._watching, None
+        self._leaving.set()
+        if watching is not None:
+            watching.join(self._interval_s)
+        self._primary.leave()
+        self._secondary.leave()
+
+    def status(self) -> JobStatus:
+        return self._current.status()
+
+
+def with_fallback(primary: GrpcCoordination) -> FallbackCoordination:
+    """Return coordination that outlives ``primary``.
+
+    Raises:
+        ConfigError: The environment names no store to meet at.
+        CoordinatorUnavailableError: The store cannot be reached.
+    """
+    member, timeout_s = primary.member, primary.heartbeat_timeout_s
+    if member.num_clients == 1:
+        return FallbackCoordination(primary, ProcessGroupCoordination(HashStore(), member))
+    return FallbackCoordination(primary, from_environment(member, heartbeat_timeout_s=timeout_s))
