@@ -80,7 +80,7 @@ def check(
         made = torch.autograd.grad([one for one, _ in results], [one for one, _ in inputs], given)
         wanted = torch.autograd.grad([other for _, other in results], [other for _, other in inputs], seeds)
         _compare(made, wanted, tolerance)
-    replicated = [str(func) for (func, route) in dispatch.COUNTS if route == "replication"]
+    replicated = [str(func) for (func, route) in dispatch.counts() if route == "replication"]
     assert not replicated, replicated
 
 

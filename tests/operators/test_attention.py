@@ -91,4 +91,4 @@ def test_kernels_of_other_devices_follow_the_same_rule(name, options, placed):
     assert out.shape == query.shape
     assert [tuple(one.shape) for one in out.components] == [tuple(one.shape) for one in query.components]
     assert all(one.shape[:2] == other.shape[:2] for one, other in zip(total.components, out.components, strict=True))
-    assert "replication" not in {route for _, route in dispatch.COUNTS}
+    assert "replication" not in {route for _, route in dispatch.counts()}

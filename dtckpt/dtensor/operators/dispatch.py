@@ -15,7 +15,7 @@ from dtckpt.dtensor.operators.call import Call, Operator, functional_of, signatu
 from dtckpt.dtensor.operators.choosing import choose
 from dtckpt.dtensor.operators.moving import replicated
 from dtckpt.dtensor.operators.specs import spec_of
-from dtckpt.dtensor.operators.table import COMPOSITES, builder_of
+from dtckpt.dtensor.operators.table import COMPOSITES, PLANNERS, builder_of
 from dtckpt.dtensor.tensor import DTensor, described
 from dtckpt.errors import LayoutError, capped
 
@@ -138,6 +138,9 @@ def _implicit(func: Operator) -> Any:
 def plan_of(call: Call) -> plans.Plan:
     """Return what to do for a call that no composite does."""
     func = call.func
+    if func in PLANNERS:
+        planned: plans.Plan = PLANNERS[func](call)
+        return planned
     signature = signature_of(func)
     functional = functional_of(func) if signature.written else None
     if torch.Tag.inplace_view in func.tags and functional is not None:

@@ -16,6 +16,8 @@ Builder = Callable[[Call], Rule | None]
 
 RULES: dict[Operator, Builder] = {}
 COMPOSITES: dict[Operator, Callable[..., Any]] = {}
+PLANNERS: dict[Operator, Callable[[Call], Any]] = {}
+"""What makes a plan of a call by itself, where neither one rule nor other operators will do."""
 
 _B = TypeVar("_B", bound=Builder)
 _F = TypeVar("_F", bound=Callable[..., Any])
