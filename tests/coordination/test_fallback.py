@@ -133,15 +133,20 @@ def test_late_client_follows_the_decision():
 
 
 def test_neither_coordinator_nor_store():
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
     with server_in_thread(heartbeat_timeout_s=TIMEOUT_S) as port:
-        (client,) = clients_at(port, store=dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=5)))
+        (client,) = clients_at(port)
         client.register()
-    del store  # and with it the daemon that answers
-    with pytest.raises(
-        errors.CoordinatorUnavailableError, match=r"cannot be reached.*; and there is nothing to fall back"
-    ):
+
+    def settle(*_):
+        raise errors.CoordinatorUnavailableError("the store where clients meet cannot be reached: it is gone")
+
+    client._secondary.settle = settle
+    expected = (
+        r"^the coordinator at .* cannot be reached.*; and there is nothing to fall back to: the store .* it is gone$"
+    )
+    with pytest.raises(errors.CoordinatorUnavailableError, match=expected):
         client.barrier("b", timeout_s=5)
+    assert not client.has_fallen_back
     client.leave()
 
 
