@@ -49,6 +49,15 @@ TABLE = [
     ("matrices @ vector", (S0, R), S0),
     ("matrices @ matrix", (S0, R), S0),
     ("matrices @ matrix", (R, S1), S2),
+    ("vector @ matrix", (S0, S0), None),
+    ("vector @ matrix", (R, S1), S0),
+    ("vector @ matrices", (R, S0), None),
+    ("einsum", (S0, S0), S0),
+    ("matmul", (S0, S0), S0),
+    ("matmul", ((S0, R), (S0, R)), (S0, R)),
+    ("addbmm", (R, S0, S0), P),
+    ("addbmm", (P, S0, S0), P),
+    ("addbmm", (S0, S1, R), S0),
 ]
 
 
