@@ -97,33 +97,34 @@ def _moved(wanted: _Wanted, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
     return tuple(made)
 
 
-class _FromLocal(torch.autograd.Function):
+class _FromComponents(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, layout: Layout, shape: tuple[int, ...], gradient: Layout) -> DTensor:
+    def forward(ctx: Any, layout: Layout, shape: tuple[int, ...], gradient: Layout, *parts: torch.Tensor) -> DTensor:
         ctx.set_materialize_grads(False)  # a plain tensor of zeros would be no gradient of a DTensor
-        ctx.gradient, ctx.shape = gradient, local.shape
-        components = [] if layout.mesh.is_remote() else [local.view_as(local)]
-        return DTensor(components, layout, shape, local.dtype)
+        ctx.gradient, ctx.shapes = gradient, [part.shape for part in parts]
+        components = [] if layout.mesh.is_remote() else [part.view_as(part) for part in parts]
+        return DTensor(components, layout, shape, parts[0].dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor | None) -> tuple[Any, ...]:
         if gradient is None:
-            return None, None, None, None
+            return None, None, None, *(None for _ in ctx.shapes)
         moved = redistribute(gradient, ctx.gradient)
-        local = to_local(moved, moved.layout) if moved.components else torch.zeros(ctx.shape, dtype=gradient.dtype)
-        return local, None, None, None
+        if not moved.components:
+            return None, None, None, *(torch.zeros(shape, dtype=gradient.dtype) for shape in ctx.shapes)
+        return None, None, None, *components_of(moved, moved.layout)
 
 
-class _ToLocal(torch.autograd.Function):
+class _ToComponents(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, gradient: Layout) -> torch.Tensor:
+    def forward(ctx: Any, tensor: DTensor, gradient: Layout) -> tuple[torch.Tensor, ...]:
         ctx.gradient, ctx.shape = gradient, tuple(tensor.shape)
-        (component,) = tensor.components
-        return component.view_as(component)
+        return tuple(component.view_as(component) for component in tensor.components)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return _apply(_FromLocal, gradient.contiguous(), ctx.gradient, ctx.shape, ctx.gradient), None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        parts = [gradient.contiguous() for gradient in gradients]
+        return _apply(_FromComponents, ctx.gradient, ctx.shape, ctx.gradient, *parts), None
 
 
 def redistribute(
@@ -247,14 +248,22 @@ def to_local(tensor: DTensor, gradient: Layout) -> torch.Tensor:
         raise ComponentError(
             f"to_local needs one local device; got {len(tensor.components)}; unpack returns every component"
         )
+    parts = components_of(tensor, gradient)
+    return parts[0] if parts else torch.empty(0, dtype=tensor.dtype)
+
+
+def components_of(tensor: DTensor, gradient: Layout) -> tuple[torch.Tensor, ...]:
+    """Return this client's components; ``gradient`` is the layout that their gradients are in. Differentiable.
+
+    Raises:
+        LayoutError: The gradient's layout is on another mesh.
+    """
     if gradient.mesh != tensor.device_mesh:
         raise LayoutError(f"gradient placements: got {described(gradient)}, expected {described(tensor.layout)}")
-    if not tensor.components:
-        return torch.empty(0, dtype=tensor.dtype)
-    if not (torch.is_grad_enabled() and tensor.requires_grad):
-        return tensor.components[0]
-    local: torch.Tensor = _apply(_ToLocal, tensor, gradient)
-    return local
+    if not (torch.is_grad_enabled() and tensor.requires_grad and tensor.components):
+        return tensor.components
+    parts: tuple[torch.Tensor, ...] = _apply(_ToComponents, tensor, gradient)
+    return parts
 
 
 def from_local(
@@ -266,14 +275,37 @@ def from_local(
     run_check: bool = False,
 ) -> DTensor:
     """Return the DTensor of which ``local`` is this client's component. Differentiable. See `DTensor.from_local`."""
-    components = [] if layout.mesh.is_remote() else [local.detach()]
+    return tensor_of([local], layout, shape=shape, gradient=gradient, run_check=run_check)
+
+
+def tensor_of(
+    parts: Sequence[torch.Tensor],
+    layout: Layout,
+    *,
+    shape: Sequence[int] | None = None,
+    gradient: Layout | None = None,
+    run_check: bool = False,
+) -> DTensor:
+    """Return the DTensor whose components on this client are ``parts``. Differentiable.
+
+    Collective: As `pack`, whose arguments and errors these are.
+
+    Args:
+        parts: One per local device; one, which is not read, on a client outside the mesh.
+        layout: The tensor's.
+        shape: Global shape; None means that the clients find it.
+        gradient: Layout that the components' gradients are in; default the tensor's, Partial as Replicate.
+        run_check: Compare copies.
+    """
+    components = [] if layout.mesh.is_remote() else [part.detach() for part in parts]
     packed = pack(components, layout, shape, run_check=run_check)
     if not components:
-        packed = DTensor([], layout, packed.shape, local.dtype, device=local.device)
-    if not (torch.is_grad_enabled() and local.requires_grad):
+        packed = DTensor([], layout, packed.shape, parts[0].dtype, device=parts[0].device)
+    if not (torch.is_grad_enabled() and any(part.requires_grad for part in parts)):
         return packed
-    placed = local.to(packed.device)
-    tensor: DTensor = _apply(_FromLocal, placed, layout, tuple(packed.shape), gradient or gradient_layout(layout))
+    placed = [part.to(there.device) for part, there in zip(parts, packed.components, strict=True)] or parts
+    wanted = gradient or gradient_layout(layout)
+    tensor: DTensor = _apply(_FromComponents, layout, tuple(packed.shape), wanted, *placed)
     return tensor
 
 

@@ -4,25 +4,21 @@ import copy
 
 import pytest
 import torch
-from states import cluster_mesh
 from torch import nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
-import dtckpt
 from dtckpt import DTensor, Partial, Replicate, Shard, abstract_mesh
 from dtckpt.dtensor import distribute_module, distribute_tensor
-from dtckpt.dtensor.debug import CommDebugMode
 from dtckpt.errors import LayoutError, LayoutTypeError
+
+from . import on_clients
+from .on_clients import numbers
 
 LINE = abstract_mesh({"x": 4})
 GRID = abstract_mesh({"x": 2, "y": 2})
 BATCH, IN, OUT = 1030, 7, 5
-
-
-def numbers(*shape: int) -> torch.Tensor:
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape).sin()
 
 
 def accumulated(tensor: torch.Tensor) -> DTensor:
@@ -71,50 +67,33 @@ def test_what_was_read_is_added_to(mesh, placements, batch):
         torch.testing.assert_close(weight.grad.full_tensor(), plain_gradient(times))
 
 
-def data_parallel_steps():
-    """Two micro-batches on a data-parallel mesh; return what each part communicated."""
-    client = dtckpt.client_id()
-    mesh = cluster_mesh({"data": dtckpt.num_clients()}, dtckpt.num_clients(), client)
-    layers = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, 3))
-    torch.manual_seed(0)
-    for parameter in layers.parameters():
-        nn.init.normal_(parameter)
-    plain = copy.deepcopy(layers)
-    distribute_module(layers, mesh)
-    samples = numbers(BATCH, IN).float()
-    optimizer, reference = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (layers, plain))
-    counts, layouts = [], []
-    for model, rows in ((layers, distribute_tensor(samples, mesh, [Shard(0)])), (plain, samples)):
-        with CommDebugMode() as passes:
-            for _ in range(2):
-                model(rows).pow(2).sum().backward()
-        with CommDebugMode() as reading:
-            for parameter in model.parameters():
-                layouts.append(getattr(accumulated(parameter), "placements", ()) if model is layers else ())
-                _ = parameter.grad
-        with CommDebugMode() as again:
-            norm = clip_grad_norm_(model.parameters(), 0.01)
-            (optimizer if model is layers else reference).step()
-        counts.append([mode.get_total_counts() for mode in (passes, reading, again)])
-        layouts.append(norm.full_tensor().item() if model is layers else norm.item())
-    values = [
-        (ours.full_tensor().detach(), theirs.detach(), ours.placements, ours.grad.placements)
-        for ours, theirs in zip(layers.parameters(), plain.parameters(), strict=True)
-    ]
-    return counts, layouts, values
-
-
 @pytest.mark.processes
 def test_weights_on_data_parallel_clients_reduce_once(pool):
-    for counts, layouts, values in pool.values(data_parallel_steps, clients=2, group=True):
-        pending, norm, theirs = layouts[:4], layouts[4], layouts[-1]
+    for counts, pending, norms, values in pool.values(on_clients.data_parallel_steps, clients=2, group=True):
         assert pending == [(Partial("sum"),)] * 4
-        passes, reading, again = counts[0]
-        assert (passes, reading, again) == (0, 4, 0)
-        assert norm == pytest.approx(theirs, rel=1e-5)
+        assert counts == [0, 4, 0]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
         for ours, plain, placements, of_gradient in values:
             assert placements == of_gradient == (Replicate(),)
             torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize(("mesh", "placements", "batch"), PARAMETERS[:3] + PARAMETERS[5:7])
+def test_optimizers_see_gradients_in_the_layout_of_the_parameter(mesh, placements, batch):
+    weight = nn.Parameter(distribute_tensor(numbers(IN, OUT), mesh, placements))
+    plain = nn.Parameter(numbers(IN, OUT))
+    for parameter, samples in (
+        (weight, distribute_tensor(numbers(BATCH, IN), mesh, batch)),
+        (plain, numbers(BATCH, IN)),
+    ):
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (samples @ parameter).pow(2).sum().backward()
+            clip_grad_norm_([parameter], 0.5)
+            optimizer.step()
+    assert weight.placements == weight.grad.placements == tuple(placements)
+    torch.testing.assert_close(weight.full_tensor(), plain.detach())
 
 
 def test_a_copy_of_what_waits_for_a_reduction_waits_too():

@@ -113,7 +113,7 @@ def _may_split(rule: Rule, factor: int, counts: tuple[int, ...]) -> bool:
     is_even = rule.sizes[factor] % math.prod(counts) == 0
     if factor in rule.even or any(len(dim) > 1 for dim in dims):
         return is_even
-    return factor not in rule.filled or is_even or _is_filled(rule.sizes[factor], counts)
+    return factor not in rule.filled or is_even or is_filled(rule.sizes[factor], counts)
 
 
 def _major(rule: Rule, dim: tuple[int, ...]) -> int | None:
@@ -122,7 +122,7 @@ def _major(rule: Rule, dim: tuple[int, ...]) -> int | None:
 
 
 @lru_cache(maxsize=4096)
-def _is_filled(size: int, counts: tuple[int, ...]) -> bool:
+def is_filled(size: int, counts: tuple[int, ...]) -> bool:
     """Whether no piece is empty, in whatever order axes of these sizes split a factor."""
     pieces = {size}
     for count in sorted(counts, reverse=True):
@@ -166,7 +166,7 @@ def _cost(rule: Rule, candidate: _Candidate, size: int, held: Sequence[_Held], n
             continue
         wanted = _wanted(rule, candidate, operand)
         if operand not in rule.unread:
-            cost += _move_cost(source, wanted, size, nbytes[operand])
+            cost += move_cost(source, wanted, size, nbytes[operand])
         elif source != wanted:
             cost += 1.0
     if candidate.reduction is not None:
@@ -174,7 +174,7 @@ def _cost(rule: Rule, candidate: _Candidate, size: int, held: Sequence[_Held], n
         target = None if candidate.factor is not None else 0
         nbytes_waiting = math.ceil(nbytes[-1] * _waiting(rule, candidate.factor))
         # Along one device nothing need be done for it ever, which is better than a change of the operands.
-        cost += _move_cost(candidate.reduction, target, size, nbytes_waiting) if size > 1 else 0.5
+        cost += move_cost(candidate.reduction, target, size, nbytes_waiting) if size > 1 else 0.5
     return cost
 
 
@@ -185,7 +185,7 @@ def _waiting(rule: Rule, factor: int | None) -> float:
     return sum(waits) / max(sum(sizes), 1)
 
 
-def _move_cost(source: _Held, target: _Held, size: int, nbytes: int) -> float:
+def move_cost(source: _Held, target: _Held, size: int, nbytes: int) -> float:
     """Return what each device receives, in bytes, when an axis changes what it does to a tensor."""
     if source == target or source is None:
         return 0.0

@@ -109,7 +109,7 @@ def _first(
     call = Call(func, tuple(args), kwargs)
     function = COMPOSITES.get(func) or _implicit(func)
     plan: plans.Plan | None = None
-    if function is not None:
+    if function is not None and func not in PLANNERS:
         plan = plans.CompositePlan(function)
         made = plan.run(args, kwargs, tensors)
         if made is NotImplemented:
@@ -121,8 +121,7 @@ def _first(
     if plan.route == "replication" and COUNTS[func, plan.route] == 1:
         _LOG.info("operator %s has no rule for such operands: every device computes all of it", func)
     if len(_PLANS) >= _BOUND:
-        counts()
-        _PLANS.clear()
+        clear_plans()
     plan.func = func
     _PLANS[key] = plan
     return made
@@ -177,10 +176,22 @@ def counts() -> Counter[tuple[Operator, str]]:
     return COUNTS
 
 
+def clear_plans() -> None:
+    """Forget all plans."""
+    counts()
+    _PLANS.clear()
+
+
+def clear_counts() -> None:
+    """Forget how often operators ran by which route."""
+    counts()
+    COUNTS.clear()
+
+
 def clear() -> None:
     """Forget all plans and counts."""
-    _PLANS.clear()
-    COUNTS.clear()
+    clear_plans()
+    clear_counts()
 
 
 DTensor._dispatch = staticmethod(dispatch)

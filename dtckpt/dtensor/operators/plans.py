@@ -123,11 +123,16 @@ class RulePlan:
                 local_kwargs["offsets"] = self._offsets[number]
             made.append(self._local(*local_args, **local_kwargs))
         if self._is_in_place:
-            return written_to(args[0])
+            return self._after_writing(args, kwargs)
         results = self._wrapped(made)
         if self._is_view:
             self._note_views(results, Call(self._func, tuple(args), kwargs), tensors[0])
         return results
+
+    def _after_writing(self, args: Args, kwargs: Kwargs) -> Any:
+        """Have what was written reach what it is a view of; return what the operator returns."""
+        del kwargs
+        return written_to(args[0])
 
     def _offsets_of(self, call: Call) -> list[list[tuple[int, ...]]]:
         """Return where the operands' pieces begin, by local device and operand."""

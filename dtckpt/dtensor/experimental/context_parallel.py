@@ -1,0 +1,229 @@
+"""`context_parallel`: sequences split over clients, with attention that goes round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from dtckpt.dtensor import factories
+from dtckpt.dtensor.collectives import all_gather_object
+from dtckpt.dtensor.experimental.ring_attention import Plan, Ring, RingAttention, runs_of
+from dtckpt.dtensor.moving import MeshLike
+from dtckpt.dtensor.tensor import DTensor
+from dtckpt.errors import LayoutError, LayoutTypeError, MeshError, OperatorError
+from dtckpt.groups import rank
+from dtckpt.mesh import Mesh
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+
+@contextmanager
+def context_parallel(
+    mesh: MeshLike,
+    *,
+    buffers: list[torch.Tensor] | None = None,
+    buffer_seq_dims: list[int] | None = None,
+    no_restore_buffers: set[torch.Tensor] | None = None,
+) -> Iterator[None]:
+    """Split sequences over the clients of a mesh, in a context; attention there reaches the whole sequence.
+
+    Each client has two chunks of a sequence, one from the front and one from the back, so that causal attention is the
+    same work for all. ``scaled_dot_product_attention`` of plain tensors of shape (batch, heads, length, features) takes
+    them for such parts. What else works along the sequence works on the parts.
+
+    Collective: Over the mesh's clients, with buffers of the same shapes in the same order, for attention, its backward
+    pass, and at the end. After an exception nothing is exchanged: buffers are as they were at the start.
+
+    Args:
+        mesh: Of one axis, with one device per client.
+        buffers: Plain tensors, the same on every client; each is its part of the sequence in the context.
+        buffer_seq_dims: Which dim of every buffer is the sequence.
+        no_restore_buffers: Those of the buffers that stay parts at the end; the others get all parts again.
+
+    Raises:
+        MeshError: The mesh has several axes, or clients with several devices, or this client has none.
+        LayoutError: Buffers and dims do not fit, or a buffer requires grad.
+        OperatorError: By attention: with a mask, with dropout, or causal between sequences of different lengths.
+    """
+    ring = _ring_of(factories.require_mesh(mesh))
+    tensors = list(buffers or [])
+    dims = _sequence_dims(tensors, list(buffer_seq_dims or []))
+    stay = {id(one) for one in no_restore_buffers or ()}
+    if not stay <= {id(one) for one in tensors}:
+        raise LayoutError("no_restore_buffers: got a tensor that is not among the buffers")
+    lengths = [one.shape[dim] for one, dim in zip(tensors, dims, strict=True)]
+    # Parts of one size tell how long the sequence is; for others, clients ask each other at every attention.
+    is_even = all(length % (2 * len(ring.clients)) == 0 for length in lengths)
+    whole = [one.detach() for one in tensors]
+    with torch.no_grad():
+        for one, before, dim in zip(tensors, whole, dims, strict=True):
+            one.set_(_part(before, dim, ring))  # type: ignore[call-overload]
+    try:
+        with _RingAttentionMode(ring, is_even):
+            yield
+    except BaseException:
+        with torch.no_grad():
+            for one, before in zip(tensors, whole, strict=True):
+                one.set_(before)  # type: ignore[call-overload]
+        raise
+    with torch.no_grad():
+        for one, before, dim in zip(tensors, whole, dims, strict=True):
+            if id(one) not in stay:
+                before.copy_(_unsharded(one, dim, before.shape[dim], ring))
+                one.set_(before)  # type: ignore[call-overload]
+
+
+def context_parallel_unshard(
+    mesh: MeshLike, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]
+) -> list[torch.Tensor]:
+    """Return whole sequences, in their order, from the parts that clients have in a `context_parallel` block.
+
+    Collective: Over the mesh's clients.
+
+    Args:
+        mesh: As there.
+        buffers: This client's parts.
+        seq_dims: Which dim of every part is the sequence.
+    """
+    ring = _ring_of(factories.require_mesh(mesh))
+    dims = _sequence_dims(buffers, seq_dims, may_require_grad=True)
+    own = [one.shape[dim] for one, dim in zip(buffers, dims, strict=True)]
+    totals = [sum(column) for column in zip(*_by_place(ring, own), strict=True)]
+    with torch.no_grad():
+        return [_unsharded(*each, ring) for each in zip(buffers, dims, totals, strict=True)]
+
+
+def _ring_of(mesh: Mesh) -> Ring:
+    if mesh.ndim != 1:
+        raise MeshError(f"context_parallel: got a mesh of axes {mesh.axis_sizes}, expected one axis; slice the mesh")
+    clients = tuple(mesh.client_of(device) for device in mesh.device_ids)
+    if len(set(clients)) != len(clients):
+        raise MeshError(f"context_parallel: got a mesh whose clients are {clients}, expected one device per client")
+    client = clients[0] if len(clients) == 1 else rank()
+    if client is None or client not in clients:
+        raise MeshError(f"context_parallel: got a mesh of clients {clients}, expected this one, {client}, among them")
+    return Ring(clients, client, "cuda" if mesh.device_type.lower() in {"gpu", "cuda"} else "cpu")
+
+
+def _sequence_dims(
+    tensors: Sequence[torch.Tensor], dims: Sequence[int], *, may_require_grad: bool = False
+) -> list[int]:
+    if len(tensors) != len(dims):
+        raise LayoutError(f"context_parallel: got {len(tensors)} buffers and {len(dims)} dims, expected one for each")
+    for one, dim in zip(tensors, dims, strict=True):
+        if not isinstance(one, torch.Tensor) or isinstance(one, DTensor):
+            raise LayoutTypeError(
+                f"context_parallel: got a buffer that is {type(one).__name__}, expected a plain tensor"
+            )
+        if not -one.ndim <= dim < one.ndim:
+            raise LayoutError(f"context_parallel: got dim {dim} for a buffer of shape {tuple(one.shape)}")
+        if one.requires_grad and not may_require_grad:
+            raise LayoutError("context_parallel: got a buffer that requires grad, expected one that does not")
+    return [dim % one.ndim for one, dim in zip(tensors, dims, strict=True)]
+
+
+def _part(whole: torch.Tensor, dim: int, ring: Ring) -> torch.Tensor:
+    """Return this client's part of a tensor."""
+    runs = runs_of(whole.shape[dim], ring.place, len(ring.clients))
+    return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim)
+
+
+def _unsharded(part: torch.Tensor, dim: int, length: int, ring: Ring) -> torch.Tensor:
+    """Return the whole of which every client has a part. Collective: over the ring's clients."""
+    count = len(ring.clients)
+    whole = part.new_empty((*part.shape[:dim], length, *part.shape[dim + 1 :]))
+    runs = [runs_of(length, place, count) for place in range(count)]
+    sizes = [sum(stop - start for start, stop in own) for own in runs]
+    rooms = [part.new_empty((*part.shape[:dim], size, *part.shape[dim + 1 :])) for size in sizes]
+    by_client = [rooms[ring.clients.index(client)] for client in sorted(ring.clients)]
+    if count > 1:
+        ring.collectives.all_gather(by_client, part.contiguous()).wait()
+    else:
+        rooms = [part]
+    for own, room in zip(runs, rooms, strict=True):
+        at = 0
+        for start, stop in own:
+            whole.narrow(dim, start, stop - start).copy_(room.narrow(dim, at, stop - start))
+            at += stop - start
+    return whole
+
+
+def _by_place(ring: Ring, own: list[int]) -> list[list[int]]:
+    """Return what every client has to say, by place. Collective: over the ring's clients."""
+    if len(ring.clients) == 1:
+        return [own]
+    said = all_gather_object(own, sorted(ring.clients))
+    return [said[sorted(ring.clients).index(client)] for client in ring.clients]
+
+
+class _RingAttentionMode(TorchFunctionMode):
+    """Has attention of plain tensors go round."""
+
+    def __init__(self, ring: Ring, is_even: bool) -> None:
+        super().__init__()
+        self._ring = ring
+        self._is_even = is_even
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        named = dict(kwargs or {})
+        if func is not _ATTENTION or any(isinstance(one, DTensor) for one in (*args, *named.values())):
+            return func(*args, **named)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        return self._attend(**dict(zip(names, args, strict=False)), **named)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if attn_mask is not None or dropout_p > 0.0:
+            raise OperatorError("attention in context_parallel: got a mask or dropout, expected neither")
+        if query.ndim != 4:
+            raise OperatorError(
+                f"attention in context_parallel: got queries of shape {tuple(query.shape)}, expected (batch, heads, "
+                "length, features)"
+            )
+        if enable_gqa:
+            key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+        key, value = (one.expand(*query.shape[:2], -1, -1) for one in (key, value))
+        queries, keys = self._runs([query.shape[2], key.shape[2]])
+        if is_causal and queries != keys:
+            raise OperatorError("causal attention in context_parallel: got queries and keys of different lengths")
+        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        plan = Plan(self._ring, queries, keys, is_causal, factor)
+        result: torch.Tensor = RingAttention.apply(query, key, value, plan)  # type: ignore[no-untyped-call]
+        return result
+
+    def _runs(self, own: list[int]) -> list[tuple[tuple[tuple[int, int], ...], ...]]:
+        """Return every client's runs of sequences of which this client's parts have these lengths.
+
+        Raises:
+            OperatorError: The lengths are not those of parts of a sequence.
+        """
+        count = len(self._ring.clients)
+        lengths = [own] * count if self._is_even else _by_place(self._ring, own)
+        found = []
+        for column in zip(*lengths, strict=True):
+            runs = tuple(tuple(runs_of(sum(column), place, count)) for place in range(count))
+            if tuple(sum(stop - start for start, stop in one) for one in runs) != column:
+                raise OperatorError(
+                    f"attention in context_parallel: got parts of lengths {column}, expected those of a sequence in "
+                    f"{2 * count} chunks"
+                )
+            found.append(runs)
+        return found

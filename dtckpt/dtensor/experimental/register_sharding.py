@@ -1,0 +1,272 @@
+"""`register_sharding`: say for an operator which placements of its arguments give which placements of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from dtckpt.dtensor.operators import dispatch, table
+from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in, with_tensors
+from dtckpt.dtensor.operators.choosing import Choice, is_filled, move_cost
+from dtckpt.dtensor.operators.plans import Plan, RulePlan, WholePlan, on_meta, written_to
+from dtckpt.dtensor.operators.rule import Factors, Rule
+from dtckpt.dtensor.tensor import DTensor
+from dtckpt.errors import LayoutError, OperatorError
+from dtckpt.layout import Layout
+from dtckpt.mesh import Mesh
+from dtckpt.placement import Partial, Placement, Replicate, Shard, _StridedShard
+
+Row = tuple[list[Placement | None], list[Placement | None]]
+"""Placements of the results, and of the arguments, along one mesh axis; None for what is no tensor."""
+
+_BOUND = 64
+
+
+@dataclass(frozen=True, slots=True)
+class OperandSpec:
+    """What stands for a tensor among the arguments of a sharding function.
+
+    Args:
+        shape: Global shape.
+        dtype: Of the elements.
+        mesh: Where it lies.
+        placements: How it lies, by mesh axis.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def device_mesh(self) -> Mesh:
+        """The mesh, under its other name."""
+        return self.mesh
+
+    @property
+    def tensor_meta(self) -> OperandSpec:
+        """What has ``shape`` and ``dtype``."""
+        return self
+
+
+Function = Callable[..., Sequence[Row]]
+
+
+def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Function]:
+    """Return a decorator for a function that says how operators may be sharded; it replaces what was known of them.
+
+    The function takes what the operator takes, an `OperandSpec` for each tensor. It returns pairs: the placements of
+    the results and those of the arguments, along one mesh axis (for several, any combination of pairs will do). The
+    arguments' are in the order in which they were passed, those by name after the others; None, or nothing, stands for
+    what is no tensor. What each device computes from pieces of the arguments must then be its piece of the results.
+
+    Of the pairs the cheapest is taken, and replication of everything where none fits: a shard must have elements, and
+    what an operator writes to stays where it is.
+
+    Args:
+        op: An operator (``torch.ops.….default``), custom ones too, or several.
+
+    Raises:
+        OperatorError: ``op`` is no operator.
+        LayoutError: In a call: the pairs do not fit the operator.
+    """
+    operators = op if isinstance(op, list | tuple) else [op]
+    for one in operators:
+        if not isinstance(one, torch._ops.OpOverload):
+            raise OperatorError(f"register_sharding: got {one!r}, expected one such as torch.ops.aten.add.Tensor")
+
+    def register(function: Function) -> Function:
+        for one in operators:
+            table.PLANNERS[one] = partial(RegisteredPlan, function=function)
+        dispatch.clear_plans()
+        return function
+
+    return register
+
+
+class RegisteredPlan:
+    """Do what a sharding function says. It may read floats, by whose values plans are not kept elsewhere."""
+
+    route = "rule"
+    calls = 0
+
+    def __init__(self, call: Call, function: Function) -> None:
+        self.func = call.func
+        self._function = function
+        self._plans: dict[tuple[float | complex, ...], Plan] = {}
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
+        """As `Plan.run`."""
+        floats = tuple(_floats_in((*args, *kwargs.values())))
+        plan = self._plans.get(floats)
+        if plan is None:
+            if len(self._plans) >= _BOUND:
+                self._plans.clear()
+            plan = self._plans[floats] = _plan(Call(self.func, tuple(args), kwargs), self._function)
+            self.route = plan.route
+        return plan.run(args, kwargs, tensors)
+
+
+def _floats_in(values: Sequence[Any]) -> list[float | complex]:
+    found: list[float | complex] = []
+    for value in values:
+        if isinstance(value, list | tuple):
+            found += _floats_in(value)
+        elif isinstance(value, float | complex):
+            found.append(value)
+    return found
+
+
+def _plan(call: Call, function: Function) -> Plan:
+    tensors = call.tensors
+    specs = [OperandSpec(one.shape, one.dtype, one.device_mesh, one.placements) for one in tensors]
+    args, kwargs = with_tensors(call.args, call.kwargs, specs)
+    signature = signature_of(call.func)
+    made = on_meta(call.func, call.args, call.kwargs, tensors)
+    results = list(tensors_in([made]))
+    ranks = [one.ndim for one in results], [one.ndim for one in tensors]
+    rows = [_row(call, given, ranks) for given in function(*args, **kwargs)]
+    written = [number for number, one in enumerate(tensors) if _is_among(one, call, signature.written)]
+    rows.append(([Replicate()] * len(results), [Replicate()] * len(tensors)))
+    choice = _Operation(tensors, results, written).choice(rows)
+    if choice is None:
+        return WholePlan(call)
+    factors = Factors()
+    dims = tuple(factors.dims(tuple(one.shape)) for one in results)
+    return _RowPlan(call, Rule(factors.sizes, (), dims), choice)
+
+
+class _RowPlan(RulePlan):
+    """As its base; results must be pieces of what the operator would make of the whole."""
+
+    def _after_writing(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        call = Call(self._func, tuple(args), kwargs)
+        targets = list(tensors_in([written_to(call[name]) for name in signature_of(self._func).written]))
+        returned = len(self._results)
+        return tuple(targets[:returned]) if returned > 1 else targets[0] if returned else None
+
+    def _wrap(self, number: int, components: Sequence[torch.Tensor]) -> DTensor:
+        layout, shape = self._results[number], self._shapes[number]
+        for device, component in zip(layout.mesh.local_device_ids(), components, strict=True):
+            expected = layout.region(device, shape).shape
+            if tuple(component.shape) != tuple(expected):
+                raise LayoutError(
+                    f"operator {self._func}: result {number} has shape {tuple(component.shape)} on device {device}, "
+                    f"expected {tuple(expected)}, its piece of {shape} in {list(layout.placements)}; register another "
+                    "sharding"
+                )
+        return super()._wrap(number, components)
+
+
+def _is_among(tensor: DTensor, call: Call, names: Sequence[str]) -> bool:
+    return any(tensor is one for one in tensors_in([call[name] for name in names]))
+
+
+def _row(call: Call, given: Any, ranks: tuple[list[int], list[int]]) -> tuple[list[Placement], list[Placement]]:
+    """Return a pair without what stands for no tensor, dims counted from the front."""
+    sides = [[one for one in side if one is not None] for side in given]
+    wrong = [one for side in sides for one in side if not isinstance(one, Placement)]
+    if wrong:
+        raise LayoutError(f"sharding of {call.func}: got {wrong[0]!r}, expected a placement or None")
+    outputs, inputs = sides
+    if (len(outputs), len(inputs)) != (len(ranks[0]), len(ranks[1])):
+        raise LayoutError(
+            f"sharding of {call.func}: got placements for {len(outputs)} results and {len(inputs)} tensors, expected "
+            f"{len(ranks[0])} and {len(ranks[1])}"
+        )
+    counted = [[_counted(call, *pair) for pair in zip(*both, strict=True)] for both in zip(sides, ranks, strict=True)]
+    return counted[0], counted[1]
+
+
+def _counted(call: Call, placement: Placement, rank: int) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    if not -rank <= placement.dim < rank:
+        raise LayoutError(f"sharding of {call.func}: got {placement!r} for a tensor of {rank} dims")
+    return Shard(placement.dim % rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """What is chosen for.
+
+    Args:
+        tensors: The arguments that are tensors.
+        results: The results, without values.
+        written: Which of the tensors are written to.
+    """
+
+    tensors: Sequence[DTensor]
+    results: Sequence[torch.Tensor]
+    written: Sequence[int]
+
+    def choice(self, rows: Sequence[tuple[list[Placement], list[Placement]]]) -> Choice | None:
+        """Return the cheapest layouts, axis by axis; None if none leave what is written where it is."""
+        mesh = self.tensors[0].device_mesh
+        taken: list[tuple[list[Placement], list[Placement]]] = []
+        for axis in range(mesh.ndim):
+            fitting = [row for row in rows if self._fits(row, taken, mesh)]
+            if not fitting:
+                return None
+            taken.append(min(fitting, key=lambda row: self._cost(row, axis, mesh.size(axis))))
+        operands = [
+            Layout.from_placements(mesh, [row[1][place] for row in taken], tensor.ndim)
+            for place, tensor in enumerate(self.tensors)
+        ]
+        results = [
+            Layout.from_placements(mesh, [row[0][place] for row in taken], result.ndim)
+            for place, result in enumerate(self.results)
+        ]
+        if any(operands[place] != self.tensors[place].layout for place in self.written):
+            return None
+        moved = [
+            None if layout == tensor.layout else layout for layout, tensor in zip(operands, self.tensors, strict=True)
+        ]
+        return Choice(tuple(moved), tuple(results))
+
+    def _fits(self, row: Any, taken: Sequence[Any], mesh: Mesh) -> bool:
+        """Whether every piece has elements, and what is written, which is what results are then, stays."""
+        outputs, inputs = row
+        axis = len(taken)
+        for place in self.written:
+            held = self.tensors[place].placements[axis]
+            if inputs[place] != held or any(output != held for output in outputs):
+                return False
+        for side, shaped in ((0, self.results), (1, self.tensors)):
+            for place, tensor in enumerate(shaped):
+                placement = row[side][place]
+                if isinstance(placement, Shard):
+                    before = [mesh.size(other) for other, one in enumerate(taken) if one[side][place] == placement]
+                    if not is_filled(tensor.shape[placement.dim], (*before, mesh.size(axis))):
+                        return False
+        return True
+
+    def _cost(self, row: Any, axis: int, size: int) -> float:
+        """Return what bringing the tensors there costs, and the reductions that results wait for."""
+        outputs, inputs = row
+        moves = [
+            (_held(tensor.placements[axis]), _held(wanted), tensor)
+            for tensor, wanted in zip(self.tensors, inputs, strict=True)
+        ]
+        due = [
+            (_held(one), None, result) for one, result in zip(outputs, self.results, strict=True) if one.is_partial()
+        ]
+        return sum(
+            move_cost(source, target, size, tensor.numel() * tensor.element_size())
+            for source, target, tensor in (*moves, *due)
+        )
+
+
+def _held(placement: Placement) -> int | str | None:
+    if isinstance(placement, Partial):
+        return placement.reduce_op
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
