@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from .crews import Crew, serve
+
 HEARTBEAT_S = 2.0
 NUM_CLIENTS = 3
-ANSWER_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,12 @@ def work(port: int, client: int, store_port: int | None, pipe: Connection) -> No
     coordination = Halting(way, pipe)
     set_coordination(coordination)
     coordination.register()
-    pipe.send("ready")
-    while (task := pipe.recv()) is not None:
+
+    def do(task: tuple[str, Any, Halt | None]) -> Any:
         what, argument, coordination.halt = task
-        try:
-            pipe.send((DOES[what](argument), "", (), time.monotonic()))
-        except Exception as error:
-            pipe.send((type(error).__name__, str(error), getattr(error, "clients", ()), time.monotonic()))
+        return DOES[what](argument)
+
+    serve(pipe, do)
     coordination.leave()
     pipe.send("left")
 
@@ -139,48 +137,24 @@ DOES = {
 }
 
 
-class Savers:
-    """All clients of one job. `time.monotonic` is one clock for all processes of a machine."""
+class Savers(Crew):
+    """All clients of one job."""
 
     def __init__(self, ports: Sequence[int], store_port: int | None) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["dtckpt", "dtckpt.coordination.remote"])
-        self._processes, self._pipes = [], []
-        for client, port in enumerate(ports):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(port, client, store_port, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-        for client in range(NUM_CLIENTS):
-            assert self.answer(client) == "ready"
+        arguments = [(port, client, store_port) for client, port in enumerate(ports)]
+        super().__init__(work, arguments, ("dtckpt", "dtckpt.coordination.remote"))
 
     def tell(self, client: int, what: str, argument: Any, halt: Halt | None = None) -> None:
-        self._pipes[client].send((what, argument, halt))
+        self.send(client, (what, argument, halt))
 
     def all(self, what: str, argument: Any) -> list[Any]:
         for client in range(NUM_CLIENTS):
             self.tell(client, what, argument)
         return [self.answer(client)[0] for client in range(NUM_CLIENTS)]
 
-    def answer(self, client: int) -> Any:
-        assert self._pipes[client].poll(ANSWER_WITHIN_S), f"client {client} hangs"
-        return self._pipes[client].recv()
-
     def release(self, client: int) -> None:
         """Let a halted client go on."""
-        self._pipes[client].send("go on")
-
-    def signal(self, client: int, number: int) -> None:
-        os.kill(self._processes[client].pid, number)
-
-    def end(self) -> None:
-        for process, pipe in zip(self._processes, self._pipes, strict=True):
-            process.kill()
-            process.join(10)
-            process.close()
-            pipe.close()
+        self.send(client, "go on")
 
 
 @contextmanager

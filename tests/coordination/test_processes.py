@@ -78,11 +78,11 @@ def test_host_of_the_store_leaves_last():
         port = probe.getsockname()[1]
     with workers(Where(port, is_store=True, is_hosted_by_client_0=True)) as crew:
         crew.arrive(range(NUM_CLIENTS), "end")
-        crew.pipes[0].send(None)
+        crew.send(0, None)
         for client in range(NUM_CLIENTS):
             assert crew.answer(client)[0] == "passed"
         for client in range(1, NUM_CLIENTS):
-            crew.pipes[client].send(None)
+            crew.send(client, None)
         for client in range(NUM_CLIENTS):
             assert crew.answer(client) == "left"
 

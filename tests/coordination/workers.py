@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import secrets
 import signal
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+
+from .crews import Crew, serve
 
 # A lost answer of a name server holds a TCPStore for 5 s (see test_process_group); these tests wait for less.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -50,60 +51,38 @@ def _connect(where: Where, client: int) -> Any:
 
 def work(where: Where, client: int, pipe: Connection) -> None:
     coordination = _connect(where, client)
-    pipe.send("ready")
-    while (name := pipe.recv()) is not None:
-        try:
-            coordination.barrier(name, timeout_s=30)
-            pipe.send(("passed", "", (), time.monotonic()))
-        except Exception as error:
-            pipe.send((type(error).__name__, str(error), getattr(error, "clients", ()), time.monotonic()))
+
+    def arrive(name: str) -> str:
+        coordination.barrier(name, timeout_s=30)
+        return "passed"
+
+    serve(pipe, arrive)
     coordination.leave()
     pipe.send("left")
 
 
-class Workers:
-    """All clients of one job. `time.monotonic` is one clock for all processes of a machine."""
+class Workers(Crew):
+    """All clients of one job."""
 
     def __init__(self, where: Where) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self.processes, self.pipes = [], []
-        for client in range(NUM_CLIENTS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(where, client, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.pipes.append(ours)
-        for client in range(NUM_CLIENTS):
-            assert self.answer(client) == "ready"
+        arguments = [(where, client) for client in range(NUM_CLIENTS)]
+        preload = ("dtckpt.coordination.process_group", "grpc", "dtckpt._proto.coordinator_pb2")
+        super().__init__(work, arguments, preload)
 
     def arrive(self, clients: Any, name: str) -> None:
         for client in clients:
-            self.pipes[client].send(name)
-
-    def answer(self, client: int, within_s: float = 60.0) -> Any:
-        assert self.pipes[client].poll(within_s), f"client {client} hangs"
-        return self.pipes[client].recv()
+            self.send(client, name)
 
     def kill(self, client: int) -> float:
-        os.kill(self.processes[client].pid, signal.SIGKILL)
-        self.processes[client].join(10)
+        self.signal(client, signal.SIGKILL)
+        self.join(client)
         return time.monotonic()
 
 
 @contextmanager
 def workers(where: Where) -> Iterator[Workers]:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["dtckpt.coordination.process_group", "grpc", "dtckpt._proto.coordinator_pb2"]
-    )
     started = Workers(where)
     try:
         yield started
     finally:
-        for process in started.processes:
-            if process.is_alive():
-                process.kill()
-            process.join(10)
-            process.close()
-        for pipe in started.pipes:
-            pipe.close()
+        started.end()
