@@ -76,7 +76,7 @@ class Call:
         """The tensors among the arguments, those in lists too, in the order in which they were passed."""
         return list(tensors_in((*self.args, *self.kwargs.values())))
 
-    def operands(self, **by_name: Any) -> tuple[Any, ...]:
+    def operands(self, /, **by_name: Any) -> tuple[Any, ...]:
         """Return what is given per argument (per tensor of a list: a sequence), in the order of `tensors`.
 
         Arguments that are None in this call are left out.

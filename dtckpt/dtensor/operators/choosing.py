@@ -165,7 +165,9 @@ def _cost(rule: Rule, candidate: _Candidate, size: int, held: Sequence[_Held], n
         if operand in rule.unseen:
             continue
         wanted = _wanted(rule, candidate, operand)
-        if operand not in rule.unread:
+        if operand in rule.staying and source != wanted:
+            cost += 2 * move_cost(source, None, size, nbytes[operand])
+        elif operand not in rule.unread:
             cost += move_cost(source, wanted, size, nbytes[operand])
         elif source != wanted:
             cost += 1.0

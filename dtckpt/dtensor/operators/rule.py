@@ -46,6 +46,7 @@ class Rule:
         alike: Results that are the same on every device, though they have no dim of what is split.
         unread: Operands whose values make no difference.
         unseen: Operands of which shapes of pieces make none either.
+        staying: Operands that are likely to be large: moving one counts as gathering it and its gradient.
         sized: Arguments that spell a result's shape: name, and number of the result.
         local: What each device runs instead of the operator, with the same arguments. It is kept with the plan, so it
             must not hold the call, and with it its tensors.
@@ -64,6 +65,7 @@ class Rule:
     alike: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
     unseen: frozenset[int] = frozenset()
+    staying: frozenset[int] = frozenset()
     sized: tuple[tuple[str, int], ...] = ()
     local: Callable[..., Any] | None = None
     is_located: bool = False

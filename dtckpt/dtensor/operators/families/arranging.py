@@ -5,6 +5,9 @@ The dims that such an operator works along are whole; the others are as they wer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from dtckpt.dtensor.operators.call import Call
@@ -71,8 +74,15 @@ def _rot90(call: Call) -> Rule | None:
 
 @rule(_aten.tril.default, _aten.triu.default)
 def _triangle(call: Call) -> Rule | None:
-    ndim = len(call.shapes[0])
-    return _arranged(call, but({ndim - 1, ndim - 2}, ndim))
+    """A piece's diagonal lies as far off its own as the piece lies off the tensor's."""
+    found, func = _arranged(call, range(len(call.shapes[0]))), call.func
+
+    def local(tensor: torch.Tensor, diagonal: int = 0, *, offsets: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        (*_, row, column) = offsets[0]
+        made: torch.Tensor = func(tensor, diagonal + row - column)
+        return made
+
+    return None if found is None else replace(found, local=local, is_located=True)
 
 
 @rule(_aten.diag_embed.default)
