@@ -37,3 +37,12 @@ def test_views_reshaped_in_place_go_on_following():
 
 def test_tensors_without_elements_go_on_waiting():
     assert distributed(torch.zeros(0, 3), P).detach().placements == (P,)
+
+
+def test_writes_to_views_reach_their_source_in_inference_mode_too():
+    with torch.inference_mode():
+        whole = torch.arange(24.0).reshape(4, 6)
+        ours = distributed(whole, S0)
+        for one in (whole, ours):
+            one[1].add_(5)
+        assert torch.equal(ours.full_tensor(), whole)

@@ -93,13 +93,17 @@ def write_through(tensor: DTensor) -> None:
     assert view is not None  # noqa: S101  (else nobody calls this)
     with torch.no_grad():
         (whole,) = replicated([view.source], is_copied=True)
+        # What was written has yet to reach the source, so that the view must not be made again from that.
+        tensor._view = None
         (value,) = replicated([tensor])
+        values = value.components
+        tensor._view = view
         others = list(tensors_in((*view.args[1:], *view.kwargs.values())))
         for number, component in enumerate(whole.components):
             local = [other.components[number] for other in replicated(others)]
             args, kwargs = with_tensors(view.args[1:], view.kwargs, local)
             made = view.func(component, *args, **kwargs)
-            (made if view.number is None else made[view.number]).copy_(value.components[number])
+            (made if view.number is None else made[view.number]).copy_(values[number])
         write(whole, view.source)
     if view.source._view is not None:
         write_through(view.source)
