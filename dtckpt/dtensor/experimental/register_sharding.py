@@ -149,8 +149,8 @@ class _RowPlan(RulePlan):
     """As its base; results must be pieces of what the operator would make of the whole."""
 
     def _after_writing(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        call = Call(self._func, tuple(args), kwargs)
-        targets = list(tensors_in([written_to(call[name]) for name in signature_of(self._func).written]))
+        call = Call(self.func, tuple(args), kwargs)
+        targets = list(tensors_in([written_to(call[name]) for name in signature_of(self.func).written]))
         returned = len(self._results)
         return tuple(targets[:returned]) if returned > 1 else targets[0] if returned else None
 
@@ -160,7 +160,7 @@ class _RowPlan(RulePlan):
             expected = layout.region(device, shape).shape
             if tuple(component.shape) != tuple(expected):
                 raise LayoutError(
-                    f"operator {self._func}: result {number} has shape {tuple(component.shape)} on device {device}, "
+                    f"operator {self.func}: result {number} has shape {tuple(component.shape)} on device {device}, "
                     f"expected {tuple(expected)}, its piece of {shape} in {list(layout.placements)}; register another "
                     "sharding"
                 )

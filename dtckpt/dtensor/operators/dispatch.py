@@ -110,7 +110,7 @@ def _first(
     function = COMPOSITES.get(func) or _implicit(func)
     plan: plans.Plan | None = None
     if function is not None and func not in PLANNERS:
-        plan = plans.CompositePlan(function)
+        plan = plans.CompositePlan(func, function)
         made = plan.run(args, kwargs, tensors)
         if made is NotImplemented:
             plan = None
@@ -122,7 +122,6 @@ def _first(
         _LOG.info("operator %s has no rule for such operands: every device computes all of it", func)
     if len(_PLANS) >= _BOUND:
         clear_plans()
-    plan.func = func
     _PLANS[key] = plan
     return made
 

@@ -65,12 +65,11 @@ class RulePlan:
     """Bring the operands into the chosen layouts, and have each device work on its pieces."""
 
     route = "rule"
-    func: Operator
     calls = 0
 
     def __init__(self, call: Call, rule: Rule, choice: Choice) -> None:
         signature = signature_of(call.func)
-        self._func = call.func
+        self.func = call.func
         self._local: Callable[..., Any] = rule.local or call.func._op  # which its Python wrapper but calls
         self._operands = choice.operands
         self._results = choice.results
@@ -98,7 +97,7 @@ class RulePlan:
         """Return where the tensors stand if all that there is to do is to run the operator on components."""
         places = tuple(place for place, value in enumerate(call.args) if isinstance(value, torch.Tensor))
         has_more = self._moves or self._is_view or self._is_in_place or self._sized or self._offsets is not None
-        is_one = len(self._results) == 1 and str(self._func._schema.returns[0].type) == "Tensor"
+        is_one = len(self._results) == 1 and str(self.func._schema.returns[0].type) == "Tensor"
         return places if is_one and not has_more and len(places) == len(call.tensors) else None
 
     def _sizes_of(self, call: Call, result: int) -> list[list[int]]:
@@ -126,7 +125,7 @@ class RulePlan:
             return self._after_writing(args, kwargs)
         results = self._wrapped(made)
         if self._is_view:
-            self._note_views(results, Call(self._func, tuple(args), kwargs), tensors[0])
+            self._note_views(results, Call(self.func, tuple(args), kwargs), tensors[0])
         return results
 
     def _after_writing(self, args: Args, kwargs: Kwargs) -> Any:
@@ -173,7 +172,7 @@ class RulePlan:
         """Return the result on a client that has no device in the mesh."""
         if self._is_in_place:
             return args[0]
-        made = on_meta(self._func, args, kwargs, tensors)
+        made = on_meta(self.func, args, kwargs, tensors)
         numbers = iter(range(len(self._results)))
 
         def wrap(one: Any) -> Any:
@@ -230,29 +229,28 @@ class CompositePlan:
     """Do what the operator does by others."""
 
     route = "decomposition"
-    func: Operator
     calls = 0
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, func: Operator, function: Callable[..., Any]) -> None:
+        self.func = func
+        self.function = function
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         del tensors
         with trusted():
-            return self._function(*args, **kwargs)
+            return self.function(*args, **kwargs)
 
 
 class WritingPlan:
     """Compute what an operator writes, and write it to its first argument or to ``out``, in the layout that it has."""
 
     route = "rule"
-    func: Operator
     calls = 0
 
     def __init__(self, call: Call, functional: Operator) -> None:
         signature = signature_of(call.func)
-        self._func = call.func
+        self.func = call.func
         self._functional = functional
         self._written = signature.written
         arguments = functional._schema.arguments
@@ -261,7 +259,7 @@ class WritingPlan:
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
-        call = Call(self._func, tuple(args), kwargs)
+        call = Call(self.func, tuple(args), kwargs)
         targets = list(tensors_in([call[name] for name in self._written]))
         made = self._functional(*(call[name] for name in self._given), **{name: call[name] for name in self._named})
         for target, value in zip(targets, tensors_in([made]), strict=True):
@@ -275,7 +273,7 @@ class WritingPlan:
             written_to(target)
         if isinstance(call[self._written[0]], torch.Tensor):
             return targets[0] if len(targets) == 1 else tuple(targets)
-        return call[self._written[0]] if self._func._schema.returns else None
+        return call[self._written[0]] if self.func._schema.returns else None
 
     def _resize(self, target: DTensor, value: DTensor, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> None:
         """Give a tensor of no elements, passed as ``out``, shape, layout and values of the result.
@@ -283,12 +281,12 @@ class WritingPlan:
         Raises:
             LayoutError: It has elements, or is not for results alone.
         """
-        is_out = self._written[0] != signature_of(self._func).names[0]
+        is_out = self._written[0] != signature_of(self.func).names[0]
         if not is_out:
-            on_meta(self._func, args, kwargs, tensors)  # which may say it better
+            on_meta(self.func, args, kwargs, tensors)  # which may say it better
         if not is_out or target.numel() or target.dtype != value.dtype:
             raise LayoutError(
-                f"operator {self._func} writes to a DTensor of shape {tuple(target.shape)}, and shape stays; got a "
+                f"operator {self.func} writes to a DTensor of shape {tuple(target.shape)}, and shape stays; got a "
                 f"result of shape {tuple(value.shape)} and {value.dtype}"
             )
         with no_dispatch():
@@ -305,17 +303,16 @@ class WholePlan:
     """
 
     route = "replication"
-    func: Operator
     calls = 0
 
     def __init__(self, call: Call, local: Callable[..., Any] | None = None) -> None:
-        self._func = call.func
+        self.func = call.func
         self._local = local or call.func
         self._signature = signature_of(call.func)
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
-        call = Call(self._func, tuple(args), kwargs)
+        call = Call(self.func, tuple(args), kwargs)
         written = list(tensors_in([call[name] for name in self._signature.written]))
         for tensor in written:
             part(tensor)
@@ -381,7 +378,7 @@ class WholePlan:
 
     def _absent(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         if self._signature.written:
-            return Call(self._func, tuple(args), kwargs)[self._signature.written[0]]
+            return Call(self.func, tuple(args), kwargs)[self._signature.written[0]]
         mesh = tensors[0].device_mesh
 
         def wrap(one: Any) -> Any:
@@ -390,7 +387,7 @@ class WholePlan:
             layout = replicated_layout(mesh, one.ndim)
             return DTensor([], layout, tuple(one.shape), one.dtype, device=tensors[0].device)
 
-        made = on_meta(self._func, args, kwargs, tensors)
+        made = on_meta(self.func, args, kwargs, tensors)
         return wrap(made) if isinstance(made, torch.Tensor) else type(made)(map(wrap, made))
 
 
@@ -398,11 +395,10 @@ class ReshapingPlan:
     """Change in place how a tensor's own sizes and strides read its values, as ``squeeze_`` does."""
 
     route = "rule"
-    func: Operator
     calls = 0
 
     def __init__(self, call: Call, functional: Operator) -> None:
-        self._func = call.func
+        self.func = call.func
         self._functional = functional
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
@@ -411,7 +407,7 @@ class ReshapingPlan:
         with torch.no_grad():
             made = self._functional(views.alias_of(tensor), *args[1:], **kwargs)
         with no_dispatch():
-            self._func(*args, **kwargs)
+            self.func(*args, **kwargs)
         tensor._components, tensor._layout, tensor._spec = made.components, made._layout, None
         tensor._view = made._view
         return tensor

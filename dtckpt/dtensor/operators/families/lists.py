@@ -42,7 +42,7 @@ class ListsPlan:
 
     def __init__(self, call: Call) -> None:
         signature = signature_of(call.func)
-        self._func = call.func
+        self.func = call.func
         self._is_in_place = bool(signature.written)
         self._mesh = call.tensors[0].device_mesh
         self._columns = tuple(_columns(call, is_fixed=self._is_in_place))
@@ -69,7 +69,7 @@ class ListsPlan:
         made = []
         for number in range(len(parts[0])):
             local_args, local_kwargs = with_tensors(args, kwargs, [part[number] for part in parts])
-            made.append(self._func(*local_args, **local_kwargs))
+            made.append(self.func(*local_args, **local_kwargs))
         if not self._is_in_place:
             return self._wrapped(made, args, kwargs, tensors)
         for place in self._written:
@@ -82,7 +82,7 @@ class ListsPlan:
         self, made: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
     ) -> list[DTensor]:
         if not made:
-            metas = on_meta(self._func, args, kwargs, tensors)
+            metas = on_meta(self.func, args, kwargs, tensors)
             return [
                 DTensor([], column.choice.results[0], column.shape, meta.dtype, device=tensors[0].device)
                 for column, meta in zip(self._columns, metas, strict=True)
