@@ -92,3 +92,35 @@ def test_kernels_of_other_devices_follow_the_same_rule(name, options, placed):
     assert [tuple(one.shape) for one in out.components] == [tuple(one.shape) for one in query.components]
     assert all(one.shape[:2] == other.shape[:2] for one, other in zip(total.components, out.components, strict=True))
     assert "replication" not in {route for _, route in dispatch.counts()}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("_scaled_dot_product_flash_attention", (0.4, True)),
+        ("_scaled_dot_product_efficient_attention", (None, True, 0.4, True)),
+        ("_scaled_dot_product_cudnn_attention", (None, True, 0.4, True)),
+    ],
+)
+def test_dropout_of_other_devices_does_not_depend_on_the_layout(name, options):
+    """Made of matrix products on any device; expected is PyTorch's own formula with the mask that was drawn."""
+    values, grad = torch.randn(3, 4, 4, 6, 8), torch.randn(4, 4, 6, 8)
+    found = []
+    for placed in (R, S0, S1, (S0, S1)):
+        given = [distributed(one, placed).requires_grad_() for one in values]
+        torch.manual_seed(3)
+        out = getattr(torch.ops.aten, name)(*given, *options)[0]
+        gradients = torch.autograd.grad(out, given, distributed(grad, placed))
+        found.append([one.detach().full_tensor() for one in (out, *gradients)])
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+    query, key, value = (one.clone().requires_grad_() for one in values)
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    weights = torch.softmax((query @ key.mT / 8**0.5).masked_fill(hidden, -torch.inf), -1)
+    torch.manual_seed(3)
+    kept = torch.empty_like(distributed(weights, R)).bernoulli_(0.6).full_tensor() / 0.6
+    out = (weights * kept) @ value
+    expected = (out, *torch.autograd.grad(out, (query, key, value), grad))
+    for one, other in zip(found[0], expected, strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-5)

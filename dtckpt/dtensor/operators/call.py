@@ -51,8 +51,8 @@ def signature_of(func: Operator) -> Signature:
 class Call:
     """A call of an operator with at least one DTensor; plain tensors are DTensors already.
 
-    Rules read shapes, dtypes and arguments that are no tensors. They must not read floats: plans are kept by the
-    types of these alone.
+    Rules read shapes, dtypes and arguments that are no tensors. They must not read floats, but
+    for whether they are zero: plans are kept by the types of these alone.
     """
 
     func: Operator

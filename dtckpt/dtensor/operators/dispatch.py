@@ -25,6 +25,9 @@ _LOG = logging.getLogger("dtckpt.dtensor.operators")
 
 _BOUND = 1 << 14
 
+_ZERO = object()
+"""In keys: the number before is zero, which is all that plans may know of the value of one that is not whole."""
+
 _PLANS: dict[tuple[Any, ...], plans.Plan] = {}
 
 COUNTS: Counter[tuple[Operator, str]] = Counter()
@@ -67,6 +70,8 @@ def _describe(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> 
             tensors.append(value)
         elif isinstance(value, float | complex):
             key.append(type(value))
+            if not value:
+                key.append(_ZERO)
         elif isinstance(value, list | tuple):
             key.append(len(value))
             is_plain |= _describe(value, key, tensors)

@@ -21,7 +21,9 @@ from dtckpt.layout import Layout
 _aten = torch.ops.aten
 
 
-def refill(tensor: Any, kind: str, generator: torch.Generator | None = None, **params: Any) -> Any:
+def refill(
+    tensor: Any, kind: str, generator: torch.Generator | None = None, *, known_key: int | None = None, **params: Any
+) -> Any:
     """Fill a tensor with random numbers, in its own layout, and return it.
 
     Collective: At some calls; see `randomness.agreed_key`. Where the tensor waits for a reduction, or is a view whose
@@ -31,10 +33,11 @@ def refill(tensor: Any, kind: str, generator: torch.Generator | None = None, **p
         tensor: What to fill.
         kind: See `randomness.KINDS`.
         generator: Where the key is drawn; default torch's own of the CPU.
+        known_key: The key, if it was drawn before.
         params: The kind's; a tensor ``p`` of the tensor's shape.
     """
     layout, mesh, shape = tensor._layout, tensor.device_mesh, tuple(tensor.shape)
-    key = randomness.agreed_key(mesh, generator)
+    key = randomness.agreed_key(mesh, generator) if known_key is None else known_key
     base = Layout(layout.sharding_specs, mesh) if layout.has_partial else layout
     components = [torch.empty_like(one) for one in tensor.components] if layout.has_partial else tensor.components
     limit = params.pop("p", None)
