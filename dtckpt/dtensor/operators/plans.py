@@ -83,6 +83,7 @@ class RulePlan:
         self._sized = [(_place_of(call, name), self._sizes_of(call, result)) for name, result in rule.sized]
         self._offsets = self._offsets_of(call) if rule.is_located else None
         self._places = self._places_of(call)
+        self._is_one = [str(one.type) for one in call.func._schema.returns] == ["Tensor"]
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
@@ -90,15 +91,15 @@ class RulePlan:
             local = list(args)
             for place in self._places:
                 local[place] = local[place]._components[0]
-            return self._wrap(0, (self._local(*local, **kwargs),))
+            made = self._local(*local, **kwargs)
+            return self._wrap(0, (made,)) if self._is_one else self._wrapped((made,))
         return self._run(args, kwargs, tensors)
 
     def _places_of(self, call: Call) -> tuple[int, ...] | None:
         """Return where the tensors stand if all that there is to do is to run the operator on components."""
         places = tuple(place for place, value in enumerate(call.args) if isinstance(value, torch.Tensor))
         has_more = self._moves or self._is_view or self._is_in_place or self._sized or self._offsets is not None
-        is_one = len(self._results) == 1 and str(self.func._schema.returns[0].type) == "Tensor"
-        return places if is_one and not has_more and len(places) == len(call.tensors) else None
+        return places if not has_more and len(places) == len(call.tensors) else None
 
     def _sizes_of(self, call: Call, result: int) -> list[list[int]]:
         """Return the shape of every local piece of a result."""
