@@ -236,6 +236,28 @@ def test_everything_is_as_with_plain_tensors(case, mesh, placements, batch):
         torch.testing.assert_close(ours.full_tensor(), theirs)
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(("mesh", "placements", "batch"), ARRANGED)
+def test_what_is_computed_again_drops_the_same_elements(mesh, placements, batch, use_reentrant):
+    samples = distribute_tensor(numbers(10, IN), mesh, batch)
+    gradients = []
+    for is_again in (False, True):
+        torch.manual_seed(3)
+        weight = distribute_tensor(numbers(IN, OUT), mesh, placements).requires_grad_()
+        layer = [weight, samples]
+        dropped = checkpoint(dropped_of, *layer, use_reentrant=use_reentrant) if is_again else dropped_of(*layer)
+        torch.rand(3)  # what comes between is no matter
+        dropped.pow(2).sum().backward()
+        gradients.append((dropped.full_tensor().detach(), weight.grad.full_tensor()))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    assert 0 < (gradients[0][0] == 0).sum() < gradients[0][0].numel()
+
+
+def dropped_of(weight, samples):
+    return nn.functional.dropout(samples @ weight, 0.5)
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_anomaly_detection():
     weight = distribute_tensor(numbers(IN, OUT), LINE, [Shard(0)]).requires_grad_()
