@@ -59,10 +59,6 @@ def test_pieces_of_a_batch_may_differ_and_none_may_be_empty():
     check(lambda x: functional.avg_pool2d(x, 2), [torch.randn(4, 6, 8)], [S0], S0, is_still=True)
 
 
-def _cost_of_reducing(source, target, *_):
-    return 0.0 if source in {None, target} else 1.0 if target == 0 else 2.0
-
-
 @pytest.mark.parametrize(
     ("function", "shape"),
     [
@@ -73,10 +69,10 @@ def _cost_of_reducing(source, target, *_):
     ],
 )
 @pytest.mark.parametrize("placed", [S0, P, (S0, R), (P, S0)], ids=str)
-def test_items_of_one_dim(function, shape, placed, monkeypatch):
-    # However much what waits for a reduction grows.
-    monkeypatch.setattr("dtckpt.dtensor.operators.choosing._move_cost", _cost_of_reducing)
-    check(function, [torch.randn(shape)], [placed], placed, is_still=True)
+def test_items_of_one_dim(function, shape, placed):
+    # What waits for a reduction may do so no longer where it would grow.
+    is_there = placed not in {P, (P, S0)}
+    check(function, [torch.randn(shape)], [placed], placed if is_there else None, is_still=is_there)
 
 
 @pytest.mark.parametrize("placed", [(S0, S0), ((S0, R), (S0, R))], ids=str)
