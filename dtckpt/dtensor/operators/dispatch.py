@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -153,7 +154,9 @@ def plan_of(call: Call) -> plans.Plan:
     builder = None if signature.written and not is_in_place else builder_of(func)
     if builder is None and functional is not None and is_in_place:
         builder = builder_of(functional)
-    found = builder(call) if builder is not None else None
+    found = None
+    with suppress(NotImplementedError):  # PyTorch cannot tell the result's shape without computing it
+        found = builder(call) if builder is not None else None
     if found is not None:
         sizes = [tensor.numel() * tensor.element_size() for tensor in call.tensors]
         shapes = (found.shape(number) for number in range(len(found.results)))
