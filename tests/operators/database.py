@@ -54,7 +54,7 @@ class Scale:
 
 
 FULL = Scale(6, (len(ARRANGEMENTS), 5, 3))
-QUICK = Scale(2, (3, 2))
+QUICK = Scale(2, (2, 1))
 
 
 @dataclass(frozen=True)
