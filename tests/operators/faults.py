@@ -339,6 +339,34 @@ def views() -> list[Call]:
     ]
 
 
+def conjugates() -> list[Call]:
+    """What PyTorch keeps as a mark on a tensor, and works out later, or forgets."""
+    functions = {
+        "conj": lambda x: x.conj().resolve_conj(),
+        "times its conj": lambda x: x * x.conj(),
+        "sum of conj": lambda x: x.conj().sum(),
+        "exp of conj": lambda x: x.conj().exp(),
+        "imag of conj": lambda x: x.conj().imag + 0,
+        "adjoint product": lambda x: x.mH @ x,
+        "cat with conj": lambda x: torch.cat([x.conj(), x]),
+        "polar": lambda x: torch.polar(x.abs(), x.angle()) * 2,
+    }
+    values = torch.complex(numbers(5, 3), numbers(5, 3, seed=2))
+    return [
+        Call(f"{name}, {each}", function, (values,), (each,), False)
+        for name, function in functions.items()
+        for each in (S0, S1, SUM, WHOLE)
+    ] + [
+        Call(
+            f"polar with gradients, {each}",
+            lambda x, y: torch.polar(x, y).real,
+            (numbers(5, 3), numbers(5, 3)),
+            (each, each),
+        )
+        for each in (S0, S1, SUM, WHOLE)
+    ]
+
+
 GROUPS: dict[str, Callable[[], list[Call]]] = {
     each.__name__: each
     for each in (
@@ -354,6 +382,7 @@ GROUPS: dict[str, Callable[[], list[Call]]] = {
         numbers_out,
         empty_shards,
         views,
+        conjugates,
     )
 }
 
