@@ -116,6 +116,7 @@ class Pool:
         coordinator: str = "",
         heartbeat_timeout_s: float = 10.0,
         by_client: dict[int, tuple[Any, ...]] | None = None,
+        timeout_s: float = CASE_TIMEOUT_S,
         **kwargs: Any,
     ) -> list[Answer]:
         """Run ``case(*args, **kwargs)`` on every client of a new job; return the answers in client order.
@@ -128,6 +129,7 @@ class Pool:
             coordinator: Address of a coordinator; else clients meet at the store.
             heartbeat_timeout_s: When a client counts as lost.
             by_client: Further arguments of some clients.
+            timeout_s: How long the clients may take.
             kwargs: The same for every client.
         """
         while len(self._workers) < clients:
@@ -139,7 +141,7 @@ class Pool:
             more = (by_client or {}).get(client, ())
             store = (job, self._store.port) if group else None
             worker.start(Task(case, (*args, *more), kwargs, environment, store))
-        deadline = time.monotonic() + CASE_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         answers = [worker.answer(deadline) for worker in self._workers[:clients]]
         for client, answer in enumerate(answers):
             if answer is None:
@@ -148,7 +150,7 @@ class Pool:
         for client in gone:
             self._workers[client] = Worker(next(self._numbers))
         silent = [client for client, answer in enumerate(answers) if answer is None]
-        assert not silent, f"clients {silent} did not answer within {CASE_TIMEOUT_S} s; the others: {answers}"
+        assert not silent, f"clients {silent} did not answer within {timeout_s} s; the others: {answers}"
         return [answer for answer in answers if answer is not None]
 
     def values(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:

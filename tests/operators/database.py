@@ -291,7 +291,7 @@ def _compare_values(whole: torch.Tensor, want: torch.Tensor, what: str) -> None:
     finite = want[want.isfinite()] if relative else want.new_empty(0)
     largest = max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
     try:
-        torch.testing.assert_close(whole, want, rtol=relative, atol=relative / 10 * largest, equal_nan=True)
+        torch.testing.assert_close(whole, want, rtol=relative, atol=relative / 5 * largest, equal_nan=True)
     except AssertionError as error:
         raise Wrong("wrong value", f"{what}: " + " ".join(str(error).split())[:MAX_TEXT]) from None
 

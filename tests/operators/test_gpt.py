@@ -36,5 +36,5 @@ def test_virtual_devices_learn_the_same(axes):
 
 @pytest.mark.processes
 def test_clients_learn_the_same(pool):
-    for losses in pool.values(train_over_clients, clients=4, group=True):
+    for losses in pool.values(train_over_clients, clients=4, group=True, timeout_s=250):
         assert losses == pytest.approx(on_one_device(), rel=TOLERANCE)

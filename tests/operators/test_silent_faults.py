@@ -8,7 +8,7 @@ import torch
 import dtckpt
 from dtckpt import Layout, Mesh, Partial, Replicate, Shard, abstract_mesh, pack
 from dtckpt.dtensor import DTensor, distribute_tensor, init_device_mesh, ones, rand
-from dtckpt.errors import LayoutError, OperatorError
+from dtckpt.errors import LayoutError, ReplicaMismatchError
 
 from . import faults
 
@@ -45,9 +45,22 @@ def test_tensors_on_different_meshes_are_refused():
         one + other
 
 
-def test_tensors_beside_plain_ones_are_refused():
-    with pytest.raises(OperatorError, match="plain tensor of shape"):
-        ones(4, device_mesh=faults.line()) + torch.ones(4)
+def beside_another_tensor_than_others_have() -> object:
+    client = dtckpt.client_id()
+    tensor = ones(4, device_mesh=init_device_mesh("cpu", (2,)))
+    same = (tensor + torch.arange(4.0)).full_tensor().tolist()
+    try:
+        return same, (tensor + torch.full((4,), float(client))).full_tensor().tolist()
+    except ReplicaMismatchError as error:
+        return same, str(error)
+
+
+@pytest.mark.processes
+def test_plain_tensors_beside_others_are_the_same_on_every_client_or_refused(pool):
+    (same, refused), (_, other) = pool.values(beside_another_tensor_than_others_have, clients=2, group=True)
+    assert same == [1.0, 2.0, 3.0, 4.0]
+    assert isinstance(refused, str), refused
+    assert refused == other
 
 
 @pytest.mark.parametrize(
