@@ -36,6 +36,7 @@ bench: install
 	$(RUN) 4 -m benchmarks.redistribute
 	$(BIN)/python -m benchmarks.received_bytes
 	$(BIN)/python -m benchmarks.local_redistribute
+	$(BIN)/python -m benchmarks.dispatch
 
 lint: install
 	$(BIN)/ruff check .
