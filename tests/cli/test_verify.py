@@ -53,7 +53,7 @@ def test_missing_chunks(run, tmp_path):
     shutil.rmtree(tmp_path / "s" / "a" / "c")
     result = run("verify", tmp_path / "s")
     assert result.code == 1
-    assert result.out.startswith("damaged: a [0:64]: cannot read")
+    assert result.out.startswith("damaged: a [0:64]: cannot find chunk (0,)")
 
 
 def test_not_found(run, tmp_path):
