@@ -208,13 +208,20 @@ def _choice(
     for number, (dims, layout) in enumerate(zip(rule.operands, layouts, strict=True)):
         partial = {axis: str(one.reduction) for axis, one in chosen.items() if number in one.group}
         wanted = _layout(dims, axes_of, mesh, partial)
-        is_there = wanted == layout or (number in rule.unread and wanted.split_axes == layout.split_axes)
+        is_there = _lie_alike(wanted, layout) or (number in rule.unread and wanted.split_axes == layout.split_axes)
         is_there |= number in rule.unseen
         operands.append(None if is_there else wanted)
-    results = tuple(_layout(dims, axes_of, mesh, _pending(dims, chosen)) for dims in rule.results)
+    made = [_layout(dims, axes_of, mesh, _pending(dims, chosen)) for dims in rule.results]
+    # What lies as the first operand has its very layout, with all that it says besides.
+    results = tuple(layouts[0] if _lie_alike(one, layouts[0]) else one for one in made)
     if is_fixed and (operands[0] is not None or results[0] != layouts[0]):
         return None
     return Choice(tuple(operands), results)
+
+
+def _lie_alike(one: Layout, other: Layout) -> bool:
+    """Whether two layouts on one mesh say the same of where values are, whatever their types."""
+    return one.split_axes == other.split_axes and one.partial == other.partial
 
 
 def _pending(dims: Dims, chosen: dict[str, _Candidate]) -> dict[str, str]:
