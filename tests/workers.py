@@ -8,6 +8,7 @@ Every wait is bounded; clients that died, or did not answer, are replaced.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -20,6 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CASE_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0
+IMPORTED = ["torch.distributed", "tensorstore", "dtckpt.checkpoint.manager"]
+"""What client processes need in most cases."""
+READY = b"ready"
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,13 @@ class Worker:
         self.process = context.Process(target=serve, args=(theirs,), name=f"client-process-{number}", daemon=True)
         self.process.start()
         theirs.close()
+        self._is_ready = False
+
+    def wait_until_ready(self) -> None:
+        """Wait until it has imported what it needs, which takes seconds that are not those of a case."""
+        if not self._is_ready:
+            assert self._connection.poll(START_TIMEOUT_S), f"{self.process.name} did not start"
+            self._is_ready = self._connection.recv_bytes() == READY
 
     def start(self, task: Task) -> None:
         self._connection.send_bytes(pickle.dumps(task))
@@ -134,6 +146,8 @@ class Pool:
         """
         while len(self._workers) < clients:
             self._workers.append(Worker(next(self._numbers)))
+        for worker in self._workers[:clients]:
+            worker.wait_until_ready()
         job = f"job-{os.getpid()}-{next(self._numbers)}"
         for client, worker in enumerate(self._workers[:clients]):
             environment = environment_of(client, clients, job, self._store.port, heartbeat_timeout_s)
@@ -171,7 +185,10 @@ def serve(connection: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
+    for name in IMPORTED:
+        importlib.import_module(name)
     torch.set_num_threads(1)
+    connection.send_bytes(READY)
     while True:
         try:
             task = pickle.loads(connection.recv_bytes())

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dtckpt import host_memory
 from dtckpt.region import Region
 
 Components = Mapping[int, torch.Tensor]
@@ -72,8 +73,8 @@ class Parcel:
     def room(self, device: torch.device) -> torch.Tensor:
         """Return memory for the message."""
         if len(self.boxes) == 1:
-            return torch.empty(self.boxes[0].shape, dtype=self.boxes[0].dtype, device=device)
-        return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+            return host_memory.empty(self.boxes[0].shape, self.boxes[0].dtype, device)
+        return host_memory.empty((self.nbytes,), torch.uint8, device)
 
     def views(self, message: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield every box's place in the message."""

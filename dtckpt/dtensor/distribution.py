@@ -26,6 +26,7 @@ from dtckpt.errors import (
     to_wire,
 )
 from dtckpt.groups import is_connected
+from dtckpt.host_memory import copied
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.placement import Placement, validate_reductions
@@ -144,10 +145,7 @@ def _on_one_device(tensor: torch.Tensor, mesh: Mesh, position: int) -> DTensor:
 def _own(made: DTensor, tensor: torch.Tensor) -> DTensor:
     """Return the DTensor with memory of its own: a component that did not have to move is the caller's tensor still."""
     storage = tensor.untyped_storage().data_ptr()
-    components = [
-        part.clone(memory_format=torch.contiguous_format) if part.untyped_storage().data_ptr() == storage else part
-        for part in made.components
-    ]
+    components = [copied(part) if part.untyped_storage().data_ptr() == storage else part for part in made.components]
     return DTensor(components, made.layout, made.shape, made.dtype)
 
 

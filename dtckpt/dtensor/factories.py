@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex, TypedDict, Unpack
 
 import torch
 
+from dtckpt import host_memory
 from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.functional import from_placements, redistribute
 from dtckpt.dtensor.moving import MeshLike, as_mesh, get_default_mesh
@@ -78,7 +79,7 @@ def _make(
     components = []
     for device, name in zip(mesh.local_device_ids(), mesh.local_devices(), strict=True):
         region = whole.region(device, shape)
-        component = torch.empty(region.shape, dtype=dtype, device=device_of(name))
+        component = host_memory.empty(region.shape, dtype, device_of(name))
         fill(component, region)
         components.append(component)
     made = DTensor(components, whole, shape, dtype or torch.get_default_dtype())

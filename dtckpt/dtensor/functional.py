@@ -20,6 +20,7 @@ from dtckpt.dtensor.redistribution import Program, program_of, resolve_match, te
 from dtckpt.dtensor.redistribution import redistribute as redistribute_components
 from dtckpt.dtensor.tensor import DTensor, described
 from dtckpt.errors import ComponentError, DtckptError, LayoutError, LayoutTypeError
+from dtckpt.host_memory import copied
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.placement import Placement, Replicate, validate_reductions
@@ -89,7 +90,7 @@ def _moved(wanted: _Wanted, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
         # What is written to the result on one device alone must not reach the source there.
         old = set(map(id, source.values()))
         ordered = [
-            moved[device].clone() if id(moved[device]) in old else moved[device]
+            copied(moved[device]) if id(moved[device]) in old else moved[device]
             for device in layout.mesh.local_device_ids()
         ]
         made.append(DTensor(ordered, layout, program.change.shape, program.change.dtype))

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import torch
 
+from dtckpt import host_memory
 from dtckpt.dtensor.boxes import ALIGNMENT, Box, Components, Parcel, Reduction, cut_messages, parcels
 from dtckpt.dtensor.collectives import REDUCERS, Work, as_bytes, average, collectives_of, reduce_terms
 from dtckpt.dtensor.devices import device_of
@@ -248,7 +249,7 @@ class Hop:
     def memory(self) -> list[Memory]:
         """Return memory for what is made of every tensor."""
         return [
-            Memory({device: torch.empty(shape, dtype=dtype, device=where) for device, shape, dtype, where in new})
+            Memory({device: host_memory.empty(shape, dtype, where) for device, shape, dtype, where in new})
             for new in self.new
         ]
 

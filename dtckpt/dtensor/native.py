@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dtckpt import host_memory
 from dtckpt.dtensor.boxes import Components, plain
 from dtckpt.dtensor.collectives import Native, Work, average
 from dtckpt.dtensor.hops import Change, Memory, validate_reduction
@@ -97,10 +98,10 @@ class NativeHop:
         region = self._change.target.region(self._device, self._change.shape)
         kind, dim = self._found.kind, self._found.dim
         if kind == ALL_REDUCE:
-            made = component.clone(memory_format=torch.contiguous_format)
+            made = host_memory.copied(component)
             work = self._collectives.all_reduce(made, self._reduce_op)
             return NativeTransfer(self._device, made, work, self._divisor)
-        made = torch.empty(region.shape, dtype=component.dtype, device=component.device)
+        made = host_memory.empty(region.shape, component.dtype, component.device)
         if kind == REDUCE_SCATTER:
             chunks = component.chunk(len(self._order), dim)
             terms = [chunks[piece].contiguous() for piece in self._order]

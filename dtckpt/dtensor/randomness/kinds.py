@@ -251,9 +251,10 @@ def _bernoulli(dtype: torch.dtype, p: float | torch.Tensor = 0.5) -> Draw:
 
 
 def _integers(dtype: torch.dtype, low: int = 0, high: int | None = None) -> Draw:
-    """Scale a word to the range by a product, whose upper word is the number.
+    """Scale a word to the range by a product, whose upper half is the number.
 
-    Some numbers come up more often than others, by one in 2**32 at most: ranges too long for that take two words.
+    Some numbers come up more often than others: by one part in 4096 at most in short ranges, which take half a word
+    (PyTorch's remainders: by one in 16), and by one in 2**32 in others, of which the longest take two words.
     """
     low, high = integer_bounds(dtype, operator.index(low), None if high is None else operator.index(high))
     span = high - low
@@ -266,11 +267,19 @@ def _integers(dtype: torch.dtype, low: int = 0, high: int | None = None) -> Draw
             f"integers that {dtype} has",
         )
     start = signed(low % _WORD)
+    if span <= 1 << 20 and abs(low) < 1 << 30:
+        return Draw(32, lambda words: _scaled_briefly(words.view(torch.int32), low, span))
     if span == _WORD:
         return Draw(64, lambda words: words.add_(start))
     if span <= 1 << 31:
         return Draw(64, lambda words: _scaled(words, span).add_(start))
     return Draw(128, lambda words: _scaled_finely(words.view(-1, 2), span).add_(start))
+
+
+def _scaled_briefly(words: torch.Tensor, low: int, span: int) -> torch.Tensor:
+    """Return ``low`` and the upper halves of products of unsigned words of 32 bits, given as signed ones."""
+    first = torch.tensor((low << 32) + (span << 31), dtype=torch.int64, device=words.device)
+    return torch.add(first, words.to(torch.int64), alpha=span).bitwise_right_shift_(32)
 
 
 def _scaled(words: torch.Tensor, span: int) -> torch.Tensor:

@@ -1,0 +1,56 @@
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtckpt import host_memory
+
+_SMAPS = Path("/proc/self/smaps")
+
+
+def _flags_at(address):
+    """Return the flags of the mapping that has an address; see `man 5 proc_pid_smaps`."""
+    lines = iter(_SMAPS.read_text().splitlines())
+    for line in lines:
+        head = line.split(" ", 1)[0]
+        if "-" in head and ":" not in head:
+            start, end = (int(part, 16) for part in head.split("-"))
+            if start <= address < end:
+                return next(flags for flags in lines if flags.startswith("VmFlags:")).split()[1:]
+    raise AssertionError("nothing is mapped there")
+
+
+def test_large_memory_lies_in_huge_pages():
+    if not (_SMAPS.exists() and host_memory._madvise()):
+        pytest.skip("this system has no advice on memory")
+    large = host_memory.empty((host_memory.LEAST_NBYTES,), torch.uint8)
+    assert "hg" in _flags_at(large.data_ptr() + large.nbytes // 2)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 7), (2049, 1024)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_a_copy_is_contiguous_and_its_own(shape, dtype):
+    source = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    source = source.permute(list(reversed(range(source.ndim)))).requires_grad_(dtype.is_floating_point)
+    made = host_memory.copied(source)
+    assert made.is_contiguous()
+    assert not made.requires_grad
+    assert made.dtype == dtype
+    torch.testing.assert_close(made, source.detach())
+    if made.numel():
+        assert made.data_ptr() != source.data_ptr()
+
+
+def test_a_copy_of_what_is_sparse_is_sparse():
+    source = torch.eye(3).to_sparse()
+    made = host_memory.copied(source)
+    assert made.layout is torch.sparse_coo
+    assert made.coalesce().values().data_ptr() != source.coalesce().values().data_ptr()
+    torch.testing.assert_close(made.to_dense(), torch.eye(3))
+
+
+def test_what_has_no_memory_is_made_alike():
+    assert host_memory.empty((1 << 23,), torch.float32, "meta").is_meta
+    sizes = [host_memory.empty((length,), torch.uint8).nbytes for length in itertools.accumulate([1 << 22, 1, 4095])]
+    assert sizes == [1 << 22, (1 << 22) + 1, (1 << 22) + 4096]
