@@ -1,8 +1,8 @@
 """Load one coordinator as a large job does: heartbeats, barriers, a client that dies, many barrier names.
 
-Run: ``python -m benchmarks.coordinator [--clients 10000] [--seconds 60] [--rounds 5]``. The coordinator is a process of
-its own; all clients are simulated in this one, over 16 connections, so what they cost is not the coordinator's. Beside
-it, torch's store barrier, each client a thread with a connection of its own.
+Run: ``python -m benchmarks.coordinator [--clients 10000] [--seconds 60] [--rounds 5] [--only PART]``. The coordinator
+is a process of its own; all clients are simulated in this one, over 16 connections, so what they cost is not the
+coordinator's. Beside its barriers: as many bare calls, torch's store barrier, and etcd (`benchmarks.rivals`).
 """
 
 from __future__ import annotations
@@ -10,27 +10,36 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import statistics
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from datetime import timedelta
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.rivals import (
+    CHANNELS,
+    LIMIT_S,
+    connect,
+    echo_rounds,
+    etcd_barriers,
+    has_etcd,
+    rounds_of,
+    store_barriers,
+)
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-CHANNELS = 16
-LIMIT_S = 120.0
+MAX_IN_VAIN = 3
+"""How often in a row a client opens a stream that ends at once."""
 CALLS_S = 45.0
 """Heartbeats by single calls are measured for so long at most; clients resort to them where streams are refused."""
 SERVER = "from dtckpt_server.main import main; main()"
@@ -42,8 +51,9 @@ class Coordinator:
 
     def __init__(self, heartbeat_timeout_s: float) -> None:
         arguments = ["serve", "--port", "0", "--insecure", "--heartbeat-timeout-s", str(heartbeat_timeout_s)]
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by coordinator()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [sys.executable, "-c", SERVER, *arguments], stdout=subprocess.PIPE, stderr=self.log, text=True
         )
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline().rpartition(":")[2])
@@ -52,6 +62,17 @@ class Coordinator:
     def cpu_s(self) -> float:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS
+
+    @property
+    def lines(self) -> list[str]:
+        """Return its log so far."""
+        # Not through the file object, whose position is also the process's.
+        return Path(f"/proc/self/fd/{self.log.fileno()}").read_text().splitlines()
+
+    @property
+    def num_lost(self) -> int:
+        """How many clients it has taken for lost, if only for a while."""
+        return sum(" is lost: " in line for line in self.lines)
 
     @property
     def rss_mb(self) -> float:
@@ -64,22 +85,21 @@ def coordinator(heartbeat_timeout_s: float) -> Iterator[Coordinator]:
     started = Coordinator(heartbeat_timeout_s)
     try:
         yield started
+    except BaseException:
+        print("the coordinator's last lines:", *started.lines[-20:], sep="\n", file=sys.stderr)
+        raise
     finally:
         started.process.kill()
         started.process.wait()
         assert started.process.stdout is not None
         started.process.stdout.close()
+        started.log.close()
 
 
 @asynccontextmanager
 async def stubs(port: int) -> AsyncIterator[list[pb_grpc.CoordinatorAsyncStub]]:
-    options = (("grpc.use_local_subchannel_pool", 1),)
-    channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) for _ in range(CHANNELS)]
-    try:
-        yield [pb_grpc.CoordinatorStub(channel) for channel in channels]
-    finally:
-        for channel in channels:
-            await channel.close()
+    async with AsyncExitStack() as stack:
+        yield [pb_grpc.CoordinatorStub(channel) for channel in await connect(stack, port)]
 
 
 def who(task: int, job: str = "bench") -> pb.TaskIdentity:
@@ -99,9 +119,17 @@ async def register_all(many: list[pb_grpc.CoordinatorAsyncStub], num_clients: in
 # --- heartbeats ---------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Beats:
+    """What a load of heartbeats came to."""
+
+    took: list[float] = field(default_factory=list)
+    num_reopened: int = 0
+
+
 async def heartbeats(num_clients: int, interval_s: float, seconds: float, *, streams: bool) -> list[str]:
     """Let everyone beat, evenly spread; return a table's row."""
-    took: list[float] = []
+    beats = Beats()
     with coordinator(6 * interval_s) as server:
         async with stubs(server.port) as many:
             await register_all(many, num_clients)
@@ -111,50 +139,69 @@ async def heartbeats(num_clients: int, interval_s: float, seconds: float, *, str
 
             async def client(task: int) -> None:
                 begin = start + interval_s * task / num_clients
-                await beat(many[task % CHANNELS], task, begin, end, interval_s, took)
+                await beat(many[task % CHANNELS], task, begin, end, interval_s, beats)
 
             beating = asyncio.gather(*(client(task) for task in range(num_clients)))
-            await asyncio.sleep(max(start + interval_s - time.monotonic(), 0))
+            await finish_or_wait(beating, start + interval_s)
             cpu_s, since = server.cpu_s, time.monotonic()
-            took.clear()
-            await asyncio.sleep(max(end - time.monotonic(), 0))
+            beats.took.clear()
+            await finish_or_wait(beating, end)
             load = (server.cpu_s - cpu_s) / (time.monotonic() - since)
-            counted = sorted(took)
-            job = await many[0].GetJob(pb.GetJobRequest(job="bench"), timeout=LIMIT_S)
-            lost = sum(task.state == pb.TASK_STATE_LOST for task in job.tasks)
-            rss_mb = server.rss_mb
+            counted = sorted(beats.took)
+            rss_mb, num_lost = server.rss_mb, server.num_lost
             await beating
     rate = len(counted) / (end - since)
     p50, p99 = counted[len(counted) // 2], counted[int(len(counted) * 0.99)]
     name = "one stream each" if streams else "one call each"
-    return [name, f"{rate:.0f}", f"{load:.0%}", f"{1e3 * p50:.1f}", f"{1e3 * p99:.1f}", f"{rss_mb:.0f}", str(lost)]
+    times = [f"{1e3 * each:.1f}" for each in (p50, p99)]
+    ends = [str(each) for each in (num_lost, beats.num_reopened)]
+    return [name, f"{end - since:.0f}", f"{rate:.0f}", f"{load:.0%}", *times, f"{rss_mb:.0f}", *ends]
+
+
+async def finish_or_wait(beating: asyncio.Future[list[None]], until: float) -> None:
+    """Wait until then; not if a client has failed, which is raised."""
+    await asyncio.wait([beating], timeout=max(until - time.monotonic(), 0))
+    if beating.done():
+        beating.result()
 
 
 async def beat_alone(
-    stub: pb_grpc.CoordinatorAsyncStub, task: int, due: float, end: float, interval_s: float, took: list[float]
+    stub: pb_grpc.CoordinatorAsyncStub, task: int, due: float, end: float, interval_s: float, beats: Beats
 ) -> None:
     request = pb.HeartbeatRequest(task=who(task), progress=pb.Progress(phase="write", step=task))
     while due < end:
         await asyncio.sleep(max(due - time.monotonic(), 0))
         begin = time.monotonic()
         await stub.Heartbeat(request, timeout=LIMIT_S)
-        took.append(time.monotonic() - begin)
+        beats.took.append(time.monotonic() - begin)
         due += interval_s
 
 
 async def beat_on_a_stream(
-    stub: pb_grpc.CoordinatorAsyncStub, task: int, due: float, end: float, interval_s: float, took: list[float]
+    stub: pb_grpc.CoordinatorAsyncStub, task: int, due: float, end: float, interval_s: float, beats: Beats
 ) -> None:
-    stream = stub.HeartbeatStream(timeout=LIMIT_S + end - due)
+    """Beat as the library does: open the stream with the first beat, and another one if it ends."""
     request = pb.HeartbeatStreamRequest(task=who(task), progress=pb.Progress(phase="write", step=task))
+    stream, num_in_vain = None, 0
     while due < end:
         await asyncio.sleep(max(due - time.monotonic(), 0))
         begin = time.monotonic()
-        await stream.write(request)
-        await stream.read()
-        took.append(time.monotonic() - begin)
+        try:
+            stream = stream or stub.HeartbeatStream(timeout=LIMIT_S + end - begin)
+            await stream.write(request)
+            await stream.read()
+        except (grpc.RpcError, asyncio.CancelledError):  # gRPC raises both for a stream that the other side has ended
+            # A server that has not come to a call for 30 s cancels it.
+            if stream is None or not stream.done() or num_in_vain == MAX_IN_VAIN:
+                raise
+            stream, num_in_vain = None, num_in_vain + 1
+            beats.num_reopened += 1
+            continue
+        num_in_vain = 0
+        beats.took.append(time.monotonic() - begin)
         due += interval_s
-    await stream.done_writing()
+    if stream is not None:
+        await stream.done_writing()
 
 
 # --- barriers -----------------------------------------------------------------------------------------------
@@ -175,45 +222,12 @@ async def meet(stub: pb_grpc.CoordinatorAsyncStub, task: int, name: str, generat
 
 async def barriers(num_clients: int, rounds: int) -> float:
     """Return the median of the seconds from the first arrival to the last client's verdict."""
-    seconds = []
     with coordinator(600.0) as server:
         async with stubs(server.port) as many:
             await register_all(many, num_clients)
-            for generation in range(rounds + 1):
-                begin = time.monotonic()
-                calls = (meet(many[task % CHANNELS], task, "b", generation) for task in range(num_clients))
-                seconds.append(max(await asyncio.gather(*calls)) - begin)
-    return statistics.median(seconds[1:])
-
-
-def store_barriers(num_clients: int, rounds: int) -> float:
-    """The same with `torch.distributed.elastic.utils.store.barrier`."""
-    from torch.distributed import TCPStore
-    from torch.distributed.elastic.utils.store import barrier
-
-    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT_S))
-    ready = threading.Barrier(num_clients + 1)
-
-    def client() -> None:
-        store = TCPStore("127.0.0.1", host.port, wait_for_workers=False, timeout=timedelta(seconds=LIMIT_S))
-        for number in range(rounds + 1):
-            ready.wait()
-            barrier(store, num_clients, f"b{number}", LIMIT_S)
-            ready.wait()
-
-    threading.stack_size(256 << 10)
-    threads = [threading.Thread(target=client, daemon=True) for _ in range(num_clients)]
-    for thread in threads:
-        thread.start()
-    seconds = []
-    for _ in range(rounds + 1):
-        ready.wait()
-        begin = time.monotonic()
-        ready.wait()
-        seconds.append(time.monotonic() - begin)
-    for thread in threads:
-        thread.join()
-    return statistics.median(seconds[1:])
+            return await rounds_of(
+                rounds, num_clients, lambda task, number: meet(many[task % CHANNELS], task, "b", number)
+            )
 
 
 # --- a client that dies, and memory -------------------------------------------------------------------------
@@ -262,17 +276,19 @@ async def names(count: int) -> list[float]:
     return rss
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--clients", type=int, default=10_000)
-    parser.add_argument("--interval", type=float, default=5.0, help="seconds between a client's heartbeats")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of heartbeats")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args(arguments)
-    console = Console(width=110)
-
+def show_heartbeats(console: Console, options: argparse.Namespace) -> None:
     table = Table(title=f"{options.clients} clients, a heartbeat every {options.interval:g} s each")
-    for column in ("heartbeats", "a second", "of one core", "p50 ms", "p99 ms", "RSS MB", "false LOST"):
+    for column in (
+        "heartbeats",
+        "seconds",
+        "a second",
+        "of one core",
+        "p50 ms",
+        "p99 ms",
+        "RSS MB",
+        "LOST",
+        "reopened",
+    ):
         table.add_column(column, justify="right")
     for streams in (True, False):
         seconds = options.seconds if streams else min(options.seconds, CALLS_S)
@@ -280,23 +296,56 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table.add_row(*row)
     console.print(table)
 
+
+def show_barriers(console: Console, options: argparse.Namespace) -> None:
     table = Table(title=f"barrier, ms from the first arrival to the last verdict, median of {options.rounds}")
-    for column in ("arrivals", "coordinator", "torch's store barrier"):
+    for column in ("arrivals", "coordinator", "bare calls", "ratio", "torch's store barrier", "etcd"):
         table.add_column(column, justify="right")
     for num_clients in (512, 2048):
         ours = asyncio.run(barriers(num_clients, options.rounds))
-        theirs = store_barriers(num_clients, options.rounds)
-        table.add_row(str(num_clients), f"{1e3 * ours:.0f}", f"{1e3 * theirs:.0f}")
+        floor = asyncio.run(echo_rounds(num_clients, options.rounds))
+        store = store_barriers(num_clients, options.rounds)
+        etcd = f"{1e3 * asyncio.run(etcd_barriers(num_clients, options.rounds)):.0f}" if has_etcd() else "skipped"
+        ms = [f"{1e3 * seconds:.0f}" for seconds in (ours, floor)]
+        table.add_row(str(num_clients), *ms, f"{ours / floor:.2f}", f"{1e3 * store:.0f}", etcd)
     console.print(table)
+    if not has_etcd():
+        console.print("etcd is skipped: it is not installed (apt-get install etcd-server)")
 
+
+def show_detection(console: Console, options: argparse.Namespace) -> None:
     timeout_s, waiters = 2.0, 256
     known, spread = asyncio.run(detection(waiters, timeout_s, options.rounds))
     console.print(
         f"detection: a client falls silent (timeout {timeout_s:g} s); {waiters} waiters know after "
         f"{min(known):.2f} to {max(known):.2f} s, the last of them {1e3 * max(spread):.0f} ms after the first"
     )
+
+
+def show_memory(console: Console, options: argparse.Namespace) -> None:  # noqa: ARG001  as the others
     rss = asyncio.run(names(10_000))
     console.print("memory: " + ", ".join(f"{mb:.0f} MB after {10 * n} 000 names" for n, mb in enumerate(rss)))
+
+
+PARTS = {
+    "heartbeats": show_heartbeats,
+    "barriers": show_barriers,
+    "detection": show_detection,
+    "memory": show_memory,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, default=10_000)
+    parser.add_argument("--interval", type=float, default=5.0, help="seconds between a client's heartbeats")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of heartbeats")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=list(PARTS), help="one part; default: all")
+    options = parser.parse_args(arguments)
+    console = Console(width=110)
+    for part in [options.only] if options.only else PARTS:
+        PARTS[part](console, options)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dtckpt.checkpoint.save import Attempt, State, state_of_tree
 from dtckpt.checkpoint.staging import StagingMemory
 from dtckpt.coordination import Coordination, current_coordination
 from dtckpt.planning.save_plan import SavePlan
-from dtckpt.storage.locations import Location, location_of
+from dtckpt.storage.locations import Location
 
 __all__ = ["SaveHandle", "SaveProgress", "SaveStats", "save_async", "start_save"]
 
@@ -97,6 +97,6 @@ def start_save(
         attempt.begin()
         held = holding.pop_all()
     blocking_s = time.monotonic() - start
-    handle = SaveHandle(location_of(path), attempt.rounds.phases, timeout_s=options.timeout_s, blocking_s=blocking_s)
+    handle = SaveHandle(attempt.place.where, attempt.rounds.phases, timeout_s=options.timeout_s, blocking_s=blocking_s)
     handle.launch(attempt.complete, held, then)
     return handle

@@ -13,6 +13,7 @@ reason at once instead of waiting for a deadline. All implementations keep the s
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -82,7 +83,11 @@ class Member:
     """Who a client is: its place in the job and, by ``incarnation``, which life of the process this is.
 
     Args:
+        attempt: Which start of the whole job, from 0 to 2^32 - 1.
         job_name: How full task names call the job (`dtckpt.job_name`); empty: as ``job``.
+
+    Raises:
+        ConfigError: The numbers make no sense, or a name is not valid Unicode.
     """
 
     job: str
@@ -97,6 +102,13 @@ class Member:
             raise errors.ConfigError(
                 f"client {self.client} does not fit job {self.job!r}: expected an id from 0 to {self.num_clients - 1}"
             )
+        if not 0 <= self.attempt < 1 << 32:
+            raise errors.ConfigError(f"attempt of job {self.job!r} is {self.attempt}; expected 0 to 2^32 - 1")
+        for name in (self.job, self.job_name):
+            try:
+                name.encode()
+            except UnicodeEncodeError as error:
+                raise errors.ConfigError(f"name of the job, {name!r}, is not valid Unicode: {error.reason}") from None
 
     def full_task_name(self, client: int | None = None) -> str:
         """Return the full name of a client's task, this one's unless another is given."""
@@ -105,12 +117,30 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a client is doing. Heartbeats go on while it is stuck, so only this tells slow from hung."""
+    """What a client is doing. Heartbeats go on while it is stuck, so only this tells slow from hung.
+
+    Raises:
+        ConfigError: It is nothing that can be sent. The thread that sends it would have nobody to tell.
+    """
 
     phase: str = ""
     step: int = 0
     bytes_done: int = 0
     bytes_total: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = {name: getattr(self, name) for name in ("step", "bytes_done", "bytes_total")}
+        if not isinstance(self.phase, str) or not all(map(_is_sendable, numbers.values())):
+            raise errors.ConfigError(
+                f"progress is phase {self.phase!r} with {numbers}; expected a text, and whole numbers below 2^63"
+            )
+        object.__setattr__(self, "phase", printable(self.phase))
+        for name, number in numbers.items():
+            object.__setattr__(self, name, operator.index(number))
+
+
+def _is_sendable(number: object) -> bool:
+    return hasattr(number, "__index__") and -(1 << 63) <= operator.index(number) < 1 << 63
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,8 +105,11 @@ class GrpcCoordination(Caller):
             if self._beating is None:
                 # Twice the timeout: an earlier process of this client holds the place for one.
                 self._announce(self._clock() + 2 * self.heartbeat_timeout_s)
-                self._leaving.clear()
-                self._beating = threading.Thread(target=self._send_heartbeats, daemon=True, name="dtckpt-heartbeat")
+                # A new event: the thread of an earlier registration may still be inside a call, and must end after it.
+                self._leaving = threading.Event()
+                self._beating = threading.Thread(
+                    target=self._send_heartbeats, args=(self._leaving,), daemon=True, name="dtckpt-heartbeat"
+                )
                 self._beating.start()
         self._raise_if_over()
 
@@ -130,23 +133,23 @@ class GrpcCoordination(Caller):
         self.task_name = response.task_name
         self._interval_s = response.heartbeat_interval_s
 
-    def _send_heartbeats(self) -> None:
+    def _send_heartbeats(self, leaving: threading.Event) -> None:
         num_skipped = num_to_skip = 0
-        while not self._is_over():
+        while not self._is_over(leaving):
             if num_skipped >= num_to_skip:
-                is_good = self._beat_on_stream()
+                is_good = self._beat_on_stream(leaving)
                 num_skipped, num_to_skip = 0, 1 if is_good else min(2 * num_to_skip + 1, MAX_SKIPPED_BEATS)
-                if self._is_over():
+                if self._is_over(leaving):
                     return
             self._beat()
             num_skipped += 1
-            process.pause(self._wake, self._leaving, self._interval_s)
+            process.pause(self._wake, leaving, self._interval_s)
 
-    def _beat_on_stream(self) -> bool:
+    def _beat_on_stream(self, leaving: threading.Event) -> bool:
         """Beat on a stream until it ends; return whether it was any good."""
         stream = HeartbeatStream(self._stream_beat, self._interval_s, self._clock)
         self._stream = stream
-        if self._leaving.is_set():  # whoever said so may have seen no stream
+        if leaving.is_set():  # whoever said so may have seen no stream
             return True
         try:
             self._once(lambda stub, _: stream.run(stub, self._hear), self._interval_s)
@@ -155,7 +158,8 @@ class GrpcCoordination(Caller):
         except (grpc.RpcError, errors.DtckptError, UnknownError) as error:
             logger.info("the heartbeat stream of %s ended, single calls go on: %s", self._who(), describe(error))
         finally:
-            self._stream = None
+            if self._stream is stream:
+                self._stream = None
         return stream.num_answers > 0
 
     def _stream_beat(self, sequence: int) -> pb.HeartbeatStreamRequest:
@@ -193,8 +197,8 @@ class GrpcCoordination(Caller):
         except (grpc.RpcError, errors.DtckptError) as error:
             logger.warning("no heartbeat of %s got through: %s", self._who(), describe(error))
 
-    def _is_over(self) -> bool:
-        return bool(self._fenced or self._abandoned) or self._leaving.is_set()
+    def _is_over(self, leaving: threading.Event) -> bool:
+        return bool(self._fenced or self._abandoned) or leaving.is_set()
 
     def abandon(self, reason: str) -> None:
         """Speak to the coordinator no more: calls raise CoordinatorUnavailableError with this reason.
@@ -277,6 +281,13 @@ class GrpcCoordination(Caller):
         return Verdict(name, generation, payloads)
 
     def _meet(self, request: pb.ArriveRequest, deadline: float) -> pb.Verdict:
+        try:
+            return self._meet_until_decided(request, deadline)
+        except KeyboardInterrupt:
+            self._cancel(request)
+            raise
+
+    def _meet_until_decided(self, request: pb.ArriveRequest, deadline: float) -> pb.Verdict:
         """Arrive and wait, again and again if the coordinator forgets us, until there is a verdict."""
         next_log = self._clock() + rules.STILL_WAITING_S
         request.max_wait_s = min(FIRST_WAIT_S, rules.STILL_WAITING_S, self.max_wait_s)
@@ -293,9 +304,6 @@ class GrpcCoordination(Caller):
                 time.sleep(pause_s)
                 self._announce(deadline + CALL_TIMEOUT_S)
                 request.timeout_s = max(deadline - self._clock(), 0.001)
-            except KeyboardInterrupt:
-                self._cancel(request)
-                raise
         raise AssertionError("backoffs never end")
 
     def _await(self, arrival: pb.ArriveRequest, barrier_id: str, deadline: float, next_log: float) -> pb.Verdict:

@@ -64,11 +64,16 @@ class Task:
     rival: tuple[int, float] = (0, 0.0)  # incarnation that wants this place, and since when
 
 
+Key = tuple[str, int, tuple[int, ...]]
+"""Name, generation and participants; none stand for all clients, as thousands would be hashed at every arrival."""
+
+
 @dataclass(slots=True)
 class Barrier:
     """One generation of one barrier name. The verdict is set once."""
 
     barrier_id: str
+    key: Key
     job: str
     name: str
     generation: int
@@ -93,10 +98,6 @@ class Barrier:
     def is_passed(self) -> bool:
         return self.decided_at is not None and self.failure is None
 
-    @property
-    def key(self) -> tuple[str, tuple[int, ...], int]:
-        return self.name, self.participants, self.generation
-
     def missing(self) -> list[int]:
         return [task for task in self.participants if task not in self.arrived]
 
@@ -110,9 +111,14 @@ class Job:
     attempt: int
     job_name: str
     tasks: dict[int, Task] = field(default_factory=dict)
-    barriers: dict[tuple[str, tuple[int, ...], int], Barrier] = field(default_factory=dict)
+    barriers: dict[Key, Barrier] = field(default_factory=dict)
     open: dict[str, Barrier] = field(default_factory=dict)  # by barrier_id
     latest: dict[str, Barrier] = field(default_factory=dict)  # by name
+
+    @property
+    def is_left(self) -> bool:
+        """Whether every client has come and said goodbye."""
+        return len(self.tasks) == self.num_clients and all(task.state == LEFT for task in self.tasks.values())
 
     def full_task_name(self, number: int) -> str:
         return f"{self.job_name or self.name}/replica:0/task:{number}"
@@ -237,6 +243,10 @@ class Rules:
             )
         elif attempt > job.attempt:
             self._fence(job, event, job_name, now)
+        elif job.is_left and all(task.incarnation != who.incarnation for task in job.tasks.values()):
+            # The next run of a job that has ended: nobody is left whom the verdicts of the last one concern.
+            self._log("job_begun_anew", f"job {job.name!r} is left by all and begins anew", job=job.name)
+            job = self.jobs[who.job] = Job(who.job, num_clients, attempt, job_name)
         return job
 
     def _fence(self, job: Job, event: Register, job_name: str, now: float) -> None:
@@ -308,9 +318,11 @@ class Rules:
         job, task = self._task(who)
         self._revive(job, task, now)
         participants = arrival.members(job.num_clients)
-        barrier = job.barriers.get((arrival.name, participants, arrival.generation))
+        some = participants if len(participants) < job.num_clients else ()
+        key = arrival.name, arrival.generation, some
+        barrier = job.barriers.get(key)
         if barrier is None:
-            barrier = self._open(job, arrival, participants, now)
+            barrier = self._open(job, arrival, key, participants, now)
         if barrier.failure is None and barrier.arrived.get(who.task, who.incarnation) != who.incarnation:
             failure = texts.restarted(arrival.name, arrival.generation, task_name(job.name, who.task))
             self._decide(barrier, failure, now)
@@ -338,18 +350,18 @@ class Rules:
             # Looked up for the first arrival only: whoever goes later fails the barrier by going.
             self._decide(barrier, texts.lost(barrier.name, gone), now)
 
-    def _open(self, job: Job, arrival: Arrive, participants: tuple[int, ...], now: float) -> Barrier:
+    def _open(self, job: Job, arrival: Arrive, key: Key, participants: tuple[int, ...], now: float) -> Barrier:
         """Open a barrier; it is born failed if the name's latest contradicts it."""
         if len(job.open) >= MAX_OPEN_BARRIERS:
             raise LimitError(f"barrier {arrival.name!r}: job {job.name!r} already has {len(job.open)} open barriers")
         self._serial += 1
         deadline = now + arrival.timeout_s
         barrier = Barrier(
-            f"{self.incarnation:x}-{self._serial}", job.name, arrival.name, arrival.generation, participants,
+            f"{self.incarnation:x}-{self._serial}", key, job.name, arrival.name, arrival.generation, participants,
             arrival.who.task, arrival.topic, now, arrival.timeout_s, deadline, now,
         )  # fmt: skip
         before = job.latest.get(arrival.name)
-        job.barriers[barrier.key] = job.open[barrier.barrier_id] = self._barriers[barrier.barrier_id] = barrier
+        job.barriers[key] = job.open[barrier.barrier_id] = self._barriers[barrier.barrier_id] = barrier
         is_behind = before and before.participants == participants and before.generation > arrival.generation
         if before is not None and (before.is_open or is_behind):
             failure = _contradiction(before, barrier)

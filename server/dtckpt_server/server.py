@@ -29,16 +29,26 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Coordinator"].full_name
 HEALTH_NAMES = ("", SERVICE_NAME, "liveness", "readiness")
 MAX_MESSAGE_NBYTES = (64 << 10) + 3 * MAX_CLIENTS
 """Largest request: an arrival that names every client of the largest job (a varint below 2^21 takes 3 bytes)."""
-OPTIONS = (
-    # All clients arrive at a barrier together; the default cap drops calls at about a thousand.
-    ("grpc.server.max_pending_requests", 20_000),
-    ("grpc.server.max_pending_requests_hard_limit", 30_000),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # Without this a second coordinator would silently share the port.
-    ("grpc.so_reuseport", 0),
-)
+KEEPALIVE_S = 60.0
+"""A connection that has been silent for so long is asked whether anyone is there."""
+
+
+def options() -> tuple[tuple[str, int], ...]:
+    """Return gRPC's options for a server."""
+    return (
+        # All clients arrive at a barrier together; the default cap drops calls at about a thousand.
+        ("grpc.server.max_pending_requests", 20_000),
+        ("grpc.server.max_pending_requests_hard_limit", 30_000),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A machine that vanishes says nothing; by default its streams would stay for two hours. What is called
+        # grpc.keepalive_timeout_ms is not looked at in gRPC 1.85.
+        ("grpc.keepalive_time_ms", int(1000 * KEEPALIVE_S)),
+        ("grpc.http2.ping_timeout_ms", int(1000 * KEEPALIVE_S / 3)),
+        # Without this a second coordinator would silently share the port.
+        ("grpc.so_reuseport", 0),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,7 @@ class Server:
         rules = Rules(config.heartbeat_timeout_s, secrets.randbits(63))
         self._service = CoordinatorService(rules, tokens=config.tokens, max_calls=config.max_calls)
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=OPTIONS)
+        self._server = grpc.aio.server(options=options())
         self._health_server: grpc.aio.Server | None = None
         self._running: list[asyncio.Task[None]] = []
         self.port = 0
@@ -104,7 +114,7 @@ class Server:
         credentials = server_credentials(config.tls) if config.tls else None
         self.port = _listen(self._server, config.host, config.port, credentials)
         if config.health_port is not None:
-            self._health_server = grpc.aio.server(options=OPTIONS)
+            self._health_server = grpc.aio.server(options=options())
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
             self.health_port = _listen(self._health_server, config.host, config.health_port, None)
             await self._health_server.start()

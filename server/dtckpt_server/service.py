@@ -13,9 +13,8 @@ import functools
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -57,7 +56,7 @@ def _answers(handler: Handler[Response]) -> Handler[Response]:
             if context.time_remaining() is None:
                 raise errors.ConfigError("the call has no deadline; set one, so that nothing can wait for ever")
             self.authorize(request, context)
-            with self.counted("calls"):
+            with self._calls:
                 return await handler(self, request, context)
         except errors.DtckptError as refused:
             error = refused
@@ -68,6 +67,28 @@ def _answers(handler: Handler[Response]) -> Handler[Response]:
         raise error
 
     return answer
+
+
+class Slots:
+    """A bounded number of things of one kind that may be under way at one time.
+
+    Entering raises CoordinatorUnavailableError when all slots are taken.
+    """
+
+    def __init__(self, kind: str, limit: int) -> None:
+        self._kind = kind
+        self._limit = limit
+        self._num_taken = 0
+
+    def __enter__(self) -> None:
+        if self._num_taken >= self._limit:
+            raise errors.CoordinatorUnavailableError(
+                f"the coordinator has {self._limit} {self._kind} to answer; repeat"
+            )
+        self._num_taken += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._num_taken -= 1
 
 
 class CoordinatorService(pb_grpc.CoordinatorServicer):
@@ -91,8 +112,8 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         self.metrics = Metrics(lambda: self.rules, __version__, clock)
         self.tokens = tokens
         self.clock = clock
-        self._max_calls = max_calls
-        self._num_calls: Counter[str] = Counter()
+        self._calls = Slots("calls", max_calls)
+        self._beating = Slots("heartbeat streams", max_calls)  # these stay, and must leave room for the others
         self._answers = Answers()
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
         self._streams = Streams()
@@ -187,21 +208,6 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             logger.warning("%s", text, extra={"facts": {**facts, "reason": refusal.reason}})
         await context.abort(code, refusal.text, refusal.trailer())
 
-    @contextmanager
-    def counted(self, kind: str) -> Iterator[None]:
-        """Count a call while it is under way. Streams count apart: they stay, and must leave room for the others.
-
-        Raises:
-            CoordinatorUnavailableError: There are too many of its kind.
-        """
-        if self._num_calls[kind] >= self._max_calls:
-            raise errors.CoordinatorUnavailableError(f"the coordinator has {self._max_calls} {kind} to answer; repeat")
-        self._num_calls[kind] += 1
-        try:
-            yield
-        finally:
-            self._num_calls[kind] -= 1
-
     # --- tasks --------------------------------------------------------------------------------------------------
 
     @_answers
@@ -226,7 +232,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     ) -> None:
         stream, who = Stream(context), None
         try:
-            with self.counted("heartbeat streams"):
+            with self._beating:
                 async for request in request_iterator:
                     self.authorize(request, context)
                     speaker = _identity(request.task)

@@ -248,6 +248,7 @@ class ManyClientsContract(CoordinationContract):
         assert max(result.seconds for result in results.values()) < 1.5
 
     def test_missing_says_never_registered(self, clients):
+        together(clients[:2], lambda client: client.register())  # which may take longer than the barrier
         results = together(clients[:2], at("b", timeout_s=0.3))
         same_error(results, errors.BarrierTimeoutError, "missing client 2 .*, which never registered")
 

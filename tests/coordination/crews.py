@@ -10,6 +10,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 ANSWER_WITHIN_S = 60.0
+PRELOAD = ["dtckpt.checkpoint.save", "dtckpt.coordination.process_group", "dtckpt.coordination.remote"]
+"""What processes of all crews find imported: the server that forks them is one."""
 
 
 def attempt(work: Callable[[], Any]) -> tuple[Any, str, tuple[int, ...], float]:
@@ -26,14 +28,11 @@ class Crew:
     Args:
         work: Run by each process with its arguments and its end of the pipe; says "ready" first.
         arguments: Those of each client.
-        preload: Modules that processes find imported.
     """
 
-    def __init__(
-        self, work: Callable[..., None], arguments: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(preload))
+        context.set_forkserver_preload(PRELOAD)
         self._processes, self._pipes = [], []
         for own in arguments:
             ours, theirs = context.Pipe()

@@ -17,6 +17,7 @@ from typing import Any
 from .crews import Crew, serve
 
 HEARTBEAT_S = 2.0
+UNEVEN_SIZE = 2997
 NUM_CLIENTS = 3
 
 
@@ -51,14 +52,14 @@ class Halting:
         return verdict
 
 
-def work(port: int, client: int, store_port: int | None, pipe: Connection) -> None:
+def work(port: int, client: int, store_port: int | None, job: str, pipe: Connection) -> None:
     """Do what comes through the pipe, until it is None."""
     os.environ |= {"RANK": str(client), "WORLD_SIZE": str(NUM_CLIENTS)}
     from dtckpt.coordination import Member, set_coordination
     from dtckpt.coordination.fallback import with_fallback
     from dtckpt.coordination.remote import GrpcCoordination
 
-    member = Member("job", client, NUM_CLIENTS, secrets.randbits(60))
+    member = Member(job, client, NUM_CLIENTS, secrets.randbits(60))
     address = f"127.0.0.1:{port}"
     way: Any = GrpcCoordination(address, member, heartbeat_timeout_s=HEARTBEAT_S)
     if store_port is not None:
@@ -77,18 +78,24 @@ def work(port: int, client: int, store_port: int | None, pipe: Connection) -> No
     pipe.send("left")
 
 
-def _save(path: str, timeout_s: float = 40.0) -> str:
+def _save(path: str, timeout_s: float = 40.0, *, devices: int = 1, size: int = NUM_CLIENTS * 1000) -> str:
+    """Save the numbers below ``size``."""
     import torch
 
     import dtckpt
 
-    mesh = dtckpt.create_distributed_mesh({"data": NUM_CLIENTS})
-    layout = dtckpt.Layout(["data"], mesh)
-    shape = (NUM_CLIENTS * 1000,)
-    region = layout.region(mesh.local_device_ids()[0], shape)
-    part = torch.arange(region.offset[0], region.offset[0] + region.shape[0])
-    dtckpt.save(path, {"range": dtckpt.pack([part], layout, shape)}, options=dtckpt.SaveOptions(timeout_s=timeout_s))
+    dtckpt.configure_virtual_devices("CPU", devices)
+    mesh = dtckpt.create_distributed_mesh({"client": NUM_CLIENTS, "device": devices})
+    layout = dtckpt.Layout([("client", "device")], mesh)
+    regions = [layout.region(device, (size,)) for device in mesh.local_device_ids()]
+    parts = [torch.arange(region.offset[0], region.offset[0] + region.shape[0]) for region in regions]
+    dtckpt.save(path, {"range": dtckpt.pack(parts, layout, (size,))}, options=dtckpt.SaveOptions(timeout_s=timeout_s))
     return "saved"
+
+
+def _save_unevenly(path: str) -> str:
+    """Save what is split so that clients share chunks: the one kind of save that has a barrier ``save/edges``."""
+    return _save(path, devices=2, size=UNEVEN_SIZE)
 
 
 def _hold_gil(seconds: float) -> str:
@@ -129,6 +136,7 @@ def _go_on_without_coordinator(store_port: int) -> str:
 
 DOES = {
     "save": _save,
+    "save unevenly": _save_unevenly,
     "save impatiently": _save_impatiently,
     "go on without": _go_on_without_coordinator,
     "has fallen back": _has_fallen_back,
@@ -140,9 +148,9 @@ DOES = {
 class Savers(Crew):
     """All clients of one job."""
 
-    def __init__(self, ports: Sequence[int], store_port: int | None) -> None:
-        arguments = [(port, client, store_port) for client, port in enumerate(ports)]
-        super().__init__(work, arguments, ("dtckpt", "dtckpt.coordination.remote"))
+    def __init__(self, ports: Sequence[int], store_port: int | None = None, job: str = "job") -> None:
+        arguments = [(port, client, store_port, job) for client, port in enumerate(ports)]
+        super().__init__(work, arguments)
 
     def tell(self, client: int, what: str, argument: Any, halt: Halt | None = None) -> None:
         self.send(client, (what, argument, halt))
@@ -187,6 +195,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []
+        self.num_connections = 0
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
@@ -194,6 +203,7 @@ class Proxy:
         with suppress(OSError):  # it is closed
             while True:
                 near, _ = self._listener.accept()
+                self.num_connections += 1
                 try:
                     far = socket.create_connection(("127.0.0.1", self._target))
                 except OSError:  # nobody is there

@@ -5,20 +5,24 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import grpc
 import pytest
+from dtckpt_server import server as server_module
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.coordination import Member, Vote
+from dtckpt.coordination import Member, Vote, remote
+from dtckpt.coordination.calls import UnknownError
 from dtckpt.coordination.remote import GrpcCoordination
 
 from .contract import ManyClientsContract, Running, at, leave_all, same_error, together, wait_until
-from .servers import ServerProcess, server_in_thread, server_process
+from .savers import proxy
+from .servers import ServerProcess, running_server, server_in_thread, server_process
 
 
 def clients_at(port, num_clients, job="job", attempt=0):
@@ -89,7 +93,8 @@ def test_higher_attempt_fences_the_old_one(port):
     new = clients_at(port, 2, "fenced", attempt=1)
     new[0].register()
     same_error(waiting.results(), errors.FencedError, "attempt 1 of job 'fenced' has begun")
-    with pytest.raises(errors.FencedError, match="attempt 1 has begun"):
+    # It may have been told of the barrier, or that it is fenced, before it asks.
+    with pytest.raises(errors.FencedError, match=r"attempt 1( of job 'fenced')? has begun"):
         old[1].barrier("b", timeout_s=5)
     with pytest.raises(errors.FencedError, match="is of attempt 0, but attempt 1 has begun"):
         clients_at(port, 2, "fenced")[1].register()
@@ -104,6 +109,103 @@ def test_number_of_clients_must_agree(port):
     with pytest.raises(errors.ConfigError, match="got 3, expected 2"):
         three[1].register()
     two[0].leave()
+
+
+def test_slow_handshake_comes_to_its_end(port):
+    """The first connection is the one that is used, however long the coordinator takes to answer there."""
+    with proxy(port) as network:
+        network.flowing.clear()
+        member = Member("slow", 0, 1, 1)
+        client = GrpcCoordination(f"127.0.0.1:{network.port}", member, heartbeat_timeout_s=10.0)
+        registering = Running([client], lambda client: client.register())
+        wait_until(lambda: network.num_connections == 1)
+        time.sleep(1.5)  # for this long nothing comes back
+        network.flowing.set()
+        assert registering.results()[0].error is None
+        assert network.num_connections == 1
+        leave_all([client])
+
+
+def noting(call, codes):
+    """Return a call that also notes with which status it failed."""
+
+    def noted(stub, timeout_s):
+        try:
+            return call(stub, timeout_s)
+        except grpc.RpcError as error:
+            codes.append(error.code())
+            raise
+
+    return noted
+
+
+def test_calls_that_waited_for_too_long_are_repeated(monkeypatch):
+    """gRPC cancels calls to which a server has not come for 30 s, here 1 s; clients are none the wiser."""
+    limits = server_module.options()
+    limits += (("grpc.server_max_unrequested_time_in_server", 1),)
+    monkeypatch.setattr(server_module, "options", lambda: limits)
+    codes = []
+    with running_server(heartbeat_timeout_s=60.0) as server:
+        clients = clients_at(server.port, 3)
+        together(clients, lambda client: client.register())
+
+        for client in clients:
+            once = client._once
+            monkeypatch.setattr(client, "_once", lambda call, t, once=once: once(noting(call, codes), t))
+        server._running[0].get_loop().call_soon_threadsafe(time.sleep, 2.5)  # for this long it comes to nothing
+        assert not any(result.error for result in together(clients, at("b")).values())
+        leave_all(clients)
+    assert grpc.StatusCode.CANCELLED in codes
+
+
+def test_interrupted_while_it_registers_again(monkeypatch):
+    """The others learn of it, although the coordinator had just been restarted."""
+    with server_in_thread(heartbeat_timeout_s=60.0) as port:
+        clients = clients_at(port, 3)
+        together(clients, lambda client: client.register())
+        waiting = Running(clients[1:2], at("b"))
+        wait_until(lambda: clients[0].status().barriers)
+
+        def be_interrupted(_):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        def forget(*_):
+            raise UnknownError("who?")
+
+        monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.0)
+        monkeypatch.setattr(clients[0], "_await", forget)
+        monkeypatch.setattr(clients[0], "_announce", be_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            clients[0].barrier("b", timeout_s=20)
+        same_error(waiting.results(), errors.BarrierCancelledError, "client 0 .* was interrupted while it waited")
+        leave_all(clients)
+
+
+def test_thread_of_an_earlier_registration_ends(monkeypatch):
+    """Also if it was inside a call all the while that its client left and came back."""
+
+    def hang():
+        hanging.set()
+        assert go_on.wait(20)
+
+    hanging, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(remote, "GOODBYE_S", 0.05)
+    with server_in_thread() as port:
+        (client,) = clients_at(port, 1)
+        monkeypatch.setattr(client, "_beat_on_stream", lambda *_: False)
+        monkeypatch.setattr(client, "_beat", hang)
+        client.register()
+        assert hanging.wait(20)
+        first = client._beating
+        client.leave()
+        monkeypatch.undo()
+        client.register()
+        go_on.set()
+        first.join(20)
+        assert not first.is_alive()
+        assert client._beating.is_alive()
+        client.leave()
 
 
 # --- the service itself ---------------------------------------------------------------------------------------------

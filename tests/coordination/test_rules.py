@@ -160,6 +160,55 @@ def test_forgotten_generation_is_behind(world, monkeypatch):
     assert "client 0 is ahead: it is at generation 2, client 1 at generation 0" in behind.failure.message
 
 
+def test_job_that_all_have_left_begins_anew():
+    """Its next run needs no higher attempt, and may have another size."""
+    world = World(2)
+    world.register(0, 1)
+    for task in range(2):
+        barrier = world.arrive(task)
+    assert barrier.is_passed
+    world.leave(0)
+    world.register(0, incarnation=7)  # the other one is still there
+    with pytest.raises(errors.BarrierConflictError, match="was restarted and is behind"):
+        world.arrive(0, incarnation=7)
+    world.happen(Leave(world.who(0, 7)))
+    world.leave(1)
+    world.num_clients = 3
+    for task in range(3):
+        world.register(task, incarnation=10 + task)
+        again = world.arrive(task, incarnation=10 + task)
+    assert again.is_passed
+    assert again.barrier_id != barrier.barrier_id
+    world.rules.barrier("job", barrier.barrier_id)  # verdicts of the last run are still kept
+    with pytest.raises(server_rules.HeldError):
+        world.register(0)
+
+
+def test_clients_that_have_all_left_may_come_back():
+    """The same processes are the same run."""
+    world = World(2)
+    world.register(0, 1)
+    for task in range(2):
+        world.arrive(task)
+    for task in range(2):
+        world.leave(task)
+    world.register(0, 1)
+    assert world.arrive(0).is_passed  # the stored verdict
+    assert not world.arrive(0, generation=1).is_passed
+    assert world.arrive(1, generation=1).is_passed
+
+
+def test_job_of_which_not_all_came_does_not_begin_anew():
+    """Who comes late is told what was decided without it."""
+    world = World(2)
+    world.register(0)
+    failed = world.arrive(0, timeout_s=1.0)
+    world.pass_time(2.0, beating=(0,))
+    world.leave(0)
+    world.register(1)
+    assert world.arrive(1) is failed
+
+
 def test_open_generation_behind_fails_both(world):
     ahead = world.arrive(0, generation=5)
     behind = world.arrive(1, generation=0)

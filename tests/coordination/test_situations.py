@@ -7,6 +7,7 @@ import secrets
 
 import grpc
 import pytest
+from dtckpt_server import rules
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
@@ -248,6 +249,30 @@ def test_late_arrival(raw, ok):
     assert all(verdict == verdicts[0] for verdict in verdicts)
     assert verdicts[0].state == (pb.BARRIER_STATE_PASSED if ok else pb.BARRIER_STATE_FAILED)
     assert verdicts[0].failure.message == ("" if ok else "client 0: full")
+
+
+def test_late_arrival_when_the_verdict_is_forgotten(raw, monkeypatch):
+    """It learns that it is behind, by what is still known of later generations."""
+    monkeypatch.setattr(rules, "KEPT_VERDICTS", 1)
+    for task in range(NUM_CLIENTS):
+        raw.register(task)
+    for generation in range(3):
+        for task in range(NUM_CLIENTS):
+            raw.arrive(task, generation=generation)
+    verdicts = [raw.arrive(1, generation=0).verdict for _ in range(2)]
+    assert verdicts[0] == verdicts[1]
+    assert verdicts[0].failure.cause == pb.Failure.CAUSE_CONFLICT
+    assert "client 0 is ahead: it is at generation 2, client 1 at generation 0" in verdicts[0].failure.message
+
+
+def test_job_runs_again(port, job, clients):
+    """When all have left, the next run of a job begins anew, with another number of clients and the same attempt."""
+    assert not any(result.error for result in together(clients, at("b")).values())
+    leave_all(clients)
+    again = [client_at(port, job, client, num_clients=2) for client in range(2)]
+    results = together(again, at("b"))
+    assert [result.value.generation for result in results.values()] == [0, 0]
+    leave_all(again)
 
 
 def test_generation_is_behind_or_ahead(raw):

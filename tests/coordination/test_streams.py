@@ -7,17 +7,19 @@ import time
 
 import grpc
 import pytest
+from dtckpt_server import server as server_module
 from dtckpt_server.service import CoordinatorService
 from dtckpt_server.streams import MAX_UNSENT, Stream
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.coordination import Member, Progress, Vote
+from dtckpt.coordination import Member, Progress, Vote, calls
 from dtckpt.coordination.beating import HeartbeatStream
 from dtckpt.coordination.remote import GrpcCoordination
 
 from .contract import Running, at, leave_all, same_error, together, wait_until
+from .savers import proxy
 from .servers import running_server, server_in_thread, server_process
 
 LONG_S = 600.0
@@ -177,6 +179,37 @@ def test_single_calls_where_streams_are_refused(monkeypatch, refusal):
         assert [task.state for task in clients[1].status().tasks] == ["registered"] * 2
         assert 1 < len(tried) < 12  # of both clients; ever more rarely
         leave_all(clients)
+
+
+def test_stream_of_a_machine_that_vanished_ends(monkeypatch):
+    """Nobody says so: the connection just becomes silent."""
+    monkeypatch.setattr(server_module, "KEEPALIVE_S", 1.0)
+    with running_server(heartbeat_timeout_s=LONG_S) as server, proxy(server.port) as network:
+        (client,) = clients_at(network.port, 1)
+        client.register()
+        wait_until(lambda: is_streaming(client))
+        network.flowing.clear()
+        wait_until(lambda: not server._service._streams._streams)
+        network.flowing.set()
+        client.leave()
+
+
+def test_call_to_a_machine_that_vanished_ends(server, monkeypatch):
+    """Long before the time that it was given."""
+    named = {"grpc.keepalive_time_ms": 1000, "grpc.http2.ping_timeout_ms": 500}
+    assert named.keys() < dict(calls.OPTIONS).keys()
+    monkeypatch.setattr(calls, "OPTIONS", tuple((dict(calls.OPTIONS) | named).items()))
+    with proxy(server.port) as network:
+        (client,) = clients_at(network.port, 1)
+        client._beat_on_stream = lambda *_: False
+        client.register()
+        network.flowing.clear()
+        begin = time.monotonic()
+        with pytest.raises(grpc.RpcError, match="ping timeout"):
+            client._once(lambda stub, t: stub.ListJobs(pb.ListJobsRequest(), timeout=t), 20.0)
+        assert time.monotonic() - begin < 10.0
+        network.flowing.set()
+        client.leave()
 
 
 def test_stream_that_breaks_is_opened_again(clients):

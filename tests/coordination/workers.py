@@ -66,8 +66,7 @@ class Workers(Crew):
 
     def __init__(self, where: Where) -> None:
         arguments = [(where, client) for client in range(NUM_CLIENTS)]
-        preload = ("dtckpt.coordination.process_group", "grpc", "dtckpt._proto.coordinator_pb2")
-        super().__init__(work, arguments, preload)
+        super().__init__(work, arguments)
 
     def arrive(self, clients: Any, name: str) -> None:
         for client in clients:

@@ -1,0 +1,148 @@
+"""Every outage at every barrier of a save: before, in and after it, of a client and of the coordinator.
+
+At each barrier there are three jobs at one coordinator, one for each moment, so that an outage is one for all of them.
+"""
+
+import signal
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from .contract import wait_until
+from .savers import HEARTBEAT_S, NUM_CLIENTS, UNEVEN_SIZE, Halt, Savers, stopped
+from .servers import server_process
+from .test_outages import LATE, MOMENTS, TOLD_WITHIN_S, VICTIM, halted_in, is_whole, missing
+
+pytestmark = pytest.mark.processes
+
+BARRIERS = ("save/begin", "save/edges", "save/written", "save/merged")
+
+
+@dataclass
+class Scene:
+    """One job, whose clients save until they are at one moment of one barrier."""
+
+    barrier: str
+    moment: str
+    crew: Savers
+    path: Path
+    saves: int = 0
+
+    @property
+    def halted(self):
+        return halted_in(self.moment)
+
+    @property
+    def is_last(self):
+        """Whether nothing is left to do for those who are not halted."""
+        return self.moment == "after" and self.barrier == BARRIERS[-1]
+
+    @property
+    def is_committed(self):
+        """Whether the leader has committed at this moment; it does so before it arrives at the last barrier."""
+        return self.barrier == BARRIERS[-1] or (self.moment == "after" and self.barrier == BARRIERS[-2])
+
+    @property
+    def target(self):
+        return self.path / str(self.saves)
+
+    def begin(self, server):
+        """Let all clients save; return when each is where it shall be."""
+        self.saves += 1
+        halt = Halt(self.barrier, "after" if self.moment == "after" else "before")
+        for client in range(NUM_CLIENTS):
+            self.crew.tell(client, "save unevenly", str(self.target), halt if client == self.halted else None)
+        assert self.crew.answer(self.halted) == "halted"
+        if not self.is_last:
+            where = BARRIERS[BARRIERS.index(self.barrier) + (self.moment == "after")]
+            wait_until(lambda: missing(server, where, self.moment) == (self.halted,))
+
+    def all_saved(self):
+        self.crew.release(self.halted)
+        assert {self.crew.answer(client)[0] for client in range(NUM_CLIENTS)} == {"saved"}, self
+        assert is_whole(self.target, UNEVEN_SIZE)
+
+    def others_end(self, gone_at):
+        """They fail, soon, naming the victim, or have saved already; return how."""
+        first = self.crew.answer(0)
+        if self.moment == "in":
+            self.crew.release(LATE)  # earlier, and the barrier would pass
+        answers = [first, self.crew.answer(LATE)]
+        (outcome,) = {answer[:3] for answer in answers}
+        if self.is_last:
+            assert outcome == ("saved", "", ()), self
+        else:
+            assert max(answer[3] for answer in answers) - gone_at < TOLD_WITHIN_S, self
+            assert (outcome[0], outcome[2]) == ("ClientLostError", (VICTIM,)), (self, outcome)
+        return outcome
+
+    def is_as_expected(self):
+        return is_whole(self.target, UNEVEN_SIZE) == self.is_committed
+
+
+class Stage(ExitStack):
+    """A coordinator, and the jobs of all moments of one barrier."""
+
+    def start(self, barrier, path):
+        self.server = self.enter_context(server_process(heartbeat_timeout_s=HEARTBEAT_S))
+        self.scenes = []
+        for moment in MOMENTS:
+            crew = Savers([self.server.port] * NUM_CLIENTS, job=moment)
+            self.callback(crew.end)
+            self.scenes.append(Scene(barrier, moment, crew, path / moment))
+
+    def begin(self):
+        for scene in self.scenes:
+            scene.begin(self.server)
+
+    def coordinator_is_killed(self):
+        """It comes back at the same port, knowing nothing."""
+        self.server.kill()
+        self.server = self.enter_context(server_process(port=self.server.port, heartbeat_timeout_s=HEARTBEAT_S))
+        for scene in self.scenes:
+            scene.all_saved()
+
+    def coordinator_is_frozen(self):
+        """For longer than the timeout; time in which it did not listen is not held against anyone."""
+        with stopped(self.server.process.pid):
+            time.sleep(1.5 * HEARTBEAT_S)  # for this long it is frozen
+        for scene in self.scenes:
+            scene.all_saved()
+
+    def client_is_frozen(self):
+        """For longer than the timeout; it is told what the others were told."""
+        for scene in self.scenes:
+            scene.crew.signal(VICTIM, signal.SIGSTOP)
+        gone_at = time.monotonic()
+        outcomes = [scene.others_end(gone_at) for scene in self.scenes]
+        for scene, outcome in zip(self.scenes, outcomes, strict=True):
+            scene.crew.signal(VICTIM, signal.SIGCONT)
+            if scene.moment != "in":
+                scene.crew.release(VICTIM)
+            assert scene.crew.answer(VICTIM)[:3] == outcome, scene
+            assert scene.is_as_expected(), scene
+
+    def client_is_killed(self):
+        for scene in self.scenes:
+            scene.crew.signal(VICTIM, signal.SIGKILL)
+        gone_at = time.monotonic()
+        for scene in self.scenes:
+            scene.others_end(gone_at)
+            assert scene.is_as_expected(), scene
+
+
+@pytest.mark.parametrize("barrier", BARRIERS)
+def test_outages_at(barrier, tmp_path):
+    with Stage() as stage:
+        stage.start(barrier, tmp_path)
+        for outage in (
+            stage.coordinator_is_killed,
+            stage.coordinator_is_frozen,
+            stage.client_is_frozen,
+            stage.client_is_killed,
+        ):
+            stage.begin()
+            outage()
