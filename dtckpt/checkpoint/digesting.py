@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -19,6 +20,8 @@ from dtckpt.planning.save_plan import TensorPlan
 
 MIN_NBYTES = 1 << 20
 """Smaller chunks are digested at once: handing them to a thread would cost more."""
+WAITING_NBYTES = 32 << 20
+"""Elements made for a save that may wait to be digested."""
 _NICENESS = 5
 """What is written goes first, so that storage has it early and digests are taken while that is waited for."""
 
@@ -67,11 +70,18 @@ class Digesting:
         self._with_content = with_content
         self._results: dict[int, TensorDigests] = {}
         self._pending: list[tuple[TensorDigests, int, Future[_Found]]] = []
+        self._waiting: deque[tuple[Future[_Found], int]] = deque()
+        self._waiting_nbytes = 0
         self._small = ContentSums()
         self._lock = threading.Lock()
 
-    def add(self, position: int, plan: TensorPlan, number: int, elements: np.ndarray[Any, Any]) -> None:
-        """Take a chunk; its elements must not change before `results`. A tensor's chunks come in their order."""
+    def add(
+        self, position: int, plan: TensorPlan, number: int, elements: np.ndarray[Any, Any], *, is_kept: bool = False
+    ) -> None:
+        """Take a chunk; its elements must not change before `results`. A tensor's chunks come in their order.
+
+        Blocks: On the digests of chunks before, where elements that are not kept (see `ArrayWriter.write`) wait.
+        """
         result = self._results.get(position) or self._results.setdefault(position, TensorDigests())
         if self._thread is None:
             result.put(number, self._digest(plan, number, elements, with_content=self._with_content))
@@ -79,11 +89,22 @@ class Digesting:
             result.chunks[number] = 0  # keeps the place
             found = self._thread.submit(self._digest, plan, number, elements, with_content=self._with_content)
             self._pending.append((result, number, found))
+            if not is_kept:
+                self._bound(found, elements.nbytes)
         else:
             is_small = elements.nbytes <= SMALL_NBYTES
             result.put(number, self._digest(plan, number, elements, with_content=self._with_content and not is_small))
             if self._with_content and is_small:
                 self._small.add(position, plan.grid.shape, elements, plan.grid.chunk(number)[1])
+
+    def _bound(self, found: Future[_Found], nbytes: int) -> None:
+        """Wait for the oldest, so that not too many bytes stay in memory for their digests alone."""
+        self._waiting.append((found, nbytes))
+        self._waiting_nbytes += nbytes
+        while self._waiting_nbytes > WAITING_NBYTES:
+            oldest, nbytes = self._waiting.popleft()
+            oldest.result()
+            self._waiting_nbytes -= nbytes
 
     @staticmethod
     def _digest(plan: TensorPlan, number: int, elements: np.ndarray[Any, Any], *, with_content: bool) -> _Found:

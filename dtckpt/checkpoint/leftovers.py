@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtckpt.errors import CheckpointNotFoundError
+from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError
 from dtckpt.storage import directory
 from dtckpt.storage.locks import locked
 
@@ -64,7 +64,7 @@ def _is_dead(folder: Path, target: Path, min_age_s: float, now: float) -> bool:
     try:
         if directory.locate(target) != target:
             return False  # a replacement that stopped half-way: readers take the old one, the next save completes it
-    except CheckpointNotFoundError:
+    except (CheckpointNotFoundError, CheckpointIncompleteError):
         pass
     if now - _last_change(folder) < min_age_s:
         return False

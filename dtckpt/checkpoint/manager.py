@@ -163,6 +163,7 @@ class CheckpointManager:
 
         Raises:
             BarrierConflictError: Clients ask for different steps.
+            ClientFailedError: ``save_when`` failed on client 0; raised on all clients.
         """
         self.path(step)
         return self._schedule.should_save(step, is_busy=self._handle is not None and not self._handle.done())
@@ -313,12 +314,20 @@ class CheckpointManager:
     def _tidy_up(self, saved: int) -> None:
         """Remove what need not be kept, and what dead attempts left. In the background, on client 0 only."""
         self._damaged.discard(saved)
-        try:
+        with self._tolerated():
             steps = self.all_steps()
             known = {step: self.metrics(step) for step in steps} if self.options.keep.best else {}
             for step in self.options.keep.doomed(steps, known, protected={saved}, damaged=self._damaged):
-                self._remove(step)
+                with self._tolerated():
+                    self._remove(step)
+        with self._tolerated():
             self._root.collect(min_age_s=self.options.leftover_age_s, now=time.time())
+
+    @contextmanager
+    def _tolerated(self) -> Iterator[None]:
+        """Go on, with a warning, if something cannot be removed: the save is good, and the next one tries again."""
+        try:
+            yield
         except (DtckptError, OSError) as error:
             logger.warning("old checkpoints in %s could not all be removed: %s", self.root, error)
 

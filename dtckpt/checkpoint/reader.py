@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dtckpt import host_memory
 from dtckpt.checkpoint.chunk_reads import BlockReader, ChunkRead, Scratch, convert, cut, from_span
 from dtckpt.checkpoint.leaves import host_array, torch_dtype
 from dtckpt.checkpoint.verifying import Progress, VerifyReport, verify
@@ -234,7 +235,7 @@ class Checkpoint:
         """
         info = self.info(name)
         region = Region.full(info.shape) if region is None else region
-        result = torch.empty(region.shape, dtype=info.dtype)
+        result = host_memory.empty(region.shape, info.dtype)
         self.read_into(name, region, host_array(result))
         return result
 
@@ -330,9 +331,7 @@ class Checkpoint:
         is_fit = first.shape == part.box.shape and first.dtype == DTYPES[entry.stored_dtype]
         read.is_direct = is_fit and first.flags.aligned and not more
         read.memory = first if read.is_direct else stored_empty(entry.stored_dtype, part.box.shape)
-        read.handle = self._reader.start(
-            entry.path, entry.grid, entry.stored_dtype, part.chunk, read.memory, codec=entry.codec
-        )
+        read.handle = self._reader.start(entry, part.chunk, read.memory)
 
     def _finish(self, read: ChunkRead, scratch: Scratch, count: Callable[[int], object]) -> int:
         """Wait for one chunk, verify it, and deliver it; return its bytes."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dtckpt import host_memory
 from dtckpt.checkpoint.agreement import Written
 from dtckpt.checkpoint.aliasing import Named, split_tied, validate_apart
 from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_tensor, mesh_of, shares_host_memory
@@ -309,7 +310,7 @@ def _read(
             for region, (first, *copies) in parts:
                 if not shares_host_memory(first):
                     # One tensor at a time, so that the host needs room for one only.
-                    staged = torch.empty(first.shape, dtype=first.dtype)
+                    staged = host_memory.empty(first.shape, first.dtype)
                     read([(name, [(region, host_array(staged))])])
                     _move(staged, [first], phases)
                 _move(first, copies, phases)
@@ -423,7 +424,7 @@ class _Matcher:
         names: list[str] = []
         trees.build(node, names.append)
         new = {
-            name: torch.empty(self._checkpoint.info(name).shape, dtype=self._checkpoint.info(name).dtype)
+            name: host_memory.empty(self._checkpoint.info(name).shape, self._checkpoint.info(name).dtype)
             for name in names
         }
         self.wanted.update(names)
@@ -512,7 +513,7 @@ def plan_new(checkpoint: Checkpoint, mesh: Mesh | None, layouts: Layouts | None,
     for name, info in checkpoint.tensors.items():
         layout = choose_layout(names.get(name, name), info, mesh, layouts)
         tensors[name] = (
-            torch.empty(info.shape, dtype=info.dtype) if layout is None else empty(info.shape, info.dtype, layout)
+            host_memory.empty(info.shape, info.dtype) if layout is None else empty(info.shape, info.dtype, layout)
         )
     leaves = [(name, as_leaf(tensor)) for name, tensor in tensors.items()]
     return Filling(leaves, lambda: trees.build(structure, tensors.__getitem__), names)
@@ -521,7 +522,7 @@ def plan_new(checkpoint: Checkpoint, mesh: Mesh | None, layouts: Layouts | None,
 def empty(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> DTensor:
     """Return a DTensor with uninitialised components."""
     components = [
-        torch.empty(layout.region(device, shape).shape, dtype=dtype, device=device_of(name))
+        host_memory.empty(layout.region(device, shape).shape, dtype, device_of(name))
         for device, name in zip(layout.mesh.local_device_ids(), layout.mesh.local_devices(), strict=True)
     ]
     return DTensor(components, layout, shape, dtype)

@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -81,10 +82,9 @@ class DirectoryRoot:
 
     def names(self) -> set[str]:
         """As `Root.names`."""
-        try:
+        with translated("list the checkpoints", self.where), suppress(FileNotFoundError):
             return {entry.name for entry in self.where.iterdir()} | targets_of_leftovers(self.where)
-        except FileNotFoundError:
-            return set()
+        return set()
 
     def collect(self, *, min_age_s: float, now: float) -> None:
         """As `Root.collect`."""

@@ -22,7 +22,7 @@ from dtckpt.checkpoint.phases import find_slow
 from dtckpt.checkpoint.rounding import StoredDtypes
 from dtckpt.checkpoint.rounds import Rounds
 from dtckpt.checkpoint.uncollected import uncollected
-from dtckpt.checkpoint.writing import ClientWriter, Source, merge_clients
+from dtckpt.checkpoint.writing import ClientWriter, Source, merge_clients, remove_working_files
 from dtckpt.coordination import Coordination, current_coordination
 from dtckpt.errors import SliceError
 from dtckpt.format import tree as trees
@@ -326,6 +326,7 @@ class Attempt:
         self._begun: list[tuple[State, SavePlan]] = []
         self._staging_failure: Exception | None = None
         self._token = ""
+        self._place: places.Place | None = None
         self._joined: places.Attempt | None = None
 
     def begin(self) -> None:
@@ -341,9 +342,15 @@ class Attempt:
                 self.rounds.run("edges" if plan.has_moves else "written", self._fail_staging)
         del self._collect  # it holds the caller's tensors, which a staged save must not keep alive
 
+    @property
+    def place(self) -> places.Place:
+        """Where the checkpoint will be, whatever directory the process works in by then. Known once it has begun."""
+        assert self._place is not None  # noqa: S101  (else `begin` has raised)
+        return self._place
+
     def _prepare(self) -> bytes:
         in_flight.raise_unseen()
-        place = places.place_of(location_of(self._path))
+        self._place = place = places.place_of(location_of(self._path))
         state = self._collect()
         plan = kept_plan(state.specs, self._options.chunk_nbytes)
         token = ""
@@ -379,8 +386,7 @@ class Attempt:
         """Write and commit. Collective: barriers ``save/edges`` (where needed), ``save/written``, ``save/merged``."""
         with self._tidy(), self._alive:
             state, plan = self._begun.pop()
-            place = places.place_of(location_of(self._path))
-            self._joined = place.join(self._token)
+            self._joined = self.place.join(self._token)
             writer = ClientWriter(
                 plan,
                 self._joined,
@@ -396,7 +402,7 @@ class Attempt:
             announced = self.rounds.run("written", lambda: self._write(writer), phase="write")
             self.rounds.run("merged", lambda: self._finish(plan, state, announced), phase="merge")
             self._phases.end()
-            return SaveReport(place.where, plan.nbytes, self._phases.costs)
+            return SaveReport(self.place.where, plan.nbytes, self._phases.costs)
 
     def _write(self, writer: ClientWriter) -> bytes:
         options = self._options
@@ -425,6 +431,7 @@ class Attempt:
                 self._led.folder.write(name, data)
         chunk_lists = {client: written.chunk_list for client, written in announced.items()}
         merge_clients(plan, self._led.folder, chunk_lists, manifest, is_durable=options.fsync)
+        remove_working_files(self._led.folder, sorted(announced), has_moves=plan.has_moves)
         self._led.commit(overwrite=options.overwrite, is_durable=options.fsync)
 
     @contextmanager

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dtckpt.coordination import Vote, current_coordination
-from dtckpt.errors import BarrierConflictError, ConfigError
+from dtckpt.errors import BarrierConflictError, ConfigError, DtckptError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,23 +82,33 @@ class Schedule:
 
         Raises:
             BarrierConflictError: Clients ask for different steps.
+            DtckptError: Client 0 could not decide.
         """
         if self._decided is None or self._decided[0] != step:
             is_leader = current_coordination().member.client == 0
             needs_answer = step != self._saved_step and (is_leader or self.rules.is_local)
-            is_due = needs_answer and self.rules.says(step, self._clock() - self._saved_at, is_busy=is_busy)
-            if self._num_watches or not self.rules.is_local:
-                is_due = self._agree(step, is_due)
-            self._decided = step, is_due
+
+            def is_due() -> bool:
+                return needs_answer and self.rules.says(step, self._clock() - self._saved_at, is_busy=is_busy)
+
+            is_collective = self._num_watches or not self.rules.is_local
+            self._decided = step, self._agree(step, is_due) if is_collective else is_due()
         return self._decided[1]
 
-    def _agree(self, step: int, is_due: bool) -> bool:
-        """Take client 0's decision, and everybody's signals."""
-        said = json.dumps([step, is_due, self._signalled.is_set()]).encode()
-        # Straight to the barrier: a round would report its phase in the place of that of a save in flight.
-        verdict = current_coordination().barrier(
-            "manager/decide", Vote(payload=said), timeout_s=self._timeout_s, collect=True
-        )
+    def _agree(self, step: int, is_due: Callable[[], bool]) -> bool:
+        """Take client 0's decision, and everybody's signals; if client 0 cannot decide, all raise why."""
+        coordination, failure = current_coordination(), None
+        try:
+            vote = Vote(payload=json.dumps([step, is_due(), self._signalled.is_set()]).encode())
+        except Exception as error:
+            if coordination.member.num_clients == 1:
+                raise
+            failure, vote = error, Vote.of_error(error)
+        try:
+            # Straight to the barrier: a round would report its phase in the place of that of a save in flight.
+            verdict = coordination.barrier("manager/decide", vote, timeout_s=self._timeout_s, collect=True)
+        except DtckptError as error:
+            raise error from failure
         answers = {client: json.loads(data) for client, data in sorted(verdict.payloads.items())}
         steps = {client: answer[0] for client, answer in answers.items()}
         if len(set(steps.values())) > 1:

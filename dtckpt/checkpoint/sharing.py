@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from dtckpt import host_memory
 from dtckpt.checkpoint.aliasing import Named
 from dtckpt.checkpoint.leaves import Leaf, host_array, torch_dtype
 from dtckpt.checkpoint.phases import Phases
@@ -173,7 +174,7 @@ def _batches(shared: Sequence[Shared]) -> Iterator[list[Shared]]:
 def _empty(one: Shared) -> dict[int, torch.Tensor]:
     """Return memory for the rows of this client's devices."""
     return {
-        device: torch.empty(one.rows.region(device, one.leaf.shape).shape, dtype=torch_dtype(one.leaf.dtype))
+        device: host_memory.empty(one.rows.region(device, one.leaf.shape).shape, torch_dtype(one.leaf.dtype))
         for device in one.rows.mesh.local_device_ids()
     }
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
+from dtckpt import host_memory
 from dtckpt.checkpoint.comparing import Copy, known_numbers, part_digests, shared_boxes
 from dtckpt.checkpoint.leaves import host_array, shares_host_memory
 from dtckpt.checkpoint.save import MemorySource, State
@@ -83,7 +84,11 @@ class StagingMemory:
         needed = sum(sizes)
         if not needed <= self._block.numel() <= 2 * needed or is_pinned > self._block.is_pinned():
             self._pieces, self._block = [], torch.empty(0, dtype=torch.uint8)  # the old one goes before the new comes
-            self._block = torch.empty(needed, dtype=torch.uint8, pin_memory=is_pinned)
+            self._block = (
+                torch.empty(needed, dtype=torch.uint8, pin_memory=True)
+                if is_pinned
+                else host_memory.empty((needed,), torch.uint8)
+            )
         elif shapes == self._shapes:
             return self._pieces
         starts = np.cumsum([0, *sizes]).tolist()

@@ -29,6 +29,7 @@ from dtckpt.storage.arrays import (
     array_metadata,
     client_folder,
     documents,
+    key_of,
     merge,
     stored_empty,
     sync_merged,
@@ -148,11 +149,8 @@ class ClientWriter:
                     else:
                         elements = self._stored(plan, region)
                     is_kept = not is_bounded and not elements.flags.owndata
-                    codec = plan.spec.codec
-                    writer.write(
-                        plan.path, plan.grid, plan.spec.stored_dtype, region, elements, codec=codec, is_kept=is_kept
-                    )
-                    digests.add(position, plan, number, elements)
+                    writer.write(plan, region, elements, is_kept=is_kept)
+                    digests.add(position, plan, number, elements, is_kept=is_kept)
                     self._count(elements.nbytes)
                 # Copies are compared while storage is waited for, too.
                 copies = digests.then(lambda: self._copy_digests(digests.results())) if check_replicas else list
@@ -256,14 +254,23 @@ def merge_clients(
         entries = {entry.name: entry for entry in _entries(plan, root, announced)}
         metadata, digest = _documents(plan)
         complete = manifest.with_arrays(entries, digest)
-    clients = sorted(set(np.unique(plan.owners).tolist()) - {NO_CLIENT})
-    merge(manifest.kvstore, root, clients, metadata)
-    _clean(root, sorted(announced), has_moves=plan.has_moves)
+    merge(manifest.kvstore, root, _last_written(plan), metadata)
     with translated("write the manifest", root):
         root.write(MANIFEST_NAME, complete.to_bytes())
     if is_durable:
         sync_merged(manifest.kvstore, root, metadata)
     return complete
+
+
+def _last_written(plan: SavePlan) -> dict[int, str]:
+    """Return the key of the last chunk that each client writes."""
+    found: dict[int, str] = {}
+    for client in sorted(set(np.unique(plan.owners).tolist()) - {NO_CLIENT}):
+        place = plan.places_of(client)[-1:]
+        (position,) = plan.tensors_at(place).tolist()
+        tensor = plan.tensors[position]
+        found[client] = key_of(tensor.path, tensor.grid.index(int(place[0] - plan.starts[position])))
+    return found
 
 
 def _entries(plan: SavePlan, root: Folder, announced: Mapping[int, int]) -> Iterator[ArrayEntry]:
@@ -332,8 +339,8 @@ def _chunk_list(folder: Folder, client: int, expected: int) -> checkpoint_pb2.Cl
     return checkpoint_pb2.ClientChunks.FromString(data)
 
 
-def _clean(root: Folder, clients: Sequence[int], *, has_moves: bool) -> None:
-    """Remove what clients left for each other; it is no part of the checkpoint."""
+def remove_working_files(root: Folder, clients: Sequence[int], *, has_moves: bool) -> None:
+    """Remove what clients left for each other, when it is merged: it is no part of the checkpoint."""
     with translated("remove working files", root):
         for client in clients:
             folder = root / client_folder(client)

@@ -90,6 +90,16 @@ class TensorPlan:
     owners: npt.NDArray[np.int32]
     pieces: Mapping[int, tuple[Piece, ...]]
 
+    @property
+    def stored_dtype(self) -> str:
+        """Element type on storage."""
+        return self.spec.stored_dtype
+
+    @property
+    def codec(self) -> str:
+        """How chunks are compressed."""
+        return self.spec.codec
+
     def owned_by(self, client: int) -> Iterator[int]:
         """Yield the row-major numbers of the chunks that a client writes."""
         return iter(np.flatnonzero(self.owners == client).tolist())

@@ -6,8 +6,8 @@ commits. Writers share the directory's lock, and who commits has it alone. So a 
 costs its own part at most: what it wrote without a mark is written again, marks stay, and the checkpoint appears whole
 or not at all.
 
-A manifest without all marks means that all is merged and durable: marks are removed last, and who writes its part anew
-removes the manifest first.
+A manifest without all marks means that all is merged and durable: the first mark is removed then, durably, and only
+then what was merged, and the other marks. Before, whatever a merge has left is removed, and all is merged anew.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.writing import CHUNKS_NAME, ClientWriter, Source, merge_clients
-from dtckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, ConfigError, CoordinationError
+from dtckpt.checkpoint.writing import CHUNKS_NAME, ClientWriter, Source, merge_clients, remove_working_files
+from dtckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    ConfigError,
+    CoordinationError,
+    StorageError,
+)
 from dtckpt.format.digest import bytes_digest
 from dtckpt.format.manifest import MANIFEST_NAME, Manifest
 from dtckpt.planning.save_plan import SavePlan
 from dtckpt.storage import directory
-from dtckpt.storage.arrays import client_folder
+from dtckpt.storage.arrays import DATA_FOLDER, DATABASE_NAME, client_folder
 from dtckpt.storage.failures import translated
-from dtckpt.storage.folders import LocalFolder
 from dtckpt.storage.locks import locked
 from dtckpt.storage.places import DirectoryAttempt
 
@@ -129,8 +135,13 @@ class SharedAttempt:
         if self.check_target():
             return self._report(0)
         staging = directory.share(self._target, self.token)
-        nbytes = self._write_part(staging, source, max_pending_nbytes)
-        self._commit(staging, manifest)
+        nbytes = 0
+        try:
+            nbytes = self._write_part(staging, source, max_pending_nbytes)
+            self._commit(staging, manifest)
+        except (FileNotFoundError, StorageError):
+            if not self.is_committed():  # else another worker was faster, and has moved everything into place
+                raise
         if self.is_committed():
             directory.abandon(staging)  # made after another process of this worker had finished
         return self._report(nbytes)
@@ -158,6 +169,8 @@ class SharedAttempt:
             with translated("begin the worker's part", own):
                 (self._path / MANIFEST_NAME).unlink(missing_ok=True)
                 (own / MARK_NAME).unlink(missing_ok=True)
+                if self._options.fsync:  # before what they vouch for
+                    directory.sync_all([own, self._path])
                 for entry in own.iterdir():  # what an earlier process of this worker left; it holds the lock no more
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             written = 0
@@ -185,6 +198,10 @@ class SharedAttempt:
         path = _mark_path(self._path, self._worker.index)
         scratch = path.with_name(f"{path.name}.{os.getpid()}")
         with translated("mark the worker's part", path):
+            if self._options.fsync:  # what a save leaves to its commit, which then may be another process's
+                database = path.parent / DATABASE_NAME
+                files = [database] if database.exists() else []
+                directory.sync_all([*files, *directory.folders_in(self._path)])
             scratch.write_bytes(chunk_list + bytes_digest(chunk_list).to_bytes(_DIGEST_NBYTES, "big"))
             if self._options.fsync:
                 directory.sync_all([scratch])
@@ -214,31 +231,49 @@ class SharedAttempt:
     # --- the commit ---------------------------------------------------------------------------------------------
 
     def _commit(self, staging: directory.Staging, manifest: Manifest) -> None:
-        try:
-            with locked(self._path) as is_mine:
-                is_merged = self._is_merged()
-                if not is_mine or self.is_committed() or (self._missing() and not is_merged):
-                    return  # a worker that is at its part, or at this, commits
-                attempt = DirectoryAttempt(staging)
-                if not is_merged:
-                    complete = Manifest(
-                        kvstore=self._options.kvstore,
-                        arrays={},
-                        tree=manifest.tree,
-                        job="reshard",
-                        num_clients=self._worker.count,
-                        attempt=self.token,
-                    )
-                    fsync = self._options.fsync
-                    merge_clients(self._plan, attempt.folder, self._chunk_lists(), complete, is_durable=fsync)
-                with translated("remove working files", self._path):
-                    for index in range(self._worker.count):
-                        if (folder := LocalFolder(self._path / client_folder(index))).path.exists():
-                            folder.remove([MARK_NAME])
-                attempt.commit(overwrite=self._options.overwrite, is_durable=self._options.fsync)
-        except FileNotFoundError:
-            if not self.is_committed():  # else another worker was faster
-                raise
+        with locked(self._path) as is_mine:
+            is_merged = self._is_merged()
+            if not is_mine or self.is_committed() or (self._missing() and not is_merged):
+                return  # a worker that is at its part, or at this, commits
+            attempt = DirectoryAttempt(staging)
+            if not is_merged:
+                self._forget_merge()
+                complete = Manifest(
+                    kvstore=self._options.kvstore,
+                    arrays={},
+                    tree=manifest.tree,
+                    job="reshard",
+                    num_clients=self._worker.count,
+                    attempt=self.token,
+                )
+                fsync = self._options.fsync
+                merge_clients(self._plan, attempt.folder, self._chunk_lists(), complete, is_durable=fsync)
+                self._remove_first_mark()
+            remove_working_files(attempt.folder, self._remaining(), has_moves=False)
+            with translated("remove the marks of parts", self._path):
+                for index in self._remaining():
+                    (attempt.folder / client_folder(index)).remove([MARK_NAME])
+            attempt.commit(overwrite=self._options.overwrite, is_durable=self._options.fsync)
+
+    def _forget_merge(self) -> None:
+        """Remove the database of a merge that did not come to its end, of which a power loss may have left a part."""
+        with translated("begin to merge", self._path):
+            (self._path / MANIFEST_NAME).unlink(missing_ok=True)
+            (self._path / DATABASE_NAME).unlink(missing_ok=True)
+            if (data := self._path / DATA_FOLDER).exists():
+                shutil.rmtree(data)
+
+    def _remove_first_mark(self) -> None:
+        """Say that all is merged."""
+        path = _mark_path(self._path, 0)
+        with translated("remove the mark of a part", path):
+            path.unlink()
+            if self._options.fsync:
+                directory.sync_all([path.parent])
+
+    def _remaining(self) -> list[int]:
+        """Return the workers whose folders are there: those of workers without chunks go when they are empty."""
+        return [index for index in range(self._worker.count) if (self._path / client_folder(index)).exists()]
 
     def _chunk_lists(self) -> Mapping[int, int]:
         """Put every worker's chunk list where a commit that was killed may have removed it; return their digests."""

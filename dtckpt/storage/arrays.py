@@ -16,11 +16,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorstore as ts
 
+from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.format.codecs import NO_CODEC, codec_documents
 from dtckpt.format.dtypes import DTYPES, fill_value
 from dtckpt.format.grid import ChunkGrid
@@ -39,6 +40,30 @@ SMALL_NBYTES = 1 << 20
 """A whole chunk up to this size goes straight to its key: opening an array takes longer than writing it."""
 MAX_INLINE_NBYTES = 512
 """Values up to this size live inside the database's nodes; they are copied by a merge, so it stays small."""
+
+
+class StoredArray(Protocol):
+    """What is known of an array without a look at storage."""
+
+    @property
+    def path(self) -> str:
+        """Its path below the root of the key-value store."""
+        ...
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """Its shape and chunks."""
+        ...
+
+    @property
+    def stored_dtype(self) -> str:
+        """Element type on storage."""
+        ...
+
+    @property
+    def codec(self) -> str:
+        """How chunks are compressed."""
+        ...
 
 
 def client_folder(client: int) -> str:
@@ -87,17 +112,18 @@ def _place(grid: ChunkGrid, region: Region) -> str:
     return "/".join(["c", *(str(start // size) for start, size in zip(region.offset, grid.chunk_shape, strict=True))])
 
 
-def _chunk_key(path: str, index: Sequence[int]) -> str:
+def key_of(path: str, index: Sequence[int]) -> str:
+    """Return the key of the chunk at a position of the grid."""
     return "/".join([path, "c", *map(str, index)] if path else ["c", *map(str, index)])
 
 
-def _small_key(path: str, grid: ChunkGrid, codec: str, region: Region, nbytes: int) -> str | None:
+def _small_key(array: StoredArray, region: Region, nbytes: int) -> str | None:
     """Return the key of a small whole chunk, whose value is its elements (Zarr v3, codec ``bytes``); else None.
 
     What a grid cuts short at its edge is stored filled up; that, and other codecs, are left to TensorStore.
     """
-    is_small = codec == NO_CODEC and nbytes <= SMALL_NBYTES and region.shape == grid.chunk_shape
-    return chunk_key(path, grid, region) if is_small else None
+    is_small = array.codec == NO_CODEC and nbytes <= SMALL_NBYTES and region.shape == array.grid.chunk_shape
+    return chunk_key(array.path, array.grid, region) if is_small else None
 
 
 class ArrayWriter:
@@ -139,40 +165,29 @@ class ArrayWriter:
         self._pending_nbytes = 0
 
     def write(
-        self,
-        path: str,
-        grid: ChunkGrid,
-        stored_dtype: str,
-        region: Region,
-        elements: np.ndarray[Any, Any],
-        *,
-        codec: str,
-        is_kept: bool = False,
+        self, array: StoredArray, region: Region, elements: np.ndarray[Any, Any], *, is_kept: bool = False
     ) -> None:
         """Start writing one whole chunk; ``elements`` must not change before `commit` returns.
 
         Args:
-            path: The array.
-            grid: Its grid.
-            stored_dtype: Its dtype.
+            array: The array.
             region: The chunk's box.
             elements: The chunk's elements.
-            codec: How they are stored.
             is_kept: Whether the elements stay in memory in any case, so that only copies of them count as held.
         """
-        key = _small_key(path, grid, codec, region, elements.nbytes)
+        key, codec = _small_key(array, region, elements.nbytes), array.codec
         is_copied = key is not None or codec != NO_CODEC
         # A compressor takes room for the worst case, beside its result.
         held_nbytes = elements.nbytes * (is_copied + (not is_kept) + 2 * (codec != NO_CODEC))
         if not self._is_database:
-            self._chunks.append(chunk_key(path, grid, region))
-        with translated("write array {!r}", self._where, path):
+            self._chunks.append(chunk_key(array.path, array.grid, region))
+        with translated("write array {!r}", self._where, array.path):
             if key is not None:
                 self._pending.append(self._values().write(key, elements.tobytes()))
                 self._note(held_nbytes)
                 return
-            array = self._open(path, grid, stored_dtype, codec).with_transaction(self._transaction)
-            target = array[region.slices()] if region.ndim else array
+            opened = self._open(array).with_transaction(self._transaction)
+            target = opened[region.slices()] if region.ndim else opened
             write = target.write(elements, can_reference_source_data_indefinitely=True)
             self._pending.append(write.copy if self._transaction else write)
         self._note(held_nbytes)
@@ -189,16 +204,12 @@ class ArrayWriter:
             self._store = store.with_transaction(self._transaction) if self._transaction else store
         return self._store
 
-    def _open(self, path: str, grid: ChunkGrid, stored_dtype: str, codec: str) -> Any:
-        if path not in self._arrays:
-            self._arrays[path] = _open_array(
-                self._kvstore,
-                path,
-                array_metadata(grid, stored_dtype, codec),
-                self._context,
-                store_data_equal_to_fill_value=True,
+    def _open(self, array: StoredArray) -> Any:
+        if array.path not in self._arrays:
+            self._arrays[array.path] = _open_array(
+                self._kvstore, array, self._context, store_data_equal_to_fill_value=True
             )
-        return self._arrays[path]
+        return self._arrays[array.path]
 
     def commit(self) -> None:
         """Wait until everything is written, and durable if that is wanted. Blocks: on storage."""
@@ -227,14 +238,12 @@ class ArrayWriter:
             write.exception()
 
 
-def _open_array(
-    kvstore: Mapping[str, Any], path: str, metadata: Mapping[str, Any], context: Any, **options: Any
-) -> Any:
+def _open_array(kvstore: Mapping[str, Any], array: StoredArray, context: Any, **options: Any) -> Any:
     """Open an array whose metadata is known, without reading it."""
     spec = {
         "driver": "zarr3",
-        "kvstore": {**kvstore, "path": f"{kvstore.get('path', '')}{path}/"},
-        "metadata": metadata,
+        "kvstore": {**kvstore, "path": f"{kvstore.get('path', '')}{array.path}/"},
+        "metadata": array_metadata(array.grid, array.stored_dtype, array.codec),
         **options,
     }
     return ts.open(spec, open=True, assume_metadata=True, context=context).result()
@@ -252,35 +261,62 @@ def document_key(path: str) -> str:
     return f"{path}/zarr.json" if path else "zarr.json"
 
 
-def merge(kind: str, root: Folder, clients: Sequence[int], metadata: Mapping[str, bytes]) -> None:
+def merge(kind: str, root: Folder, last_written: Mapping[int, str], metadata: Mapping[str, bytes]) -> None:
     """Make the clients' writes one hierarchy of arrays. Called by the leader, after all clients committed.
 
     Args:
         kind: Key-value store.
         root: The folder under construction.
-        clients: Clients that wrote chunks.
+        last_written: Clients that wrote chunks, and the key of the last that each wrote: where that is, all are.
         metadata: See `documents`.
+
+    Raises:
+        CheckpointCorruptError: What a client wrote is not there.
+        StorageError: Storage refused.
     """
     with translated("merge what the clients wrote", root):
         if root.kvstore() is None:
             for key, document in metadata.items():
                 root.write(key, document)
-            return
-        context = open_context()
-        store = ts.KvStore.open(_kvstore(kind, root, to_write=True), context=context).result()
-        transaction = ts.Transaction(atomic=True) if kind == "ocdbt" else None
-        target = store.with_transaction(transaction) if transaction else store
-        if transaction:
-            for client in clients:
-                # A range is copied by reference only between stores whose base options are the same.
-                spec = _kvstore(kind, root / client_folder(client), to_write=True)
-                source = ts.KvStore.open(spec, context=context).result()
-                source.experimental_copy_range_to(target).result()
-        writes = [target.write(key, document) for key, document in metadata.items()]
-        for write in writes:
-            write.result()
-        if transaction:
-            transaction.commit_async().result()
+            is_there = {client: _is_file(root, key) for client, key in last_written.items()}
+        else:
+            store = _merge_stores(kind, root, last_written, metadata)
+            reads = {client: store.read(key, byte_range=slice(0, 1)) for client, key in last_written.items()}
+            is_there = {client: read.result().state == "value" for client, read in reads.items()}
+    # A database that this client does not see, or sees as it was before, passes for one that holds less.
+    if lost := [client for client in last_written if not is_there[client]]:
+        raise CheckpointCorruptError(
+            f"chunks that clients {capped(lost)} wrote are not to be seen in {root}; got no {last_written[lost[0]]}; "
+            "every client must see one shared file system; nothing was committed, save again"
+        )
+
+
+def _merge_stores(kind: str, root: Folder, clients: Iterable[int], metadata: Mapping[str, bytes]) -> Any:
+    """Merge what TensorStore wrote; return the store of all of it."""
+    context = open_context()
+    store = ts.KvStore.open(_kvstore(kind, root, to_write=True), context=context).result()
+    transaction = ts.Transaction(atomic=True) if kind == "ocdbt" else None
+    target = store.with_transaction(transaction) if transaction else store
+    if transaction:
+        for client in clients:
+            # A range is copied by reference only between stores whose base options are the same.
+            spec = _kvstore(kind, root / client_folder(client), to_write=True)
+            source = ts.KvStore.open(spec, context=context).result()
+            source.experimental_copy_range_to(target).result()
+    writes = [target.write(key, document) for key, document in metadata.items()]
+    for write in writes:
+        write.result()
+    if transaction:
+        transaction.commit_async().result()
+    return store
+
+
+def _is_file(folder: Folder, name: str) -> bool:
+    try:
+        folder.read(name, 0, 1)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def sync_merged(kind: str, root: Folder, metadata: Mapping[str, bytes]) -> None:
@@ -295,6 +331,7 @@ def sync_merged(kind: str, root: Folder, metadata: Mapping[str, bytes]) -> None:
 def _merged_files(kind: str, root: Folder, metadata: Mapping[str, bytes]) -> Iterator[str]:
     yield from root.names()
     yield from _data_files(root) if kind == "ocdbt" else metadata
+    yield ""  # the folder itself: clients' databases go when this one is sure to stay
 
 
 def _data_files(folder: Folder) -> Iterator[str]:
@@ -359,7 +396,7 @@ class ArrayReader:
         """
         with translated("find chunk {} of array {!r}", self._where, index, path, is_read=True):
             files = self._value_files()
-            return None if files is None else files.find(_chunk_key(path, index), nbytes)
+            return None if files is None else files.find(key_of(path, index), nbytes)
 
     def _value_files(self) -> ValueFiles | None:
         if self._files is None and self._folder is not None:
@@ -367,31 +404,17 @@ class ArrayReader:
             self._files = FolderFiles(root) if self._kind == "zarr" else DatabaseFiles(root, base, self._context)
         return self._files
 
-    def start(
-        self,
-        path: str,
-        grid: ChunkGrid,
-        stored_dtype: str,
-        region: Region,
-        into: np.ndarray[Any, Any],
-        *,
-        codec: str,
-    ) -> Any:
+    def start(self, array: StoredArray, region: Region, into: np.ndarray[Any, Any]) -> Any:
         """Start reading ``region`` (global indices) into ready memory of its shape; `finish` waits for it."""
-        key = _small_key(path, grid, codec, region, into.nbytes)
-        with translated("open array {!r}", self._where, path, is_read=True):
+        key = _small_key(array, region, into.nbytes)
+        with translated("open array {!r}", self._where, array.path, is_read=True):
             if key is not None:
                 return _SmallRead(self._open_store().read(key), into)
-            if path not in self._arrays:
-                self._arrays[path] = _open_array(
-                    self._kvstore,
-                    path,
-                    array_metadata(grid, stored_dtype, codec),
-                    self._context,
-                    fill_missing_data_reads=False,
-                )
-            array = self._arrays[path]
-            source = array[region.slices()].translate_to[(0,) * region.ndim] if region.ndim else array
+            if array.path not in self._arrays:
+                opened = _open_array(self._kvstore, array, self._context, fill_missing_data_reads=False)
+                self._arrays[array.path] = opened
+            opened = self._arrays[array.path]
+            source = opened[region.slices()].translate_to[(0,) * region.ndim] if region.ndim else opened
             return ts.array(into, context=self._context).write(source)
 
     def finish(self, read: Any, path: str, region: Region) -> None:
@@ -420,7 +443,7 @@ class ArrayReader:
     def start_span(self, path: str, index: Sequence[int], start: int, stop: int) -> Any:
         """Start reading bytes ``start`` to ``stop`` of a stored chunk; `finish_span` waits for them."""
         with translated(f"open array {path!r}", self._where, is_read=True):
-            return self._open_store().read(_chunk_key(path, index), byte_range=slice(start, stop))
+            return self._open_store().read(key_of(path, index), byte_range=slice(start, stop))
 
     def finish_span(self, read: Any, path: str, region: Region, nbytes: int) -> bytes:
         """Return the ``nbytes`` of a part of a chunk. Blocks: on storage. Raises: as `finish`."""

@@ -17,7 +17,7 @@ from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.names import groups
 from dtckpt.region import Region
-from dtckpt.storage.arrays import ArrayReader, ArrayWriter, chunk_key, document_key
+from dtckpt.storage.arrays import ArrayReader, ArrayWriter, StoredArray, chunk_key, document_key, key_of
 from dtckpt.storage.failures import translated
 from dtckpt.storage.folders import Folder
 
@@ -63,18 +63,16 @@ class ChunkWriter:
 
     def write(
         self,
-        path: str,
-        grid: ChunkGrid,
-        stored_dtype: str,  # noqa: ARG002  (the elements have it)
+        array: StoredArray,
         region: Region,
         elements: np.ndarray[Any, Any],
         *,
-        codec: str,
         is_kept: bool = False,  # noqa: ARG002  (all are copied)
     ) -> None:
         """As `ArrayWriter.write`."""
-        validate_kind("zarr", self._root, [codec])
-        self._pending.append(self._pool.submit(self._write, chunk_key(path, grid, region), grid, elements))
+        validate_kind("zarr", self._root, [array.codec])
+        key = chunk_key(array.path, array.grid, region)
+        self._pending.append(self._pool.submit(self._write, key, array.grid, elements))
         self._pending_nbytes += elements.nbytes
         if self._max_pending_nbytes is not None and self._pending_nbytes > self._max_pending_nbytes:
             self._wait()
@@ -139,19 +137,11 @@ class ChunkReader:
     def locate(self, path: str, index: Sequence[int], nbytes: int) -> None:
         """As `ArrayReader.locate`: what fsspec reads lies in no file that is known."""
 
-    def start(
-        self,
-        path: str,
-        grid: ChunkGrid,
-        stored_dtype: str,  # noqa: ARG002  (the memory has it)
-        region: Region,
-        into: np.ndarray[Any, Any],
-        *,
-        codec: str,
-    ) -> Any:
+    def start(self, array: StoredArray, region: Region, into: np.ndarray[Any, Any]) -> Any:
         """As `ArrayReader.start`; ``region`` is a whole chunk."""
-        validate_kind("zarr", self._root, [codec])
-        return _ChunkRead(self._pool.submit(self._root.read, chunk_key(path, grid, region)), grid, into)
+        validate_kind("zarr", self._root, [array.codec])
+        read = self._pool.submit(self._root.read, chunk_key(array.path, array.grid, region))
+        return _ChunkRead(read, array.grid, into)
 
     def finish(self, read: Any, path: str, region: Region) -> None:
         """As `ArrayReader.finish`."""
@@ -160,7 +150,7 @@ class ChunkReader:
 
     def start_span(self, path: str, index: Sequence[int], start: int, stop: int) -> Any:
         """As `ArrayReader.start_span`."""
-        return self._pool.submit(self._root.read, "/".join([path, "c", *map(str, index)]), start, stop)
+        return self._pool.submit(self._root.read, key_of(path, index), start, stop)
 
     def finish_span(self, read: Any, path: str, region: Region, nbytes: int) -> bytes:
         """As `ArrayReader.finish_span`."""

@@ -19,8 +19,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,7 +173,7 @@ def commit(staging: Staging, *, overwrite: bool, is_durable: bool = True) -> Non
     target = staging.target
     with translated("commit the checkpoint", target):
         if is_durable:
-            sync_all(Path(path) for path, _, _ in os.walk(staging.path))
+            sync_all(folders_in(staging.path))
         _validate_own(staging, staging.path)
         aside = None
         if not target.exists():
@@ -186,7 +187,8 @@ def commit(staging: Staging, *, overwrite: bool, is_durable: bool = True) -> Non
         if is_durable:
             _sync(target.parent)  # before the old one goes: a disk need not keep changes of two directories in order
     if aside is not None:
-        _tidy(aside, target)
+        with _tolerated(aside):
+            discard(aside, target)
 
 
 def _validate_own(staging: Staging, path: Path) -> None:
@@ -224,8 +226,9 @@ def _replace(staging: Staging) -> Path:
 
 def abandon(staging: Staging) -> None:
     """Take an attempt's directory away, if it still stands."""
-    if identity(staging.path) == staging.inode:
-        _tidy(staging.path, staging.target)
+    with _tolerated(staging.path):
+        if identity(staging.path) == staging.inode:
+            discard(staging.path, staging.target)
 
 
 def sweep(path: Path, target: Path, known: tuple[int, int] | None) -> None:
@@ -236,15 +239,17 @@ def sweep(path: Path, target: Path, known: tuple[int, int] | None) -> None:
         target: Its target.
         known: `identity` of the directory that the attempt began with, which is its leader's to take away.
     """
-    if known is not None and identity(path) not in (None, known):
-        # Or it is the old checkpoint, whose leader died as soon as it had replaced it.
-        _tidy(path, target, is_durable=True)
+    with _tolerated(path):
+        if known is not None and identity(path) not in (None, known):
+            # Or it is the old checkpoint, whose leader died as soon as it had replaced it.
+            discard(path, target, is_durable=True)
 
 
-def _tidy(folder: Path, target: Path, *, is_durable: bool = False) -> None:
-    """As `discard`, for when it is known how the save went: what cannot be taken away now, the next one takes away."""
+@contextmanager
+def _tolerated(folder: Path) -> Iterator[None]:
+    """For when it is known how the save went: what cannot be taken away now, the next one takes away."""
     try:
-        discard(folder, target, is_durable=is_durable)
+        yield
     except OSError as error:
         logger.warning("cannot take away %s: %s", folder, error)
 
@@ -302,6 +307,20 @@ def _rename(source: Path, target: Path, flag: int) -> None:
         source.rename(target)
         return
     raise OSError(code, os.strerror(code), str(target))
+
+
+def folders_in(folder: Path) -> Iterator[Path]:
+    """Yield a directory and all below it, as far as nobody takes them away.
+
+    Raises:
+        OSError: One cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    return (Path(path) for path, _, _ in os.walk(folder, onerror=fail))
 
 
 def sync_all(paths: Iterable[Path]) -> None:

@@ -15,9 +15,13 @@ from typing import Any, Protocol
 from dtckpt.errors import ConfigError, StorageError
 from dtckpt.storage import directory
 from dtckpt.storage.attempts import ObjectPlace, Register
+from dtckpt.storage.failures import translated
 from dtckpt.storage.folders import Folder, KeyValueFolder, LocalFolder, ObjectFolder
 from dtckpt.storage.locations import Location, Url
 from dtckpt.storage.locks import locked
+
+SILENCE_S = 60
+"""How long an object store may send and take nothing until a request is given up, and made anew (`folders.RETRIES`)."""
 
 
 class Attempt(Protocol):
@@ -145,9 +149,10 @@ class DirectoryPlace:
 
     def remove(self) -> None:
         """As `Place.remove`."""
-        with locked(self.where) as is_free:
+        folder = directory.locate(self.where)
+        with translated("remove the checkpoint", self.where), locked(folder) as is_free:
             if is_free:
-                directory.discard(self.where, self.where, is_durable=True)
+                directory.discard(folder, self.where, is_durable=True)
 
 
 class DirectoryAttempt:
@@ -211,7 +216,17 @@ def open_folder(where: Url) -> ObjectFolder:
     bucket, _, path = where.text.partition("/")
     if not bucket:
         raise ConfigError(f"{where} names no bucket")
+    _bound_waits()
     return KeyValueFolder({**_SPECS[where.scheme](), "bucket": bucket}, path, str(where))
+
+
+def _bound_waits() -> None:
+    """Have TensorStore give up requests that a server leaves without an answer; it would wait for ever.
+
+    It asks the environment alone, when it makes its first request. What is said there already stays.
+    """
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(SILENCE_S))
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
 
 
 def _s3_spec() -> dict[str, Any]:

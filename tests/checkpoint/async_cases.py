@@ -272,6 +272,13 @@ def train_until_preempted(root: str, victim: int) -> tuple[int, list[int], str]:
         return step, manager.all_steps(), str(signal.getsignal(signal.SIGTERM) == before)
 
 
+def ask_a_rule_that_fails(root: str) -> None:
+    def fail(step: int) -> bool:
+        raise ZeroDivisionError("no rule today")
+
+    dtckpt.CheckpointManager(root, save_when=fail, options=SaveOptions(timeout_s=WAIT_S)).should_save(1)
+
+
 def ask_for_different_steps(root: str) -> None:
     dtckpt.CheckpointManager(root, save_interval_s=1).should_save(dtckpt.client_id())
 

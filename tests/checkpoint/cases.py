@@ -219,7 +219,9 @@ class _DieOnceArrived(FaultyCoordination):
         while True:
             found = [barrier for barrier in self.status().barriers if barrier.name == name]
             if found and self.member.client not in found[0].missing:
-                self._pid_file.write_text(str(os.getpid()))
+                scratch = self._pid_file.with_suffix(".part")
+                scratch.write_text(str(os.getpid()))
+                scratch.rename(self._pid_file)  # who waits for it must not find it empty
                 _die()
             time.sleep(0.02)
 

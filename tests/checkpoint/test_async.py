@@ -54,6 +54,23 @@ def test_what_changes_afterwards_is_not_saved(tmp_path, options):
         check(tmp_path / generation, generation)
 
 
+@pytest.mark.parametrize("save", [dtckpt.save, lambda *args: dtckpt.save_async(*args).result(WAIT_S)])
+def test_a_process_that_works_in_another_directory_afterwards(tmp_path, monkeypatch, save):
+    class Wanderer:
+        def state_dict(self):
+            monkeypatch.chdir(tmp_path / "other")
+            return {}
+
+        def load_state_dict(self, state): ...
+
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tree = tree_of("a")[0]
+    assert save("runs/s", {"tree": tree, "wanderer": Wanderer()}).path == tmp_path / "runs/s"
+    assert dtckpt.restore(tmp_path / "runs/s")["tree"]["step"] == "a"
+    assert list((tmp_path / "other").iterdir()) == []
+
+
 def test_freed_tensors_are_freed_and_saved(tmp_path):
     with async_cases.Gate() as gate:
         tree = {"w": torch.full((1000,), 3.0)}

@@ -25,7 +25,7 @@ STEPS = {
     "a write's sync": (folders.LocalFolder, "sync"),
     "the chunk list": (folders.LocalFolder, "write"),
     "merging": (writing, "merge"),
-    "tidying": (writing, "_clean"),
+    "tidying": (saving, "remove_working_files"),
     "the commit": (directory, "commit"),
     "syncing": (directory, "sync_all"),
     "renaming": (directory, "_replace"),

@@ -1,5 +1,6 @@
 """Managers of checkpoints: when they save, what they keep, what they restore, and what a crash leaves."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import dtckpt
 from dtckpt import CheckpointManager, Retention, errors
 from dtckpt.checkpoint.leftovers import collect_leftovers
 from dtckpt.storage.arrays import ArrayWriter
+from dtckpt.storage.places import DirectoryPlace
 
 from . import async_cases
 
@@ -154,6 +156,38 @@ def test_a_checkpoint_that_is_being_restored_stays(tmp_path):
     manager.save(4, state(4))
     manager.close()
     assert manager.all_steps() == [4]
+
+
+def test_a_replacement_that_stopped_half_way_does_not_stop_the_removals(tmp_path, caplog):
+    manager = save_steps(tmp_path, [1, 2])
+    step = manager.path(1)
+    shutil.copytree(step, tmp_path / f".{step.name}.dtckpt-new-0-0-0")
+    step.rename(tmp_path / f".{step.name}.dtckpt-old-0-0-0")
+    assert manager.all_steps() == [1, 2]
+    assert save_steps(tmp_path, [3], keep=1, leftover_age_s=1e-6).all_steps() == [3]
+    assert {entry.name for entry in tmp_path.iterdir()} == {".dtckpt-manager.lock", "step_00000003"}
+    assert not caplog.records
+
+
+def test_a_step_that_cannot_be_removed_does_not_keep_the_others(tmp_path, monkeypatch, caplog):
+    manager, remove = save_steps(tmp_path, [1, 2, 3]), DirectoryPlace.remove
+
+    def refuse(place):
+        if place.where == manager.path(1):
+            raise PermissionError("not this one")
+        remove(place)
+
+    monkeypatch.setattr(DirectoryPlace, "remove", refuse)
+    assert save_steps(tmp_path, [4], keep=1).all_steps() == [1, 4]
+    assert [record.message for record in caplog.records] == [
+        f"old checkpoints in {tmp_path} could not all be removed: not this one"
+    ]
+
+
+def test_a_root_that_is_a_file(tmp_path):
+    (tmp_path / "root").write_text("x")
+    with pytest.raises(errors.StorageError, match="cannot list the checkpoints at"):
+        CheckpointManager(tmp_path / "root").all_steps()
 
 
 def directory_lock(folder):
@@ -359,6 +393,15 @@ def test_trash_goes_and_half_done_replacements_stay(tmp_path):
     assert not list(tmp_path.glob(".*trash*"))
 
 
+def test_leftovers_beside_what_is_no_checkpoint(tmp_path):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "photo").write_bytes(b"x")
+    dead = tmp_path / ".s.dtckpt-new-0-0-0"
+    dead.mkdir()
+    assert collect_leftovers(tmp_path, min_age_s=10, now=dead.stat().st_mtime + 11) == [dead]
+    assert [path.name for path in tmp_path.rglob("*")] == ["s", "photo"]
+
+
 # --- others at the same root ---
 
 
@@ -411,6 +454,20 @@ def test_clients_at_different_steps(pool, tmp_path, case):
     answers = pool.run(getattr(async_cases, case), f"{tmp_path}", clients=2)
     assert {answer.error for answer in answers} == {"BarrierConflictError"}, answers
     assert len({answer.text for answer in answers}) == 1
+
+
+def test_a_rule_that_fails_on_client_0_fails_on_all(pool, tmp_path):
+    answers = pool.run(async_cases.ask_a_rule_that_fails, f"{tmp_path}", clients=2)
+    assert {answer.error for answer in answers} == {"ClientFailedError"}, answers
+    assert {answer.text for answer in answers} == {"client 0: ZeroDivisionError: no rule today"}
+    assert max(answer.seconds for answer in answers) < 5
+
+
+def test_a_rule_that_fails_alone(tmp_path):
+    manager = CheckpointManager(tmp_path, save_when=lambda step: 1 / (step - 1) > 0)
+    with pytest.raises(ZeroDivisionError):
+        manager.should_save(1)
+    assert manager.should_save(2)
 
 
 def test_one_clock_decides(pool, tmp_path):

@@ -3,13 +3,15 @@
 import multiprocessing
 import threading
 from collections import namedtuple
+from concurrent.futures import Future
 
+import numpy as np
 import pytest
 import torch
 
 import dtckpt
 from dtckpt import SaveOptions
-from dtckpt.checkpoint import reader, writing
+from dtckpt.checkpoint import digesting, reader, writing
 from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError, LayoutError, ReplicaMismatchError
 from dtckpt.storage.arrays import ArrayWriter
 
@@ -187,3 +189,37 @@ def test_what_is_made_for_a_save_is_written_out_before_it_is_much(
     for name, restored in dtckpt.restore(tmp_path / "s").items():
         assert restored.equal(tree[name])
     assert dtckpt.open_checkpoint(tmp_path / "s").verify().is_sound
+
+
+class Late:
+    """Does all work only when somebody waits for it."""
+
+    def __init__(self):
+        self.waiting = self.most = 0
+
+    def submit(self, work, plan, number, elements, **options):
+        self.waiting += elements.nbytes
+        self.most = max(self.most, self.waiting)
+        future = Future()
+
+        def result():
+            if not future.done():
+                self.waiting -= elements.nbytes
+                future.set_result((number, [], 0))
+            return Future.result(future)
+
+        future.result = result
+        return future
+
+
+def test_what_is_made_for_a_save_waits_for_its_digests_until_it_is_much():
+    late, elements = Late(), np.zeros(8 << 20, np.uint8)
+    digests = digesting.Digesting(late, with_content=True)
+    for number in range(20):
+        digests.add(0, None, number, elements)
+    assert elements.nbytes < late.most <= digesting.WAITING_NBYTES + elements.nbytes
+    for number in range(20, 40):  # these stay in memory anyway
+        digests.add(0, None, number, elements, is_kept=True)
+    assert late.waiting >= 20 * elements.nbytes
+    assert list(digests.results()[0].chunks.items()) == [(number, number) for number in range(40)]
+    assert late.waiting == 0

@@ -122,6 +122,26 @@ def test_who_finds_another_one_committing_leaves_it_alone(source, tmp_path, tens
     assert is_new(target, tensors)
 
 
+def test_who_is_overtaken_finds_it_done(source, tmp_path, tensors, monkeypatch):
+    """Two processes have one index, and the others commit while the second of them begins."""
+    target = tmp_path / "new"
+    for index in (0, 1):
+        work(source, target, index)
+
+    def share_and_be_overtaken(*args):
+        staging = share(*args)
+        monkeypatch.undo()
+        assert work(source, target, 2).is_committed
+        return staging
+
+    share = workers.directory.share
+    monkeypatch.setattr(workers.directory, "share", share_and_be_overtaken)
+    part = work(source, target, 0)
+    assert (part.nbytes, part.missing, part.is_committed) == (0, (), True)
+    assert os.listdir(tmp_path) == ["new"]
+    assert is_new(target, tensors)
+
+
 def test_damaged_marks_are_not_trusted(source, tmp_path):
     target = tmp_path / "new"
     work(source, target, 0)

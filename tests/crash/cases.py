@@ -35,6 +35,17 @@ def save(path: str, generation: str, **options: Any) -> None:
     dtckpt.save(path, tree_on(mesh, TENSORS, generation), options=SaveOptions(**options))
 
 
+def reshard_part(source: str, target: str, index: int, count: int, **options: Any) -> bool:
+    """Do the part of one of several workers; return whether the new checkpoint is there."""
+    from dtckpt.resharding.engine import reshard
+    from dtckpt.resharding.workers import Worker
+
+    mesh = dtckpt.abstract_mesh({"x": 3})
+    part = reshard(source, target, mesh=mesh, worker=Worker(index, count), options=SaveOptions(**options)).part
+    assert part is not None
+    return part.is_committed
+
+
 def generation_at(path: str | Path) -> str | None:
     """Return which generation restores bit for bit; None if there is no checkpoint.
 

@@ -102,6 +102,47 @@ def lose_power(nursery, folder, has_old, death, **options):
     print(f"{options}, killed before {death}: {len(tried)} of {count} operations, {len(found)} different states")
 
 
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+def test_workers_complete_what_survives(nursery, tmp_path, kvstore):
+    """Parts that were finished may be of processes that ended long ago; what is marked as finished must be there."""
+    source, folder, num_workers = str(tmp_path / "source"), tmp_path / "disk", 3
+    nursery.values(cases.save, source, "old", clients=1)
+    folder.mkdir()
+    disk, operations = Disk(folder), []
+    for index in range(num_workers):
+        arguments = (source, str(folder / "s"), index, num_workers)
+        job = nursery.start(
+            cases.reshard_part, *arguments, clients=1, folder=str(folder), is_recorded=True, kvstore=kvstore
+        )
+        assert not any(answer.error for answer in job.finish())
+        operations += job.operations
+    draw, states = random.Random(kvstore), set()
+    tried = {len(operations), *chosen(range(len(operations)), SAMPLE, f"workers {kvstore}")}
+    for number, operation in enumerate([*operations, None]):
+        for name, choose in losses(draw) if number in tried else ():
+            tree = disk.survivors(choose)
+            state = hash(tuple(tree.items()))
+            if state not in states:
+                states.add(state)
+                where = f"{name} after operation {number} of {len(operations)}"
+                assert what_workers_complete(tree, source, num_workers, kvstore=kvstore) == "old", where
+        if operation is not None:
+            disk.apply(operation)
+    print(f"{kvstore}, workers: {len(tried)} of {len(operations)} operations, {len(states)} different states")
+
+
+def what_workers_complete(tree, source, num_workers, **options):
+    """Return the generation that is found when all workers have come again."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        write_tree(tree, Path(folder))
+        try:
+            for index in range(num_workers):
+                cases.reshard_part(source, f"{folder}/s", index, num_workers, **options)
+            return cases.generation_at(f"{folder}/s")
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
 def what_restores(tree, path):
     """Return the generation that is found on a disk; or an error."""
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:

@@ -259,6 +259,33 @@ def test_names_of_working_directories_are_no_targets(tmp_path, name):
         directory.validate_name(tmp_path / name)
 
 
+def test_a_directory_that_cannot_be_looked_at_hides_no_other_error(tmp_path, monkeypatch, caplog):
+    staging = build(tmp_path / "s")
+
+    def fail(path):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(directory, "identity", fail)
+    directory.abandon(staging)
+    directory.sweep(staging.path, staging.target, staging.inode)
+    assert [record.message.partition(": ")[0] for record in caplog.records] == [f"cannot take away {staging.path}"] * 2
+
+
+def test_a_directory_that_cannot_be_read_is_not_taken_for_synced(tmp_path, monkeypatch):
+    staging, scandir = build(tmp_path / "s"), os.scandir
+    (staging.path / "below").mkdir()
+
+    def fail(path):
+        if str(path).endswith("below"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(StorageError, match="Input/output error"):
+        directory.commit(staging, overwrite=False)
+    assert not staging.target.exists()
+
+
 def test_what_late_writes_make_anew_is_swept_though_the_inode_of_what_was_there_is_free_again(tmp_path):
     place = DirectoryPlace(tmp_path / "s")
     led = place.begin("1")

@@ -5,6 +5,9 @@ import itertools
 import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,10 +15,10 @@ import pytest
 import torch
 from checkpoint import cases
 from fsspec.implementations.memory import MemoryFileSystem
-from states import bits_of, packed, tensor_of
+from states import packed
 
 import dtckpt
-from dtckpt import UNSHARDED, Layout, Region, SaveOptions, abstract_mesh
+from dtckpt import UNSHARDED, Layout, Region, SaveOptions
 from dtckpt.checkpoint.roots import root_of
 from dtckpt.cli.main import main
 from dtckpt.errors import (
@@ -33,25 +36,13 @@ from dtckpt.storage.places import open_folder, place_of
 
 from . import object_cases
 from .conftest import KINDS, folder_at
+from .saved import MESH, holds, state
 
-MESH = abstract_mesh({"x": 2, "y": 2})
-WHOLES = {
-    "w": tensor_of("w", (32, 20), "float32"),
-    "large": tensor_of("large", (512, 256), "float32"),
-    "small": tensor_of("small", (5,), "bfloat16"),
-}
 on_objects = pytest.mark.parametrize("kind", [kind for kind in KINDS if "directory" not in kind], indirect=True)
 
 
 def save(path, step=1, **options):
-    tree = {**WHOLES, "w": packed(WHOLES["w"] + step, Layout([("y", "x"), UNSHARDED], MESH)), "step": step}
-    return dtckpt.save(path, tree, options=SaveOptions(overwrite=True, **options))
-
-
-def holds(path, step=1):
-    restored = dtckpt.restore(path)
-    wholes = {**WHOLES, "w": WHOLES["w"] + step}
-    return restored["step"] == step and all(bits_of(restored[name]) == bits_of(wholes[name]) for name in wholes)
+    return dtckpt.save(path, state(step), options=SaveOptions(overwrite=True, **options))
 
 
 # --- damage, replacement, copies ----------------------------------------------------------------------------
@@ -389,6 +380,30 @@ def test_a_bucket_that_is_not_there(s3):
     for call in (lambda: save(path), lambda: dtckpt.restore(path), lambda: dtckpt.CheckpointManager(path).all_steps()):
         with pytest.raises(StorageError, match="make the bucket first"):
             call()
+
+
+ASK_A_MUTE = """
+import dtckpt
+from dtckpt.storage import folders, places
+
+places.SILENCE_S = 1
+folders.RETRIES = {"max_retries": 1, "initial_delay": "10ms", "max_delay": "20ms"}
+try:
+    dtckpt.restore("s3://bucket-1/run/step")
+except dtckpt.errors.StorageError as error:
+    print("told:", error)
+"""
+
+
+@pytest.mark.processes
+def test_a_server_that_never_answers_is_not_waited_for_without_end(s3_environment):
+    """In a process of its own: TensorStore takes the bound when it makes its first request."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TENSORSTORE_")}
+        environment = inherited | s3_environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{mute.getsockname()[1]}"}
+        command = [sys.executable, "-c", ASK_A_MUTE]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("told: cannot open the checkpoint at s3://bucket-1/run/step")
 
 
 class Flaky(MemoryFileSystem):

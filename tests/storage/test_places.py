@@ -2,25 +2,28 @@
 
 import pytest
 import torch
-from states import bits_of, differences, packed, tensor_of
+from states import bits_of, differences, tensor_of
 
 import dtckpt
-from dtckpt import UNSHARDED, Layout, Region, SaveOptions, abstract_mesh
+from dtckpt import UNSHARDED, Layout, Region, SaveOptions
 from dtckpt.checkpoint import save as saving
 from dtckpt.checkpoint import writing
 from dtckpt.errors import (
+    CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     StorageError,
 )
 from dtckpt.format.manifest import MANIFEST_NAME
-from dtckpt.storage.arrays import ArrayWriter
+from dtckpt.storage.arrays import DATABASE_NAME, ArrayWriter, client_folder
 from dtckpt.storage.chunks import ChunkWriter
 from dtckpt.storage.locations import is_inside, location_of
 from dtckpt.storage.places import place_of
 
-MESH = abstract_mesh({"x": 2, "y": 2})
+from . import saved
+
 WHOLES = {
+    **saved.WHOLES,
     "w": tensor_of("w", (37, 20), "float32"),
     "a/b": tensor_of("a/b", (64,), "bfloat16"),
     "large": tensor_of("large", (700, 513), "float32"),
@@ -31,21 +34,16 @@ WHOLES = {
 }
 
 
-def state(step):
-    return {**WHOLES, "w": packed(WHOLES["w"] + step, Layout([("y", "x"), UNSHARDED], MESH)), "step": step}
-
-
-def assert_holds(path, step):
-    restored = dtckpt.restore(path)
-    assert restored["step"] == step
-    for name, whole in {**WHOLES, "w": WHOLES["w"] + step}.items():
-        assert bits_of(restored[name]) == bits_of(whole), name
+def holds(path, step):
+    return saved.holds(path, step, WHOLES)
 
 
 @pytest.fixture
 def save(kvstore):
     def call(path, step=1, **options):
-        return dtckpt.save(path, state(step), options=SaveOptions(kvstore=kvstore, chunk_nbytes=700_000, **options))
+        return dtckpt.save(
+            path, saved.state(step, WHOLES), options=SaveOptions(kvstore=kvstore, chunk_nbytes=700_000, **options)
+        )
 
     return call
 
@@ -59,10 +57,10 @@ def test_what_is_saved_is_restored(path, save):
     report = save(path)
     assert str(report.path) == path
     assert report.path.name == "step_1"
-    assert_holds(path, 1)
-    assert_holds(report.path, 1)
-    layout = Layout([UNSHARDED, ("x", "y")], MESH)
-    restored = dtckpt.restore(path, mesh=MESH, layouts={"w": layout})
+    assert holds(path, 1)
+    assert holds(report.path, 1)
+    layout = Layout([UNSHARDED, ("x", "y")], saved.MESH)
+    restored = dtckpt.restore(path, mesh=saved.MESH, layouts={"w": layout})
     assert differences(restored["w"], WHOLES["w"] + 1) == []
     with dtckpt.open_checkpoint(path) as checkpoint:
         assert checkpoint.verify().is_sound
@@ -75,10 +73,10 @@ def test_nothing_is_replaced_without_consent(path, save):
     save(path, 1)
     with pytest.raises(CheckpointExistsError, match="overwrite"):
         save(path, 2)
-    assert_holds(path, 1)
+    assert holds(path, 1)
     for step in (2, 3):
         save(path, step, overwrite=True)
-        assert_holds(path, step)
+        assert holds(path, step)
 
 
 def test_there_is_nothing(path):
@@ -92,7 +90,7 @@ STEPS = {
     "a write": "write",
     "the writes' end": "commit",
     "merging": (writing, "merge"),
-    "tidying": (writing, "_clean"),
+    "tidying": (saving, "remove_working_files"),
     "the commit": (saving, "merge_clients"),
 }
 
@@ -112,11 +110,30 @@ def test_a_save_that_fails_leaves_what_was_there(path, save, monkeypatch, step):
             save(path, 2, overwrite=True)
         with pytest.raises(ZeroDivisionError):
             save(f"{path}_other", 2)
-    assert_holds(path, 1)
+    assert holds(path, 1)
     with pytest.raises(CheckpointNotFoundError):
         dtckpt.open_checkpoint(f"{path}_other")
     save(path, 3, overwrite=True)
-    assert_holds(path, 3)
+    assert holds(path, 3)
+
+
+def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
+    """A client's database that is missing would pass for one that holds nothing."""
+    merge = writing.merge
+
+    def lose(kind, root, last_written, metadata):
+        ((client, key),) = last_written.items()
+        folder, name = (root / client_folder(client), DATABASE_NAME) if kind == "ocdbt" else (root, key)
+        folder.read(name, 0, 1)
+        folder.remove([name])
+        merge(kind, root, last_written, metadata)
+
+    save(path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "merge", lose)
+        with pytest.raises(CheckpointCorruptError, match=r"clients 0 wrote are not to be seen.*nothing was committed"):
+            save(path, 2, overwrite=True)
+    assert holds(path, 1)
 
 
 # --- attempts --------------------------------------------------------------------------------------------
