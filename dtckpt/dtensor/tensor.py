@@ -44,6 +44,8 @@ class DTensor(torch.Tensor):
     """See `dtckpt.dtensor.operators.specs`; made when it is first asked for."""
     _view: View | None = None
     """How the tensor follows another one whose values it shares, but not the memory."""
+    _writes: list[int] | None = None
+    """How often any of the tensors that share values with this one was written to; None if there are none."""
 
     _dispatch: Callable[..., Any]
     """Runs operators; `dtckpt.dtensor.operators.dispatch` puts it here."""
@@ -102,7 +104,11 @@ class DTensor(torch.Tensor):
         if not isinstance(tensor, DTensor):
             raise LayoutTypeError(f"the data of a DTensor is a DTensor; got {type(tensor).__name__}")
         _DATA.__set__(self, tensor)
-        self._components, self._layout, self._spec, self._view = tensor.components, tensor._layout, None, tensor._view
+        from dtckpt.dtensor.operators import views
+
+        alias = views.alias_of(tensor)
+        self._components, self._layout, self._spec = alias._components, alias._layout, None
+        self._view, self._writes = alias._view, alias._writes
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -113,9 +119,10 @@ class DTensor(torch.Tensor):
 
         Collective: Over the mesh's clients, when it is read for the first time after a backward pass.
         """
-        gradient: torch.Tensor | None = _GRAD.__get__(self)
-        if gradient is None or not isinstance(gradient, DTensor):
-            return gradient
+        found: torch.Tensor | None = _GRAD.__get__(self)
+        if found is None:
+            return None
+        gradient = found if isinstance(found, DTensor) else self._adopted(found)
         if gradient._layout is self._layout and not self._layout.partial:
             return gradient
         from dtckpt.dtensor import functional
@@ -123,6 +130,7 @@ class DTensor(torch.Tensor):
         wanted = functional.gradient_layout(self._layout)
         if gradient._layout != wanted:
             gradient = functional.redistribute(gradient, wanted)
+        if gradient is not found:
             _GRAD.__set__(self, gradient)
         return gradient
 
@@ -141,6 +149,14 @@ class DTensor(torch.Tensor):
     @grad.deleter
     def grad(self) -> None:
         _GRAD.__set__(self, None)
+
+    def _adopted(self, gradient: torch.Tensor) -> DTensor:
+        """Return a gradient of zeros that PyTorch made as a plain tensor, on the tensor's mesh."""
+        from dtckpt.dtensor.operators import adopting, plans
+
+        with plans.trusted():
+            made: DTensor = adopting.adopt([gradient.clone()], self.device_mesh)[0]
+        return made
 
     @staticmethod
     def from_local(

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
-from dtckpt import Layout, Mesh, Partial, Placement, Replicate, Shard, abstract_mesh
-from dtckpt.dtensor import DTensor, functional
+from dtckpt import Layout, Mesh, Partial, Placement, Replicate, Shard
+from dtckpt.dtensor import DTensor
 from dtckpt.dtensor.operators import dispatch
 
 from .arrangements import in_terms
+from .tables import GRID, LINE, moves
 
-LINE = abstract_mesh({"x": 4})
-GRID = abstract_mesh({"x": 2, "y": 2})
 R, P = Replicate(), Partial()
 S0, S1, S2, S3 = map(Shard, range(4))
 
@@ -55,18 +53,9 @@ def check(
     for tensor in (*ours, *plain):
         tensor.requires_grad_(has_gradients and tensor.is_floating_point())
     dispatch.clear()
-    moves = []
-
-    def moved(tensors: Any, layouts: Any) -> Any:
-        moves.append(
-            [(str(tensor.placements), str(layout.placements)) for tensor, layout in zip(tensors, layouts, strict=True)]
-        )
-        return move(tensors, layouts)
-
-    move = functional.redistribute_all
-    with patch.object(functional, "redistribute_all", moved):
+    with moves() as found:
         made = _tensors(function(*ours))
-    assert not is_still or not moves, moves
+    assert not is_still or not found, found
     wanted = _tensors(function(*plain))
     _compare(made, wanted, tolerance)
     if expected is not None:

@@ -130,6 +130,19 @@ def test_a_gradient_may_be_set_and_taken_away():
     assert weight.grad is None
 
 
+@pytest.mark.parametrize(("mesh", "placements", "batch"), PARAMETERS)
+def test_gradients_that_torch_makes_as_plain_zeros_lie_as_their_parameter_too(mesh, placements, batch):
+    weight = nn.Parameter(distribute_tensor(numbers(IN, OUT), mesh, placements))
+    samples = distribute_tensor(numbers(BATCH, IN), mesh, batch)
+    weight.sgn().sum().backward()
+    assert weight.grad.placements == tuple(Replicate() if one.is_partial() else one for one in placements)
+    assert not weight.grad.full_tensor().any()
+    (samples @ weight).pow(2).sum().backward()
+    weight.copysign(weight.detach()).sgn().sum().backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), plain_gradient())
+    torch.optim.SGD([weight], lr=0.1).step()
+
+
 # --- the rest of autograd, beside plain tensors -------------------------------------------------------------------
 
 

@@ -7,7 +7,8 @@ import dtckpt
 from dtckpt import Layout, Partial, Replicate, Shard
 from dtckpt.dtensor import distribute_tensor, pack
 from dtckpt.dtensor.debug import CommDebugMode
-from dtckpt.dtensor.operators import dispatch
+from dtckpt.dtensor.operators import dispatch, table
+from dtckpt.errors import OperatorError
 
 MESH = dtckpt.abstract_mesh({"x": 4})
 SMALL = dtckpt.abstract_mesh({"x": 1, "y": 4})
@@ -46,6 +47,39 @@ def test_terms_made_of_copies_do_not_write_to_them():
     assert [part.tolist() for part in whole.components] == [[1.0] * 4] * 4
     assert terms.full_tensor().tolist() == [2.0] * 4
     assert terms.placements == (Partial(),)
+
+
+# --- reductions of numbers that are not exact ---
+
+
+def waiting(values, reduction, dtype):
+    return pack([torch.full((2,), one, dtype=dtype) for one in values], Layout(["unsharded"], MESH, {"x": reduction}))
+
+
+@pytest.mark.parametrize(
+    "compute", [lambda x: x * 3, lambda x: x + x, torch.sum, lambda x: torch._foreach_mul([x], 3)[0], lambda x: x * 2.0]
+)
+@pytest.mark.parametrize(
+    ("reduction", "dtype", "values"),
+    [
+        ("avg", torch.int64, (1, 2, 3, 5)),
+        ("sum", torch.uint8, (254, 3, 0, 0)),
+        ("sum", torch.int32, (2**31 - 1, 1, 1, 0)),
+    ],
+)
+def test_rounded_averages_and_sums_that_wrap_around_are_computed_with_when_they_are_known(
+    compute, reduction, dtype, values
+):
+    tensor = waiting(values, reduction, dtype)
+    assert torch.equal(compute(tensor).full_tensor(), compute(tensor.full_tensor()))
+    assert tensor.view(1, 2).placements == tensor.placements
+
+
+def test_halves_are_not_rounded_before_they_are_added():
+    target, halves = waiting([0] * 4, "sum", torch.int64), waiting([0.5] * 4, "sum", torch.float32)
+    target.copy_(halves)
+    assert target.full_tensor().tolist() == [2, 2]
+    assert target.placements == (Partial(),)
 
 
 # --- axes of one device ---
@@ -98,3 +132,12 @@ def test_the_default_dtype_is_not_part_of_a_plan():
         assert (tensor / 2).dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_an_error_of_a_rule_is_no_want_of_one(monkeypatch):
+    def refuse(call):
+        raise OperatorError("no such thing")
+
+    monkeypatch.setitem(table.RULES, torch.ops.aten.exp.default, refuse)
+    with pytest.raises(OperatorError, match="no such thing"):
+        placed(torch.ones(4), Shard(0)).exp()

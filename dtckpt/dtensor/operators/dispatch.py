@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
+from dtckpt.dtensor import redistribution
 from dtckpt.dtensor.operators import families, plans
 from dtckpt.dtensor.operators.adopting import adopt
 from dtckpt.dtensor.operators.call import Call, Operator, functional_of, signature_of, tensors_in, with_tensors
 from dtckpt.dtensor.operators.choosing import choose
+from dtckpt.dtensor.operators.linking import UnknownShapeError
 from dtckpt.dtensor.operators.moving import replicated
 from dtckpt.dtensor.operators.specs import spec_of
 from dtckpt.dtensor.operators.table import COMPOSITES, PLANNERS, builder_of
 from dtckpt.dtensor.tensor import DTensor, described
-from dtckpt.errors import LayoutError, capped
+from dtckpt.errors import ClientFailedError, DtckptError, LayoutError, capped
 
 assert families  # noqa: S101  (importing them fills the table)
 
@@ -54,10 +56,28 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return _with_plain(func, args, kwargs)
     known = tuple(key)
     plan = _PLANS.get(known)
-    if plan is None:
-        return _first(known, func, args, kwargs, tensors)
-    plan.calls += 1
-    return plan.run(args, kwargs, tensors)
+    try:
+        if plan is None:
+            return _first(known, func, args, kwargs, tensors)
+        plan.calls += 1
+        return plan.run(args, kwargs, tensors)
+    except Exception as error:
+        _tell(error, func, tensors)
+        raise
+
+
+def _tell(error: Exception, func: Operator, tensors: Sequence[DTensor]) -> None:
+    """Tell the other clients of an error that only this one may have, as for one index out of range, once.
+
+    Blocks: As `redistribution.tell`.
+    """
+    # Errors of ours come of exchanges, so that all clients have them, or are told where they arise.
+    if isinstance(error, DtckptError) or hasattr(error, "is_told"):
+        return
+    error.is_told = True  # type: ignore[attr-defined]  # by the innermost of the operators that this goes through
+    failure = ClientFailedError(f"operator {func}: {type(error).__name__}: {error}")
+    with suppress(DtckptError, RuntimeError):  # nobody is there to be told
+        redistribution.tell(failure, [tensors[0].device_mesh])
 
 
 def _describe(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> bool:
@@ -97,14 +117,17 @@ def _with_plain(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _common_mesh(func: Operator, tensors: Sequence[DTensor]) -> Any:
-    meshes = {tensor.device_mesh for tensor in tensors}
+    meshes = {tensor.device_mesh: None for tensor in tensors}
     if len(meshes) > 1:
         layouts = dict.fromkeys(described(tensor.layout) for tensor in tensors)
-        raise LayoutError(
+        error = LayoutError(
             f"operator {func}: got DTensors on different meshes ({capped(layouts)}), expected one mesh; redistribute "
             "moves a DTensor to another mesh"
         )
-    return meshes.pop()
+        for mesh in {mesh.clients: mesh for mesh in meshes}.values():
+            redistribution.tell(error, [mesh])
+        raise error
+    return next(iter(meshes))
 
 
 def _first(
@@ -155,9 +178,10 @@ def plan_of(call: Call) -> plans.Plan:
     if builder is None and functional is not None and is_in_place:
         builder = builder_of(functional)
     found = None
-    with suppress(NotImplementedError):  # PyTorch cannot tell the result's shape without computing it
+    with suppress(UnknownShapeError):
         found = builder(call) if builder is not None else None
     if found is not None:
+        found = found.exact_for(tensor.dtype for tensor in call.tensors if tensor._layout.has_partial)
         sizes = [tensor.numel() * tensor.element_size() for tensor in call.tensors]
         shapes = (found.shape(number) for number in range(len(found.results)))
         made = sum(torch.Size(shape).numel() for shape in shapes) * max(t.element_size() for t in call.tensors)

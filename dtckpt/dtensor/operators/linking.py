@@ -20,6 +20,23 @@ Labels = Sequence[Hashable | None]
 """A label per dim; None for a dim that is like no other and must be whole."""
 
 
+class UnknownShapeError(Exception):
+    """PyTorch cannot tell the shapes of an operator's results without computing them."""
+
+
+def result_shapes(call: Call) -> list[tuple[int, ...]]:
+    """Return the shapes of a call's results; raises what the operator raises for such arguments.
+
+    Raises:
+        UnknownShapeError: Nobody knows them.
+    """
+    try:
+        made = on_meta(call.func, call.args, call.kwargs, call.tensors)
+    except NotImplementedError as error:
+        raise UnknownShapeError from error
+    return [tuple(one.shape) for one in tensors_in([made])]
+
+
 def every(*group: int) -> Passes:
     """Return the passes of an operator that moves elements of these operands and puts nothing but zeros beside them."""
     return dict.fromkeys(REDUCE_OPS, (group or (0,),))
@@ -54,8 +71,7 @@ def linked(
         sized: See `Rule`.
         local: See `Rule`.
     """
-    made = list(tensors_in([on_meta(call.func, call.args, call.kwargs, call.tensors)]))
-    shapes = [*call.shapes, *(tuple(one.shape) for one in made)]
+    shapes = [*call.shapes, *result_shapes(call)]
     labels = [*operands, *results]
     if [len(one) for one in labels] != [len(shape) for shape in shapes]:
         return None

@@ -100,14 +100,15 @@ def replicated_layout(mesh: Mesh, ndim: int) -> Layout:
 def part(tensor: DTensor) -> None:
     """Give components that share memory, as copies that were packed from one tensor, memory of their own.
 
-    Called before each of them is written to.
+    Called before each of them is written to, or something shares its memory, through which it may be.
     """
     if len(tensor.components) < 2:
         return
     known: set[int] = set()
     parted = []
     for component in tensor.components:
-        place = component.data_ptr() if component.numel() and not component.is_meta else 0
+        is_there = component.layout is torch.strided and component.numel() and not component.is_meta
+        place = component.data_ptr() if is_there else 0
         parted.append(component.clone() if place in known else component)
         known.add(place or -1)
     tensor._components = tuple(parted)

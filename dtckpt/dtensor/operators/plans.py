@@ -79,7 +79,7 @@ class RulePlan:
         self._is_view = signature.is_view
         self._examples = _viewed(call) if self._is_view else []
         self._is_in_place = bool(signature.written)
-        self._is_copying = rule.local is not None
+        self._is_copying, self._may_copy = rule.is_copying, rule.local is not None
         self._sized = [(_place_of(call, name), self._sizes_of(call, result)) for name, result in rule.sized]
         self._offsets = self._offsets_of(call) if rule.is_located else None
         self._places = self._places_of(call)
@@ -107,6 +107,8 @@ class RulePlan:
         return [list(self._results[result].region(device, self._shapes[result]).shape) for device in devices]
 
     def _run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
+        if self._is_view:
+            part(tensors[0])
         if self._is_in_place:
             for written in tensors_in(args[:1]):
                 part(written)
@@ -161,12 +163,12 @@ class RulePlan:
         return wrapped(components, known)
 
     def _note_views(self, results: Any, call: Call, source: DTensor) -> None:
-        is_own = source._view is None and self._operands[0] is None
-        if is_own and not self._is_copying:
-            return
+        is_own = source._view is None and self._operands[0] is None and not self._is_copying
         for number, result in enumerate([results] if isinstance(results, DTensor) else results):
-            is_shared = is_own and (not source.components or _share(result.components[0], source.components[0]))
-            if not is_shared:
+            is_shared = is_own and (not self._may_copy or _share(result.components[0], source.components[0]))
+            if is_shared:
+                result._writes = views.writes_to(source)
+            else:
                 views.remember(result, source, call, None if result is results else number)
 
     def _absent(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
@@ -211,6 +213,8 @@ def written_to(tensor: Any) -> Any:
     for one in tensors_in([tensor]):
         if one._view is not None:
             views.write_through(one)
+        if one._writes is not None:
+            one._writes[0] += 1
     return tensor
 
 
@@ -315,7 +319,7 @@ class WholePlan:
         """As `Plan.run`."""
         call = Call(self.func, tuple(args), kwargs)
         written = list(tensors_in([call[name] for name in self._signature.written]))
-        for tensor in written:
+        for tensor in written or (tensors[:1] if self._signature.is_view else ()):
             part(tensor)
         whole = replicated(tensors)
         for number, tensor in enumerate(tensors):
@@ -373,7 +377,9 @@ class WholePlan:
         if self._signature.is_view and first.layout is torch.strided:
             source, copy = tensors[0], whole[0]
             is_own = copy is source and source._view is None
-            if not (is_own and _share(first, copy.components[0])):
+            if is_own and _share(first, copy.components[0]):
+                made._writes = views.writes_to(source)
+            else:
                 views.remember(made, source, call, place)
         return made
 
@@ -410,7 +416,7 @@ class ReshapingPlan:
         with no_dispatch():
             self.func(*args, **kwargs)
         tensor._components, tensor._layout, tensor._spec = made.components, made._layout, None
-        tensor._view = made._view
+        tensor._view, tensor._writes = made._view, made._writes
         return tensor
 
 

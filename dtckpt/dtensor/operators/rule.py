@@ -9,9 +9,13 @@ Shardy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+
+from dtckpt.placement import REDUCE_OPS
 
 Dims = tuple[tuple[int, ...], ...]
 """The factors of every dim of a tensor, by their numbers."""
@@ -51,6 +55,8 @@ class Rule:
         local: What each device runs instead of the operator, with the same arguments. It is kept with the plan, so it
             must not hold the call, and with it its tensors.
         is_located: Whether ``local`` is told as ``offsets``, per operand, where the device's piece begins.
+        is_copying: Whether ``local`` never shares memory with the operand, though the operator does. Where pieces are
+            empty nobody could tell.
     """
 
     sizes: tuple[int, ...]
@@ -69,6 +75,20 @@ class Rule:
     sized: tuple[tuple[str, int], ...] = ()
     local: Callable[..., Any] | None = None
     is_located: bool = False
+    is_copying: bool = False
+
+    def exact_for(self, waiting: Iterable[torch.dtype]) -> Rule:
+        """Return the rule for operands of these dtypes that wait for reductions.
+
+        An average of integers is rounded, and a sum of short ones wraps around, before anything is computed with it.
+        What lets every reduction pass does not compute: it moves elements.
+        """
+        whole = [dtype for dtype in waiting if not (dtype.is_floating_point or dtype.is_complex)]
+        if not whole or self.passes.keys() >= set(REDUCE_OPS):
+            return self
+        is_short = any(dtype.itemsize < torch.int64.itemsize for dtype in whole)
+        inexact = {"avg", "sum", "product"} if is_short else {"avg"}
+        return replace(self, passes={op: groups for op, groups in self.passes.items() if op not in inexact})
 
     def shape(self, result: int) -> tuple[int, ...]:
         """Return the global shape of a result."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.families.batches import result_shapes
+from dtckpt.dtensor.operators.linking import result_shapes
 from dtckpt.dtensor.operators.rule import Dims, Factors, Rule
 from dtckpt.dtensor.operators.table import rule
 

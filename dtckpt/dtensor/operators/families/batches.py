@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators.call import Call, Operator, tensors_in
+from dtckpt.dtensor.operators.call import Call, Operator
+from dtckpt.dtensor.operators.linking import result_shapes
 from dtckpt.dtensor.operators.moving import replicated
-from dtckpt.dtensor.operators.plans import on_meta
 from dtckpt.dtensor.operators.rule import Dims, Passes, Rule, pointwise
 from dtckpt.dtensor.operators.table import Builder, composite, rule
 
@@ -69,12 +69,6 @@ def batched(
         unread=frozenset(unread),
         sized=sized,
     )
-
-
-def result_shapes(call: Call) -> list[tuple[int, ...]]:
-    """Return the shapes of a call's results; raises what the operator raises for such arguments."""
-    made = on_meta(call.func, call.args, call.kwargs, call.tensors)
-    return [tuple(one.shape) for one in tensors_in([made])]
 
 
 def functional_overloads(*names: str) -> Iterator[Operator]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.families.batches import result_shapes
+from dtckpt.dtensor.operators.linking import result_shapes
 from dtckpt.dtensor.operators.rule import Dims, Factors, Passes, Rule
 from dtckpt.dtensor.operators.table import composite, rule
 

@@ -30,10 +30,13 @@ def _copy(call: Call) -> Rule:
 
 @rule(_aten._to_copy.default)
 def _convert(call: Call) -> Rule:
-    """Rounding a term is not rounding the sum, but between floats that is what is wanted of gradients."""
-    dtype, own = call["dtype"], call.tensors[0].dtype
-    is_float = dtype is None or (dtype.is_floating_point and own.is_floating_point)
-    return _identity(call, _ALL if is_float or dtype == own else {})
+    own = call.tensors[0].dtype
+    return _identity(call, _ALL if _may_round(own, call["dtype"] or own) else {})
+
+
+def _may_round(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether terms may be converted: to round them is not to round their sum, but it is what gradients want."""
+    return source == target or (source.is_floating_point and target.is_floating_point)
 
 
 @rule(_aten.zero_.default)
@@ -44,7 +47,7 @@ def _zero(call: Call) -> Rule:
 
 @rule(_aten.copy.default)
 def _assign(call: Call) -> Rule | None:
-    """The first operand gives the layout and is not read; where it waits for a reduction, the second does too."""
+    """The first operand gives the layout and is not read; where it waits for a reduction, the second may too."""
     target, value = call.shapes
     factors = Factors()
     dims = factors.dims(target)
@@ -52,7 +55,8 @@ def _assign(call: Call) -> Rule | None:
     if lead < 0 or any(size not in {1, target[lead + dim]} for dim, size in enumerate(value)):
         return None
     given: Dims = tuple(dims[lead + dim] if size == target[lead + dim] else () for dim, size in enumerate(value))
-    both: Passes = dict.fromkeys(REDUCE_OPS, ((0, 1),))
+    target_dtype, value_dtype = (tensor.dtype for tensor in call.tensors)
+    both: Passes = dict.fromkeys(REDUCE_OPS, ((0, 1),)) if _may_round(value_dtype, target_dtype) else {}
     return Rule(factors.sizes, (dims, given), (dims,), passes=both, unread=frozenset({0}))
 
 

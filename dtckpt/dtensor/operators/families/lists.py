@@ -126,7 +126,8 @@ def _columns(call: Call, *, is_fixed: bool) -> list[_Column]:
 def _choice(rule: Rule, tensors: Sequence[DTensor], *, is_fixed: bool) -> Choice:
     layouts = [tensor._layout for tensor in tensors]
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    found = choose(rule, layouts, sizes, max(sizes), is_fixed=is_fixed)
+    exact = rule.exact_for(tensor.dtype for tensor in tensors if tensor._layout.has_partial)
+    found = choose(exact, layouts, sizes, max(sizes), is_fixed=is_fixed)
     if found is not None:
         return found
     whole = [replicated_layout(layouts[0].mesh, tensor.ndim) for tensor in tensors]

@@ -148,11 +148,11 @@ def _part(
 def _conjugate(call: Call) -> Rule | None:
     """Components are conjugated at once: what runs on them takes no notice of PyTorch's mark for it."""
     found = pointwise(call.shapes, LINEAR)
-    return found and replace(found, local=torch.conj_physical)
+    return found and replace(found, local=torch.conj_physical, is_copying=True)
 
 
 @rule(_aten._neg_view.default)
 def _negate(call: Call) -> Rule | None:
     """As for conjugates."""
     found = pointwise(call.shapes, LINEAR)
-    return found and replace(found, local=torch.neg)
+    return found and replace(found, local=torch.neg, is_copying=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.families.batches import result_shapes
+from dtckpt.dtensor.operators.linking import result_shapes
 from dtckpt.dtensor.operators.rule import LINEAR, Factors, Rule
 from dtckpt.dtensor.operators.table import rule
 

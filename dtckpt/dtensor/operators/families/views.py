@@ -5,15 +5,18 @@ The dims that such an operator works along are whole; the others are as they wer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dtckpt.dtensor.operators.call import Call
+from dtckpt.dtensor.operators.composing import is_split
 from dtckpt.dtensor.operators.linking import Labels, aliased, but, every, linked, place_of, places_of, without
 from dtckpt.dtensor.operators.rule import LINEAR, Rule
 from dtckpt.dtensor.operators.table import composite, rule
+from dtckpt.dtensor.operators.views import meeting, places_in
 
 _aten = torch.ops.aten
 
@@ -45,10 +48,29 @@ def _expand(call: Call) -> Rule | None:
     return linked(call, [range(len(shape))], [result], passes=every(), sized=(("size", 0),))
 
 
+def _chosen(call: Call, dim: int, result: Labels) -> Rule | None:
+    """Return the rule of a view of places along a dim. Where it is split, each device gives those that it has."""
+    (source,), (shape,) = call.tensors, call.shapes
+    if not shape or source.dtype == torch.bool or not is_split(source, [dim]):
+        return _view(call, result)
+    found = linked(call, [range(len(shape))], [result], contracted={dim: "sum"}, passes=every())
+    places, func = places_in(call, shape), call.func
+
+    def local(piece: torch.Tensor, *_: Any, offsets: Sequence[tuple[int, ...]], **__: Any) -> torch.Tensor:
+        sizes = [*piece.shape[:dim], len(places), *piece.shape[dim + 1 :]]
+        made = piece.new_zeros(sizes)
+        there, here = meeting(places, offsets[0][dim], piece.shape[dim])
+        made[(slice(None),) * dim + (there,)] = piece[(slice(None),) * dim + (here,)]
+        return made.squeeze(dim) if func is _aten.select.int else made
+
+    return found and replace(found, local=local, is_located=True, is_copying=True)
+
+
 @rule(_aten.select.int)
 def _select(call: Call) -> Rule | None:
     ndim = len(call.shapes[0])
-    return _view(call, without(place_of(call["dim"], ndim), ndim))
+    dim = place_of(call["dim"], ndim)
+    return _chosen(call, dim, without(dim, ndim))
 
 
 @rule(_aten.slice.Tensor)
@@ -60,7 +82,7 @@ def _slice(call: Call) -> Rule | None:
     start, end, step = call["start"] or 0, call["end"], call["step"]
     if (start == 0 or start <= -size) and (end is None or end >= size) and step == 1:
         return _view(call, range(len(shape)), local=aliased)
-    return _view(call, but(dim, len(shape)))
+    return _chosen(call, dim, but(dim, len(shape)))
 
 
 @rule(

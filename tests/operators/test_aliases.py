@@ -1,0 +1,95 @@
+"""Whatever shares memory with plain tensors shares values with DTensors, however these lie."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtckpt import UNSHARDED, Layout, Partial, Replicate, Shard, abstract_mesh, pack
+from dtckpt.dtensor import distribute_tensor
+
+from .aliases import run_program, run_programs_on_clients, write_to_conjugate
+from .tables import moves
+
+EXAMPLES = int(os.environ.get("DTCKPT_ALIASES", "60"))
+LINE = abstract_mesh({"x": 4})
+MESHES = (abstract_mesh({"x": 3}), LINE, abstract_mesh({"x": 2, "y": 2}), abstract_mesh({"x": 1}))
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.sampled_from(MESHES), st.data())
+def test_programs_of_views_and_writes(mesh, data):
+    run_program(mesh, data.draw)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("axes", [{"x": 3}, {"x": 2, "y": 2}])
+def test_programs_on_clients(pool, axes):
+    clients = torch.Size(axes.values()).numel()
+    counts = pool.values(run_programs_on_clients, axes, EXAMPLES // 6, clients=clients, group=True, timeout_s=200)
+    assert len(set(counts)) == 1
+    assert counts[0] > EXAMPLES // 12
+
+
+def test_writes_to_data_reach_views_whose_values_had_to_move():
+    whole = torch.arange(12.0).reshape(4, 3)
+    ours = distribute_tensor(whole, LINE, [Shard(0)])
+    for one in (whole, ours):
+        one.rows = one[1], one[1]
+        one.data.add_(1)
+        one.rows[0].data.mul_(2)
+    for row, other in zip(ours.rows, whole.rows, strict=True):
+        assert torch.equal(row.full_tensor(), other)
+    assert torch.equal(ours.full_tensor(), whole)
+
+
+def test_two_tensors_with_the_same_data_follow_it_both():
+    whole = torch.arange(12.0).reshape(4, 3)
+    ours = distribute_tensor(whole, LINE, [Shard(0)])
+    other = distribute_tensor(torch.zeros(3), LINE, [Replicate()])
+    row = ours[1]
+    other.data = row
+    ours.add_(1)
+    assert torch.equal(other.full_tensor(), whole[1] + 1)
+    assert torch.equal(row.full_tensor(), whole[1] + 1)
+
+
+def test_copies_that_were_packed_as_one_tensor_share_it_with_their_views():
+    shared = torch.arange(4.0)
+    ours = pack([shared] * 4, Layout([UNSHARDED], LINE))
+    view = ours.view(2, 2)
+    view.add_(1)
+    ours.mul_(2)
+    expected = (torch.arange(4.0) + 1) * 2
+    assert [component.flatten().tolist() for component in view.components] == [expected.tolist()] * 4
+
+
+ASSIGNED = {
+    "row": lambda x: x.__setitem__(1, 5.0),
+    "row of numbers": lambda x: x.__setitem__(-2, torch.arange(300.0)),
+    "rows": lambda x: x.__setitem__(slice(1, 6, 2), 5.0),
+    "element": lambda x: x.__setitem__((4, 7), 5.0),
+    "part of a view": lambda x: x.t()[:, 2].add_(1),
+}
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
+@pytest.mark.parametrize("placements", [[Shard(0)], [Partial()]])
+def test_writes_to_some_rows_move_no_others(name, placements):
+    whole = torch.arange(600 * 300.0).reshape(600, 300)
+    ours = distribute_tensor(whole, LINE, placements)
+    with moves() as found:
+        ASSIGNED[name](ours)
+    assert max((numel for numel, _, _ in found), default=0) <= 3 * 300
+    ASSIGNED[name](whole)
+    assert torch.equal(ours.full_tensor(), whole)
+    assert ours.placements == tuple(placements)
+
+
+@pytest.mark.processes
+def test_writes_to_conjugates_wait_for_no_client_whose_piece_is_empty(pool):
+    expected = torch.complex(torch.arange(4.0), torch.ones(4)).conj() * 2
+    for made in pool.values(write_to_conjugate, clients=3, group=True):
+        assert torch.equal(made, expected.conj().resolve_conj())
