@@ -37,6 +37,8 @@ bench: install
 	$(BIN)/python -m benchmarks.received_bytes
 	$(BIN)/python -m benchmarks.local_redistribute
 	$(BIN)/python -m benchmarks.dispatch
+	$(BIN)/python -m benchmarks.randomness
+	$(BIN)/python -m benchmarks.coordinator
 
 lint: install
 	$(BIN)/ruff check .
