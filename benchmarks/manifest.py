@@ -19,7 +19,7 @@ from rich.table import Table
 
 from dtckpt import Layout
 from dtckpt.clients import abstract_mesh
-from dtckpt.format.content import ContentSum
+from dtckpt.format.content import content_share
 from dtckpt.format.digest import digest_chunk
 from dtckpt.format.manifest import ArrayEntry, Manifest
 from dtckpt.planning.save_plan import SavePlan, TensorSpec, holdings_of, plan_save
@@ -62,9 +62,9 @@ def speeds(rounds: int) -> list[tuple[str, float]]:
     entry = manifest_of(plan_save(specs_of(1), 16 << 20)).arrays["model/layers/0/mlp/w"]
     work: dict[str, Callable[[], Any]] = {
         "chunk digest": lambda: digest_chunk("w", (0, 0), elements, entry.blocks),
-        "content": lambda: ContentSum(elements.shape, 4).add(elements, region),
-        "content, columns": lambda: ContentSum((4096, 8192), 4).add(elements, Region((0, 8), (4096, 4096))),
-        "content, unaligned": lambda: ContentSum((4096, 8192), 4).add(elements, Region((0, 1), (4096, 4096))),
+        "content": lambda: content_share(elements, elements.shape, region),
+        "content, columns": lambda: content_share(elements, (4096, 8192), Region((0, 8), (4096, 4096))),
+        "content, unaligned": lambda: content_share(elements, (4096, 8192), Region((0, 1), (4096, 4096))),
     }
     return [(name, elements.nbytes / timed(each, rounds)[0] / 1e9) for name, each in work.items()]
 

@@ -194,17 +194,17 @@ class TensorEntry(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     WRITERS_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
-    CONTENT_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     """Array path below the root of the key-value store."""
     dtype: _builtins.str
     """dtype of the tensor, and of the stored elements where that differs."""
     stored_dtype: _builtins.str
-    content: _builtins.int
-    """Content digest (see docs/format.md): equal for equal stored elements, whatever the chunks."""
     codec: Global___Codec.ValueType
+    content: _builtins.int
+    """CRC-64/NVME of the stored elements in C order, whatever the chunks (see docs/format.md)."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -240,8 +240,8 @@ class TensorEntry(_message.Message):
         digests: _abc.Iterable[_builtins.int] | None = ...,
         writers: _abc.Iterable[Global___WriterRun] | None = ...,
         missing: _abc.Iterable[_builtins.int] | None = ...,
-        content: _builtins.int | None = ...,
         codec: Global___Codec.ValueType = ...,
+        content: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "content", b"content", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -348,7 +348,7 @@ class ClientChunks(_message.Message):
 
     @_builtins.property
     def contents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per tensor of which it writes chunks, their part of the sum that is the tensor's content; empty if not asked for."""
+        """Per tensor of which it writes chunks, their share in the tensor's content; empty if not asked for."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dtckpt.format.content import SMALL_NBYTES, ContentSum, ContentSums
+from dtckpt.format.content import content_share
 from dtckpt.format.digest import Blocks, digest_chunk
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.planning.save_plan import TensorPlan
@@ -33,7 +33,7 @@ class TensorDigests:
     Args:
         chunks: Digest by chunk number, ascending.
         blocks_of: Digests of the blocks, by number of a chunk that has several.
-        content: The chunks' part of the content sum.
+        content: The chunks' share in the tensor's content.
     """
 
     chunks: dict[int, int] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class TensorDigests:
         self.chunks[number], blocks, content = found
         if blocks:
             self.blocks_of[number] = blocks
-        self.content = (self.content + content) % 2**64
+        self.content ^= content
 
 
 _Found = tuple[int, list[int], int]
@@ -62,7 +62,7 @@ class Digesting:
 
     Args:
         thread: Where large chunks are digested; None: in the caller's.
-        with_content: Whether to add up the content.
+        with_content: Whether to digest the content, too.
     """
 
     def __init__(self, thread: ThreadPoolExecutor | None, *, with_content: bool) -> None:
@@ -72,7 +72,6 @@ class Digesting:
         self._pending: list[tuple[TensorDigests, int, Future[_Found]]] = []
         self._waiting: deque[tuple[Future[_Found], int]] = deque()
         self._waiting_nbytes = 0
-        self._small = ContentSums()
         self._lock = threading.Lock()
 
     def add(
@@ -83,19 +82,14 @@ class Digesting:
         Blocks: On the digests of chunks before, where elements that are not kept (see `ArrayWriter.write`) wait.
         """
         result = self._results.get(position) or self._results.setdefault(position, TensorDigests())
-        if self._thread is None:
-            result.put(number, self._digest(plan, number, elements, with_content=self._with_content))
-        elif elements.nbytes >= MIN_NBYTES:
-            result.chunks[number] = 0  # keeps the place
-            found = self._thread.submit(self._digest, plan, number, elements, with_content=self._with_content)
-            self._pending.append((result, number, found))
-            if not is_kept:
-                self._bound(found, elements.nbytes)
-        else:
-            is_small = elements.nbytes <= SMALL_NBYTES
-            result.put(number, self._digest(plan, number, elements, with_content=self._with_content and not is_small))
-            if self._with_content and is_small:
-                self._small.add(position, plan.grid.shape, elements, plan.grid.chunk(number)[1])
+        if self._thread is None or elements.nbytes < MIN_NBYTES:
+            result.put(number, self._digest(plan, number, elements))
+            return
+        result.chunks[number] = 0  # keeps the place
+        found = self._thread.submit(self._digest, plan, number, elements)
+        self._pending.append((result, number, found))
+        if not is_kept:
+            self._bound(found, elements.nbytes)
 
     def _bound(self, found: Future[_Found], nbytes: int) -> None:
         """Wait for the oldest, so that not too many bytes stay in memory for their digests alone."""
@@ -106,15 +100,10 @@ class Digesting:
             oldest.result()
             self._waiting_nbytes -= nbytes
 
-    @staticmethod
-    def _digest(plan: TensorPlan, number: int, elements: np.ndarray[Any, Any], *, with_content: bool) -> _Found:
+    def _digest(self, plan: TensorPlan, number: int, elements: np.ndarray[Any, Any]) -> _Found:
         (index, region), itemsize = plan.grid.chunk(number), DTYPES[plan.spec.stored_dtype].itemsize
         digest, blocks = digest_chunk(plan.spec.name, index, elements, Blocks.of(plan.grid, itemsize))
-        if not with_content:
-            return digest, blocks, 0
-        content = ContentSum(plan.grid.shape, itemsize)
-        content.add(elements, region)
-        return digest, blocks, content.total
+        return digest, blocks, content_share(elements, plan.grid.shape, region) if self._with_content else 0
 
     def then(self, work: Callable[[], _Result]) -> Callable[[], _Result]:
         """Do more, when all chunks taken so far are digested; what is returned waits for it."""
@@ -126,9 +115,6 @@ class Digesting:
             for result, number, found in self._pending:
                 result.put(number, found.result())
             self._pending.clear()
-            small, self._small = self._small, ContentSums()
-            for position, content in small.totals().items():
-                self._results[position].content = (self._results[position].content + content) % 2**64
         return self._results
 
 

@@ -78,7 +78,8 @@ class TensorInfo:
         layout: Layout at the time of the save; None if it was on no mesh.
         nbytes: Bytes of its elements on storage, before compression.
         content_digest: Says what the tensor holds: tensors of equal shape and stored dtype have equal elements if and
-            only if their content digests are equal (but for one case in 2**32), whatever their layouts.
+            only if their content digests are equal (but for one case in 2**64), whatever their layouts. It is the
+            CRC-64/NVME of the elements as they are stored, in C order.
     """
 
     name: str

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dtckpt.errors import CheckpointCorruptError, StorageError
-from dtckpt.format.content import ContentSum, content_digest
+from dtckpt.format.content import content_digest, content_share
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import ArrayEntry
 from dtckpt.region import Region
@@ -79,10 +79,10 @@ def verify(checkpoint: Checkpoint, *, threads: int | None = None, progress: Prog
     with ThreadPoolExecutor(max(1, min(wanted, MAX_NBYTES // max(1, largest)))) as pool:
         try:
             for name, chunks in groupby(_checked(checkpoint, pool, wanted), key=lambda chunk: chunk.entry.name):
-                total, is_sound = 0, True
+                share, is_sound = 0, True
                 for chunk in chunks:
                     damages += chunk.damages
-                    total, is_sound = (total + chunk.content) % 2**64, is_sound and not chunk.damages
+                    share, is_sound = share ^ chunk.content, is_sound and not chunk.damages
                     num_chunks += 1
                     nbytes += chunk.nbytes
                     if progress is not None:
@@ -90,7 +90,7 @@ def verify(checkpoint: Checkpoint, *, threads: int | None = None, progress: Prog
                 entry = checkpoint.manifest.arrays[name]
                 if entry.content is not None and is_sound:
                     num_contents += 1
-                    if content_digest(total, entry.shape, entry.stored_dtype) != entry.content:
+                    if content_digest(share, entry.shape, entry.itemsize) != entry.content:
                         damages.append(Damage(name, None, "its content digest does not match"))
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -129,12 +129,12 @@ def _checked(checkpoint: Checkpoint, pool: ThreadPoolExecutor, threads: int) -> 
 def _check(checkpoint: Checkpoint, entry: ArrayEntry, number: int) -> _Checked:
     region = entry.grid.region(entry.grid.index(number))
     elements = np.empty(region.shape, DTYPES[entry.stored_dtype])
-    content = ContentSum(entry.shape, entry.itemsize)
+    content = 0
     damages: list[Damage] = []
     try:
         checkpoint.read_into(entry.name, region, elements)
         if entry.content is not None:
-            content.add(elements, region)
+            content = content_share(elements, entry.shape, region)
     except (CheckpointCorruptError, StorageError) as error:
         damages.append(Damage(entry.name, region, error.message))
     try:
@@ -142,4 +142,4 @@ def _check(checkpoint: Checkpoint, entry: ArrayEntry, number: int) -> _Checked:
         checkpoint.block_digests(entry, number)
     except (CheckpointCorruptError, StorageError) as error:
         damages.append(Damage(entry.name, region, error.message))
-    return _Checked(entry, elements.nbytes, content.total, tuple(damages))
+    return _Checked(entry, elements.nbytes, content, tuple(damages))

@@ -124,7 +124,7 @@ class ClientWriter:
 
         Args:
             check_replicas: Compare this client's copies, and note digests of those that others have too.
-            content_digest: Add up the content of the tensors.
+            content_digest: Say what the tensors hold.
 
         Returns:
             Digest of the chunk list's file.
@@ -290,14 +290,15 @@ def _entries(plan: SavePlan, root: Folder, announced: Mapping[int, int]) -> Iter
             raise CheckpointCorruptError(f"client {client} did not write as planned; nothing was committed, save again")
         digests[places] = np.array(chunk_list.digests, np.uint64)
         if len(chunk_list.contents) == tensors.size:
-            contents[tensors] += np.array(chunk_list.contents, np.uint64)
+            contents[tensors] ^= np.array(chunk_list.contents, np.uint64)
         else:
             has_content = False
         for copy in chunk_list.copies:
             copies.setdefault((copy.tensor, copy.box), {}).setdefault(copy.digest, []).append(client)
     _validate_copies(plan, copies)
-    for item, chunks, total in zip(plan.tensors, pairwise(plan.starts.tolist()), contents.tolist(), strict=True):
-        content = content_digest(total, item.grid.shape, item.spec.stored_dtype) if has_content else None
+    for item, chunks, share in zip(plan.tensors, pairwise(plan.starts.tolist()), contents.tolist(), strict=True):
+        itemsize = DTYPES[item.spec.stored_dtype].itemsize
+        content = content_digest(share, item.grid.shape, itemsize) if has_content else None
         if content is not None and item.spec.content not in (None, content):
             raise CheckpointCorruptError(
                 f"tensor {item.spec.name!r} would not hold what it held before; got content {content:016x}, expected "

@@ -10,15 +10,15 @@ from states import bits_of
 import dtckpt
 from dtckpt import Layout, Region, abstract_mesh
 
-from .golden import FOLDER, KVSTORES, LAYOUTS, VALUES, tensors
+from .golden import ERAS, FOLDER, KVSTORES, LAYOUTS, VALUES, tensors
 
 MESH = abstract_mesh({"z": 3})
 
 
-@pytest.fixture(params=KVSTORES)
+@pytest.fixture(params=[f"{era}/{kvstore}" for era in ERAS for kvstore in KVSTORES])
 def path(request, tmp_path):
     # A copy, so that nothing can write to the original.
-    return shutil.copytree(FOLDER / "format-1" / request.param, tmp_path / "s")
+    return shutil.copytree(FOLDER / request.param, tmp_path / request.param)
 
 
 def test_every_tensor_and_value_is_what_it_was(path):
@@ -34,29 +34,34 @@ def test_layouts_contents_and_digests(path):
     with dtckpt.open_checkpoint(path) as checkpoint:
         assert checkpoint.manifest.format_version == 1
         report = checkpoint.verify()
-        # One tensor is empty: there is nothing of it to compare.
-        assert (report.damages, report.num_contents) == ((), report.num_tensors - 1)
+        assert report.damages == ()
         for name, specs in LAYOUTS.items():
             layout = checkpoint.info(name).layout
             assert layout == Layout(specs, layout.mesh)
             assert (layout.mesh.name, dict(layout.mesh.axis_sizes)) == ("train", {"x": 2, "y": 2})
-        contents = {name: f"{info.content_digest:016x}" for name, info in checkpoint.tensors.items()}
+        contents = {name: info.content_digest for name, info in checkpoint.tensors.items()}
         rows = Region((5, 100), (2, 50))
         assert checkpoint.read("model/large", rows).equal(tensors()["model/large"][rows.slices()])
-    assert contents == json.loads((FOLDER / "format-1" / "contents.json").read_text())
+    if "crc64" in str(path):
+        # One tensor is empty: there is nothing of it to compare.
+        assert report.num_contents == report.num_tensors - 1
+        expected = json.loads((FOLDER / "format-1-crc64" / "contents.json").read_text())
+        assert contents == {name: int(digits, 16) for name, digits in expected.items()}
+    else:
+        assert (report.num_contents, set(contents.values())) == (0, {None})
 
 
 def test_it_is_laid_out_anew(path, tmp_path):
     dtckpt.reshard(path, tmp_path / "new", mesh=MESH, layouts={"model/w": Layout(["z", "unsharded"], MESH)})
     with dtckpt.open_checkpoint(path) as old, dtckpt.open_checkpoint(tmp_path / "new") as new:
-        assert {name: info.content_digest for name, info in old.tensors.items()} == {
-            name: info.content_digest for name, info in new.tensors.items()
-        }
+        for name, info in old.tensors.items():
+            assert info.content_digest in (None, new.info(name).content_digest)
 
 
 @pytest.mark.parametrize("kvstore", KVSTORES)
-def test_rounded_to_bfloat16(kvstore):
-    restored = dtckpt.restore(FOLDER / "format-1" / f"{kvstore}-bf16")["model/rounded"]
+@pytest.mark.parametrize("era", ERAS)
+def test_rounded_to_bfloat16(era, kvstore):
+    restored = dtckpt.restore(FOLDER / era / f"{kvstore}-bf16")["model/rounded"]
     expected = tensors()["model/rounded"].to(torch.bfloat16).to(torch.float32)
     assert restored.dtype == torch.float32
     assert restored.isnan().tolist() == expected.isnan().tolist()

@@ -15,6 +15,8 @@ import dtckpt
 from dtckpt import UNSHARDED, Layout, SaveOptions, abstract_mesh
 
 FOLDER = Path(__file__).parent
+ERAS = ("format-1", "format-1-crc64")
+"""Of the first, the content digests are not known any more."""
 KVSTORES = ("ocdbt", "zarr")
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
