@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from dtckpt.dtensor.functional import gradient_layout
 from dtckpt.dtensor.operators.moving import brought
-from dtckpt.layout import Layout
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
@@ -29,8 +29,12 @@ def settled(tensor: Any) -> Any:
 
     Collective: Over the mesh's clients, if reductions are pending.
     """
-    layout = tensor._layout
-    return brought([tensor], [Layout(layout.sharding_specs, layout.mesh)])[0] if layout.has_partial else tensor
+    return settled_all([tensor])[0]
+
+
+def settled_all(tensors: Sequence[Any]) -> list[Any]:
+    """Return tensors, each as `settled`, all reduced together. Collective: As there."""
+    return brought(tensors, [gradient_layout(one._layout) if one._layout.has_partial else None for one in tensors])
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:

@@ -115,7 +115,7 @@ class RulePlan:
         moved = brought(tensors, self._operands) if self._moves else tensors
         parts = [tensor.components for tensor in moved]
         if not parts[0]:
-            return self._absent(args, kwargs, tensors)
+            return args[0] if self._is_in_place else absent(self.func, args, kwargs, tensors, self._results)
         made = []
         for number in range(len(parts[0])):
             local_args, local_kwargs = with_tensors(args, kwargs, [part[number] for part in parts])
@@ -171,21 +171,6 @@ class RulePlan:
             else:
                 views.remember(result, source, call, None if result is results else number)
 
-    def _absent(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
-        """Return the result on a client that has no device in the mesh."""
-        if self._is_in_place:
-            return args[0]
-        made = on_meta(self.func, args, kwargs, tensors)
-        numbers = iter(range(len(self._results)))
-
-        def wrap(one: Any) -> Any:
-            if not isinstance(one, torch.Tensor):
-                return one
-            number = next(numbers)
-            return DTensor([], self._results[number], self._shapes[number], one.dtype, device=tensors[0].device)
-
-        return wrap(made) if isinstance(made, torch.Tensor) else type(made)(map(wrap, made))
-
 
 def _viewed(call: Call) -> list[torch.Tensor]:
     """Return results on no device: a piece's strides may leave open which dim comes first, and the whole's do not."""
@@ -228,6 +213,30 @@ def on_meta(func: Operator, args: Args, kwargs: Kwargs, tensors: Sequence[DTenso
     if "device" in meta_kwargs:
         meta_kwargs["device"] = torch.device("meta")
     return func(*meta_args, **meta_kwargs)
+
+
+def absent(
+    func: Operator, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor], layouts: Sequence[Layout] = ()
+) -> Any:
+    """Return an operator's results on a client that has no device in the mesh.
+
+    Args:
+        func: The operator.
+        args: Its arguments.
+        kwargs: Arguments by name.
+        tensors: The tensors among the arguments.
+        layouts: Of the results that are tensors; replicated, if there are none.
+    """
+    known = iter(layouts)
+
+    def wrap(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one
+        layout = next(known, None) or replicated_layout(tensors[0].device_mesh, one.ndim)
+        return DTensor([], layout, one.shape, one.dtype, device=tensors[0].device)
+
+    made = on_meta(func, args, kwargs, tensors)
+    return wrap(made) if isinstance(made, torch.Tensor) else type(made)(map(wrap, made))
 
 
 class CompositePlan:
@@ -326,7 +335,9 @@ class WholePlan:
             if whole[number] is not tensor and any(tensor is one for one in written):
                 whole[number] = replicated([tensor], is_copied=True)[0]
         if not whole[0].components:
-            return self._absent(args, kwargs, tensors)
+            if written:
+                return call[self._signature.written[0]]
+            return absent(self.func, args, kwargs, tensors)
         made = []
         for number in range(len(whole[0].components)):
             parts = [tensor.components[number] for tensor in whole]
@@ -382,20 +393,6 @@ class WholePlan:
             else:
                 views.remember(made, source, call, place)
         return made
-
-    def _absent(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
-        if self._signature.written:
-            return Call(self.func, tuple(args), kwargs)[self._signature.written[0]]
-        mesh = tensors[0].device_mesh
-
-        def wrap(one: Any) -> Any:
-            if not isinstance(one, torch.Tensor):
-                return one
-            layout = replicated_layout(mesh, one.ndim)
-            return DTensor([], layout, tuple(one.shape), one.dtype, device=tensors[0].device)
-
-        made = on_meta(self.func, args, kwargs, tensors)
-        return wrap(made) if isinstance(made, torch.Tensor) else type(made)(map(wrap, made))
 
 
 class ReshapingPlan:

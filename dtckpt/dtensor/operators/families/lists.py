@@ -14,7 +14,7 @@ import torch
 from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in, with_tensors
 from dtckpt.dtensor.operators.choosing import Choice, choose
 from dtckpt.dtensor.operators.moving import brought, replicated_layout, write
-from dtckpt.dtensor.operators.plans import on_meta, written_to
+from dtckpt.dtensor.operators.plans import absent, on_meta, written_to
 from dtckpt.dtensor.operators.rule import Rule, pointwise
 from dtckpt.dtensor.operators.specs import global_stride, spec, wrapped
 from dtckpt.dtensor.operators.table import PLANNERS, builder_of
@@ -82,11 +82,8 @@ class ListsPlan:
         self, made: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
     ) -> list[DTensor]:
         if not made:
-            metas = on_meta(self.func, args, kwargs, tensors)
-            return [
-                DTensor([], column.choice.results[0], column.shape, meta.dtype, device=tensors[0].device)
-                for column, meta in zip(self._columns, metas, strict=True)
-            ]
+            layouts = [column.choice.results[0] for column in self._columns]
+            return list(absent(self.func, args, kwargs, tensors, layouts))
         results = []
         for number, column in enumerate(self._columns):
             components = [one[number] for one in made]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.composing import accumulated, cast, is_split, settled
-from dtckpt.dtensor.operators.families.statistics import moments
+from dtckpt.dtensor.operators.composing import accumulated, cast, settled
+from dtckpt.dtensor.operators.families.statistics import moments, split_dims
 from dtckpt.dtensor.operators.rule import Dims, Factors, Rule
 from dtckpt.dtensor.operators.table import composite, rule
 from dtckpt.dtensor.tensor import DTensor
@@ -67,16 +67,10 @@ def _backward(call: Call) -> Rule:
     )
 
 
-def _split_dims(tensor: DTensor, trailing: Sequence[int]) -> list[int] | None:
-    """Return the normalised dims if one of them is split, else None."""
-    dims = list(range(tensor.ndim - len(trailing), tensor.ndim))
-    return dims if is_split(tensor, dims) and tensor.numel() else None
-
-
 @composite(_aten.native_layer_norm.default)
 def _layer_norm(input: DTensor, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:  # noqa: A002
     """Normalised dims split: mean and deviation are of all pieces."""
-    dims = _split_dims(input, normalized_shape)
+    dims = split_dims(input, range(-len(normalized_shape), 0))
     if dims is None:
         return NotImplemented
     wide = settled(cast(input, accumulated(input.dtype)))
@@ -108,7 +102,7 @@ def _layer_norm_backward(
     output_mask: Sequence[bool],
 ) -> Any:
     """Normalised dims split: as forward."""
-    dims = _split_dims(input, normalized_shape)
+    dims = split_dims(input, range(-len(normalized_shape), 0))
     if dims is None:
         return NotImplemented
     wide = accumulated(input.dtype)
@@ -133,7 +127,7 @@ def _over_lead(tensor: Any, dims: list[int], like: Any) -> Any:
 @composite(_aten._fused_rms_norm.default)
 def _rms_norm(input: DTensor, normalized_shape: Any, weight: Any, eps: float | None) -> Any:  # noqa: A002
     """Normalised dims split: the mean of squares is of all pieces."""
-    dims = _split_dims(input, normalized_shape)
+    dims = split_dims(input, range(-len(normalized_shape), 0))
     if dims is None:
         return NotImplemented
     wide = settled(cast(input, accumulated(input.dtype)))
@@ -154,7 +148,7 @@ def _rms_norm_backward(
     output_mask: Sequence[bool],
 ) -> Any:
     """Normalised dims split: as forward."""
-    dims = _split_dims(input, normalized_shape)
+    dims = split_dims(input, range(-len(normalized_shape), 0))
     if dims is None:
         return NotImplemented
     wide = accumulated(input.dtype)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators.composing import settled
+from dtckpt.dtensor.operators.composing import settled, settled_all
 from dtckpt.dtensor.operators.moving import brought, replicated, replicated_layout, write
 from dtckpt.dtensor.operators.plans import written_to
 from dtckpt.dtensor.operators.table import composite
@@ -61,15 +61,6 @@ def _norms(parts: Sequence[torch.Tensor], order: float, dtype: torch.dtype | Non
     found = iter(torch._foreach_norm(filled, order, dtype) if filled else ())
     zero = torch.zeros((), dtype=torch.float64, device=parts[0].device)
     return torch.stack([next(found).to(torch.float64) if part.numel() else zero for part in parts])
-
-
-def settled_all(tensors: Sequence[Any]) -> list[Any]:
-    """Return tensors without pending reductions, all done together. Collective: If there are any."""
-    wanted = [
-        Layout(tensor._layout.sharding_specs, tensor.device_mesh) if tensor._layout.has_partial else None
-        for tensor in tensors
-    ]
-    return brought(tensors, wanted)
 
 
 @composite(_aten._amp_foreach_non_finite_check_and_unscale_.default)

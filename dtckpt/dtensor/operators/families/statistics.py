@@ -58,10 +58,10 @@ def _quietly(call: Call, num_results: int) -> Callable[..., Any]:
     return local
 
 
-def _split_dims(tensor: DTensor, dim: int | Sequence[int] | None) -> list[int] | None:
-    """Return the dims that go if one of them is split, else None."""
+def split_dims(tensor: DTensor, dim: int | Sequence[int] | None) -> list[int] | None:
+    """Return dims that are reduced, if one of them is split and there are elements, else None."""
     gone = reduced_dims(dim, tensor.ndim)
-    return sorted(gone) if gone is not None and is_split(tensor, gone) else None
+    return sorted(gone) if gone is not None and is_split(tensor, gone) and tensor.numel() else None
 
 
 def moments(tensor: Any, dims: list[int]) -> tuple[Any, Any]:
@@ -78,7 +78,7 @@ def moments(tensor: Any, dims: list[int]) -> tuple[Any, Any]:
 
 def _register(of_one: Any, of_two: Any, finish: Callable[[Any], Any]) -> None:
     def made(tensor: DTensor, dim: Any, correction: Any, is_kept: bool) -> Any:
-        dims = _split_dims(tensor, dim)
+        dims = split_dims(tensor, dim)
         if dims is None or not tensor.is_floating_point():
             return NotImplemented
         mean, squares = moments(settled(cast(tensor, accumulated(tensor.dtype))), dims)
@@ -104,7 +104,7 @@ _register(_aten.std.correction, _aten.std_mean.correction, torch.sqrt)
 @composite(_aten.linalg_vector_norm.default)
 def _norm(self: DTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:  # noqa: A002
     """Of order ``ord``; 0 counts, an infinity takes the largest or the least."""
-    dims = _split_dims(self, dim)
+    dims = split_dims(self, dim)
     if dims is None:
         return NotImplemented
     tensor = self if dtype is None else cast(self, dtype)
@@ -124,7 +124,7 @@ def _norm(self: DTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *
 
 @composite(*_NORMS[1:])
 def _old_norm(self: DTensor, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    if _split_dims(self, dim) is None:
+    if split_dims(self, dim) is None:
         return NotImplemented
     return _aten.linalg_vector_norm(self, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
