@@ -52,7 +52,7 @@ class Call:
     """A call of an operator with at least one DTensor; plain tensors are DTensors already.
 
     Rules read shapes, dtypes and arguments that are no tensors. They must not read floats, but
-    for whether they are zero: plans are kept by the types of these alone.
+    for whether they are zero or not finite: plans are kept by the types of these alone.
     """
 
     func: Operator
@@ -75,6 +75,13 @@ class Call:
     def tensors(self) -> list[DTensor]:
         """The tensors among the arguments, those in lists too, in the order in which they were passed."""
         return list(tensors_in((*self.args, *self.kwargs.values())))
+
+    @property
+    def keeps_zeros(self) -> bool:
+        """Whether zero, times or divided by any of the numbers among the arguments, is zero."""
+        is_division = "div" in self.func.name()
+        found = numbers_in((*self.args, *self.kwargs.values()))
+        return all(number - number == 0 and (number != 0 or not is_division) for number in found)
 
     def operands(self, /, **by_name: Any) -> tuple[Any, ...]:
         """Return what is given per argument (per tensor of a list: a sequence), in the order of `tensors`.
@@ -105,6 +112,15 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Any]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
+
+
+def numbers_in(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield the numbers among arguments, those in lists too."""
+    for value in values:
+        if isinstance(value, int | float | complex):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from numbers_in(value)
 
 
 def substituted(value: Any, tensors: Iterator[Any]) -> Any:

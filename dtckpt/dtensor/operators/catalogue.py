@@ -22,7 +22,8 @@ Every operator of PyTorch works on DTensors. *Rule*: each device works on its pi
 do it. *Replication*: each device works on the whole of all operands. A rule or a decomposition may decline arguments
 that it does not fit; then operands are replicated. `dtckpt.dtensor.debug.operator_statistics()` says what a program's
 operators did. Variants in place and with `out` follow the operator here. What PyTorch itself makes of other operators,
-as `matmul`, is not listed: those others are.
+as `matmul`, is not listed: those others are. Terms of a sum go on waiting through what is linear in it, also where a
+tensor that it is multiplied by is not finite: see `departures.md`.
 """
 
 

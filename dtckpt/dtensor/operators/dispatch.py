@@ -29,7 +29,8 @@ _LOG = logging.getLogger("dtckpt.dtensor.operators")
 _BOUND = 1 << 14
 
 _ZERO = object()
-"""In keys: the number before is zero, which is all that plans may know of the value of one that is not whole."""
+_INFINITE = object()
+"""In keys: the number before is zero, or is not finite, which is all that plans may know of one that is not whole."""
 
 _PLANS: dict[tuple[Any, ...], plans.Plan] = {}
 
@@ -93,6 +94,8 @@ def _describe(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> 
             key.append(type(value))
             if not value:
                 key.append(_ZERO)
+            elif value - value:
+                key.append(_INFINITE)
         elif isinstance(value, list | tuple):
             key.append(len(value))
             is_plain |= _describe(value, key, tensors)
@@ -181,7 +184,7 @@ def plan_of(call: Call) -> plans.Plan:
     with suppress(UnknownShapeError):
         found = builder(call) if builder is not None else None
     if found is not None:
-        found = found.exact_for(tensor.dtype for tensor in call.tensors if tensor._layout.has_partial)
+        found = found.exact_for(call, call.tensors)
         sizes = [tensor.numel() * tensor.element_size() for tensor in call.tensors]
         shapes = (found.shape(number) for number in range(len(found.results)))
         made = sum(torch.Size(shape).numel() for shape in shapes) * max(t.element_size() for t in call.tensors)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from dtckpt.dtensor.operators.call import Call
+from dtckpt.dtensor.tensor import DTensor
 from dtckpt.placement import REDUCE_OPS
 
 Dims = tuple[tuple[int, ...], ...]
@@ -77,14 +79,20 @@ class Rule:
     is_located: bool = False
     is_copying: bool = False
 
-    def exact_for(self, waiting: Iterable[torch.dtype]) -> Rule:
-        """Return the rule for operands of these dtypes that wait for reductions.
+    def exact_for(self, call: Call, tensors: Iterable[DTensor]) -> Rule:
+        """Return the rule for operands, some of which may wait for reductions, of a call.
 
         An average of integers is rounded, and a sum of short ones wraps around, before anything is computed with it.
-        What lets every reduction pass does not compute: it moves elements.
+        Terms of a sum may be zero, or differ in sign, and so become NaN times infinity, where the sum does not. What
+        lets every reduction pass does not compute: it moves elements.
         """
+        waiting = [tensor.dtype for tensor in tensors if tensor._layout.has_partial]
+        if not waiting or self.passes.keys() >= set(REDUCE_OPS):
+            return self
         whole = [dtype for dtype in waiting if not (dtype.is_floating_point or dtype.is_complex)]
-        if not whole or self.passes.keys() >= set(REDUCE_OPS):
+        if not call.keeps_zeros:
+            return replace(self, passes={op: groups for op, groups in self.passes.items() if op in {"max", "min"}})
+        if not whole:
             return self
         is_short = any(dtype.itemsize < torch.int64.itemsize for dtype in whole)
         inexact = {"avg", "sum", "product"} if is_short else {"avg"}

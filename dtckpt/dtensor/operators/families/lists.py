@@ -116,15 +116,15 @@ def _columns(call: Call, *, is_fixed: bool) -> list[_Column]:
             on_meta(call.func, call.args, call.kwargs, call.tensors)  # which says what is wrong
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise RuntimeError(f"{call.func}: tensors of shapes {shapes} stand at one index, and cannot be broadcast")
-        found.append(_Column(tuple(places), _choice(rule, tensors, is_fixed=is_fixed), rule.shape(0)))
+        choice = _choice(rule.exact_for(call, tensors), tensors, is_fixed=is_fixed)
+        found.append(_Column(tuple(places), choice, rule.shape(0)))
     return found
 
 
 def _choice(rule: Rule, tensors: Sequence[DTensor], *, is_fixed: bool) -> Choice:
     layouts = [tensor._layout for tensor in tensors]
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    exact = rule.exact_for(tensor.dtype for tensor in tensors if tensor._layout.has_partial)
-    found = choose(exact, layouts, sizes, max(sizes), is_fixed=is_fixed)
+    found = choose(rule, layouts, sizes, max(sizes), is_fixed=is_fixed)
     if found is not None:
         return found
     whole = [replicated_layout(layouts[0].mesh, tensor.ndim) for tensor in tensors]
