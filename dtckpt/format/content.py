@@ -17,6 +17,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ _FEW_RUNS = 64
 _PART_NBYTES = 4 << 20
 """Elements that must be copied are, this many bytes at a time."""
 
+_Bytes = npt.NDArray[np.uint8]
 _Shares = npt.NDArray[np.uint64]
 
 
@@ -48,29 +50,19 @@ def content_share(elements: np.ndarray[Any, Any], shape: tuple[int, ...], region
     """
     if region.is_empty:
         return 0
-    # In the dims from `inner` on, the region's bytes follow each other in the tensor: they are runs.
-    inner = next((dim for dim in range(len(shape)) if region.shape[dim + 1 :] == shape[dim + 1 :]), 0)
-    num_runs = math.prod(region.shape[:inner])
-    run_nbytes = elements.nbytes // num_runs
-    is_copied = run_nbytes < _RUN_NBYTES or not elements.flags.c_contiguous
+    runs = _Runs.of(shape, region, elements.itemsize)
+    is_copied = runs.nbytes < _RUN_NBYTES or not elements.flags.c_contiguous
     if is_copied and elements.nbytes > _PART_NBYTES:
         halves = ((elements[half.relative_to(region).slices()], shape, half) for half in _halves(region))
         first, second = itertools.starmap(content_share, halves)
         return first ^ second
-    strides = [elements.itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    up_to_last = elements.itemsize + sum((stop - 1) * stride for stop, stride in zip(region.stop, strides, strict=True))
-    behind = elements.itemsize * math.prod(shape) - up_to_last
-    runs = as_bytes(elements).reshape(num_runs, run_nbytes)
-    outer = list(zip(region.shape[:inner], strides[:inner], strict=True))
-    if num_runs > _FEW_RUNS:
-        shares = _many_crcs(runs).reshape(region.shape[:inner])
-        for _, stride in reversed(outer):
-            shares = _folded(shares, stride)
-        return _shifted(int(shares), behind)
-    ends = [behind]
-    for size, stride in outer:
-        ends = [end + stride * place for end in ends for place in reversed(range(size))]
-    return functools.reduce(operator.xor, map(_shifted, _crcs(runs), ends))
+    data = as_bytes(elements)
+    if runs.behind:
+        return functools.reduce(operator.xor, map(_shifted, _crcs(data, runs.nbytes), runs.behind))
+    shares = _many_crcs(data, runs.nbytes).reshape([size for size, _ in runs.lattice])
+    for _, stride in reversed(runs.lattice):
+        shares = _folded(shares, stride)
+    return _shifted(int(shares), runs.behind_last)
 
 
 def content_digest(share: int, shape: tuple[int, ...], itemsize: int) -> int:
@@ -82,6 +74,38 @@ def content_digest(share: int, shape: tuple[int, ...], itemsize: int) -> int:
         itemsize: Bytes of a stored element.
     """
     return share ^ _shifted(_ONES, itemsize * math.prod(shape)) ^ _ONES
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Where a region's bytes lie in its tensor: in runs of bytes that follow each other there, at regular distances.
+
+    Args:
+        nbytes: Of a run.
+        lattice: How many runs there are along each dim that numbers them, and the bytes from one to the next.
+        behind_last: Bytes of the tensor behind the last run.
+        behind: The same for each of few runs, in their order; of many, none.
+    """
+
+    nbytes: int
+    lattice: tuple[tuple[int, int], ...]
+    behind_last: int
+    behind: tuple[int, ...]
+
+    @classmethod
+    @functools.lru_cache(maxsize=4096)
+    def of(cls, shape: tuple[int, ...], region: Region, itemsize: int) -> _Runs:
+        """Find the runs of a region that holds elements."""
+        strides = [itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        inner = next((dim for dim in range(len(shape)) if region.shape[dim + 1 :] == shape[dim + 1 :]), 0)
+        lattice = tuple(zip(region.shape[:inner], strides[:inner], strict=True))
+        num_runs = math.prod(region.shape[:inner])
+        start_of_last = sum((stop - 1) * stride for stop, stride in zip(region.stop, strides, strict=True))
+        behind_last = itemsize * (math.prod(shape) - 1) - start_of_last
+        behind = [behind_last] if num_runs <= _FEW_RUNS else []
+        for size, stride in lattice:
+            behind = [nbytes + stride * place for nbytes in behind for place in reversed(range(size))]
+        return cls(itemsize * region.numel // num_runs, lattice, behind_last, tuple(behind))
 
 
 def _halves(region: Region) -> Iterator[Region]:
@@ -100,18 +124,19 @@ def _shifted(share: int, nbytes: int) -> int:
     return found
 
 
-def _crcs(runs: npt.NDArray[np.uint8]) -> list[int]:
+def _crcs(data: _Bytes, nbytes: int) -> list[int]:
     """Return the share of each run of bytes: its CRC that begins with zero and ends with no inversion."""
-    data, nbytes = runs.reshape(-1).data, runs.shape[1]
-    return [crc64nvme(data[start : start + nbytes], _ONES) ^ _ONES for start in range(0, len(data), nbytes)]
+    view = data.data
+    runs = (view[start : start + nbytes] for start in range(0, data.size, nbytes))
+    return [crc64nvme(run, _ONES) ^ _ONES for run in runs]
 
 
-def _many_crcs(runs: npt.NDArray[np.uint8]) -> _Shares:
+def _many_crcs(data: _Bytes, nbytes: int) -> _Shares:
     """Return the same for many runs, which may be short."""
-    if runs.shape[1] >= _RUN_NBYTES:
-        return np.array(_crcs(runs), np.uint64)
-    padded = np.zeros((len(runs), -(-runs.shape[1] // 8) * 8), np.uint8)
-    padded[:, -runs.shape[1] :] = runs
+    if nbytes >= _RUN_NBYTES:
+        return np.array(_crcs(data, nbytes), np.uint64)
+    padded = np.zeros((data.size // nbytes, -(-nbytes // 8) * 8), np.uint8)
+    padded[:, -nbytes:] = data.reshape(-1, nbytes)
     # A word is a polynomial, and its share is that with 64 zero bits behind it.
     return _all_shifted(_folded(padded.view("<u8"), 8), 8)
 
