@@ -11,7 +11,7 @@ from dtckpt import UNSHARDED, Layout, Partial, Replicate, Shard, abstract_mesh, 
 from dtckpt.dtensor import distribute_tensor
 
 from .aliases import run_program, run_programs_on_clients, write_to_conjugate
-from .tables import moves
+from .checking import moves
 
 EXAMPLES = int(os.environ.get("DTCKPT_ALIASES", "60"))
 LINE = abstract_mesh({"x": 4})

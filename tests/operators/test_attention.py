@@ -27,20 +27,20 @@ def test_batch_and_heads(placed, expected, options):
         tensors(QUERY, KEY, VALUE),
         placed,
         expected,
-        is_still=True,
+        most=0,
     )
 
 
 def test_causal():
     given = tensors((4, 4, 6, 8), (4, 4, 6, 8), (4, 4, 6, 8))
     for placed in (S0, S1, (S0, S1)):
-        check(lambda *x: scaled_dot_product_attention(*x, is_causal=True), given, (placed,) * 3, placed, is_still=True)
+        check(lambda *x: scaled_dot_product_attention(*x, is_causal=True), given, (placed,) * 3, placed, most=0)
     check(lambda *x: scaled_dot_product_attention(*x, is_causal=True), given, (S2,) * 3)
 
 
 def test_queries_may_be_split_where_each_sees_all_keys():
     given = tensors((4, 4, 8, 8), KEY, VALUE)
-    check(scaled_dot_product_attention, given, (S2, R, R), S2, is_still=True, has_gradients=False)
+    check(scaled_dot_product_attention, given, (S2, R, R), S2, most=0, has_gradients=False)
     check(scaled_dot_product_attention, given, (S2, R, R))
     check(scaled_dot_product_attention, given, (P, R, R))
 
@@ -61,14 +61,14 @@ def test_masks(shape, placed):
 def test_heads_of_keys_for_several_of_queries(placed):
     given = tensors(QUERY, (4, 2, 5, 8), (4, 2, 5, 8))
     attend = lambda *x: scaled_dot_product_attention(*x, enable_gqa=True)  # noqa: E731
-    check(attend, given, (placed,) * 3, placed, is_still=True)
+    check(attend, given, (placed,) * 3, placed, most=0)
 
 
 def test_uneven_and_empty_pieces():
     given = tensors((4, 6, 6, 8), (4, 6, 5, 8), (4, 6, 5, 8))
     check(scaled_dot_product_attention, given, ((S1, S0),) * 3, (S1, S0))
     given = tensors((2, 7, 6, 8), (2, 7, 5, 8), (2, 7, 5, 8))
-    check(scaled_dot_product_attention, given, (S1,) * 3, S1, is_still=True)
+    check(scaled_dot_product_attention, given, (S1,) * 3, S1, most=0)
     check(scaled_dot_product_attention, given, (S0,) * 3)
 
 

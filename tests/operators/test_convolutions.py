@@ -50,5 +50,5 @@ def test_convolutions(name, placed, expected, monkeypatch):
         tensors,
         placed,
         expected,
-        is_still=expected not in {None, P} or len(shapes) == 2,
+        most=0 if expected not in {None, P} or len(shapes) == 2 else None,
     )

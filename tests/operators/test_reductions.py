@@ -10,7 +10,7 @@ import torch
 from dtckpt.dtensor import Partial, Replicate, Shard
 from dtckpt.dtensor.operators import dispatch
 
-from .tables import GRID, LINE, Row, check, check_still, placed, replicated, some_placements
+from .checking import GRID, LINE, check, distributed, replicated, some_placements
 
 _aten = torch.ops.aten
 _made = torch.Generator().manual_seed(5)
@@ -25,11 +25,11 @@ _INFS = torch.tensor([[-math.inf, -math.inf, -math.inf], [0.0, math.inf, 2.0], [
 
 
 def _row(name, call, *operands, differentiable=True, tolerance=2e-5):
-    return Row(call, operands, name, differentiable, tolerance)
+    return pytest.param(call, operands, differentiable, tolerance, id=name)
 
 
 def _fixed(name, call, *operands):
-    return Row(call, operands, name, is_differentiable=False)
+    return _row(name, call, *operands, differentiable=False)
 
 
 ROWS = [
@@ -103,10 +103,10 @@ ROWS = [
 
 
 @pytest.mark.parametrize("mesh", [LINE, GRID], ids=["line", "grid"])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_like_plain_tensors(row, mesh):
-    for placements in some_placements(row, mesh, 10):
-        check(row, mesh, placements)
+@pytest.mark.parametrize(("call", "operands", "is_differentiable", "tolerance"), ROWS)
+def test_like_plain_tensors(call, operands, is_differentiable, tolerance, mesh):
+    for placements in some_placements(operands, mesh, 10):
+        check(call, operands, placements, may_replicate=True, has_gradients=is_differentiable, tolerance=tolerance)
 
 
 _X = torch.randn(6, 10, generator=_made)
@@ -131,22 +131,22 @@ STILL = [
 @pytest.mark.parametrize(("call", "expected"), [row[1:] for row in STILL], ids=[row[0] for row in STILL])
 def test_split_dims_are_not_gathered(call, expected):
     """No more than one number for each row travels."""
-    made = check_still(Row(call, (_X,), "", is_differentiable=False), LINE, [(Shard(1),)], most=len(_X))
+    made = check(call, [_X], [(Shard(1),)], most=len(_X), has_gradients=False)
     if expected is not None:
         assert made.placements == expected
 
 
 def test_gradient_of_softmax_is_not_gathered():
-    x = placed(_X, LINE, (Shard(1),)).requires_grad_()
+    x = distributed(_X, (Shard(1),)).requires_grad_()
     dispatch.clear()
-    x.log_softmax(1).backward(placed(_X, LINE, (Shard(1),)))
+    x.log_softmax(1).backward(distributed(_X, (Shard(1),)))
     assert not replicated()
     assert x.grad.placements == (Shard(1),)
 
 
 def test_ties_on_different_devices_share_the_gradient_of_a_maximum():
-    x = placed(torch.tensor([0.0, 3.0, 3.0, 0.0]), LINE, (Shard(0),)).requires_grad_()
-    x.amax().backward(placed(torch.tensor(6.0), LINE, (Replicate(),)))
+    x = distributed(torch.tensor([0.0, 3.0, 3.0, 0.0]), (Shard(0),)).requires_grad_()
+    x.amax().backward(distributed(torch.tensor(6.0), (Replicate(),)))
     assert x.grad.full_tensor().tolist() == [0.0, 3.0, 3.0, 0.0]
 
 
@@ -155,9 +155,9 @@ def test_a_maximum_of_nothing_is_refused_as_of_plain_tensors(call):
     with pytest.raises((RuntimeError, IndexError)) as plain:
         call(torch.empty(0, 3), 0)
     with pytest.raises(type(plain.value)):
-        call(placed(torch.empty(0, 3), LINE, (Shard(1),)), 0)
+        call(distributed(torch.empty(0, 3), (Shard(1),)), 0)
 
 
 def test_sums_of_halves_do_not_overflow_before_they_are_divided():
     x = torch.full((8,), 60000.0, dtype=torch.float16)
-    assert placed(x, LINE, (Shard(0),)).mean().full_tensor() == 60000.0
+    assert distributed(x, (Shard(0),)).mean().full_tensor() == 60000.0

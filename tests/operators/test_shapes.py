@@ -72,7 +72,7 @@ def test_views(function, shape, placed, expected):
     ("function", "shape", "placed", "expected"), [row[1:] for row in ARRANGED], ids=[row[0] for row in ARRANGED]
 )
 def test_arrangements(function, shape, placed, expected):
-    check(function, [torch.randn(shape)], [placed], expected, is_still=True)
+    check(function, [torch.randn(shape)], [placed], expected, most=0)
 
 
 JOINED = [
@@ -97,12 +97,12 @@ JOINED = [
 )
 def test_joined(function, shapes, placed, expected, is_still):
     call = (lambda *tensors: torch.cat(tensors)) if function is torch.cat else function
-    check(call, [torch.randn(shape) for shape in shapes], placed, expected, is_still=is_still)
+    check(call, [torch.randn(shape) for shape in shapes], placed, expected, most=0 if is_still else None)
 
 
 def test_tensors_of_nothing_beside_others():
     tensors = [torch.randn(5, 4), torch.empty(0)]
-    check(lambda *x: torch.cat(x, 1), tensors, (S0, R), S0, is_still=True, has_gradients=False)
+    check(lambda *x: torch.cat(x, 1), tensors, (S0, R), S0, most=0, has_gradients=False)
 
 
 COPIES = [
