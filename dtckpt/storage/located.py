@@ -11,6 +11,7 @@ import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -69,7 +70,13 @@ class StoredValue:
             place, missing = place + nbytes, missing - nbytes
 
     def announce(self, start: int, stop: int) -> None:
-        """Let the system begin to read some bytes of the value from the disk."""
+        """Let the system begin to read some bytes of the value from the disk.
+
+        If it holds the last of them, it holds all but for bad luck, and would look for every page in vain.
+        """
+        with suppress(OSError):
+            if os.preadv(self.file.number, [bytearray(1)], self.start + stop - 1, os.RWF_NOWAIT):
+                return
         os.posix_fadvise(self.file.number, self.start + start, stop - start, os.POSIX_FADV_WILLNEED)
 
 
