@@ -122,7 +122,9 @@ class DTensor(torch.Tensor):
         found: torch.Tensor | None = _GRAD.__get__(self)
         if found is None:
             return None
-        gradient = found if isinstance(found, DTensor) else self._adopted(found)
+        from dtckpt.dtensor.operators import adopting
+
+        gradient = adopting.adopted(found, self.device_mesh)
         if gradient._layout is self._layout and not self._layout.partial:
             return gradient
         from dtckpt.dtensor import functional
@@ -149,14 +151,6 @@ class DTensor(torch.Tensor):
     @grad.deleter
     def grad(self) -> None:
         _GRAD.__set__(self, None)
-
-    def _adopted(self, gradient: torch.Tensor) -> DTensor:
-        """Return a gradient of zeros that PyTorch made as a plain tensor, on the tensor's mesh."""
-        from dtckpt.dtensor.operators import adopting, plans
-
-        with plans.trusted():
-            made: DTensor = adopting.adopt([gradient.clone()], self.device_mesh)[0]
-        return made
 
     @staticmethod
     def from_local(

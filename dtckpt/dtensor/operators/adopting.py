@@ -10,7 +10,7 @@ import torch
 from dtckpt.dtensor import packing
 from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.operators.moving import replicated_layout
-from dtckpt.dtensor.operators.plans import is_trusted
+from dtckpt.dtensor.operators.plans import is_trusted, trusted
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.mesh import Mesh
 
@@ -41,3 +41,12 @@ def adopt(tensors: Sequence[torch.Tensor], mesh: Mesh) -> list[Any]:
             packing.pack(components, layout, tensor.shape, run_check=True)
         adopted.append(DTensor(components, layout, tensor.shape, tensor.dtype, device=tensor.device))
     return adopted
+
+
+def adopted(gradient: torch.Tensor, mesh: Mesh) -> DTensor:
+    """Return a gradient of zeros that PyTorch may have made as a plain tensor, as a DTensor on the mesh."""
+    if isinstance(gradient, DTensor):
+        return gradient
+    with trusted():
+        made: DTensor = adopt([gradient.clone()], mesh)[0]
+    return made

@@ -1,59 +1,29 @@
-"""Composites that PyTorch undoes before they come here, and that then read or write memory which DTensors do not have.
-
-They are taken by kernels for the dispatch key that all tensors have which dispatch in Python, and no others. It comes
-before autograd, so that what is done here is differentiable.
-"""
+"""Composites that PyTorch would undo, and that then read or write memory which DTensors do not have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from dtckpt.dtensor.operators.adopting import adopt
 from dtckpt.dtensor.operators.call import Operator, functional_of, tensors_in
+from dtckpt.dtensor.operators.early import taken_early
 from dtckpt.dtensor.operators.plans import WritingPlan, on_meta
 from dtckpt.dtensor.operators.table import PLANNERS
 from dtckpt.dtensor.tensor import DTensor
 
 _aten = torch.ops.aten
 
-_LIBRARY: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # as torch left it
-_KEY = torch._C.DispatchKey.PythonTLSSnapshot
-_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _before_undone(*operators: Operator) -> Callable[[_F], _F]:
-    """Register a function for calls with a DTensor; it gets the operator and its arguments."""
-
-    def register(function: _F) -> _F:
-        for operator in operators:
-            _LIBRARY.impl(operator.name(), _kernel(operator, function), _KEY.name, with_keyset=True)
-        return function
-
-    return register
-
-
-def _kernel(operator: Operator, function: Callable[..., Any]) -> Callable[..., Any]:
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(one, DTensor) for one in tensors_in((*args, *kwargs.values()))):
-            return function(operator, *args, **kwargs)
-        return operator.redispatch(keys & _BELOW, *args, **kwargs)
-
-    return kernel
-
-
 _RANK: Any = _aten.linalg_matrix_rank
 _RANKS = [getattr(_RANK, name) for name in _RANK.overloads()]
 _WRITING = [_aten.matmul.out, _aten.linalg_matmul.out, *(one for one in _RANKS if one._schema.is_mutable)]
 
 
-@_before_undone(*(one for one in _RANKS if not one._schema.is_mutable))
-def _rank(operator: Operator, *args: Any, **kwargs: Any) -> Any:
+@taken_early(*(one for one in _RANKS if not one._schema.is_mutable))
+def _rank(operator: Operator, keys: Any, *args: Any, **kwargs: Any) -> Any:
     """Of no matrices, PyTorch makes the ranks as a plain tensor."""
+    del keys
     first = args[0]
     if first.numel() or not isinstance(first, DTensor):
         return operator.decompose(*args, **kwargs)
@@ -61,13 +31,14 @@ def _rank(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     return first.new_zeros(made.shape, dtype=made.dtype)
 
 
-@_before_undone(*_WRITING)
-def _write(operator: Operator, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
+@taken_early(*_WRITING)
+def _write(operator: Operator, keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
     """PyTorch returns ranks without writing them, and folds dims of a product into strides that ``out`` need not have.
 
     Raises:
         RuntimeError: A gradient would have to pass.
     """
+    del keys
     needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in((*args, out)))
     if needs_grad and operator not in _RANKS:
         raise RuntimeError(
@@ -82,12 +53,13 @@ def _write(operator: Operator, *args: Any, out: torch.Tensor, **kwargs: Any) -> 
 PLANNERS |= {one: lambda call: WritingPlan(call, functional_of(call.func)) for one in _WRITING}
 
 
-@_before_undone(_aten.tensor_split.tensor_indices_or_sections)
-def _split(operator: Operator, tensor: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> Any:
+@taken_early(_aten.tensor_split.tensor_indices_or_sections)
+def _split(operator: Operator, keys: Any, tensor: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> Any:
     """PyTorch reads indices from memory: here they are the global values, which all clients have.
 
     Collective: As `DTensor.full_tensor` of the indices.
     """
+    del keys
     if isinstance(indices, DTensor):
         indices = indices.full_tensor()
     elif isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""Composites that are taken before PyTorch undoes them, beside what `test_database` tries of them."""
+"""Operators that are taken before autograd, beside what `test_database` tries of them."""
 
 import pytest
 import torch
@@ -74,3 +74,14 @@ def test_masks_beside_plain_tensors():
         torch.testing.assert_close(torch.masked.sum(tensor, 0, mask=given).full_tensor(), wanted)
     with pytest.raises(IndexError, match="broadcastable"):
         torch.masked.sum(distributed(SQUARE, S0), 0, mask=mask[None])
+
+
+def test_gradients_that_are_zero_are_distributed():
+    values = [distributed(SQUARE, S0).requires_grad_() for _ in range(2)]
+    scaled = [2 * one for one in values]
+    for made in (torch.copysign(*scaled), torch.nextafter(*scaled), scaled[1].sgn(), torch.normal(scaled[1], 1.0)):
+        gradient = torch.autograd.grad(made.sum(), values[1], retain_graph=True)[0]
+        assert isinstance(gradient, DTensor)
+        assert not gradient.full_tensor().any()
+    with torch.no_grad():
+        assert torch.equal(torch.copysign(*values).full_tensor(), SQUARE)
