@@ -121,14 +121,20 @@ class GrpcCoordination(Caller):
             host=socket.gethostname(),
             job_name=self.member.job_name,
         )
+        held: HeldError | None = None
         for pause_s in backoffs():
             try:
                 response = self._call(lambda stub, t: stub.Register(request, timeout=t), deadline)
                 break
             except HeldError as error:
-                if self._clock() > deadline:
-                    raise errors.FencedError(str(error)) from None
-                time.sleep(pause_s)
+                held = error
+            except errors.CoordinatorUnavailableError:
+                # The last call may have had no time to be answered.
+                if held is None:
+                    raise
+            if self._clock() > deadline:
+                raise errors.FencedError(str(held))
+            time.sleep(pause_s)
         self.heartbeat_timeout_s = response.heartbeat_timeout_s
         self.task_name = response.task_name
         self._interval_s = response.heartbeat_interval_s

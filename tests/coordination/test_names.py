@@ -1,5 +1,6 @@
 """Names of tasks: what a client calls itself is what the coordinator knows, and two jobs never mix."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import dtckpt
 from dtckpt import errors
 from dtckpt.coordination import Member, Vote
 from dtckpt.coordination.access import PLAINTEXT
+from dtckpt.coordination.calls import HeldError
 from dtckpt.coordination.observer import Observer
 from dtckpt.coordination.remote import GrpcCoordination
 
@@ -105,6 +107,21 @@ def test_equal_jobs_are_refused_not_mixed(port):
         larger[2].register()
     assert not any(result.error for result in together(one, at("b")).values())
     leave_all(one)
+
+
+def test_a_place_that_is_held_stays_the_reason_when_the_last_call_comes_too_late(monkeypatch):
+    client = GrpcCoordination("127.0.0.1:1", Member("train", 0, 1, 1))
+    client.heartbeat_timeout_s = 0.1
+    answers = itertools.chain(
+        [HeldError("client 0 is held")], itertools.repeat(errors.CoordinatorUnavailableError("late"))
+    )
+
+    def refused(*_):
+        raise next(answers)
+
+    monkeypatch.setattr(client, "_call", refused)
+    with pytest.raises(errors.FencedError, match="client 0 is held"):
+        client.register()
 
 
 def test_barriers_and_failures_stay_in_their_job(port):
