@@ -122,13 +122,12 @@ class DTensor(torch.Tensor):
         found: torch.Tensor | None = _GRAD.__get__(self)
         if found is None:
             return None
+        if isinstance(found, DTensor) and found._layout is self._layout and not self._layout.partial:
+            return found
+        from dtckpt.dtensor import functional
         from dtckpt.dtensor.operators import adopting
 
         gradient = adopting.adopted(found, self.device_mesh)
-        if gradient._layout is self._layout and not self._layout.partial:
-            return gradient
-        from dtckpt.dtensor import functional
-
         wanted = functional.gradient_layout(self._layout)
         if gradient._layout != wanted:
             gradient = functional.redistribute(gradient, wanted)
