@@ -31,6 +31,14 @@ def one_client_alone(monkeypatch):
     clients._configured.clear()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark what runs on client processes, so that it can be run apart."""
+    for item in items:
+        if "pool" in item.fixturenames:
+            item.add_marker("processes")
+
+
 @pytest.fixture(scope="session")
 def pool():
     """Client processes for `Pool.run`."""
