@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ import numpy as np
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.chunk_reads import convert
 from dtckpt.checkpoint.comparing import Copy, copy_digests
-from dtckpt.checkpoint.digesting import TensorDigests, digesting
+from dtckpt.checkpoint.digesting import Digesting, TensorDigests, digesting
 from dtckpt.checkpoint.uncollected import uncollected
 from dtckpt.errors import CheckpointCorruptError, ReplicaMismatchError, capped
 from dtckpt.format.content import content_digest
@@ -26,6 +27,7 @@ from dtckpt.planning.save_plan import KEPT_STRUCTURES, NO_CLIENT, SavePlan, Tens
 from dtckpt.region import Region
 from dtckpt.storage.arrays import (
     DATABASE_NAME,
+    ArrayWriter,
     array_metadata,
     client_folder,
     documents,
@@ -34,7 +36,7 @@ from dtckpt.storage.arrays import (
     stored_empty,
     sync_merged,
 )
-from dtckpt.storage.chunks import open_writer
+from dtckpt.storage.chunks import ChunkWriter, open_writer
 from dtckpt.storage.failures import translated
 from dtckpt.storage.folders import Folder
 from dtckpt.storage.places import Attempt
@@ -55,7 +57,11 @@ class Source(Protocol):
 CHUNKS_NAME = "chunks.pb"
 PENDING_NBYTES = 192 << 20
 """Elements made for a save (rounded, compressed, put together, copied) that may wait to be written."""
+UNCOLLECTED_NBYTES = 64 << 20
+"""The cycle collector waits until so much is on its way: it would cost as much as the writing of many small chunks."""
 _DIGEST_NBYTES = 8
+_Pieces = dict[tuple[int, int, Region], np.ndarray[Any, Any]]
+"""What other clients handed over: by tensor, chunk and region."""
 
 
 class ClientWriter:
@@ -142,16 +148,7 @@ class ClientWriter:
         try:
             # Where memory is bounded, elements are gone as soon as they are written.
             with digesting(beside=not is_bounded, with_content=content_digest) as digests:
-                for position, plan, number in self._plan.owned_by(self._client):
-                    _, region = plan.grid.chunk(number)
-                    if number in plan.pieces:
-                        elements = self._assemble(position, plan, number, region, received)
-                    else:
-                        elements = self._stored(plan, region)
-                    is_kept = not is_bounded and not elements.flags.owndata
-                    writer.write(plan, region, elements, is_kept=is_kept)
-                    digests.add(position, plan, number, elements, is_kept=is_kept)
-                    self._count(elements.nbytes)
+                self._start_writes(writer, digests, received)
                 # Copies are compared while storage is waited for, too.
                 copies = digests.then(lambda: self._copy_digests(digests.results())) if check_replicas else list
                 writer.commit()
@@ -176,6 +173,25 @@ class ClientWriter:
         self._put(CHUNKS_NAME, data)
         return bytes_digest(data)
 
+    def _start_writes(self, writer: ArrayWriter | ChunkWriter, digests: Digesting, received: _Pieces) -> None:
+        is_bounded = self._max_pending_nbytes is not None
+        nbytes = 0
+        with ExitStack() as stretch:
+            stretch.enter_context(uncollected())
+            for position, plan, number in self._plan.owned_by(self._client):
+                _, region = plan.grid.chunk(number)
+                if number in plan.pieces:
+                    elements = self._assemble(position, plan, number, region, received)
+                else:
+                    elements = self._stored(plan, region)
+                is_kept = not is_bounded and not elements.flags.owndata
+                writer.write(plan, region, elements, is_kept=is_kept)
+                digests.add(position, plan, number, elements, is_kept=is_kept)
+                self._count(elements.nbytes)
+                nbytes += elements.nbytes
+                if nbytes > UNCOLLECTED_NBYTES:
+                    stretch.close()
+
     def _copy_digests(self, written: Mapping[int, TensorDigests]) -> list[checkpoint_pb2.CopyDigest]:
         return list(copy_digests(self._plan, self._client, self._source.copies, written))
 
@@ -188,9 +204,9 @@ class ClientWriter:
         convert(elements, stored)
         return stored
 
-    def _receive(self) -> dict[tuple[int, int, Region], np.ndarray[Any, Any]]:
+    def _receive(self) -> _Pieces:
         """Read the pieces that other clients handed over: by tensor, chunk and region."""
-        received: dict[tuple[int, int, Region], np.ndarray[Any, Any]] = {}
+        received: _Pieces = {}
         givers = {piece.client for plan in self._plan.tensors for parts in plan.pieces.values() for piece in parts}
         for giver in sorted(givers - {self._client}):
             moves = list(self._plan.moves(giver, self._client))
@@ -216,7 +232,7 @@ class ClientWriter:
         plan: TensorPlan,
         number: int,
         chunk: Region,
-        received: Mapping[tuple[int, int, Region], np.ndarray[Any, Any]],
+        received: _Pieces,
     ) -> np.ndarray[Any, Any]:
         whole = stored_empty(plan.spec.stored_dtype, chunk.shape)
         for piece in plan.pieces[number]:
