@@ -18,8 +18,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python -m examples.demo
 
+# Tests that start client processes have the machine to themselves: they are about time.
 test: install lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not processes"
+	$(BIN)/python -m pytest -m processes
 
 # Tables of docs/benchmarks.md; they mean something on a machine that does nothing else.
 bench: install

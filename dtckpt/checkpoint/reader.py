@@ -79,7 +79,7 @@ class TensorInfo:
         nbytes: Bytes of its elements on storage, before compression.
         content_digest: Says what the tensor holds: tensors of equal shape and stored dtype have equal elements if and
             only if their content digests are equal (but for one case in 2**64), whatever their layouts. It is the
-            CRC-64/NVME of the elements as they are stored, in C order.
+            CRC-64/NVME of the elements as they are stored, in C order; what was not saved counts as zeros.
     """
 
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
@@ -58,6 +59,7 @@ CHUNKS_NAME = "chunks.pb"
 PENDING_NBYTES = 192 << 20
 """Elements made for a save (rounded, compressed, put together, copied) that may wait to be written."""
 UNCOLLECTED_NBYTES = 64 << 20
+UNCOLLECTED_S = 1.0
 """The cycle collector waits until so much is on its way: it would cost as much as the writing of many small chunks."""
 _DIGEST_NBYTES = 8
 _Pieces = dict[tuple[int, int, Region], np.ndarray[Any, Any]]
@@ -175,7 +177,7 @@ class ClientWriter:
 
     def _start_writes(self, writer: ArrayWriter | ChunkWriter, digests: Digesting, received: _Pieces) -> None:
         is_bounded = self._max_pending_nbytes is not None
-        nbytes = 0
+        nbytes, start = 0, time.monotonic()
         with ExitStack() as stretch:
             stretch.enter_context(uncollected())
             for position, plan, number in self._plan.owned_by(self._client):
@@ -189,7 +191,7 @@ class ClientWriter:
                 digests.add(position, plan, number, elements, is_kept=is_kept)
                 self._count(elements.nbytes)
                 nbytes += elements.nbytes
-                if nbytes > UNCOLLECTED_NBYTES:
+                if nbytes > UNCOLLECTED_NBYTES or time.monotonic() - start > UNCOLLECTED_S:
                     stretch.close()
 
     def _copy_digests(self, written: Mapping[int, TensorDigests]) -> list[checkpoint_pb2.CopyDigest]:

@@ -26,7 +26,15 @@ from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt.coordination import process, rules
 from dtckpt.coordination.access import PLAINTEXT, Access
 from dtckpt.coordination.beating import HeartbeatStream
-from dtckpt.coordination.calls import CALL_TIMEOUT_S, Caller, HeldError, UnknownError, backoffs, describe
+from dtckpt.coordination.calls import (
+    CALL_TIMEOUT_S,
+    LAST_BACKOFF_S,
+    Caller,
+    HeldError,
+    UnknownError,
+    backoffs,
+    describe,
+)
 from dtckpt.coordination.observer import job_status
 from dtckpt.coordination.protocol import (
     DEFAULT_HEARTBEAT_TIMEOUT_S,
@@ -129,9 +137,10 @@ class GrpcCoordination(Caller):
             except HeldError as error:
                 held = error
             except errors.CoordinatorUnavailableError:
-                # The last call may have had no time to be answered.
-                if held is None:
+                # Near the deadline, a call may have had no time to be answered.
+                if held is None or self._abandoned or self._clock() + LAST_BACKOFF_S < deadline:
                     raise
+                raise errors.FencedError(str(held)) from None
             if self._clock() > deadline:
                 raise errors.FencedError(str(held))
             time.sleep(pause_s)

@@ -33,7 +33,11 @@ _RUN_NBYTES = 128
 """Shorter runs of bytes are taken together, by table; longer ones each by the processor's own instructions."""
 _FEW_RUNS = 64
 """So many are joined one by one; more of them pair by pair, all pairs at once."""
-_PART_NBYTES = 4 << 20
+_LONG_NBYTES = 8 << 10
+"""Of longer runs, a call for each costs little."""
+_ROW_NBYTES = 1 << 10
+"""So far from one to the next, runs may be as short as they like to be taken with what lies between them."""
+_PART_NBYTES = 1 << 20
 """Elements that must be copied are, this many bytes at a time."""
 
 _Bytes = npt.NDArray[np.uint8]
@@ -51,11 +55,18 @@ def content_share(elements: np.ndarray[Any, Any], shape: tuple[int, ...], region
     if region.is_empty:
         return 0
     runs = _Runs.of(shape, region, elements.itemsize)
-    is_copied = runs.nbytes < _RUN_NBYTES or not elements.flags.c_contiguous
-    if is_copied and elements.nbytes > _PART_NBYTES:
+    is_copied = runs.is_filled or runs.nbytes < _RUN_NBYTES or not elements.flags.c_contiguous
+    if is_copied and elements.nbytes // runs.nbytes * runs.copied_nbytes > _PART_NBYTES and elements.size > 1:
         halves = ((elements[half.relative_to(region).slices()], shape, half) for half in _halves(region))
         first, second = itertools.starmap(content_share, halves)
         return first ^ second
+    if runs.is_filled:
+        inner = len(runs.lattice)
+        offset = (*region.offset[:inner], *[0] * (len(shape) - inner))
+        whole = Region(offset, (*region.shape[:inner], *shape[inner:]))
+        filled = np.zeros(whole.shape, elements.dtype)
+        filled[region.relative_to(whole).slices()] = elements
+        return content_share(filled, shape, whole)
     data = as_bytes(elements)
     if runs.behind:
         return functools.reduce(operator.xor, map(_shifted, _crcs(data, runs.nbytes), runs.behind))
@@ -85,12 +96,19 @@ class _Runs:
         lattice: How many runs there are along each dim that numbers them, and the bytes from one to the next.
         behind_last: Bytes of the tensor behind the last run.
         behind: The same for each of few runs, in their order; of many, none.
+        is_filled: Whether what lies between the runs is best filled with zeros, which add nothing: it is little.
     """
 
     nbytes: int
     lattice: tuple[tuple[int, int], ...]
     behind_last: int
     behind: tuple[int, ...]
+    is_filled: bool
+
+    @property
+    def copied_nbytes(self) -> int:
+        """Bytes that a run takes where it is copied."""
+        return self.lattice[-1][1] if self.is_filled else max(8, self.nbytes)
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
@@ -105,7 +123,9 @@ class _Runs:
         behind = [behind_last] if num_runs <= _FEW_RUNS else []
         for size, stride in lattice:
             behind = [nbytes + stride * place for nbytes in behind for place in reversed(range(size))]
-        return cls(itemsize * region.numel // num_runs, lattice, behind_last, tuple(behind))
+        nbytes, distance = itemsize * region.numel // num_runs, lattice[-1][1] if lattice else 0
+        is_filled = num_runs > 1 and nbytes < _LONG_NBYTES and distance <= max(_ROW_NBYTES, 8 * nbytes)
+        return cls(nbytes, lattice, behind_last, tuple(behind), is_filled)
 
 
 def _halves(region: Region) -> Iterator[Region]:

@@ -282,6 +282,7 @@ def _entry(
     content = message.content if message.HasField("content") else None
     for field_name in ("name", "path", "digests", "content"):
         message.ClearField(field_name)
+    message.DiscardUnknownFields()
     key = message.SerializeToString(deterministic=True)
     kind = kinds.get(key)
     if kind is None:

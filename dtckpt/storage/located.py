@@ -7,6 +7,7 @@ here is left to TensorStore, and what would be found in a wrong place does not v
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
 from bisect import bisect_right
@@ -72,10 +73,11 @@ class StoredValue:
     def announce(self, start: int, stop: int) -> None:
         """Let the system begin to read some bytes of the value from the disk.
 
-        If it holds the last of them, it holds all but for bad luck, and would look for every page in vain.
+        If it holds the last whole page of them, it holds all but for bad luck, and would look for every page in vain.
         """
         with suppress(OSError):
-            if os.preadv(self.file.number, [bytearray(1)], self.start + stop - 1, os.RWF_NOWAIT):
+            inside = max(start, stop - 1 - mmap.PAGESIZE)  # the very last page may be the next value's, too
+            if os.preadv(self.file.number, [bytearray(1)], self.start + inside, os.RWF_NOWAIT):
                 return
         os.posix_fadvise(self.file.number, self.start + start, stop - start, os.POSIX_FADV_WILLNEED)
 

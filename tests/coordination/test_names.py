@@ -124,6 +124,23 @@ def test_a_place_that_is_held_stays_the_reason_when_the_last_call_comes_too_late
         client.register()
 
 
+@pytest.mark.parametrize("is_abandoned", [True, False])
+def test_what_else_ends_a_registration_is_said_at_once(monkeypatch, is_abandoned):
+    """Also where the place was held before: nothing of the two minutes that are left is waited for."""
+    client = GrpcCoordination("127.0.0.1:1", Member("train", 0, 1, 1))
+    client.heartbeat_timeout_s = 0.1 if is_abandoned else 60.0
+    answers = [HeldError("client 0 is held"), errors.CoordinatorUnavailableError("the reason")]
+
+    def refused(*_):
+        if is_abandoned and len(answers) == 1:
+            client.abandon("the reason")
+        raise answers.pop(0)
+
+    monkeypatch.setattr(client, "_call", refused)
+    with pytest.raises(errors.CoordinatorUnavailableError, match="the reason"):
+        client.register()
+
+
 def test_barriers_and_failures_stay_in_their_job(port):
     one, two = clients_at(port, 2, "one"), clients_at(port, 2, "two")
     failed = together(one, lambda c: c.barrier("b", Vote(ok=False), timeout_s=20))
