@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -138,10 +139,21 @@ def test_many_runs_and_few_long_ones_and_short(rows, width):
     assert share_of(whole, cuts) == share_of(whole)
 
 
-def test_copies_that_are_made_are_bounded():
-    whole = random_elements((3 << 20, 4), "u1")
-    assert share_of(whole, [Region((0, 0), (3 << 20, 2)), Region((0, 2), (3 << 20, 2))]) == share_of(whole)
-    assert share_of(whole.T) == share_of(whole.T.copy())
+@pytest.mark.parametrize("width", [1, 2, 2000])
+def test_copies_that_are_made_are_bounded(width):
+    """Of runs that are taken with what lies between them, that are not, and of a transposed tensor."""
+    whole = random_elements(((24 << 20) // width, width), "u1")
+    narrow, wide = (len(whole), 2 * width), (len(whole), 2000 * width)
+    beside_zeros = np.concatenate([np.zeros_like(whole), whole], axis=1)
+    expected = share_of(whole.T.copy()), share_of(beside_zeros)
+    tracemalloc.start()
+    try:
+        assert share_of(whole.T) == expected[0]
+        assert content_share(whole, narrow, Region((0, width), whole.shape)) == expected[1]
+        content_share(whole, wide, Region((0, width), whole.shape))
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_tensor_too_large_for_any_machine():

@@ -1,5 +1,6 @@
 """Values are found in the files of a checkpoint, whatever the shape of its database, and read as they were saved."""
 
+import mmap
 import os
 
 import numpy as np
@@ -123,3 +124,25 @@ def test_parts_of_chunks_go_where_they_are_wanted(tmp_path, dtype):
             assert np.array_equal(strided, whole[region.slices()].numpy())
             assert not wide[..., 1::2].any()
             assert checkpoint.read("w", region).equal(whole[region.slices()])
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_what_the_system_holds_is_not_announced(tmp_path, monkeypatch, is_held):
+    """It is asked for a page of the value's own: that of the last byte may be the next value's, too."""
+    (tmp_path / "value").write_bytes(bytes(1 << 20))
+    value = FolderFiles(tmp_path).find("value", 0)
+    probed, announced = [], []
+
+    def probe(number, memory, place, flags):
+        probed.append(place)
+        if not is_held:
+            raise BlockingIOError
+        return 1
+
+    monkeypatch.setattr(os, "preadv", probe)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: announced.append(arguments[1:3]))
+    value.announce(100, 300_000)
+    assert announced == ([] if is_held else [(100, 300_000 - 100)])
+    (place,) = probed
+    assert place // mmap.PAGESIZE * mmap.PAGESIZE >= 100
+    assert (place // mmap.PAGESIZE + 1) * mmap.PAGESIZE <= 300_000

@@ -32,7 +32,7 @@ def result_shapes(call: Call) -> list[tuple[int, ...]]:
     """
     try:
         made = on_meta(call.func, call.args, call.kwargs, call.tensors)
-    except NotImplementedError as error:
+    except NotImplementedError as error:  # of PyTorch: the operator has no kernel for tensors without data
         raise UnknownShapeError from error
     return [tuple(one.shape) for one in tensors_in([made])]
 
