@@ -42,6 +42,7 @@ MAX_IN_VAIN = 3
 """How often in a row a client opens a stream that ends at once."""
 CALLS_S = 45.0
 """Heartbeats by single calls are measured for so long at most; clients resort to them where streams are refused."""
+STREAM_S = 3600.0
 SERVER = "from dtckpt_server.main import main; main()"
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -207,26 +208,56 @@ async def beat_on_a_stream(
 # --- barriers -----------------------------------------------------------------------------------------------
 
 
-async def meet(stub: pb_grpc.CoordinatorAsyncStub, task: int, name: str, generation: int = 0) -> float:
-    """Arrive and wait as the library does; return when the verdict came."""
-    arrival = pb.ArriveRequest(
-        task=who(task), name=name, generation=generation, timeout_s=LIMIT_S, vote=pb.Vote(ok=True), max_wait_s=5
-    )
-    arrived = await stub.Arrive(arrival, timeout=LIMIT_S)
-    state = arrived.verdict.state
-    while state == pb.BARRIER_STATE_OPEN:
-        request = pb.AwaitRequest(task=who(task), barrier_id=arrived.barrier_id, max_wait_s=30)
-        state = (await stub.Await(request, timeout=LIMIT_S)).verdict.state
-    return time.monotonic()
+class Client:
+    """One client, with a heartbeat stream on which it arrives, as the library does."""
+
+    def __init__(self, stub: pb_grpc.CoordinatorAsyncStub, task: int) -> None:
+        self._stub = stub
+        self._who = who(task)
+        self._stream = stub.HeartbeatStream(timeout=STREAM_S)
+
+    async def begin(self) -> None:
+        await self._stream.write(pb.HeartbeatStreamRequest(task=self._who, sequence=1))
+        await self._stream.read()
+
+    async def meet(self, name: str, generation: int = 0, *, collect: bool = False) -> float:
+        """Arrive and wait; return when the verdict came."""
+        arrival = pb.ArriveRequest(
+            task=self._who,
+            name=name,
+            generation=generation,
+            timeout_s=LIMIT_S,
+            vote=pb.Vote(ok=True, payload=bytes(64) if collect else b""),
+            collect=collect,
+            max_wait_s=5,
+        )
+        await self._stream.write(pb.HeartbeatStreamRequest(task=self._who, sequence=2, arrival=arrival))
+        while not (answer := await self._stream.read()).arrived:
+            if answer.HasField("refusal"):
+                raise RuntimeError(answer.refusal.message)
+        arrived = pb.ArriveResponse.FromString(answer.arrived)
+        state = arrived.verdict.state
+        while state == pb.BARRIER_STATE_OPEN:
+            request = pb.AwaitRequest(task=self._who, barrier_id=arrived.barrier_id, max_wait_s=30, collect=collect)
+            state = (await self._stub.Await(request, timeout=LIMIT_S)).verdict.state
+        return time.monotonic()
 
 
-async def barriers(num_clients: int, rounds: int) -> float:
+async def begin_all(many: list[pb_grpc.CoordinatorAsyncStub], num_clients: int) -> list[Client]:
+    """Open the streams of clients that are registered."""
+    clients = [Client(many[task % CHANNELS], task) for task in range(num_clients)]
+    await asyncio.gather(*(client.begin() for client in clients))
+    return clients
+
+
+async def barriers(num_clients: int, rounds: int, *, collect: bool) -> float:
     """Return the median of the seconds from the first arrival to the last client's verdict."""
     with coordinator(600.0) as server:
         async with stubs(server.port) as many:
             await register_all(many, num_clients)
+            clients = await begin_all(many, num_clients)
             return await rounds_of(
-                rounds, num_clients, lambda task, number: meet(many[task % CHANNELS], task, "b", number)
+                rounds, num_clients, lambda task, number: clients[task].meet("b", number, collect=collect)
             )
 
 
@@ -239,6 +270,8 @@ async def detection(num_waiters: int, timeout_s: float, rounds: int) -> tuple[li
     dead = num_waiters
     with coordinator(timeout_s) as server:
         async with stubs(server.port) as many:
+            await register_all(many, num_waiters + 1)
+            clients = await begin_all(many, num_waiters)
             for generation in range(rounds):
                 await register_all(many, num_waiters + 1)
 
@@ -253,8 +286,7 @@ async def detection(num_waiters: int, timeout_s: float, rounds: int) -> tuple[li
                 beating = asyncio.create_task(keep_beating())
                 silent_since = time.monotonic()
                 await many[0].Heartbeat(pb.HeartbeatRequest(task=who(dead)), timeout=5)
-                calls = (meet(many[task % CHANNELS], task, "b", generation) for task in range(num_waiters))
-                told = await asyncio.gather(*calls)
+                told = await asyncio.gather(*(client.meet("b", generation) for client in clients))
                 beating.cancel()
                 known.append(min(told) - silent_since)
                 spread.append(max(told) - min(told))
@@ -267,11 +299,11 @@ async def names(count: int) -> list[float]:
     with coordinator(600.0) as server:
         async with stubs(server.port) as many:
             await register_all(many, 1)
+            (client,) = await begin_all(many, 1)
             rss.append(server.rss_mb)
             for lap in range(3):
-                for first in range(0, count, 100):
-                    calls = (meet(many[n % CHANNELS], 0, f"step {lap * count + n}") for n in range(first, first + 100))
-                    await asyncio.gather(*calls)
+                for number in range(count):
+                    await client.meet(f"step {lap * count + number}")
                 rss.append(server.rss_mb)
     return rss
 
@@ -299,15 +331,15 @@ def show_heartbeats(console: Console, options: argparse.Namespace) -> None:
 
 def show_barriers(console: Console, options: argparse.Namespace) -> None:
     table = Table(title=f"barrier, ms from the first arrival to the last verdict, median of {options.rounds}")
-    for column in ("arrivals", "coordinator", "bare calls", "ratio", "torch's store barrier", "etcd"):
+    for column in ("arrivals", "coordinator", "all get all payloads", "bare calls", "torch's store barrier", "etcd"):
         table.add_column(column, justify="right")
     for num_clients in (512, 2048):
-        ours = asyncio.run(barriers(num_clients, options.rounds))
-        floor = asyncio.run(echo_rounds(num_clients, options.rounds))
+        ours, collected = (asyncio.run(barriers(num_clients, options.rounds, collect=each)) for each in (False, True))
+        bare = asyncio.run(echo_rounds(num_clients, options.rounds))
         store = store_barriers(num_clients, options.rounds)
         etcd = f"{1e3 * asyncio.run(etcd_barriers(num_clients, options.rounds)):.0f}" if has_etcd() else "skipped"
-        ms = [f"{1e3 * seconds:.0f}" for seconds in (ours, floor)]
-        table.add_row(str(num_clients), *ms, f"{ours / floor:.2f}", f"{1e3 * store:.0f}", etcd)
+        ms = [f"{1e3 * seconds:.0f}" for seconds in (ours, collected, bare, store)]
+        table.add_row(str(num_clients), *ms, etcd)
     console.print(table)
     if not has_etcd():
         console.print("etcd is skipped: it is not installed (apt-get install etcd-server)")

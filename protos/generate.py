@@ -22,8 +22,11 @@ GENERATED = re.compile(r".*_pb2(_grpc)?\.pyi?")
 
 def generate() -> dict[str, str]:
     """Return the text of every generated file by its name."""
+    from google.rpc import status_pb2
     from grpc_tools import protoc
 
+    folders = PROTOS, Path(status_pb2.__file__).parents[2], Path(protoc.__file__).parent / "_proto"
+    found_in = [f"--proto_path={folder}" for folder in folders]  # ours, google/rpc, google/protobuf
     sources = sorted(PROTOS.rglob("*.proto"))
     scripts = Path(sys.executable).parent
     plugins = [f"--plugin={name}={scripts / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
@@ -32,8 +35,7 @@ def generate() -> dict[str, str]:
             outputs = [f"--python_out={scratch}", f"--mypy_out=quiet:{scratch}"]
             if re.search(r"^service\s", source.read_text(), re.MULTILINE):
                 outputs += [f"--grpc_python_out={scratch}", f"--mypy_grpc_out=quiet:{scratch}"]
-            arguments = ["protoc", f"--proto_path={PROTOS}", *plugins, *outputs, str(source.relative_to(PROTOS))]
-            if protoc.main(arguments):
+            if protoc.main(["protoc", *found_in, *plugins, *outputs, str(source.relative_to(PROTOS))]):
                 raise SystemExit(f"protoc failed on {source}")
         written = [path for path in sorted(Path(scratch).rglob("*")) if path.is_file()]
         return {path.name: flatten(path.read_text(), sources) for path in written}

@@ -17,6 +17,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.rpc import status_pb2 as _status_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -364,21 +365,29 @@ class HeartbeatStreamRequest(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    ARRIVAL_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     @_builtins.property
     def task(self) -> Global___TaskIdentity: ...
     @_builtins.property
     def progress(self) -> Global___Progress: ...
+    @_builtins.property
+    def arrival(self) -> Global___ArriveRequest:
+        """An arrival of the same task, in place of progress. It is answered on its own, after its max_wait_s at the latest;
+        heartbeats go on.
+        """
+
     def __init__(
         self,
         *,
         task: Global___TaskIdentity | None = ...,
         progress: Global___Progress | None = ...,
         sequence: _builtins.int = ...,
+        arrival: Global___ArriveRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "progress", b"progress", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "sequence", b"sequence", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "progress", b"progress", "sequence", b"sequence", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -392,12 +401,20 @@ class HeartbeatStreamResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     NOTICE_FIELD_NUMBER: _builtins.int
+    ARRIVED_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
     coordinator_incarnation: _builtins.int
     draining: _builtins.bool
     sequence: _builtins.int
     """of the request that is answered; 0: none, this is a notice"""
+    arrived: _builtins.bytes
+    """the answer to an arrival: a serialized ArriveResponse, which is made once for all who wait"""
     @_builtins.property
     def notice(self) -> Global___Notice: ...
+    @_builtins.property
+    def refusal(self) -> _status_pb2.Status:
+        """or the status that the call would have ended with; the stream goes on"""
+
     def __init__(
         self,
         *,
@@ -405,10 +422,12 @@ class HeartbeatStreamResponse(_message.Message):
         draining: _builtins.bool = ...,
         sequence: _builtins.int = ...,
         notice: Global___Notice | None = ...,
+        arrived: _builtins.bytes = ...,
+        refusal: _status_pb2.Status | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["notice", b"notice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["notice", b"notice", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "draining", b"draining", "notice", b"notice", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "coordinator_incarnation", b"coordinator_incarnation", "draining", b"draining", "notice", b"notice", "refusal", b"refusal", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

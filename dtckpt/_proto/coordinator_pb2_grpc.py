@@ -105,8 +105,8 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def HeartbeatStream(self, request_iterator, context):
-        """The same on one stream, at a fraction of the cost, which also tells the client what it has not asked for: notices.
-        Ends with a status when the task is unknown or fenced, and when the coordinator stops.
+        """The same on one stream, at a fraction of the cost, which also takes arrivals and tells the client what it has not
+        asked for: notices. Ends with a status when the task is unknown or fenced, and when the coordinator stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,7 +115,7 @@ class CoordinatorServicer:
     def Arrive(self, request, context):
         """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first
         arrival fixes participants and topic, the earliest deadline counts. A late arrival gets the stored verdict. Arrivals
-        are kept by (task, incarnation), never counted.
+        are kept by (task, incarnation), never counted. On the heartbeat stream it costs a third.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,13 +47,13 @@ class CoordinatorStub:
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]
     """Renews the lease and reports progress."""
     HeartbeatStream: _grpc.StreamStreamMultiCallable[_coordinator_pb2.HeartbeatStreamRequest, _coordinator_pb2.HeartbeatStreamResponse]
-    """The same on one stream, at a fraction of the cost, which also tells the client what it has not asked for: notices.
-    Ends with a status when the task is unknown or fenced, and when the coordinator stops.
+    """The same on one stream, at a fraction of the cost, which also takes arrivals and tells the client what it has not
+    asked for: notices. Ends with a status when the task is unknown or fenced, and when the coordinator stops.
     """
     Arrive: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ArriveRequest, _coordinator_pb2.ArriveResponse]
     """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first
     arrival fixes participants and topic, the earliest deadline counts. A late arrival gets the stored verdict. Arrivals
-    are kept by (task, incarnation), never counted.
+    are kept by (task, incarnation), never counted. On the heartbeat stream it costs a third.
     """
     Await: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AwaitRequest, _coordinator_pb2.AwaitResponse]
     """Waits for the verdict, for at most max_wait_s (30); returns OPEN when there is none yet."""
@@ -75,13 +75,13 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Renews the lease and reports progress."""
     HeartbeatStream: _aio.StreamStreamMultiCallable[_coordinator_pb2.HeartbeatStreamRequest, _coordinator_pb2.HeartbeatStreamResponse]  # type: ignore[assignment]
-    """The same on one stream, at a fraction of the cost, which also tells the client what it has not asked for: notices.
-    Ends with a status when the task is unknown or fenced, and when the coordinator stops.
+    """The same on one stream, at a fraction of the cost, which also takes arrivals and tells the client what it has not
+    asked for: notices. Ends with a status when the task is unknown or fenced, and when the coordinator stops.
     """
     Arrive: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ArriveRequest, _coordinator_pb2.ArriveResponse]  # type: ignore[assignment]
     """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first
     arrival fixes participants and topic, the earliest deadline counts. A late arrival gets the stored verdict. Arrivals
-    are kept by (task, incarnation), never counted.
+    are kept by (task, incarnation), never counted. On the heartbeat stream it costs a third.
     """
     Await: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AwaitRequest, _coordinator_pb2.AwaitResponse]  # type: ignore[assignment]
     """Waits for the verdict, for at most max_wait_s (30); returns OPEN when there is none yet."""
@@ -118,8 +118,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_coordinator_pb2.HeartbeatStreamRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.HeartbeatStreamResponse], _abc.AsyncIterator[_coordinator_pb2.HeartbeatStreamResponse]]:
-        """The same on one stream, at a fraction of the cost, which also tells the client what it has not asked for: notices.
-        Ends with a status when the task is unknown or fenced, and when the coordinator stops.
+        """The same on one stream, at a fraction of the cost, which also takes arrivals and tells the client what it has not
+        asked for: notices. Ends with a status when the task is unknown or fenced, and when the coordinator stops.
         """
 
     @_abc_1.abstractmethod
@@ -130,7 +130,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.ArriveResponse, _abc.Awaitable[_coordinator_pb2.ArriveResponse]]:
         """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first
         arrival fixes participants and topic, the earliest deadline counts. A late arrival gets the stored verdict. Arrivals
-        are kept by (task, incarnation), never counted.
+        are kept by (task, incarnation), never counted. On the heartbeat stream it costs a third.
         """
 
     @_abc_1.abstractmethod

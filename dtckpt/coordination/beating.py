@@ -1,12 +1,17 @@
-"""A client's heartbeat stream: beats go out when they are due, and what the coordinator has to say comes back.
+"""A client's heartbeat stream: beats go out when they are due, arrivals at once, and what the coordinator has to say
+comes back.
 
 gRPC draws the requests in a thread of its own; the answers are read in the thread that calls `HeartbeatStream.run`.
 """
 
 from __future__ import annotations
 
+import itertools
+import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import grpc
 
@@ -33,19 +38,46 @@ class HeartbeatStream:
         self._beat = beat
         self._interval_s = interval_s
         self._clock = clock
-        self._wake = threading.Event()
+        self._sequence = itertools.count(1)
+        self._due: queue.SimpleQueue[pb.HeartbeatStreamRequest | None] = queue.SimpleQueue()
+        """What is to be sent before the next beat is due; None: a beat."""
         self._is_ending = False
         self._unanswered_since: float | None = None
+        """When a beat was sent that is not answered; an arrival's answer takes as long as the others."""
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._arrivals: dict[int, Future[pb.HeartbeatStreamResponse | None]] = {}
         self._call: grpc.RpcContext | None = None
 
     def wake(self) -> None:
         """Send a beat now."""
-        self._wake.set()
+        self._due.put(None)
+
+    def arrive(self, request: pb.ArriveRequest, timeout_s: float) -> pb.HeartbeatStreamResponse | None:
+        """Arrive, and wait as the request says.
+
+        Returns:
+            The coordinator's answer. None if nothing has come on this stream yet, if it ended before, or if there is
+            none for so long; the arrival may have come through or not, and may be repeated.
+        """
+        answer: Future[pb.HeartbeatStreamResponse | None] = Future()
+        with self._lock:
+            if self._is_over or not self.num_answers:
+                return None
+            sequence = next(self._sequence)
+            self._arrivals[sequence] = answer
+        self._due.put(pb.HeartbeatStreamRequest(task=request.task, sequence=sequence, arrival=request))
+        try:
+            return answer.result(timeout_s)
+        except FutureTimeoutError:
+            return None
+        finally:
+            self._arrivals.pop(sequence, None)
 
     def end(self, *, at_once: bool = False) -> None:
         """Send no more beats, and let `run` return when the coordinator has answered those that were sent."""
         self._is_ending = True
-        self._wake.set()
+        self.wake()
         if at_once and self._call is not None:
             self._call.cancel()
 
@@ -54,28 +86,41 @@ class HeartbeatStream:
 
         Args:
             stub: The coordinator.
-            hear: Takes what comes back.
+            hear: Takes what comes back, but the answers to arrivals.
 
         Raises:
             grpc.RpcError: The coordinator refused it, or it broke.
         """
-        call = self._call = stub.HeartbeatStream(self._beats())
-        call.add_callback(self.end)  # else the thread that draws the beats would wait for the next to be due
-        for response in call:
-            if response.sequence:
-                self.num_answers += 1
-                self._unanswered_since = None
-            hear(response)
+        try:
+            call = self._call = stub.HeartbeatStream(self._messages())
+            call.add_callback(self.end)  # else the thread that draws the messages would wait for the next to be due
+            for response in call:
+                if response.sequence:
+                    self.num_answers += 1
+                    self._unanswered_since = None
+                if (answer := self._arrivals.pop(response.sequence, None)) is not None:
+                    answer.set_result(response)
+                else:
+                    hear(response)
+        finally:
+            with self._lock:
+                self._is_over = True
+                unanswered = list(self._arrivals.values())
+            for answer in unanswered:
+                answer.set_result(None)
 
-    def _beats(self) -> Iterator[pb.HeartbeatStreamRequest]:
-        sequence = 0
+    def _messages(self) -> Iterator[pb.HeartbeatStreamRequest]:
+        due = None
         while not self._is_ending:
-            sequence += 1
-            if self._unanswered_since is None:
-                self._unanswered_since = self._clock()
-            yield self._beat(sequence)
-            self._wake.wait(self._interval_s)
-            self._wake.clear()
+            if due is None:
+                if self._unanswered_since is None:
+                    self._unanswered_since = self._clock()
+                due = self._beat(next(self._sequence))
+            yield due
+            try:
+                due = self._due.get(timeout=self._interval_s)
+            except queue.Empty:
+                due = None
             since = self._unanswered_since
             if since is not None and self._clock() - since >= self._interval_s:
                 self.end(at_once=True)

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
+from google.rpc import code_pb2
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
@@ -110,16 +111,11 @@ class Caller:
         try:
             return call(self._stub(), timeout_s)
         except grpc.RpcError as error:
-            code, message = error.code(), error.details() or ""
-            if code == grpc.StatusCode.NOT_FOUND:
-                raise UnknownError(message) from error
-            if code == grpc.StatusCode.ABORTED:
-                raise HeldError(message) from error
-            named = _error_class(error)
-            if named and code != grpc.StatusCode.UNAVAILABLE:
-                raise errors.from_wire(named, message) from error
-            if code == grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own limit, on the size of a message
-                text = f"the coordinator at {self._address} and this client cannot exchange a message: {message}"
+            raise_refusal(_status(error), error)
+            if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own limit, on the size of a message
+                text = (
+                    f"the coordinator at {self._address} and this client cannot exchange a message: {error.details()}"
+                )
                 raise errors.CoordinationError(text) from error
             raise
 
@@ -162,15 +158,31 @@ class Caller:
         raise AssertionError("backoffs never end")
 
 
-def _error_class(error: grpc.RpcError) -> str:
-    """Return the class of ours that the coordinator's ``google.rpc.ErrorInfo`` names, "" if there is none."""
+def raise_refusal(status: Status, cause: BaseException | None = None) -> None:
+    """Raise what the coordinator's refusal says, unless that is that the call may be repeated."""
+    if status.code == code_pb2.NOT_FOUND:
+        raise UnknownError(status.message) from cause
+    if status.code == code_pb2.ABORTED:
+        raise HeldError(status.message) from cause
+    named = _error_class(status)
+    if named and status.code != code_pb2.UNAVAILABLE:
+        raise errors.from_wire(named, status.message) from cause
+
+
+def _status(error: grpc.RpcError) -> Status:
     trailer = {item.key: item.value for item in error.trailing_metadata() or ()}
     try:
-        details = Status.FromString(trailer.get("grpc-status-details-bin", b"")).details
+        status = Status.FromString(trailer.get("grpc-status-details-bin", b""))
     except DecodeError:  # not of a coordinator; the code says enough
-        return ""
+        status = Status()
+    status.code, status.message = error.code().value[0], error.details() or ""
+    return status
+
+
+def _error_class(status: Status) -> str:
+    """Return the class of ours that the coordinator's ``google.rpc.ErrorInfo`` names, "" if there is none."""
     info = ErrorInfo()
-    found = any(detail.Unpack(info) for detail in details)
+    found = any(detail.Unpack(info) for detail in status.details)
     return info.metadata.get("error", "") if found and info.domain == "dtckpt" else ""
 
 

@@ -5,8 +5,8 @@ outage or a restart of the coordinator inside a barrier costs time, not the barr
 this client (NOT_FOUND) is told again who it is and where it has arrived.
 
 The stubs are synchronous, with one thread for heartbeats: an event loop inside a training process would be one more
-thing that a long call can block. Heartbeats go on a stream, which costs the coordinator least and on which it tells of
-failed barriers and of fencing unasked; by single calls while there is no stream.
+thing that a long call can block. Heartbeats and arrivals go on a stream, which costs the coordinator least and on which
+it tells of failed barriers and of fencing unasked; by single calls while there is no stream.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dtckpt.coordination.calls import (
     UnknownError,
     backoffs,
     describe,
+    raise_refusal,
 )
 from dtckpt.coordination.observer import job_status
 from dtckpt.coordination.protocol import (
@@ -164,9 +165,9 @@ class GrpcCoordination(Caller):
         """Beat on a stream until it ends; return whether it was any good."""
         stream = HeartbeatStream(self._stream_beat, self._interval_s, self._clock)
         self._stream = stream
-        if leaving.is_set():  # whoever said so may have seen no stream
-            return True
         try:
+            if leaving.is_set():  # whoever said so may have seen no stream
+                return True
             self._once(lambda stub, _: stream.run(stub, self._hear), self._interval_s)
         except errors.FencedError as error:
             self._fence(error.message)
@@ -309,8 +310,9 @@ class GrpcCoordination(Caller):
         limit_s = request.max_wait_s + CALL_TIMEOUT_S
         for pause_s in backoffs():
             try:
-                arrived = self._call(
-                    lambda stub, t: stub.Arrive(request, timeout=t), deadline + CALL_TIMEOUT_S, limit_s
+                until = deadline + CALL_TIMEOUT_S
+                arrived = self._arrive_on_stream(request, min(limit_s, until - self._clock())) or self._call(
+                    lambda stub, t: stub.Arrive(request, timeout=t), until, limit_s
                 )
                 if arrived.verdict.state != pb.BARRIER_STATE_OPEN:
                     return arrived.verdict
@@ -320,6 +322,17 @@ class GrpcCoordination(Caller):
                 self._announce(deadline + CALL_TIMEOUT_S)
                 request.timeout_s = max(deadline - self._clock(), 0.001)
         raise AssertionError("backoffs never end")
+
+    def _arrive_on_stream(self, request: pb.ArriveRequest, limit_s: float) -> pb.ArriveResponse | None:
+        """Arrive as it costs the coordinator least; return None if that cannot be done, or may not have been."""
+        stream = self._stream
+        answer = stream.arrive(request, limit_s) if stream is not None else None
+        if answer is None:
+            return None
+        if answer.HasField("refusal"):
+            raise_refusal(answer.refusal)
+            return None
+        return pb.ArriveResponse.FromString(answer.arrived)
 
     def _await(self, arrival: pb.ArriveRequest, barrier_id: str, deadline: float, next_log: float) -> pb.Verdict:
         request = pb.AwaitRequest(task=self._identity, barrier_id=barrier_id, collect=arrival.collect)

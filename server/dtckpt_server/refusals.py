@@ -64,6 +64,10 @@ class Refusal:
 
     def trailer(self) -> tuple[tuple[str, bytes], ...]:
         """Return the trailing metadata that carries the details."""
+        return ((DETAILS_KEY, self.status().SerializeToString()),)
+
+    def status(self) -> Status:
+        """Return the status with its details."""
         details: list[Message] = [ErrorInfo(reason=self.reason, domain=DOMAIN, metadata={"error": self.error})]
         if self.code in REPEATABLE:
             details.append(RetryInfo(retry_delay=RETRY_DELAY))
@@ -72,4 +76,4 @@ class Refusal:
             packed = Any()
             packed.Pack(detail)
             status.details.append(packed)
-        return ((DETAILS_KEY, status.SerializeToString()),)
+        return status

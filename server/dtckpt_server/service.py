@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
+from google.rpc.status_pb2 import Status
 
 from dtckpt import __version__, errors
 from dtckpt._proto import coordinator_pb2 as pb
@@ -196,7 +197,12 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             self.tokens.authorize(_authorization(context), job, only_looks=only_looks)
 
     async def refuse(self, method: str, error: BaseException, context: Any) -> None:
-        """End a call with an error: count it, log it, and raise out of the handler."""
+        """End a call with an error, and raise out of the handler."""
+        refusal = self._refusal(method, error, context)
+        await context.abort(refusal.code, refusal.text, refusal.trailer())
+
+    def _refusal(self, method: str, error: BaseException, context: Any) -> Refusal:
+        """Translate an error; count it and log it."""
         refusal = Refusal.of(error)
         code = refusal.code
         self.metrics.note_refusal(code.name)
@@ -206,7 +212,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             facts = {"event": "call_refused", "method": method, "peer": context.peer(), "code": code.name}
             text = f"refused {method} of {context.peer()}: {code.name}: {refusal.text}"
             logger.warning("%s", text, extra={"facts": {**facts, "reason": refusal.reason}})
-        await context.abort(code, refusal.text, refusal.trailer())
+        return refusal
 
     # --- tasks --------------------------------------------------------------------------------------------------
 
@@ -236,19 +242,18 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
                 async for request in request_iterator:
                     self.authorize(request, context)
                     speaker = _identity(request.task)
-                    self._apply(Heartbeat(speaker, _progress(request.progress)))
+                    has_arrival = request.HasField("arrival")
+                    if who not in (None, speaker) or (has_arrival and request.arrival.task != request.task):
+                        raise errors.ConfigError("a heartbeat stream is for one task; open another for another task")
+                    if who is None or not has_arrival:  # an arrival is a sign of life, too
+                        self._apply(Heartbeat(speaker, _progress(request.progress)))
                     if who is None:
                         who = speaker
                         self._streams.add(who, stream)
-                    elif speaker != who:
-                        raise errors.ConfigError("a heartbeat stream is for one task; open another for another task")
-                    await stream.send(
-                        pb.HeartbeatStreamResponse(
-                            coordinator_incarnation=self.rules.incarnation,
-                            draining=self._is_draining,
-                            sequence=request.sequence,
-                        )
-                    )
+                    if has_arrival:
+                        self._streams.spawn(stream, self._answer_arrival(request, stream, context))
+                    else:
+                        await stream.send(self._stream_response(request.sequence))
         except errors.DtckptError as error:
             await self.refuse("HeartbeatStream", error, context)
         except asyncio.CancelledError:
@@ -259,6 +264,29 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             if who is not None:
                 self._streams.remove(who, stream)
 
+    async def _answer_arrival(self, request: pb.HeartbeatStreamRequest, stream: Stream, context: Any) -> None:
+        arrived, refusal = b"", None
+        try:
+            with self._calls:
+                barrier = await self._arrive(request.arrival)
+                arrived = self._answers.packed(barrier, self.rules.incarnation, collect=request.arrival.collect)
+        except Exception as error:
+            if not isinstance(error, errors.DtckptError):
+                logger.exception("an arrival failed")
+            refusal = self._refusal("HeartbeatStream", error, context).status()
+        await stream.send_if_open(self._stream_response(request.sequence, arrived=arrived, refusal=refusal))
+
+    def _stream_response(
+        self, sequence: int, *, arrived: bytes = b"", refusal: Status | None = None
+    ) -> pb.HeartbeatStreamResponse:
+        return pb.HeartbeatStreamResponse(
+            coordinator_incarnation=self.rules.incarnation,
+            draining=self._is_draining,
+            sequence=sequence,
+            arrived=arrived,
+            refusal=refusal,
+        )
+
     @_answers
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
         self._apply(Leave(_identity(request.task)))
@@ -268,6 +296,11 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
 
     @_answers
     async def Arrive(self, request: pb.ArriveRequest, context: Any) -> pb.ArriveResponse:
+        barrier = await self._arrive(request)
+        return self._answers.of(barrier, self.rules.incarnation, collect=request.collect)
+
+    async def _arrive(self, request: pb.ArriveRequest) -> Barrier:
+        """Let a task arrive, and wait for the verdict as it asks."""
         self._refuse_if(self._is_draining and not self._has_begun(request))
         vote = request.vote
         arrival = Arrive(
@@ -286,7 +319,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         assert barrier is not None  # noqa: S101  an arrival that is not refused has one
         if request.max_wait_s > 0:
             await self._decision(barrier, request.max_wait_s)
-        return self._answers.of(barrier, self.rules.incarnation, collect=request.collect)
+        return barrier
 
     def _has_begun(self, request: pb.ArriveRequest) -> bool:
         job = self.rules.jobs.get(request.task.job)
@@ -413,6 +446,13 @@ class Answers:
     def __init__(self) -> None:
         self._key: tuple[str, int, bool] = ("", 0, False)
         self._answer = pb.ArriveResponse()
+        self._packed = b""
+
+    def packed(self, barrier: Barrier, incarnation: int, *, collect: bool) -> bytes:
+        """Return the same, serialized."""
+        answer = self.of(barrier, incarnation, collect=collect)
+        self._packed = self._packed or answer.SerializeToString()
+        return self._packed
 
     def of(self, barrier: Barrier, incarnation: int, *, collect: bool) -> pb.ArriveResponse:
         """Return an answer with the verdict, and with the payloads if asked to; nothing in it may be changed.
@@ -425,7 +465,7 @@ class Answers:
         key = barrier.barrier_id, _state(barrier), collect
         if key != self._key:
             verdict = _verdict(barrier, collect=collect)
-            self._key = key
+            self._key, self._packed = key, b""
             self._answer = pb.ArriveResponse(
                 coordinator_incarnation=incarnation, barrier_id=barrier.barrier_id, verdict=verdict
             )

@@ -1,10 +1,10 @@
-"""Open heartbeat streams, on which clients are told what they have not asked for."""
+"""Open heartbeat streams, on which clients arrive, and are told what they have not asked for."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from dtckpt._proto import coordinator_pb2 as pb
@@ -23,10 +23,12 @@ class Stream:
     lock.
     """
 
-    __slots__ = ("_context", "_lock", "_unsent", "handler")
+    __slots__ = ("_context", "_lock", "_unsent", "handler", "tasks")
 
     def __init__(self, context: Any) -> None:
         self.handler = asyncio.current_task()
+        self.tasks: set[asyncio.Task[None]] = set()
+        """What is to be sent, and ends with the stream."""
         self._context = context
         self._lock = asyncio.Lock()
         self._unsent = 0
@@ -35,15 +37,20 @@ class Stream:
         async with self._lock:
             await self._context.write(response)
 
+    async def send_if_open(self, response: pb.HeartbeatStreamResponse) -> None:
+        """Send what the client learns in another way, too, if the stream is over."""
+        try:
+            await self.send(response)
+        except Exception as error:  # gRPC has no common class for "the stream is over"
+            logger.debug("a message was not sent: %s", error)
+
     async def notify(self, response: pb.HeartbeatStreamResponse) -> None:
         """Send what nobody waits for."""
         if self._unsent >= MAX_UNSENT:
             return
         self._unsent += 1
         try:
-            await self.send(response)
-        except Exception as error:  # gRPC has no common class for "the stream is over"
-            logger.debug("a notice was not sent: %s", error)
+            await self.send_if_open(response)
         finally:
             self._unsent -= 1
 
@@ -53,13 +60,15 @@ class Streams:
 
     def __init__(self) -> None:
         self._streams: dict[str, dict[int, tuple[Identity, Stream]]] = {}
-        self._notifying: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, who: Identity, stream: Stream) -> None:
         """Make this the stream of a client, which has one at a time."""
         self._streams.setdefault(who.job, {})[who.task] = (who, stream)
 
     def remove(self, who: Identity, stream: Stream) -> None:
+        for task in stream.tasks:
+            task.cancel()
         job = self._streams.get(who.job, {})
         if job.get(who.task) == (who, stream):
             del job[who.task]
@@ -81,14 +90,19 @@ class Streams:
     def _tell(self, streams: Iterable[Stream], notice: pb.Notice) -> None:
         response = pb.HeartbeatStreamResponse(notice=notice)
         for stream in streams:
-            task = asyncio.ensure_future(stream.notify(response))
-            self._notifying.add(task)  # the event loop alone would not keep it
-            task.add_done_callback(self._notifying.discard)
+            self.spawn(stream, stream.notify(response))
+
+    def spawn(self, stream: Stream, sending: Coroutine[Any, Any, None]) -> None:
+        """Send something when it is there; never, if the stream ends before."""
+        task = asyncio.ensure_future(sending)
+        for tasks in (self._tasks, stream.tasks):  # the event loop alone would not keep it
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
     async def end(self) -> None:
         """End all streams when what was to be told is told; their handlers see a `CancelledError`."""
-        if self._notifying:
-            await asyncio.wait(self._notifying, timeout=1.0)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1.0)
         for job in self._streams.values():
             for _, stream in job.values():
                 if stream.handler is not None:

@@ -88,6 +88,12 @@ class Ended(grpc.RpcError):
     def __init__(self, data):
         self._data = data
 
+    def code(self):
+        return grpc.StatusCode.UNKNOWN
+
+    def details(self):
+        return "over"
+
     def trailing_metadata(self):
         return None if self._data is None else [_Item("grpc-status-details-bin", self._data)]
 
@@ -110,4 +116,4 @@ def test_details_of_others_name_no_class():
         (foreign.SerializeToString(), ""),
         (ours.SerializeToString(), "FencedError"),
     ):
-        assert calls._error_class(Ended(data)) == name
+        assert calls._error_class(calls._status(Ended(data))) == name

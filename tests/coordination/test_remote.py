@@ -25,9 +25,9 @@ from .savers import proxy
 from .servers import ServerProcess, running_server, server_in_thread, server_process
 
 
-def clients_at(port, num_clients, job="job", attempt=0):
+def clients_at(port, num_clients, job="job", attempt=0, kind=GrpcCoordination):
     return [
-        GrpcCoordination(
+        kind(
             f"127.0.0.1:{port}",
             Member(job, client, num_clients, secrets.randbits(60), attempt),
             heartbeat_timeout_s=1.0,
@@ -59,6 +59,25 @@ class TestGrpc(ManyClientsContract):
     def silence(self, client):
         client._stop_beating(client._beating)
         client._leaving.clear()
+
+
+class OnStream(GrpcCoordination):
+    """A client that does not arrive before its stream stands."""
+
+    def _announce(self, deadline):
+        super()._announce(deadline)
+        self.begun = True
+
+    def barrier(self, *arguments, **options):
+        self.register()
+        if self.__dict__.pop("begun", False):
+            wait_until(lambda: self._fenced or (self._stream and self._stream.num_answers))
+        return super().barrier(*arguments, **options)
+
+
+class TestGrpcOnStreams(TestGrpc):
+    def make(self, num_clients, job):
+        return clients_at(self.port, num_clients, job, kind=OnStream)
 
 
 def test_jobs_do_not_mix(port):

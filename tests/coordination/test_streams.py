@@ -14,7 +14,7 @@ from dtckpt_server.streams import MAX_UNSENT, Stream
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.coordination import Member, Progress, Vote, calls
+from dtckpt.coordination import Member, Progress, Vote, calls, remote
 from dtckpt.coordination.beating import HeartbeatStream
 from dtckpt.coordination.remote import GrpcCoordination
 
@@ -82,6 +82,100 @@ def test_client_that_is_on_its_way_is_told_of_a_failure(clients):
     del clients[1]._meet
     passed = together(clients, at("b"))
     assert [result.value.generation for result in passed.values()] == [1, 1]
+
+
+def no_calls(monkeypatch, *clients):
+    for client in clients:
+        monkeypatch.setattr(client, "_call", lambda *_: pytest.fail("a single call was made"))
+
+
+def test_clients_meet_on_their_streams(clients, monkeypatch):
+    """Beats go on while they wait there."""
+    no_calls(monkeypatch, *clients)
+    waiting = Running(clients[:1], lambda c: c.barrier("b", Vote(payload=b"one"), timeout_s=20, collect=True))
+    wait_until(lambda: clients[0]._stream._arrivals)
+    before = clients[0]._stream.num_answers
+    clients[0].heartbeat(Progress("wait", 1))
+    wait_until(lambda: clients[0]._stream.num_answers == before + 1)
+    together(clients[1:], lambda c: c.barrier("b", Vote(payload=b"two"), timeout_s=20))
+    assert waiting.results()[0].value.payloads == {0: b"one", 1: b"two"}
+    assert not clients[0]._stream._arrivals
+
+
+def test_who_waits_for_long_asks_by_calls(clients, monkeypatch):
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(clients[0], "_arrive_on_stream", unless_none(clients[0]._arrive_on_stream))
+    waiting = Running(clients[:1], at("b"))
+    asking = clients[0]._call
+    asked = threading.Event()
+    monkeypatch.setattr(clients[0], "_call", lambda *given: (asked.set(), asking(*given))[1])
+    assert asked.wait(10)
+    together(clients[1:], at("b"))
+    assert waiting.results()[0].error is None
+
+
+def unless_none(call):
+    def checked(*arguments):
+        found = call(*arguments)
+        assert found is not None
+        return found
+
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"name": "x" * 257}, errors.ConfigError, "name is too long"),
+        ({"timeout_s": float("nan")}, errors.ConfigError, "timeout"),
+        ({"participants": [1]}, errors.BarrierConflictError, "client 0 is not a participant"),
+    ],
+)
+def test_refusals_on_a_stream_are_the_same_errors(clients, monkeypatch, change, error, message):
+    together(clients, at("b"))
+    no_calls(monkeypatch, *clients)
+    given = {"task": clients[0]._identity, "name": "b", "generation": 1, "timeout_s": 20, "vote": pb.Vote(ok=True)}
+    with pytest.raises(error, match=message):
+        clients[0]._arrive_on_stream(pb.ArriveRequest(**given | change), 20.0)
+    assert is_streaming(clients[0])
+    assert not any(result.error for result in together(clients, at("c")).values())  # the streams have gone on
+
+
+def test_arrival_whose_stream_breaks_is_repeated_by_a_call(clients):
+    waiting = Running(clients[:1], at("b"))
+    wait_until(lambda: clients[0].status().barriers)
+    clients[0]._stream.end(at_once=True)
+    wait_until(lambda: not is_streaming(clients[0]))
+    passed = together(clients[1:], at("b")) | waiting.results()
+    assert [result.value.generation for result in passed.values()] == [0, 0]
+    assert not any(result.error for result in together(clients, at("b")).values())
+
+
+def test_arrival_that_has_no_room_is_repeated_by_a_call(server, clients, monkeypatch):
+    arrival = pb.ArriveRequest(task=clients[0]._identity, name="b", timeout_s=20, vote=pb.Vote(ok=True))
+    monkeypatch.setattr(server._service._calls, "_num_taken", server._service._calls._limit)
+    assert clients[0]._arrive_on_stream(arrival, 20.0) is None
+    waiting = Running(clients[:1], at("b"))
+    monkeypatch.setattr(server._service._calls, "_num_taken", 0)
+    passed = together(clients[1:], at("b")) | waiting.results()
+    assert not any(result.error for result in passed.values())
+
+
+def test_arrival_is_of_the_streams_task(server):
+    """Whoever may speak for a job's task on a stream may not speak for an other job's in its arrivals."""
+    beat = pb.HeartbeatStreamRequest(task=identity(0, 1), sequence=1)
+    foreign = pb.ArriveRequest(task=identity(1, 2), name="b", timeout_s=5, vote=pb.Vote(ok=True))
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = pb_grpc.CoordinatorStub(channel)
+        for task in range(2):
+            stub.Register(pb.RegisterRequest(task=identity(task, task + 1), num_clients=2), timeout=5)
+        second = pb.HeartbeatStreamRequest(task=identity(0, 1), sequence=2, arrival=foreign)
+        answers = stub.HeartbeatStream(iter([beat, second]), timeout=5)
+        assert next(answers).sequence == 1
+        with pytest.raises(grpc.RpcError) as refused:
+            next(answers)
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert not stub.GetJob(pb.GetJobRequest(job="job"), timeout=5).open_barriers
 
 
 def test_subset_is_told_and_nobody_else(server):
@@ -249,6 +343,22 @@ def test_silent_stream_is_given_up():
     assert stub.over.is_set()
     stub.drawing.join(20)
     assert not stub.drawing.is_alive()
+
+
+def test_arrival_that_nobody_answers():
+    stub = SilentStub()
+    stream = HeartbeatStream(lambda number: pb.HeartbeatStreamRequest(sequence=number), 60.0, time.monotonic)
+    assert stream.arrive(pb.ArriveRequest(), 20.0) is None  # nothing has come on it
+    running = threading.Thread(target=stream.run, args=(stub, lambda _: None), daemon=True)
+    running.start()
+    stream.num_answers = 1
+    assert stream.arrive(pb.ArriveRequest(), 0.05) is None
+    waiting = Running(clients_at(1, 1), lambda _: stream.arrive(pb.ArriveRequest(), 20.0))
+    wait_until(lambda: stream._arrivals)
+    stream.end(at_once=True)
+    assert waiting.results()[0].value is None
+    running.join(20)
+    assert stream.arrive(pb.ArriveRequest(), 20.0) is None  # it is over
 
 
 def test_stream_is_for_one_task(server):
