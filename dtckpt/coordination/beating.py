@@ -66,7 +66,9 @@ class HeartbeatStream:
                 return None
             sequence = next(self._sequence)
             self._arrivals[sequence] = answer
-        self._due.put(pb.HeartbeatStreamRequest(task=request.task, sequence=sequence, arrival=request))
+        message = self._beat(sequence)
+        message.arrival.CopyFrom(request)
+        self._due.put(message)
         try:
             return answer.result(timeout_s)
         except FutureTimeoutError:
@@ -110,15 +112,18 @@ class HeartbeatStream:
                 answer.set_result(None)
 
     def _messages(self) -> Iterator[pb.HeartbeatStreamRequest]:
-        due = None
+        due, beat_at = None, 0.0
         while not self._is_ending:
             if due is None:
+                now = self._clock()
+                beat_at = now + self._interval_s  # whatever arrives meanwhile
                 if self._unanswered_since is None:
-                    self._unanswered_since = self._clock()
+                    self._unanswered_since = now
                 due = self._beat(next(self._sequence))
             yield due
+            wait_s = beat_at - self._clock()
             try:
-                due = self._due.get(timeout=self._interval_s)
+                due = self._due.get(timeout=wait_s) if wait_s > 0 else None
             except queue.Empty:
                 due = None
             since = self._unanswered_since

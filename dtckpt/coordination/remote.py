@@ -12,6 +12,7 @@ it tells of failed barriers and of fencing unasked; by single calls while there 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -222,9 +223,9 @@ class GrpcCoordination(Caller):
         It is not told, as that would fail barriers of clients that have not heard the reason yet.
         """
         self._abandoned = reason
-        self._wake_beating()
+        self._wake.set()
         if (stream := self._stream) is not None:
-            stream.end()
+            stream.end(at_once=True)
 
     def _wake_beating(self) -> None:
         self._wake.set()
@@ -311,8 +312,9 @@ class GrpcCoordination(Caller):
         for pause_s in backoffs():
             try:
                 until = deadline + CALL_TIMEOUT_S
+                self._shorten(request, deadline)
                 arrived = self._arrive_on_stream(request, min(limit_s, until - self._clock())) or self._call(
-                    lambda stub, t: stub.Arrive(request, timeout=t), until, limit_s
+                    lambda stub, t: stub.Arrive(self._shorten(request, deadline), timeout=t), until, limit_s
                 )
                 if arrived.verdict.state != pb.BARRIER_STATE_OPEN:
                     return arrived.verdict
@@ -320,8 +322,13 @@ class GrpcCoordination(Caller):
             except UnknownError:
                 time.sleep(pause_s)
                 self._announce(deadline + CALL_TIMEOUT_S)
-                request.timeout_s = max(deadline - self._clock(), 0.001)
         raise AssertionError("backoffs never end")
+
+    def _shorten(self, request: pb.ArriveRequest, deadline: float) -> pb.ArriveRequest:
+        """Return an arrival with what is left of its timeout, rounded up: texts tell what was asked for."""
+        left_s = math.ceil(10 * (deadline - self._clock())) / 10
+        request.timeout_s = min(request.timeout_s, max(left_s, 0.1))
+        return request
 
     def _arrive_on_stream(self, request: pb.ArriveRequest, limit_s: float) -> pb.ArriveResponse | None:
         """Arrive as it costs the coordinator least; return None if that cannot be done, or may not have been."""
@@ -331,8 +338,8 @@ class GrpcCoordination(Caller):
             return None
         if answer.HasField("refusal"):
             raise_refusal(answer.refusal)
-            return None
-        return pb.ArriveResponse.FromString(answer.arrived)
+        # Neither: an older coordinator, which takes all that comes on a stream for heartbeats.
+        return pb.ArriveResponse.FromString(answer.arrived) if answer.arrived else None
 
     def _await(self, arrival: pb.ArriveRequest, barrier_id: str, deadline: float, next_log: float) -> pb.Verdict:
         request = pb.AwaitRequest(task=self._identity, barrier_id=barrier_id, collect=arrival.collect)

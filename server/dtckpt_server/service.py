@@ -245,15 +245,17 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
                     has_arrival = request.HasField("arrival")
                     if who not in (None, speaker) or (has_arrival and request.arrival.task != request.task):
                         raise errors.ConfigError("a heartbeat stream is for one task; open another for another task")
-                    if who is None or not has_arrival:  # an arrival is a sign of life, too
-                        self._apply(Heartbeat(speaker, _progress(request.progress)))
+                    self._apply(Heartbeat(speaker, _progress(request.progress)))
                     if who is None:
                         who = speaker
                         self._streams.add(who, stream)
-                    if has_arrival:
-                        self._streams.spawn(stream, self._answer_arrival(request, stream, context))
-                    else:
+                    if not has_arrival:
                         await stream.send(self._stream_response(request.sequence))
+                    elif not stream.is_full:
+                        self._streams.spawn(stream, self._answer_arrival(request, stream, context))
+                    else:  # read no more of them before this is sent
+                        refusal = self._refusal("HeartbeatStream", _crowded(), context).status()
+                        await stream.send(self._stream_response(request.sequence, refusal=refusal))
         except errors.DtckptError as error:
             await self.refuse("HeartbeatStream", error, context)
         except asyncio.CancelledError:
@@ -401,6 +403,10 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
 
 def _stopping() -> errors.CoordinatorUnavailableError:
     return errors.CoordinatorUnavailableError("the coordinator is shutting down")
+
+
+def _crowded() -> errors.CoordinatorUnavailableError:
+    return errors.CoordinatorUnavailableError("too many arrivals wait on this heartbeat stream; repeat")
 
 
 def _authorization(context: Any) -> str:

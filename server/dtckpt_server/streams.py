@@ -13,7 +13,7 @@ from dtckpt_server.events import Identity
 logger = logging.getLogger("dtckpt_server")
 
 MAX_UNSENT = 64
-"""Notices that wait for one client to read; more are dropped, as its next call says the same."""
+"""What waits for one client to read, or for a verdict to tell it; more is not begun, as its next call says the same."""
 
 
 class Stream:
@@ -23,7 +23,7 @@ class Stream:
     lock.
     """
 
-    __slots__ = ("_context", "_lock", "_unsent", "handler", "tasks")
+    __slots__ = ("_context", "_lock", "handler", "tasks")
 
     def __init__(self, context: Any) -> None:
         self.handler = asyncio.current_task()
@@ -31,7 +31,10 @@ class Stream:
         """What is to be sent, and ends with the stream."""
         self._context = context
         self._lock = asyncio.Lock()
-        self._unsent = 0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.tasks) >= MAX_UNSENT
 
     async def send(self, response: pb.HeartbeatStreamResponse) -> None:
         async with self._lock:
@@ -43,16 +46,6 @@ class Stream:
             await self.send(response)
         except Exception as error:  # gRPC has no common class for "the stream is over"
             logger.debug("a message was not sent: %s", error)
-
-    async def notify(self, response: pb.HeartbeatStreamResponse) -> None:
-        """Send what nobody waits for."""
-        if self._unsent >= MAX_UNSENT:
-            return
-        self._unsent += 1
-        try:
-            await self.send_if_open(response)
-        finally:
-            self._unsent -= 1
 
 
 class Streams:
@@ -90,7 +83,8 @@ class Streams:
     def _tell(self, streams: Iterable[Stream], notice: pb.Notice) -> None:
         response = pb.HeartbeatStreamResponse(notice=notice)
         for stream in streams:
-            self.spawn(stream, stream.notify(response))
+            if not stream.is_full:
+                self.spawn(stream, stream.send_if_open(response))
 
     def spawn(self, stream: Stream, sending: Coroutine[Any, Any, None]) -> None:
         """Send something when it is there; never, if the stream ends before."""

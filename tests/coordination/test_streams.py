@@ -1,6 +1,7 @@
 """Heartbeat streams: what is told on them unasked, and how clients do without."""
 
 import asyncio
+import itertools
 import secrets
 import threading
 import time
@@ -8,8 +9,9 @@ import time
 import grpc
 import pytest
 from dtckpt_server import server as server_module
+from dtckpt_server.events import Identity
 from dtckpt_server.service import CoordinatorService
-from dtckpt_server.streams import MAX_UNSENT, Stream
+from dtckpt_server.streams import MAX_UNSENT, Stream, Streams
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
@@ -159,6 +161,146 @@ def test_arrival_that_has_no_room_is_repeated_by_a_call(server, clients, monkeyp
     monkeypatch.setattr(server._service._calls, "_num_taken", 0)
     passed = together(clients[1:], at("b")) | waiting.results()
     assert not any(result.error for result in passed.values())
+
+
+def test_older_coordinator_takes_arrivals_for_heartbeats(monkeypatch):
+    """It answers them at once. That is no verdict."""
+
+    async def only_beats(self, request_iterator, context):
+        async for request in request_iterator:
+            taken.append(request.HasField("arrival"))
+            await context.write(pb.HeartbeatStreamResponse(sequence=request.sequence))
+
+    taken = []
+    monkeypatch.setattr(CoordinatorService, "HeartbeatStream", only_beats)
+    with server_in_thread(heartbeat_timeout_s=LONG_S) as port:
+        clients = clients_at(port, 2)
+        for client in clients:
+            client.register()
+            wait_until(lambda client=client: is_streaming(client))
+        same_error(together(clients[:1], at("b", timeout_s=0.5)), errors.BarrierTimeoutError, "1/2 arrived")
+        assert any(taken)
+        assert not any(result.error for result in together(clients, at("c")).values())
+        leave_all(clients)
+
+
+def test_arrivals_carry_the_progress(clients):
+    """Who arrives again and again shall not look as if it had stopped."""
+    clients[0].heartbeat(Progress("", 5))  # of the same phase: not worth a beat
+    arrival = pb.ArriveRequest(task=clients[0]._identity, name="b", timeout_s=20, vote=pb.Vote(ok=True))
+    assert clients[0]._arrive_on_stream(arrival, 20.0) is not None
+    assert clients[1].status().tasks[0].progress == Progress("", 5)
+
+
+def test_who_leaves_the_coordinator_waits_for_it_no_longer(server):
+    """Also where the network swallows everything."""
+    with proxy(server.port) as network:
+        (client,) = clients_at(network.port, 2)[:1]
+        client.register()
+        wait_until(lambda: is_streaming(client))
+        waiting = Running([client], at("b"))
+        wait_until(lambda: client._stream._arrivals)
+        network.flowing.clear()
+        begin = time.monotonic()
+        client.abandon("the reason")
+        same_error(waiting.results(), errors.CoordinatorUnavailableError, "^the reason$")
+        assert time.monotonic() - begin < calls.CALL_TIMEOUT_S / 2
+        network.flowing.set()
+        client.leave()
+
+
+@pytest.mark.parametrize("on_stream", [True, False])
+def test_who_arrives_again_has_what_is_left_of_its_timeout(server, clients, monkeypatch, on_stream):
+    """The first time is swallowed by the network."""
+
+    def lose(*_):
+        nonlocal passed_s
+        if passed_s:
+            return once(*_)
+        passed_s = 15.0
+        if on_stream:
+            return None
+        raise Swallowed
+
+    once, passed_s = clients[0]._once, 0.0
+    monkeypatch.setattr(clients[0], "_clock", lambda: time.monotonic() + passed_s)
+    if on_stream:
+        monkeypatch.setattr(clients[0]._stream, "arrive", lose)
+    else:
+        monkeypatch.setattr(clients[0], "_arrive_on_stream", lambda *_: None)
+        monkeypatch.setattr(clients[0], "_once", lose)
+    waiting = Running(clients[:1], at("b", timeout_s=20.0))
+    wait_until(lambda: server._service.rules.jobs["job"].open)
+    (barrier,) = server._service.rules.jobs["job"].open.values()
+    assert 4.0 < barrier.timeout_s <= 5.0
+    passed = together(clients[1:], at("b")) | waiting.results()
+    assert not any(result.error for result in passed.values())
+
+
+class Swallowed(grpc.RpcError):
+    def code(self):
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def details(self):
+        return ""
+
+
+def raw_stream(stub, task, arrivals):
+    """Open a stream that beats once, and then arrives again and again, without asking for more."""
+    stub.Register(pb.RegisterRequest(task=identity(task, task + 1), num_clients=2), timeout=5)
+    first = pb.HeartbeatStreamRequest(task=identity(task, task + 1), sequence=1)
+    return stub.HeartbeatStream(itertools.chain([first], arrivals), timeout=30)
+
+
+def arrivals_of(task, count):
+    who = identity(task, task + 1)
+    arrival = pb.ArriveRequest(task=who, name="b", timeout_s=20, vote=pb.Vote(ok=True), max_wait_s=20)
+    return [pb.HeartbeatStreamRequest(task=who, sequence=2 + n, arrival=arrival) for n in range(count)]
+
+
+def test_one_client_cannot_take_all_room(server):
+    """Who arrives without end on one stream waits a bounded number of times."""
+    over = threading.Event()
+
+    def arrivals():
+        yield from arrivals_of(0, 3 * MAX_UNSENT)
+        over.wait(20)
+
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = pb_grpc.CoordinatorStub(channel)
+        answers = raw_stream(stub, 0, arrivals())
+        assert next(answers).sequence == 1
+        refused = [next(answers) for _ in range(2 * MAX_UNSENT)]
+        assert {answer.refusal.code for answer in refused} == {grpc.StatusCode.UNAVAILABLE.value[0]}
+        assert server._service._calls._num_taken == MAX_UNSENT
+        stub.Register(pb.RegisterRequest(task=identity(1, 2), num_clients=2), timeout=5)
+        stub.Arrive(arrivals_of(1, 1)[0].arrival, timeout=5)
+        told = [pb.ArriveResponse.FromString(next(answers).arrived) for _ in range(MAX_UNSENT)]
+        assert {arrived.verdict.state for arrived in told} == {pb.BARRIER_STATE_PASSED}
+        over.set()
+
+
+@pytest.mark.parametrize("how", ["half-closed", "cancelled"])
+def test_stream_that_ends_leaves_no_arrival_behind(server, how):
+    service = server._service
+    over = threading.Event()
+
+    def arrivals():
+        yield from arrivals_of(0, 3)
+        over.wait(20)
+
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = pb_grpc.CoordinatorStub(channel)
+        answers = raw_stream(stub, 0, arrivals())
+        wait_until(lambda: service._calls._num_taken == 3)
+        if how == "cancelled":
+            answers.cancel()
+        over.set()
+        wait_until(lambda: not service._calls._num_taken and not service._beating._num_taken)
+        assert not service._streams._tasks
+        assert not any(service._waiters.values())
+        barrier = stub.GetJob(pb.GetJobRequest(job="job"), timeout=5).open_barriers[0]
+        assert list(barrier.missing) == [1]  # it has arrived all the same
 
 
 def test_arrival_is_of_the_streams_task(server):
@@ -345,6 +487,20 @@ def test_silent_stream_is_given_up():
     assert not stub.drawing.is_alive()
 
 
+def test_beats_are_due_among_arrivals_too():
+    """They carry the progress, and show whether anybody answers."""
+    now = 0.0
+    stream = HeartbeatStream(lambda number: pb.HeartbeatStreamRequest(sequence=number), 10.0, lambda: now)
+    drawn = stream._messages()
+    assert next(drawn).sequence == 1
+    stream.num_answers, stream._unanswered_since = 1, None
+    for at_s, is_arrival in ((6.0, True), (12.0, False)):
+        now = at_s
+        assert stream.arrive(pb.ArriveRequest(), 0.0) is None
+        assert next(drawn).HasField("arrival") == is_arrival
+    assert next(drawn).HasField("arrival")
+
+
 def test_arrival_that_nobody_answers():
     stub = SilentStub()
     stream = HeartbeatStream(lambda number: pb.HeartbeatStreamRequest(sequence=number), 60.0, time.monotonic)
@@ -387,12 +543,14 @@ def test_slow_reader_costs_a_bounded_number_of_notices():
             self.written.append(response)
 
     async def flood():
-        context = Stuck()
-        stream = Stream(context)
-        pushed = [asyncio.ensure_future(stream.notify(pb.HeartbeatStreamResponse())) for _ in range(3 * MAX_UNSENT)]
+        context, streams = Stuck(), Streams()
+        who = Identity("job", 0, 1)
+        streams.add(who, Stream(context))
+        for _ in range(3 * MAX_UNSENT):
+            streams.tell(who, pb.Notice())
         await asyncio.sleep(0)
         context.go_on.set()
-        await asyncio.gather(*pushed)
+        await asyncio.gather(*streams._tasks)
         return len(context.written)
 
     assert asyncio.run(flood()) == MAX_UNSENT
