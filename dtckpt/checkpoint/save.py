@@ -391,6 +391,7 @@ class Attempt:
                 plan,
                 self._joined,
                 self.rounds.client,
+                self.rounds.participants,
                 state.source,
                 kvstore=self._options.kvstore,
                 is_durable=self._options.fsync,

@@ -73,6 +73,7 @@ class ClientWriter:
         plan: The global plan.
         attempt: What it writes for.
         client: This client.
+        clients: All that write, in the same order everywhere.
         source: Where the elements come from.
         kvstore: Key-value store.
         is_durable: Whether to fsync.
@@ -85,6 +86,7 @@ class ClientWriter:
         plan: SavePlan,
         attempt: Attempt,
         client: int,
+        clients: Sequence[int],
         source: Source,
         *,
         kvstore: str,
@@ -96,6 +98,7 @@ class ClientWriter:
         self._attempt = attempt
         self._root = attempt.folder
         self._client = client
+        self._clients = clients
         self._source = source
         self._kvstore = kvstore
         self._is_durable = is_durable
@@ -128,7 +131,7 @@ class ClientWriter:
             self._folder.write(name, data)
 
     def write(self, *, check_replicas: bool, content_digest: bool) -> int:
-        """Write this client's chunks and its chunk list.
+        """Write this client's chunks, its share of the metadata, and its chunk list.
 
         Args:
             check_replicas: Compare this client's copies, and note digests of those that others have too.
@@ -180,6 +183,8 @@ class ClientWriter:
         nbytes, start = 0, time.monotonic()
         with ExitStack() as stretch:
             stretch.enter_context(uncollected())
+            for key, document in _documents_of(self._plan, self._client, self._clients):
+                writer.write_document(key, document)
             for position, plan, number in self._plan.owned_by(self._client):
                 _, region = plan.grid.chunk(number)
                 if number in plan.pieces:
@@ -270,24 +275,25 @@ def merge_clients(
     """
     with uncollected():
         entries = {entry.name: entry for entry in _entries(plan, root, announced)}
-        metadata, digest = _documents(plan)
-        complete = manifest.with_arrays(entries, digest)
-    merge(manifest.kvstore, root, _last_written(plan), metadata)
+        complete = manifest.with_arrays(entries, _documents(plan)[1])
+    merge(manifest.kvstore, root, _last_written(plan, sorted(announced)))
     with translated("write the manifest", root):
         root.write(MANIFEST_NAME, complete.to_bytes())
     if is_durable:
-        sync_merged(manifest.kvstore, root, metadata)
+        sync_merged(manifest.kvstore, root)
     return complete
 
 
-def _last_written(plan: SavePlan) -> dict[int, str]:
-    """Return the key of the last chunk that each client writes."""
+def _last_written(plan: SavePlan, clients: Sequence[int]) -> dict[int, str]:
+    """Return the key of what each client that writes anything writes last."""
     found: dict[int, str] = {}
-    for client in sorted(set(np.unique(plan.owners).tolist()) - {NO_CLIENT}):
+    for client in clients:
+        for key, _ in _documents_of(plan, client, clients)[-1:]:
+            found[client] = key
         place = plan.places_of(client)[-1:]
-        (position,) = plan.tensors_at(place).tolist()
-        tensor = plan.tensors[position]
-        found[client] = key_of(tensor.path, tensor.grid.index(int(place[0] - plan.starts[position])))
+        for position in plan.tensors_at(place).tolist():
+            tensor = plan.tensors[position]
+            found[client] = key_of(tensor.path, tensor.grid.index(int(place[0] - plan.starts[position])))
     return found
 
 
@@ -368,15 +374,21 @@ def remove_working_files(root: Folder, clients: Sequence[int], *, has_moves: boo
 
 
 @lru_cache(maxsize=KEPT_STRUCTURES)
-def _documents(plan: SavePlan) -> tuple[Mapping[str, bytes], int]:
-    """Return every ``zarr.json`` and their digest, which are the same whatever the tensors hold."""
+def _documents(plan: SavePlan) -> tuple[Sequence[tuple[str, bytes]], int]:
+    """Return every ``zarr.json`` by its key, and their digest; they are the same whatever the tensors hold."""
     arrays: dict[str, bytes] = {}
     for item in plan.tensors:
         spec = item.spec
         before, after = _document_around_name(item.grid, spec.dtype, spec.stored_dtype, spec.codec, spec.layout)
         arrays[item.path] = before + json.dumps(spec.name).encode() + after
     found = documents(arrays)
-    return found, documents_digest(found)
+    return list(found.items()), documents_digest(found)
+
+
+def _documents_of(plan: SavePlan, client: int, clients: Sequence[int]) -> Sequence[tuple[str, bytes]]:
+    """Return one client's share of the documents."""
+    found, _ = _documents(plan)
+    return found[clients.index(client) :: len(clients)]
 
 
 _NO_NAME = "\0"

@@ -68,6 +68,8 @@ def content_share(elements: np.ndarray[Any, Any], shape: tuple[int, ...], region
         filled[region.relative_to(whole).slices()] = elements
         return content_share(filled, shape, whole)
     data = as_bytes(elements)
+    if not runs.lattice:
+        return _shifted(crc64nvme(data.data, _ONES) ^ _ONES, runs.behind_last)
     if runs.behind:
         return functools.reduce(operator.xor, map(_shifted, _crcs(data, runs.nbytes), runs.behind))
     shares = _many_crcs(data, runs.nbytes).reshape([size for size, _ in runs.lattice])

@@ -183,6 +183,7 @@ class SharedAttempt:
                 self._plan,
                 DirectoryAttempt(staging),
                 self._worker.index,
+                range(self._worker.count),
                 source,
                 kvstore=self._options.kvstore,
                 is_durable=self._options.fsync,

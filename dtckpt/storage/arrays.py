@@ -2,8 +2,8 @@
 
 Writing: each client opens its own `ArrayWriter`; the leader then calls `merge`. With the ``ocdbt`` key-value store a
 client writes one database under ``client_<i>/`` in one transaction, and the merge makes the root database refer to
-the clients' data without copying it. With ``zarr`` clients write chunk files straight into the array folders and
-the merge adds the metadata files. Either way only the leader writes metadata, so clients share no key.
+the clients' data without copying it. With ``zarr`` clients write files straight into the array folders. Either way no
+two clients write the same key: each writes its own chunks, and its share of the metadata.
 
 Facts that shape the code: a write copies its source unless it may refer to it; a read is fast only into ready
 memory with memory-mapped files; chunks of zeros are left out and read back as zeros unless told otherwise; a range
@@ -152,7 +152,7 @@ class ArrayWriter:
         self._folder = root / client_folder(client) if self._is_database else root
         self._kvstore = _kvstore(kind, self._folder, to_write=True)
         self._is_durable = is_durable
-        self._chunks: list[str] = []
+        self._keys: list[str] = []
         self._arrays: dict[str, Any] = {}
         self._max_pending_nbytes = max_pending_nbytes
         self._reset()
@@ -179,18 +179,31 @@ class ArrayWriter:
         is_copied = key is not None or codec != NO_CODEC
         # A compressor takes room for the worst case, beside its result.
         held_nbytes = elements.nbytes * (is_copied + (not is_kept) + 2 * (codec != NO_CODEC))
-        if not self._is_database:
-            self._chunks.append(chunk_key(array.path, array.grid, region))
         with translated("write array {!r}", self._where, array.path):
             if key is not None:
-                self._pending.append(self._values().write(key, elements.tobytes()))
+                self._put(key, elements.tobytes())
                 self._note(held_nbytes)
                 return
+            if not self._is_database:
+                self._keys.append(chunk_key(array.path, array.grid, region))
             opened = self._open(array).with_transaction(self._transaction)
             target = opened[region.slices()] if region.ndim else opened
             write = target.write(elements, can_reference_source_data_indefinitely=True)
             self._pending.append(write.copy if self._transaction else write)
         self._note(held_nbytes)
+
+    def write_document(self, key: str, document: bytes) -> None:
+        """Start writing metadata."""
+        with translated("write {!r}", self._where, key):
+            self._put(key, document)
+        self._note(len(document))
+
+    def _put(self, key: str, value: bytes) -> None:
+        if self._transaction:
+            self._values()[key] = value  # until the commit, this only notes it
+        else:
+            self._keys.append(key)
+            self._pending.append(self._values().write(key, value))
 
     def _note(self, nbytes: int) -> None:
         self._pending_nbytes += nbytes
@@ -216,7 +229,7 @@ class ArrayWriter:
         self._write_out()
         if self._is_durable:
             with translated("sync chunks", self._where):
-                self._folder.sync(_data_files(self._folder) if self._is_database else self._chunks)
+                self._folder.sync(_data_files(self._folder) if self._is_database else self._keys)
 
     def _write_out(self) -> None:
         is_early = self._is_durable and self._is_database
@@ -261,14 +274,13 @@ def document_key(path: str) -> str:
     return f"{path}/zarr.json" if path else "zarr.json"
 
 
-def merge(kind: str, root: Folder, last_written: Mapping[int, str], metadata: Mapping[str, bytes]) -> None:
+def merge(kind: str, root: Folder, last_written: Mapping[int, str]) -> None:
     """Make the clients' writes one hierarchy of arrays. Called by the leader, after all clients committed.
 
     Args:
         kind: Key-value store.
         root: The folder under construction.
-        last_written: Clients that wrote chunks, and the key of the last that each wrote: where that is, all are.
-        metadata: See `documents`.
+        last_written: Clients that wrote, and the key of the last that each wrote: where that is, all are.
 
     Raises:
         CheckpointCorruptError: What a client wrote is not there.
@@ -276,37 +288,31 @@ def merge(kind: str, root: Folder, last_written: Mapping[int, str], metadata: Ma
     """
     with translated("merge what the clients wrote", root):
         if root.kvstore() is None:
-            for key, document in metadata.items():
-                root.write(key, document)
             is_there = {client: _is_file(root, key) for client, key in last_written.items()}
         else:
-            store = _merge_stores(kind, root, last_written, metadata)
+            store = _merge_stores(kind, root, last_written)
             reads = {client: store.read(key, byte_range=slice(0, 1)) for client, key in last_written.items()}
             is_there = {client: read.result().state == "value" for client, read in reads.items()}
     # A database that this client does not see, or sees as it was before, passes for one that holds less.
     if lost := [client for client in last_written if not is_there[client]]:
         raise CheckpointCorruptError(
-            f"chunks that clients {capped(lost)} wrote are not to be seen in {root}; got no {last_written[lost[0]]}; "
+            f"what clients {capped(lost)} wrote is not to be seen in {root}; got no {last_written[lost[0]]}; "
             "every client must see one shared file system; nothing was committed, save again"
         )
 
 
-def _merge_stores(kind: str, root: Folder, clients: Iterable[int], metadata: Mapping[str, bytes]) -> Any:
+def _merge_stores(kind: str, root: Folder, clients: Iterable[int]) -> Any:
     """Merge what TensorStore wrote; return the store of all of it."""
     context = open_context()
     store = ts.KvStore.open(_kvstore(kind, root, to_write=True), context=context).result()
-    transaction = ts.Transaction(atomic=True) if kind == "ocdbt" else None
-    target = store.with_transaction(transaction) if transaction else store
-    if transaction:
+    if kind == "ocdbt":
+        transaction = ts.Transaction(atomic=True)
+        target = store.with_transaction(transaction)
         for client in clients:
             # A range is copied by reference only between stores whose base options are the same.
             spec = _kvstore(kind, root / client_folder(client), to_write=True)
             source = ts.KvStore.open(spec, context=context).result()
             source.experimental_copy_range_to(target).result()
-    writes = [target.write(key, document) for key, document in metadata.items()]
-    for write in writes:
-        write.result()
-    if transaction:
         transaction.commit_async().result()
     return store
 
@@ -319,18 +325,19 @@ def _is_file(folder: Folder, name: str) -> bool:
     return True
 
 
-def sync_merged(kind: str, root: Folder, metadata: Mapping[str, bytes]) -> None:
+def sync_merged(kind: str, root: Folder) -> None:
     """Return when what `merge` made, and the files beside it, survive a power loss. Called by the leader.
 
     Blocks: On storage.
     """
     with translated("sync what was merged", root):
-        root.sync(_merged_files(kind, root, metadata))
+        root.sync(_merged_files(kind, root))
 
 
-def _merged_files(kind: str, root: Folder, metadata: Mapping[str, bytes]) -> Iterator[str]:
+def _merged_files(kind: str, root: Folder) -> Iterator[str]:
     yield from root.names()
-    yield from _data_files(root) if kind == "ocdbt" else metadata
+    if kind == "ocdbt":
+        yield from _data_files(root)
     yield ""  # the folder itself: clients' databases go when this one is sure to stay
 
 

@@ -73,7 +73,15 @@ class ChunkWriter:
         validate_kind("zarr", self._root, [array.codec])
         key = chunk_key(array.path, array.grid, region)
         self._pending.append(self._pool.submit(self._write, key, array.grid, elements))
-        self._pending_nbytes += elements.nbytes
+        self._note(elements.nbytes)
+
+    def write_document(self, key: str, document: bytes) -> None:
+        """As `ArrayWriter.write_document`."""
+        self._pending.append(self._pool.submit(self._root.write, key, document))
+        self._note(len(document))
+
+    def _note(self, nbytes: int) -> None:
+        self._pending_nbytes += nbytes
         if self._max_pending_nbytes is not None and self._pending_nbytes > self._max_pending_nbytes:
             self._wait()
 

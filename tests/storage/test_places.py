@@ -121,17 +121,17 @@ def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
     """A client's database that is missing would pass for one that holds nothing."""
     merge = writing.merge
 
-    def lose(kind, root, last_written, metadata):
+    def lose(kind, root, last_written):
         ((client, key),) = last_written.items()
         folder, name = (root / client_folder(client), DATABASE_NAME) if kind == "ocdbt" else (root, key)
         folder.read(name, 0, 1)
         folder.remove([name])
-        merge(kind, root, last_written, metadata)
+        merge(kind, root, last_written)
 
     save(path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(writing, "merge", lose)
-        with pytest.raises(CheckpointCorruptError, match=r"clients 0 wrote are not to be seen.*nothing was committed"):
+        with pytest.raises(CheckpointCorruptError, match=r"clients 0 wrote is not to be seen.*nothing was committed"):
             save(path, 2, overwrite=True)
     assert holds(path, 1)
 
