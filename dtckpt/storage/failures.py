@@ -19,7 +19,7 @@ from dtckpt.errors import (
 _FULL = re.compile(r"No space left|ENOSPC|Disk quota exceeded|EDQUOT|RESOURCE_EXHAUSTED")
 _DENIED = re.compile(r"PERMISSION_DENIED|Permission denied|Read-only file system|UNAUTHENTICATED|EACCES|EROFS")
 _NO_BUCKET = re.compile(r"NoSuchBucket|bucket (does not exist|is not found|not found)", re.IGNORECASE)
-_PUT_OFF = re.compile(r"SlowDown|Throttl|TooManyRequests|UNAVAILABLE", re.IGNORECASE)
+_PUT_OFF = re.compile(r"SlowDown|Throttl|TooManyRequests|UNAVAILABLE|http_response_code='(429|503)'", re.IGNORECASE)
 _DAMAGED = re.compile(
     r"DATA_LOSS|NOT_FOUND|OUT_OF_RANGE|INVALID_ARGUMENT|Invalid|is missing|cut short|corrupt"
     r"|Zstd-compressed|ZSTD_|Blosc|uncompressed byte",
@@ -58,16 +58,17 @@ class translated:  # noqa: N801  (a context manager is used as a function is)
         action = self._action.format(*self._facts) if self._facts else self._action
         if isinstance(error, OSError):
             return _os_error(error, f"cannot {action} at {self._where}: {error.strerror or error}")
-        text = f"cannot {action} at {self._where}: {_first_line(error)}"
-        if _FULL.search(text):
+        said = str(error)
+        text = f"cannot {action} at {self._where}: {_first_line(said)}"
+        if _FULL.search(said):
             return StorageFullError(f"{text}; free space and save again")
-        if _DENIED.search(text):
+        if _DENIED.search(said):
             return StoragePermissionError(f"{text}; check the permissions")
-        if _NO_BUCKET.search(text):
+        if _NO_BUCKET.search(said):
             return StorageError(f"{text}; make the bucket first, or correct its name")
-        if _PUT_OFF.search(text):
+        if _PUT_OFF.search(said):
             return StorageError(f"{text}; storage kept putting this off: try again later, with fewer clients")
-        if self._is_read and _DAMAGED.search(text):
+        if self._is_read and _DAMAGED.search(said):
             return CheckpointCorruptError(f"{text}; restore another checkpoint")
         return StorageError(text)
 
@@ -82,5 +83,5 @@ def _os_error(error: OSError, text: str) -> CheckpointError:
     return StorageError(text)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:500]
+def _first_line(said: str) -> str:
+    return said.partition("\n")[0][:500]

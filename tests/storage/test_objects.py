@@ -1,6 +1,5 @@
-"""Checkpoints on object stores: S3 against a server, other URLs through fsspec."""
+"""Checkpoints on object stores: S3 and Google's against servers, other URLs through fsspec."""
 
-import http.client
 import itertools
 import json
 import os
@@ -8,8 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -25,6 +23,7 @@ from dtckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     ConfigError,
     StorageError,
     StoragePermissionError,
@@ -37,6 +36,7 @@ from dtckpt.storage.places import open_folder, place_of
 from . import object_cases
 from .conftest import KINDS, folder_at
 from .saved import MESH, holds, state
+from .servers import PROTOCOLS
 
 on_objects = pytest.mark.parametrize("kind", [kind for kind in KINDS if "directory" not in kind], indirect=True)
 
@@ -220,11 +220,19 @@ STATE = {
 @pytest.mark.processes
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 @pytest.mark.parametrize(("victim", "when"), [(1, "amid its writes"), (0, "amid its writes"), (0, "before the commit")])
-def test_a_client_that_is_killed_takes_nothing_along(pool, s3, s3_environment, kvstore, victim, when):
-    path, axes = f"{s3}/run/step_1", {"x": 2}
-    pool.values(object_cases.save, s3_environment, path, axes, STATE, generation="old", kvstore=kvstore, clients=2)
+def test_a_client_that_is_killed_takes_nothing_along(pool, bucket, store, kvstore, victim, when):
+    path, axes, reached = f"{bucket}/run/step_1", {"x": 2}, store.environment
+    pool.values(object_cases.save, reached, path, axes, STATE, generation="old", kvstore=kvstore, clients=2)
     answers = pool.run(
-        object_cases.save_and_die, s3_environment, path, axes, STATE, victim, when, clients=2, heartbeat_timeout_s=2.0
+        object_cases.save_and_die,
+        store.environment,
+        path,
+        axes,
+        STATE,
+        victim,
+        when,
+        clients=2,
+        heartbeat_timeout_s=2.0,
     )
     assert [answer.has_died for answer in answers] == [client == victim for client in range(2)]
     assert answers[1 - victim].error == "ClientLostError", answers
@@ -233,177 +241,167 @@ def test_a_client_that_is_killed_takes_nothing_along(pool, s3, s3_environment, k
 
     # And the job goes on; what the dead one left is removed.
     other = {name: (shape, dtype, [UNSHARDED, "z"]) for name, (shape, dtype, _) in STATE.items()}
-    restored = pool.values(object_cases.restore, s3_environment, path, {"z": 3}, other, generation="old", clients=3)
+    restored = pool.values(object_cases.restore, reached, path, {"z": 3}, other, generation="old", clients=3)
     assert restored == [[], [], []]
-    pool.values(object_cases.save, s3_environment, path, axes, STATE, generation="new", overwrite=True, clients=2)
+    pool.values(object_cases.save, reached, path, axes, STATE, generation="new", overwrite=True, clients=2)
     assert cases.restore(path, {"x": 1}, STATE, generation="new") == []
     attempts = {name.split("/")[0] for name in folder_at(path).names()}
     assert len(attempts) == 1
 
 
 @pytest.mark.processes
-def test_a_manager_of_several_clients(pool, s3, s3_environment):
+def test_a_manager_of_several_clients(pool, bucket, store):
     for steps in (4, 5):
-        found = pool.values(object_cases.manage, s3_environment, f"{s3}/run", steps, clients=2)
+        found = pool.values(object_cases.manage, store.environment, f"{bucket}/run", steps, clients=2)
         assert found[0] == [steps - 2, steps - 1]
-    assert dtckpt.CheckpointManager(f"{s3}/run").restore().step == 4
+    assert dtckpt.CheckpointManager(f"{bucket}/run").restore().step == 4
 
 
 # --- storage that refuses ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def gateway(s3, s3_server, monkeypatch):
-    """Put a server between this process and S3; ``refuse(method, path)`` gives what it answers itself, or None."""
-
-    class Gateway(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        refuse = staticmethod(lambda method, path: None)
-
-        def handle_one(self):
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            refusal = type(self).refuse(self.command, self.path)
-            if refusal is not None:
-                status, code = refusal
-                return self.answer(status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode(), {})
-            upstream = http.client.HTTPConnection(s3_server.removeprefix("http://"), timeout=30)
-            upstream.request(self.command, self.path, body, dict(self.headers))
-            response = upstream.getresponse()
-            skipped = ("connection", "transfer-encoding", "content-length", "date", "server")
-            headers = {name: value for name, value in response.getheaders() if name.lower() not in skipped}
-            size = response.getheader("Content-Length") if self.command == "HEAD" else None
-            self.answer(response.status, response.read(), headers, size)
-            upstream.close()
-            return None
-
-        def answer(self, status, body, headers, size=None):
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", size or str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_one
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+def gateway(store, bucket, monkeypatch):
+    """The store, for a test that tells it what to refuse; TensorStore does not ask it for long."""
     monkeypatch.setattr(folders, "RETRIES", {"max_retries": 4, "initial_delay": "10ms", "max_delay": "20ms"})
+    monkeypatch.setattr(store, "refuse", store.refuse)
     folders._shared_context.cache_clear()
-    yield Gateway
+    yield store
     folders._shared_context.cache_clear()
-    server.shutdown()
-    server.server_close()
-    thread.join(20)
+
+
+def pass_all(action, name):
+    return None
 
 
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
-def test_what_is_put_off_is_tried_again(gateway, s3, kvstore):
-    count, refused = itertools.count(), []
+def test_what_is_put_off_is_tried_again(gateway, bucket, kvstore):
+    count, refused = itertools.count(), set()
 
-    def refuse(method, path):
-        if next(count) % 3 == 0:
-            refused.append((method, path))
-            return 503, "SlowDown"
-        return None
+    def refuse(action, name):
+        number = next(count)
+        if number % 3:
+            return None
+        why = ("put off", "too many")[number % 2]
+        refused.add((action, why))
+        return why
 
-    gateway.refuse = staticmethod(refuse)
+    gateway.refuse = refuse
     for step in (1, 2):
-        save(f"{s3}/run/step", step, kvstore=kvstore)
-        assert holds(f"{s3}/run/step", step)
-    assert {method for method, _ in refused} >= {"GET", "PUT", "DELETE"}
+        save(f"{bucket}/run/step", step, kvstore=kvstore)
+        assert holds(f"{bucket}/run/step", step)
+    assert {action for action, _ in refused} == {"read", "write", "delete"}
+    assert {why for _, why in refused} == {"put off", "too many"}
 
 
 REFUSALS = {
-    "put off for ever": ((503, "SlowDown"), StorageError, "try again later"),
-    "denied": ((403, "AccessDenied"), StoragePermissionError, "permissions"),
-    "no bucket": ((404, "NoSuchBucket"), StorageError, "make the bucket"),
+    "put off": (StorageError, "try again later"),
+    "too many": (StorageError, "try again later"),
+    "denied": (StoragePermissionError, "permissions"),
+    "no bucket": (StorageError, "make the bucket"),
 }
 
 
-@pytest.mark.parametrize("refusal", REFUSALS)
-def test_refusals_are_explained(gateway, s3, refusal):
-    path = f"{s3}/run/step"
+def refused(why):
+    expected, text = REFUSALS[why]
+    return pytest.raises(expected, match=text)
+
+
+def refused_reads(scheme, why):
+    """To TensorStore a bucket of Google's that is not there is an empty one."""
+    if (scheme, why) == ("gs", "no bucket"):
+        return pytest.raises(CheckpointNotFoundError, match=r"there is no (valid )?checkpoint")
+    return refused(why)
+
+
+@pytest.mark.parametrize("why", REFUSALS)
+def test_refusals_are_explained(gateway, scheme, bucket, why):
+    path = f"{bucket}/run/step"
     save(path, 1)
-    answer, expected, text = REFUSALS[refusal]
     asked_for = [
-        lambda method, path: True,
-        lambda method, path: method == "PUT",
-        lambda method, path: method == "PUT" and "/d/" in path,
+        lambda action, name: True,
+        lambda action, name: action == "write",
+        lambda action, name: action == "write" and "/d/" in name,
     ]
     for is_refused in asked_for:
-        gateway.refuse = staticmethod(lambda *asked, is_refused=is_refused: answer if is_refused(*asked) else None)
-        with pytest.raises(expected, match=text):
+        gateway.refuse = lambda *asked, is_refused=is_refused: why if is_refused(*asked) else None
+        with refused(why):
             save(path, 2)
-        gateway.refuse = staticmethod(lambda *asked: None)
+        gateway.refuse = pass_all
         assert holds(path, 1)
-    gateway.refuse = staticmethod(lambda *asked: answer)
-    with pytest.raises(expected, match=text):
+    gateway.refuse = lambda *asked: why
+    with refused_reads(scheme, why):
         dtckpt.restore(path)
-    gateway.refuse = staticmethod(lambda *asked: None)
+    gateway.refuse = pass_all
     save(path, 3)
     assert holds(path, 3)
 
 
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        ((503, "SlowDown"), "try again later"),
-        ((403, "AccessDenied"), "permissions"),
-        ((404, "NoSuchKey"), "conditional"),
-    ],
-)
-def test_a_commit_that_is_refused(gateway, s3, answer, text):
-    path = f"{s3}/run/step"
+REFUSED_COMMITS = [
+    *((scheme, why, REFUSALS[why][1]) for scheme in PROTOCOLS for why in ("put off", "denied")),
+    ("s3", "not found", "conditional"),
+    ("gs", "no bucket", "make the bucket"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "why", "text"), REFUSED_COMMITS, indirect=["scheme"])
+def test_a_commit_that_is_refused(gateway, bucket, why, text):
+    path = f"{bucket}/run/step"
     save(path, 1)
-
-    def refuse(method, asked_for):
-        return answer if method == "PUT" and asked_for.endswith(".decision") else None
-
-    gateway.refuse = staticmethod(refuse)
+    gateway.refuse = lambda action, name: why if action == "write" and name.endswith(".decision") else None
     with pytest.raises(StorageError, match=text):
         save(path, 2)
-    gateway.refuse = staticmethod(lambda *asked: None)
+    gateway.refuse = pass_all
     assert holds(path, 1)
     save(path, 3)
     assert holds(path, 3)
 
 
-def test_a_bucket_that_is_not_there(s3):
-    path = "s3://no-such-bucket-1/run/step"
-    for call in (lambda: save(path), lambda: dtckpt.restore(path), lambda: dtckpt.CheckpointManager(path).all_steps()):
-        with pytest.raises(StorageError, match="make the bucket first"):
-            call()
+def test_only_one_of_many_creates(bucket):
+    folder = folder_at(bucket)
+    with ThreadPoolExecutor(16) as pool:
+        for name in "abcdefgh":
+            created = list(pool.map(lambda data, name=name: folder.create(name, data), [b"%d" % n for n in range(16)]))
+            assert created.count(True) == 1
+            assert folder.read(name) == b"%d" % created.index(True)
+
+
+def test_a_bucket_that_is_not_there(scheme, bucket):
+    path = f"{bucket}-1/run/step"
+    with refused("no bucket"):
+        save(path)
+    with refused_reads(scheme, "no bucket"):
+        dtckpt.restore(path)
+    with refused_reads(scheme, "no bucket"):
+        dtckpt.CheckpointManager(path).restore()
 
 
 ASK_A_MUTE = """
+import sys
 import dtckpt
 from dtckpt.storage import folders, places
 
 places.SILENCE_S = 1
 folders.RETRIES = {"max_retries": 1, "initial_delay": "10ms", "max_delay": "20ms"}
 try:
-    dtckpt.restore("s3://bucket-1/run/step")
+    dtckpt.restore(sys.argv[1])
 except dtckpt.errors.StorageError as error:
     print("told:", error)
 """
 
 
 @pytest.mark.processes
-def test_a_server_that_never_answers_is_not_waited_for_without_end(s3_environment):
+@pytest.mark.parametrize("scheme", PROTOCOLS)
+def test_a_server_that_never_answers_is_not_waited_for_without_end(scheme):
     """In a process of its own: TensorStore takes the bound when it makes its first request."""
+    protocol, path = PROTOCOLS[scheme], f"{scheme}://bucket-1/run/step"
     with socket.create_server(("127.0.0.1", 0)) as mute:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TENSORSTORE_")}
-        environment = inherited | s3_environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{mute.getsockname()[1]}"}
-        command = [sys.executable, "-c", ASK_A_MUTE]
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        environment = {**inherited, **protocol.environment, protocol.url_variable: url}
+        command = [sys.executable, "-c", ASK_A_MUTE, path]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.startswith("told: cannot open the checkpoint at s3://bucket-1/run/step")
+    assert done.stdout.startswith(f"told: cannot open the checkpoint at {path}")
 
 
 class Flaky(MemoryFileSystem):
