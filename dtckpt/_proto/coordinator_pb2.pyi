@@ -373,7 +373,7 @@ class HeartbeatStreamRequest(_message.Message):
     def progress(self) -> Global___Progress: ...
     @_builtins.property
     def arrival(self) -> Global___ArriveRequest:
-        """An arrival of the same task, beside its progress. It is answered on its own, after its max_wait_s at the latest;
+        """An arrival of the same task, in place of progress. It is answered on its own, after its max_wait_s at the latest;
         heartbeats go on.
         """
 

@@ -66,9 +66,7 @@ class HeartbeatStream:
                 return None
             sequence = next(self._sequence)
             self._arrivals[sequence] = answer
-        message = self._beat(sequence)
-        message.arrival.CopyFrom(request)
-        self._due.put(message)
+        self._due.put(pb.HeartbeatStreamRequest(task=request.task, sequence=sequence, arrival=request))
         try:
             return answer.result(timeout_s)
         except FutureTimeoutError:

@@ -338,7 +338,7 @@ class GrpcCoordination(Caller):
             return None
         if answer.HasField("refusal"):
             raise_refusal(answer.refusal)
-        # Neither: an older coordinator, which takes all that comes on a stream for heartbeats.
+        # Neither would pass for a verdict.
         return pb.ArriveResponse.FromString(answer.arrived) if answer.arrived else None
 
     def _await(self, arrival: pb.ArriveRequest, barrier_id: str, deadline: float, next_log: float) -> pb.Verdict:

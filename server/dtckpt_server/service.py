@@ -245,7 +245,8 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
                     has_arrival = request.HasField("arrival")
                     if who not in (None, speaker) or (has_arrival and request.arrival.task != request.task):
                         raise errors.ConfigError("a heartbeat stream is for one task; open another for another task")
-                    self._apply(Heartbeat(speaker, _progress(request.progress)))
+                    if who is None or not has_arrival:  # an arrival is a sign of life, too
+                        self._apply(Heartbeat(speaker, _progress(request.progress)))
                     if who is None:
                         who = speaker
                         self._streams.add(who, stream)

@@ -184,12 +184,20 @@ def test_older_coordinator_takes_arrivals_for_heartbeats(monkeypatch):
         leave_all(clients)
 
 
-def test_arrivals_carry_the_progress(clients):
+def test_arrivals_do_not_put_off_beats():
     """Who arrives again and again shall not look as if it had stopped."""
-    clients[0].heartbeat(Progress("", 5))  # of the same phase: not worth a beat
-    arrival = pb.ArriveRequest(task=clients[0]._identity, name="b", timeout_s=20, vote=pb.Vote(ok=True))
-    assert clients[0]._arrive_on_stream(arrival, 20.0) is not None
-    assert clients[1].status().tasks[0].progress == Progress("", 5)
+    with running_server(heartbeat_timeout_s=1.2) as server:
+        (client,) = clients_at(server.port, 1)
+        client.register()
+        wait_until(lambda: is_streaming(client))
+        client.heartbeat(Progress("", 5))  # of the same phase: not worth a beat
+
+        def is_told():
+            client.barrier("b", timeout_s=20)
+            return client.status().tasks[0].progress == Progress("", 5)
+
+        wait_until(is_told)
+        client.leave()
 
 
 def test_who_leaves_the_coordinator_waits_for_it_no_longer(server):
