@@ -1,4 +1,4 @@
-"""Save and restore beside PyTorch's DCP, plain reads and writes, and safetensors where it is installed.
+"""Save and restore beside PyTorch's DCP, plain reads and writes, and safetensors and Orbax where they are installed.
 
 Same tensors, same processes, in turns, medians. Run:
 
@@ -6,13 +6,14 @@ Same tensors, same processes, in turns, medians. Run:
     torchrun --standalone --nproc-per-node 2 -m benchmarks.save_restore --keep FOLDER
     torchrun --standalone --nproc-per-node 4 -m benchmarks.save_restore --restore FOLDER   (on other clients)
 
-Each client holds its part of every tensor (split along dim 0); DCP and safetensors hold the same parts. "Plain" is one
-file per client: written and synced, or read into ready memory; as many bytes as the client has.
+Each client holds its part of every tensor (split along dim 0); the others hold the same parts. "Plain" is one file per
+client: written and synced, or read into ready memory; as many bytes as the client has.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib.util
 import os
@@ -36,8 +37,8 @@ from torch.distributed.tensor import Shard as TorchShard
 
 import dtckpt
 
-OURS, DCP, PLAIN, SAFETENSORS = "dtckpt", "DCP", "plain", "safetensors"
-HAS_SAFETENSORS = importlib.util.find_spec("safetensors") is not None
+OURS, DCP, PLAIN, SAFETENSORS, ORBAX = "dtckpt", "DCP", "plain", "safetensors", "Orbax"
+HAS_SAFETENSORS, HAS_ORBAX = (importlib.util.find_spec(name) is not None for name in ("safetensors", "orbax"))
 
 
 class State:
@@ -91,7 +92,7 @@ class Clock:
 
     def table(self, title: str) -> Table:
         table = Table(title=title)
-        peers = [who for who in (DCP, PLAIN, SAFETENSORS) if any(who in each for each in self.seconds.values())]
+        peers = [who for who in (DCP, PLAIN, SAFETENSORS, ORBAX) if any(who in each for each in self.seconds.values())]
         units = [f"{who} s" for who in (OURS, *peers)]
         for column in ("work", *units, *(f"{who} / {OURS}" for who in peers), *(f"{unit} CPU" for unit in units)):
             table.add_column(column)
@@ -120,6 +121,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows, columns = map(int, arguments.shape.split("x"))
     source = State((rows, columns), 0, torch.randn, arguments.tensors)
+    orbax = open_orbax(folder)
+    arrays = orbax.arrays(source.parts, (rows, columns)) if orbax else None
     same, other = (State((rows, columns), dim, torch.zeros, arguments.tensors) for dim in (0, 1))
     clock = Clock()
     for number in range(arguments.rounds + 1):
@@ -127,16 +130,22 @@ def main() -> None:
             clock = Clock()  # the first round finds no memory ready
         if not arguments.restore:
             for fsync in (False, True):
-                save_all(clock, folder, source.ours, source.theirs, source.parts, fsync=fsync)
+                save_all(clock, folder, source, fsync=fsync)
+            if orbax:
+                remove(folder / ORBAX)
+                clock.time("save, fsync", ORBAX, lambda: orbax.save(arrays))
         elif number == 0:
             write_plain(folder, source.parts, fsync=False)
         if not arguments.keep:
-            for what, state in (("same layout", same), ("other layout", other)):
+            for dim, (what, state) in enumerate((("same layout", same), ("other layout", other))):
                 clock.time(f"restore, {what}", OURS, lambda state=state: dtckpt.restore(folder / OURS, state.ours))
                 clock.time(
                     f"restore, {what}", DCP, lambda state=state: dcp.load(state.theirs, checkpoint_id=folder / DCP)
                 )
                 clock.time(f"restore, {what}", PLAIN, lambda state=state: read_plain(folder, state.parts))
+                if orbax:
+                    work = functools.partial(orbax.restore, source.parts, (rows, columns), dim)
+                    clock.time(f"restore, {what}", ORBAX, work)
             if HAS_SAFETENSORS and not arguments.restore:
                 clock.time("restore, same layout", SAFETENSORS, lambda: load_safetensors(folder, same.parts))
     mib = arguments.tensors * rows * columns * 4 / (1 << 20)
@@ -145,44 +154,52 @@ def main() -> None:
         title = (
             f"{arguments.tensors} tensors of {arguments.shape}, {mib:g} MiB, {clients} clients, {os.cpu_count()} cores"
         )
-        Console(width=160).print(clock.table(title))
+        Console(width=200).print(clock.table(title))
         if not arguments.keep and not arguments.restore:
             shutil.rmtree(folder)
+    if orbax:
+        orbax.close()
     dist.destroy_process_group()
 
 
-def save_all(
-    clock: Clock,
-    folder: Path,
-    ours: Mapping[str, dtckpt.DTensor],
-    theirs: Mapping[str, TorchDTensor],
-    parts: Mapping[str, torch.Tensor],
-    *,
-    fsync: bool,
-) -> None:
+def open_orbax(folder: Path) -> Any:
+    """Return how Orbax is asked, or None."""
+    if dist.get_rank() == 0:
+        for who, is_there in ((SAFETENSORS, HAS_SAFETENSORS), (ORBAX, HAS_ORBAX)):
+            if not is_there:
+                print(f"without {who}, which is not installed")
+    return importlib.import_module("benchmarks.orbax_peer").Orbax(folder / ORBAX) if HAS_ORBAX else None
+
+
+def save_all(clock: Clock, folder: Path, source: State, *, fsync: bool) -> None:
     """Save with every system, each after what it has saved before was removed, so that all find the same pages free."""
-    label = "save, fsync" if fsync else "save"
+    label, ours = "save, fsync" if fsync else "save", source.ours
     options = dtckpt.SaveOptions(fsync=fsync)
     bare = dtckpt.SaveOptions(fsync=fsync, content_digest=False)
     writer = dcp.FileSystemWriter(folder / DCP, sync_files=fsync)
     saves: list[tuple[str, str, Path, Callable[[], object]]] = [
         (f"{label}, no content digest", OURS, folder / OURS, lambda: dtckpt.save(folder / OURS, ours, options=bare)),
         (label, OURS, folder / OURS, lambda: dtckpt.save(folder / OURS, ours, options=options)),
-        (label, DCP, folder / DCP, lambda: dcp.save(dict(theirs), storage_writer=writer)),
-        (label, PLAIN, _plain(folder), lambda: write_plain(folder, parts, fsync=fsync)),
+        (label, DCP, folder / DCP, lambda: dcp.save(dict(source.theirs), storage_writer=writer)),
+        (label, PLAIN, _plain(folder), lambda: write_plain(folder, source.parts, fsync=fsync)),
     ]
     if HAS_SAFETENSORS:
         path = _safetensors(folder)
-        saves.append((label, SAFETENSORS, path, lambda: save_safetensors(folder, parts, fsync=fsync)))
+        saves.append((label, SAFETENSORS, path, lambda: save_safetensors(folder, source.parts, fsync=fsync)))
     for what, who, path, work in saves:
-        if path.is_dir() and dist.get_rank() == 0:
-            shutil.rmtree(path)
-        elif path.is_file():
-            path.unlink()
+        remove(path)
         clock.time(what, who, work)
     for who in (DCP, PLAIN):
         for seconds in (clock.seconds, clock.cpu_seconds):
             seconds[f"{label}, no content digest"].setdefault(who, []).append(seconds[label][who][-1])
+
+
+def remove(path: Path) -> None:
+    """Remove what one client wrote to a file, or all to a directory."""
+    if path.is_dir() and dist.get_rank() == 0:
+        shutil.rmtree(path)
+    elif path.is_file():
+        path.unlink()
 
 
 def write_plain(folder: Path, parts: Mapping[str, torch.Tensor], *, fsync: bool) -> None:
