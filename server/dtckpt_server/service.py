@@ -239,6 +239,8 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         stream, who = Stream(context), None
         try:
             with self._beating:
+                # While the first message is on its way with them, gRPC takes no status: the client would hang.
+                await context.send_initial_metadata(())
                 async for request in request_iterator:
                     self.authorize(request, context)
                     speaker = _identity(request.task)

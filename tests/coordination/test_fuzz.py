@@ -6,6 +6,7 @@
 import os
 import random
 import secrets
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -22,10 +23,14 @@ from .servers import server_process
 
 REQUESTS = int(os.environ.get("FUZZED_REQUESTS", "2000"))
 BATCH = 50
+ON_STREAMS, STREAM_LENGTH = 10, 5
+"""How many requests of a batch go on heartbeat streams, and how many on each."""
 GROWTH_MB = 40
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 UNARY = [method for method in SERVICE.methods if not method.client_streaming]
+STREAM = SERVICE.methods_by_name["HeartbeatStream"]
 JOBS = ("", "fuzz", "fuzz2", "ü", "x" * 300)
+STREAMERS = [pb.TaskIdentity(job="streams", task=task, incarnation=task + 1) for task in range(2)]
 REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "ABORTED", "RESOURCE_EXHAUSTED"}
 
 
@@ -61,6 +66,15 @@ def request(method, draw):
         return draw.randbytes(draw.randrange(200))
     message = getattr(pb, method.input_type.name)()
     fill(message, draw)
+    if method.client_streaming and kind > 0.15:
+        message.task.CopyFrom(draw.choice(STREAMERS) if kind > 0.95 else STREAMERS[0])
+        if message.HasField("arrival") and kind > 0.2:
+            message.arrival.task.CopyFrom(message.task)
+        if message.HasField("arrival") and kind > 0.5:
+            message.arrival.MergeFrom(pb.ArriveRequest(name="fuzz", timeout_s=0.01))
+            message.arrival.ClearField("participants")
+            message.arrival.vote.payload = b""
+        return message.SerializeToString()
     is_in_honest_job = "task" in method.input_type.fields_by_name and kind > 0.8 and method.name != "Register"
     if is_in_honest_job:
         message.task.job = "honest"  # whose incarnations nobody can guess
@@ -78,6 +92,33 @@ def status_of(call):
     return "OK", ""
 
 
+def beat(sequence):
+    return pb.HeartbeatStreamRequest(task=STREAMERS[0], sequence=sequence).SerializeToString()
+
+
+def stream_of(channel, requests):
+    """Send requests on one heartbeat stream, and a heartbeat; return the answers until that is answered."""
+    is_over = threading.Event()
+
+    def sent():
+        yield from (*requests, beat(2**63))
+        is_over.wait(5.0)  # who closes a stream at once hears nothing of arrivals
+
+    answers = []
+    call = channel.stream_stream(f"/{SERVICE.full_name}/HeartbeatStream")(sent(), timeout=5.0)
+    try:
+        for data in call:
+            answers.append(pb.HeartbeatStreamResponse.FromString(data))
+            if answers[-1].sequence == 2**63:
+                break
+    except grpc.RpcError as error:
+        return answers, (error.code().name, error.details())
+    finally:
+        is_over.set()
+        call.cancel()
+    return answers, ("OK", "")
+
+
 def rss_mb(process):
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1000
@@ -86,20 +127,30 @@ def rss_mb(process):
 @pytest.mark.processes
 def test_fuzzed_requests():
     draw = random.Random(0)
-    statuses, messages = Counter(), set()
+    statuses, ends, messages = Counter(), Counter(), set()
     with server_process(heartbeat_timeout_s=60) as server, grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         honest = [
             GrpcCoordination(f"127.0.0.1:{server.port}", Member("honest", client, 2, secrets.randbits(60)))
             for client in range(2)
         ]
         together(honest, lambda client: client.barrier("b", timeout_s=20))
+        register = channel.unary_unary(f"/{SERVICE.full_name}/Register")
+        for who in STREAMERS:
+            register(pb.RegisterRequest(task=who, num_clients=2).SerializeToString(), timeout=5.0)
         before = rss_mb(server.process)
         for batch in range(REQUESTS // BATCH):
             calls = []
-            for _ in range(BATCH):
+            for _ in range(BATCH - ON_STREAMS):
                 method = draw.choice(UNARY)
                 call = channel.unary_unary(f"/{SERVICE.full_name}/{method.name}")
                 calls.append(call.future(request(method, draw), timeout=draw.choice((0.2, 5.0))))
+            for _ in range(ON_STREAMS // STREAM_LENGTH):
+                requests = [request(STREAM, draw) for _ in range(STREAM_LENGTH)]
+                answers, (status, message) = stream_of(channel, requests)
+                ends[status] += 1
+                ends["arrived"] += sum(bool(answer.arrived) for answer in answers)
+                ends["refused"] += sum(answer.HasField("refusal") for answer in answers)
+                messages.add((status, message)) if status not in REFUSALS else None
             if batch % 5 == 0:
                 assert not any(result.error for result in together(honest, at_b).values())
                 failed = together(honest, lambda c: c.barrier("b", Vote(ok=c.member.client == 0), timeout_s=20))
@@ -117,6 +168,9 @@ def test_fuzzed_requests():
     )
     assert statuses["OK"] > REQUESTS / 20, statuses
     assert statuses["INVALID_ARGUMENT"] > REQUESTS / 20, statuses
+    assert min(ends["OK"], ends["arrived"], ends["refused"]) > REQUESTS / 200, ends
+    assert "DEADLINE_EXCEEDED" not in ends, ends  # of streams, which end by themselves
+    print(f"calls {dict(statuses)}, streams {dict(ends)}")
 
 
 def at_b(client):

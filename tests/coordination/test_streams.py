@@ -540,6 +540,20 @@ def test_stream_is_for_one_task(server):
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_stream_says_why_it_ends_also_while_it_answers(server):
+    """The client would wait for the end for ever: gRPC sends no status while the first message is on its way."""
+    (first,) = arrivals_of(0, 1)
+    first.arrival.max_wait_s = 0.0
+    foreign = pb.HeartbeatStreamRequest(task=identity(1, 2), sequence=3)
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = pb_grpc.CoordinatorStub(channel)
+        stub.Register(pb.RegisterRequest(task=identity(0, 1), num_clients=2), timeout=5)
+        for _ in range(20):
+            with pytest.raises(grpc.RpcError) as refused:
+                list(stub.HeartbeatStream(iter([first, foreign]), timeout=5))
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
 def test_slow_reader_costs_a_bounded_number_of_notices():
     class Stuck:
         def __init__(self):
