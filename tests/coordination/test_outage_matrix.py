@@ -1,4 +1,4 @@
-"""Every outage at every barrier of a save: before, in and after it, of a client and of the coordinator.
+"""Every outage at every barrier of a save: before, in and after it, of a client, of the leader and of the coordinator.
 
 At each barrier there are three jobs at one coordinator, one for each moment, so that an outage is one for all of them.
 """
@@ -14,10 +14,12 @@ import pytest
 from .contract import wait_until
 from .savers import HEARTBEAT_S, NUM_CLIENTS, UNEVEN_SIZE, Halt, Savers, stopped
 from .servers import server_process
-from .test_outages import LATE, MOMENTS, TOLD_WITHIN_S, VICTIM, halted_in, is_whole, missing
+from .test_outages import LATE, MOMENTS, TOLD_WITHIN_S, VICTIM, is_whole, missing
 
 pytestmark = pytest.mark.processes
 
+LEADER = 0
+"""The client that commits."""
 BARRIERS = ("save/begin", "save/edges", "save/written", "save/merged")
 
 
@@ -27,13 +29,15 @@ class Scene:
 
     barrier: str
     moment: str
+    job: str
     crew: Savers
     path: Path
+    victim: int = VICTIM
     saves: int = 0
 
     @property
     def halted(self):
-        return halted_in(self.moment)
+        return LATE if self.moment == "in" else self.victim
 
     @property
     def is_last(self):
@@ -43,7 +47,12 @@ class Scene:
     @property
     def is_committed(self):
         """Whether the leader has committed at this moment; it does so before it arrives at the last barrier."""
-        return self.barrier == BARRIERS[-1] or (self.moment == "after" and self.barrier == BARRIERS[-2])
+        return self.barrier == BARRIERS[-1] or (self.is_before_commit and self.victim != LEADER)
+
+    @property
+    def is_before_commit(self):
+        """Whether the commit is what the victim would have come to next, were it the leader."""
+        return self.moment == "after" and self.barrier == BARRIERS[-2]
 
     @property
     def target(self):
@@ -58,7 +67,7 @@ class Scene:
         assert self.crew.answer(self.halted) == "halted"
         if not self.is_last:
             where = BARRIERS[BARRIERS.index(self.barrier) + (self.moment == "after")]
-            wait_until(lambda: missing(server, where, self.moment) == (self.halted,))
+            wait_until(lambda: missing(server, where, self.job) == (self.halted,))
 
     def all_saved(self):
         self.crew.release(self.halted)
@@ -67,7 +76,8 @@ class Scene:
 
     def others_end(self, gone_at):
         """They fail, soon, naming the victim, or have saved already; return how."""
-        first = self.crew.answer(0)
+        early = ({LEADER, VICTIM} - {self.victim}).pop()
+        first = self.crew.answer(early)
         if self.moment == "in":
             self.crew.release(LATE)  # earlier, and the barrier would pass
         answers = [first, self.crew.answer(LATE)]
@@ -76,7 +86,7 @@ class Scene:
             assert outcome == ("saved", "", ()), self
         else:
             assert max(answer[3] for answer in answers) - gone_at < TOLD_WITHIN_S, self
-            assert (outcome[0], outcome[2]) == ("ClientLostError", (VICTIM,)), (self, outcome)
+            assert (outcome[0], outcome[2]) == ("ClientLostError", (self.victim,)), (self, outcome)
         return outcome
 
     def is_as_expected(self):
@@ -88,14 +98,20 @@ class Stage(ExitStack):
 
     def start(self, barrier, path):
         self.server = self.enter_context(server_process(heartbeat_timeout_s=HEARTBEAT_S))
+        self._barrier, self._path = barrier, path
+        self.start_jobs("first")
+
+    def start_jobs(self, row):
         self.scenes = []
         for moment in MOMENTS:
-            crew = Savers([self.server.port] * NUM_CLIENTS, job=moment)
+            job = f"{row} {moment}"
+            crew = Savers([self.server.port] * NUM_CLIENTS, job=job)
             self.callback(crew.end)
-            self.scenes.append(Scene(barrier, moment, crew, path / moment))
+            self.scenes.append(Scene(self._barrier, moment, job, crew, self._path / job))
 
-    def begin(self):
+    def begin(self, victim):
         for scene in self.scenes:
+            scene.victim = victim
             scene.begin(self.server)
 
     def coordinator_is_killed(self):
@@ -115,19 +131,21 @@ class Stage(ExitStack):
     def client_is_frozen(self):
         """For longer than the timeout; it is told what the others were told."""
         for scene in self.scenes:
-            scene.crew.signal(VICTIM, signal.SIGSTOP)
+            scene.crew.signal(scene.victim, signal.SIGSTOP)
         gone_at = time.monotonic()
         outcomes = [scene.others_end(gone_at) for scene in self.scenes]
         for scene, outcome in zip(self.scenes, outcomes, strict=True):
-            scene.crew.signal(VICTIM, signal.SIGCONT)
-            if scene.moment != "in":
-                scene.crew.release(VICTIM)
-            assert scene.crew.answer(VICTIM)[:3] == outcome, scene
             assert scene.is_as_expected(), scene
+            scene.crew.signal(scene.victim, signal.SIGCONT)
+            if scene.moment != "in":
+                scene.crew.release(scene.victim)
+            assert scene.crew.answer(scene.victim)[:3] == outcome, scene
+            # A leader that comes back amid the commit goes on with it: what all have written is whole.
+            assert is_whole(scene.target, UNEVEN_SIZE) == (scene.is_committed or scene.is_before_commit), scene
 
     def client_is_killed(self):
         for scene in self.scenes:
-            scene.crew.signal(VICTIM, signal.SIGKILL)
+            scene.crew.signal(scene.victim, signal.SIGKILL)
         gone_at = time.monotonic()
         for scene in self.scenes:
             scene.others_end(gone_at)
@@ -138,11 +156,15 @@ class Stage(ExitStack):
 def test_outages_at(barrier, tmp_path):
     with Stage() as stage:
         stage.start(barrier, tmp_path)
-        for outage in (
-            stage.coordinator_is_killed,
-            stage.coordinator_is_frozen,
-            stage.client_is_frozen,
-            stage.client_is_killed,
+        for victim, outage in (
+            (VICTIM, stage.coordinator_is_killed),
+            (VICTIM, stage.coordinator_is_frozen),
+            (VICTIM, stage.client_is_frozen),
+            (LEADER, stage.client_is_frozen),
+            (VICTIM, stage.client_is_killed),
         ):
-            stage.begin()
+            stage.begin(victim)
             outage()
+        stage.start_jobs("second")  # nobody of the first may be missing
+        stage.begin(LEADER)
+        stage.client_is_killed()
