@@ -3,11 +3,13 @@
 import os
 import random
 import signal
+from collections import Counter
 
 import pytest
 
 from . import cases
 from .faults import HEARTBEAT_TIMEOUT_S, chosen, each_in_a_folder, faults_in, record
+from .nursery import Fault
 
 pytestmark = pytest.mark.processes
 
@@ -15,6 +17,9 @@ SAMPLE = 4
 """How many operations a client freezes at, per key-value store."""
 SAVES = int(os.environ.get("DTCKPT_KILLED_SAVES", "5"))
 """Saves in a row under random kills; a long run takes 100."""
+FROZEN_SAVES = int(os.environ.get("DTCKPT_FROZEN_SAVES", "3"))
+"""Saves in a row of which one client freezes, each followed by one amid which such clients come back; a long run takes
+100."""
 ROWS = 3
 """How many such rows there are."""
 FEWEST_OPERATIONS = 90
@@ -78,6 +83,76 @@ def frozen_save(nursery, folder, fault, *, is_replaced, **options):
     nursery.values(cases.save, path, "next", **options)
     assert cases.generation_at(path) == "next", where
     assert os.listdir(folder) == ["s"], where
+
+
+def test_frozen_clients_come_back_amid_later_saves(nursery, tmp_path):
+    counts = each_in_a_folder(tmp_path, range(ROWS), lambda folder, seed: frozen_saves(nursery, folder, seed))
+    print(f"{ROWS} rows of {FROZEN_SAVES} saves: clients frozen, came back amid a later save, errors: {counts}")
+    assert sum(frozen for frozen, *_ in counts) > ROWS * FROZEN_SAVES // 2
+
+
+def frozen_saves(nursery, folder, seed):
+    """Let clients freeze, and go on at any instant of later attempts; return the counts.
+
+    Nothing that is committed is harmed. Only a leader that had not begun yet is the newest attempt when it goes on, so
+    it takes away what is under construction: that save fails.
+    """
+    draw, path = random.Random(seed), str(folder / "s")
+    frozen, num_frozen, num_amid, found = [], 0, 0, Counter()
+    for number in range(FROZEN_SAVES):
+        options = {"clients": 2, "folder": str(folder), "kvstore": draw.choice(["ocdbt", "zarr"])}
+        fault = Fault(draw.randrange(2), "stop", draw.randint(1, FEWEST_OPERATIONS // 2))
+        job = nursery.start(
+            cases.save,
+            path,
+            f"frozen {number}",
+            fault=fault,
+            is_recorded=True,
+            chunk_nbytes=1 << 15,
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+            **options,
+        )
+        job.wait(lambda job: job.answers)
+        where = f"seed {seed}, save {number}, {fault}, struck {job.struck}"
+        if job.struck is None:
+            assert [answer.error for answer in job.finish()] == ["", ""], where
+        else:
+            survivor = job.answers[1 - fault.client]
+            assert survivor.error == "ClientLostError", f"{where}: {survivor}"
+            assert tuple(survivor.facts["clients"]) == (fault.client,), where
+            frozen.append((job, fault.client))
+            num_frozen += 1
+
+        before, until = cases.generation_at(path), draw.randint(1, FEWEST_OPERATIONS)
+        later = nursery.start(cases.save, path, f"later {number}", chunk_nbytes=1 << 15, is_recorded=True, **options)
+        later.wait(lambda job, until=until: len(job.operations) >= until or job.answers)
+        is_last = number == FROZEN_SAVES - 1
+        back = [each for each in frozen if is_last or draw.random() < 0.7]  # the others stay away for longer
+        frozen = [each for each in frozen if each not in back]
+        num_amid += 0 if later.answers else len(back)
+        for zombie, client in back:
+            zombie.kill(client, signal.SIGCONT)
+        where += f"; back at operation {until} of the later one: {[client for _, client in back]}"
+        answers, after = later.finish(), f"later {number}"
+        if any(answer.error for answer in answers):
+            assert any(client == 0 and not has_begun(zombie) for zombie, client in back), f"{where}: {answers}"
+            assert [answer.error for answer in answers] == ["StorageError"] * 2, f"{where}: {answers}"
+            after, found["taken over"] = before, found["taken over"] + 1
+        for zombie, client in back:
+            answer = zombie.finish()[client]
+            assert answer.error in ("ClientLostError", "StorageError"), f"{where}; afterwards {answer}"
+            found[answer.error] += 1
+        assert cases.generation_at(path) == after, where
+    nursery.values(cases.save, path, "last", clients=2)
+    assert cases.generation_at(path) == "last"
+    assert os.listdir(folder) == ["s"]
+    return num_frozen, num_amid, dict(found)
+
+
+def has_begun(job):
+    """Whether the leader has made the directory under construction, after it has taken away those of others."""
+    made = (operation.paths[0] for operation in job.operations if operation.call == "mkdir" and operation.client == 0)
+    return any(os.path.basename(path).startswith(".s.dtckpt-new-") for path in made)
 
 
 def test_saves_under_random_kills(nursery, tmp_path):
