@@ -24,7 +24,7 @@ from dtckpt.checkpoint.rounds import Rounds
 from dtckpt.checkpoint.uncollected import uncollected
 from dtckpt.checkpoint.writing import ClientWriter, Source, merge_clients, remove_working_files
 from dtckpt.coordination import Coordination, current_coordination
-from dtckpt.errors import SliceError
+from dtckpt.errors import CheckpointError, SliceError
 from dtckpt.format import tree as trees
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.manifest import Manifest, PhaseCost
@@ -43,7 +43,7 @@ from dtckpt.planning.save_plan import (
 from dtckpt.region import Region
 from dtckpt.storage import places
 from dtckpt.storage.chunks import validate_kind
-from dtckpt.storage.failures import translated
+from dtckpt.storage.failures import taken_over, translated
 from dtckpt.storage.locations import Location, location_of
 
 logger = logging.getLogger("dtckpt.checkpoint")
@@ -399,15 +399,26 @@ class Attempt:
                 count=self._phases.count,
             )
             if plan.has_moves:
-                self.rounds.run("edges", writer.hand_over)
+                self.rounds.run("edges", self._owned()(writer.hand_over))
             announced = self.rounds.run("written", lambda: self._write(writer), phase="write")
             self.rounds.run("merged", lambda: self._finish(plan, state, announced), phase="merge")
             self._phases.end()
             return SaveReport(self.place.where, plan.nbytes, self._phases.costs)
 
+    @contextmanager
+    def _owned(self) -> Iterator[None]:
+        """Say who takes away what is under construction, where that is why the work inside fails."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self._joined is not None and self._joined.is_taken_over():
+                raise taken_over(self.place.where) from error
+            raise
+
     def _write(self, writer: ClientWriter) -> bytes:
         options = self._options
-        digest = writer.write(check_replicas=options.check_replicas, content_digest=options.content_digest)
+        with self._owned():
+            digest = writer.write(check_replicas=options.check_replicas, content_digest=options.content_digest)
         return Written(digest, self._phases.costs).to_bytes()
 
     def _finish(self, plan: SavePlan, state: State, payloads: Mapping[int, bytes]) -> None:
@@ -427,12 +438,13 @@ class Attempt:
             attempt=self._token,
             costs=costs,
         )
-        for name, data in self._extra_files.items():
-            with translated(f"write {name}", self._led.folder):
-                self._led.folder.write(name, data)
         chunk_lists = {client: written.chunk_list for client, written in announced.items()}
-        merge_clients(plan, self._led.folder, chunk_lists, manifest, is_durable=options.fsync)
-        remove_working_files(self._led.folder, sorted(announced), has_moves=plan.has_moves)
+        with self._owned():
+            for name, data in self._extra_files.items():
+                with translated(f"write {name}", self._led.folder):
+                    self._led.folder.write(name, data)
+            merge_clients(plan, self._led.folder, chunk_lists, manifest, is_durable=options.fsync)
+            remove_working_files(self._led.folder, sorted(announced), has_moves=plan.has_moves)
         self._led.commit(overwrite=options.overwrite, is_durable=options.fsync)
 
     @contextmanager

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 
 from dtckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from dtckpt.format.manifest import MANIFEST_NAME
-from dtckpt.storage.failures import translated
+from dtckpt.storage.failures import taken_over, translated
 from dtckpt.storage.folders import ObjectFolder
 from dtckpt.storage.locations import Url
 
@@ -210,7 +210,7 @@ class ObjectPlace:
             mine = self._register.claim(token)
             if any(other > mine for other in self._register.attempts()):
                 self._register.forget(mine)
-                raise _taken_over(self.where)
+                raise taken_over(self.where)
             self._register.collect(before=mine)
         return ObjectAttempt(self._register, mine)
 
@@ -276,11 +276,17 @@ class ObjectAttempt:
             if not overwrite and register.current() is not None:
                 raise _exists(register.where)
             if not register.is_claimed(self.token) or not register.decide(self.token, COMMITTED):
-                raise _taken_over(register.where)
+                raise taken_over(register.where)
         try:
             register.collect(before=self.token, is_replaced=True)
         except Exception as error:  # it is committed, whatever becomes of the old one
             logger.warning("what was at %s before could not all be removed: %s", register.where, error)
+
+    def is_taken_over(self) -> bool:
+        """As `Attempt.is_taken_over`."""
+        with suppress(StorageError), translated("look for the attempt", self._register.where):
+            return self._register.decision(self.token) == GIVEN_UP
+        return False
 
     def abandon(self) -> None:
         """As `Attempt.abandon`."""
@@ -303,7 +309,3 @@ def _exists(where: Url) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"there is a checkpoint at {where} already; pass overwrite=True to replace it, or save elsewhere"
     )
-
-
-def _taken_over(where: Url) -> StorageError:
-    return StorageError(f"cannot commit {where}: another attempt saves to this path, and took over")

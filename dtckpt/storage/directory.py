@@ -30,10 +30,10 @@ from dtckpt.errors import (
     CheckpointIncompleteError,
     CheckpointNotFoundError,
     ConfigError,
-    StorageError,
 )
 from dtckpt.format.manifest import MANIFEST_NAME
-from dtckpt.storage.failures import translated
+from dtckpt.storage.failures import taken_over, translated
+from dtckpt.storage.locks import locked
 
 logger = logging.getLogger("dtckpt.storage")
 
@@ -120,14 +120,21 @@ def begin(target: Path, token: str) -> Staging:
     """Make the directory under construction. Called by the leader.
 
     Attempts at the same target that are still under construction are taken away: the newest attempt owns the target,
-    and one that was given up but still runs has nothing left to move into place.
+    and one that was given up but still runs has nothing left to move into place. The newest is the last to begin; but
+    a process that lives and whose attempt has a higher number is a newer one, whenever this one gets here.
+
+    Raises:
+        StorageError: A newer attempt is under construction.
     """
     path = staging_path(target, token)
     with translated("create the checkpoint directory", target):
         make_folder(target.parent)
+        others = _siblings(target, "new")
+        if any(_number(other, target) > _number(path, target) and _is_alive(other) for other in others):
+            raise taken_over(target)
         if old := _interrupted_exchange(target):
             old.rename(target)
-        leftovers, trash = (*_siblings(target, "new"), *_siblings(target, "old")), _siblings(target, "trash")
+        leftovers, trash = (*others, *_siblings(target, "old")), _siblings(target, "trash")
         if leftovers or trash:
             _sync(target.parent)  # one of them may be the old checkpoint, of an attempt that died before it had synced
         for leftover in leftovers:
@@ -136,6 +143,20 @@ def begin(target: Path, token: str) -> Staging:
             shutil.rmtree(folder, ignore_errors=True)
         path.mkdir()
         return Staging(path, target, token, identity(path))
+
+
+def _number(staging: Path, target: Path) -> int:
+    """Return which attempt of its job builds a directory."""
+    number = staging.name.removeprefix(_sibling(target, "new", "").name).partition("-")[0]
+    return int(number) if number.isdecimal() else 0
+
+
+def _is_alive(staging: Path) -> bool:
+    try:
+        with locked(staging, is_shared=True) as is_free:
+            return not is_free
+    except FileNotFoundError:
+        return False
 
 
 def share(target: Path, token: str) -> Staging:
@@ -180,7 +201,7 @@ def commit(staging: Staging, *, overwrite: bool, is_durable: bool = True) -> Non
             _rename(staging.path, target, _RENAME_NOREPLACE)
             if identity(target) != staging.inode:
                 discard(target, target)
-                raise _taken_over(staging)
+                raise taken_over(target)
         else:
             check_target(target, overwrite=overwrite)
             aside = _replace(staging)
@@ -193,13 +214,7 @@ def commit(staging: Staging, *, overwrite: bool, is_durable: bool = True) -> Non
 
 def _validate_own(staging: Staging, path: Path) -> None:
     if identity(path) != staging.inode or not is_committed(path):
-        raise _taken_over(staging)
-
-
-def _taken_over(staging: Staging) -> StorageError:
-    return StorageError(
-        f"cannot commit {staging.target}: {staging.path.name} was taken away; another attempt saves to this path"
-    )
+        raise taken_over(staging.target)
 
 
 def _replace(staging: Staging) -> Path:
@@ -220,14 +235,19 @@ def _replace(staging: Staging) -> Path:
         return aside
     if identity(target) != staging.inode:
         _rename(staging.path, target, _RENAME_EXCHANGE)
-        raise _taken_over(staging)
+        raise taken_over(staging.target)
     return staging.path
+
+
+def is_own(staging: Staging) -> bool:
+    """Whether the directory is the one that was begun with."""
+    return identity(staging.path) == staging.inode
 
 
 def abandon(staging: Staging) -> None:
     """Take an attempt's directory away, if it still stands."""
     with _tolerated(staging.path):
-        if identity(staging.path) == staging.inode:
+        if is_own(staging):
             discard(staging.path, staging.target)
 
 

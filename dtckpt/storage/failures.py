@@ -85,3 +85,8 @@ def _os_error(error: OSError, text: str) -> CheckpointError:
 
 def _first_line(said: str) -> str:
     return said.partition("\n")[0][:500]
+
+
+def taken_over(where: object) -> StorageError:
+    """Return the error of an attempt that is not the newest at its place."""
+    return StorageError(f"cannot save to {where}: another attempt saves to this path, and took over")

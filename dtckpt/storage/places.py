@@ -58,6 +58,10 @@ class Attempt(Protocol):
         """
         ...
 
+    def is_taken_over(self) -> bool:
+        """Whether what is built was taken away, as by another attempt, which then is the newest."""
+        ...
+
     def abandon(self) -> None:
         """Take away what was built. Called by the leader of an attempt that failed; harmless if it is committed."""
         ...
@@ -183,6 +187,10 @@ class DirectoryAttempt:
     def commit(self, *, overwrite: bool, is_durable: bool = True) -> None:
         """As `Attempt.commit`."""
         directory.commit(self._staging, overwrite=overwrite, is_durable=is_durable)
+
+    def is_taken_over(self) -> bool:
+        """As `Attempt.is_taken_over`."""
+        return not directory.is_own(self._staging)
 
     def abandon(self) -> None:
         """As `Attempt.abandon`."""

@@ -149,6 +149,7 @@ class Nursery:
         fault: Fault | None = None,
         is_recorded: bool = False,
         heartbeat_timeout_s: float = 10.0,
+        attempt: int = 0,
         **kwargs: Any,
     ) -> Job:
         """Start ``case(*args, **kwargs)`` on every client of a new job.
@@ -161,13 +162,17 @@ class Nursery:
             fault: What happens to one of them.
             is_recorded: Whether to keep all operations that happen, in the order of their beginning.
             heartbeat_timeout_s: When a client counts as lost.
+            attempt: Which start of the job this is.
             kwargs: The same for every client.
         """
         number, job = next(self._numbers), Job(clients)
         name = f"crash-{os.getpid()}-{number}"
+        environments = [
+            environment_of(client, clients, name, self._store.port, heartbeat_timeout_s) for client in range(clients)
+        ]
         tasks = [
-            Task(case, args, kwargs, environment_of(client, clients, name, self._store.port, heartbeat_timeout_s), None)
-            for client in range(clients)
+            Task(case, args, kwargs, environment | {"DTCKPT_ATTEMPT": str(attempt)}, None)
+            for environment in environments
         ]
         self._jobs[number] = job
         with self._sending:

@@ -17,6 +17,7 @@ from dtckpt.errors import (
 )
 from dtckpt.storage import directory
 from dtckpt.storage.failures import translated
+from dtckpt.storage.locks import locked
 from dtckpt.storage.places import DirectoryPlace
 
 OLD, NEW = b"old", b"new"
@@ -128,6 +129,27 @@ def test_the_newest_attempt_owns_the_target(tmp_path):
         directory.commit(zombie, overwrite=True)
     directory.commit(staging, overwrite=False)
     assert content_of(target) == NEW
+
+
+def test_a_newer_attempt_is_left_alone_while_it_lives(tmp_path):
+    """Whoever froze before it began is the last to begin, and yet not the newest."""
+    target = tmp_path / "s"
+    newer = build(target, NEW, "10-a")
+    with locked(newer.path):
+        for token in ("9-b", "0-b"):
+            with pytest.raises(StorageError, match="another attempt saves to this path, and took over"):
+                directory.begin(target, token)
+        assert directory.is_own(newer)
+    directory.begin(target, "9-b")
+    assert not newer.path.exists()
+
+
+@pytest.mark.parametrize("token", ["10-b", "11-b"])
+def test_an_attempt_that_is_not_newer_is_taken_away_although_it_lives(tmp_path, token):
+    older = build(tmp_path / "s", NEW, "10-a")
+    with locked(older.path):
+        directory.begin(tmp_path / "s", token)
+    assert not older.path.exists()
 
 
 def test_something_that_took_the_target_meanwhile(tmp_path):

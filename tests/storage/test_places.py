@@ -136,6 +136,24 @@ def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
     assert holds(path, 1)
 
 
+def test_who_is_taken_over_amid_a_save_says_so(path, save, monkeypatch):
+    commits = {kind: kind.commit for kind in (ArrayWriter, ChunkWriter)}
+
+    def lose(writer):
+        place_of(location_of(path)).begin("1-another")
+        commits[type(writer)](writer)
+
+    save(path, 1)
+    with monkeypatch.context() as patch:
+        for kind in commits:
+            patch.setattr(kind, "commit", lose)
+        with pytest.raises(StorageError, match="another attempt saves to this path, and took over"):
+            save(path, 2, overwrite=True)
+    assert holds(path, 1)
+    save(path, 3, overwrite=True)
+    assert holds(path, 3)
+
+
 # --- attempts --------------------------------------------------------------------------------------------
 
 
