@@ -43,6 +43,7 @@ MAX_IN_VAIN = 3
 CALLS_S = 45.0
 """Heartbeats by single calls are measured for so long at most; clients resort to them where streams are refused."""
 STREAM_S = 3600.0
+"""Deadline of a simulated client's stream; longer than any part takes."""
 SERVER = "from dtckpt_server.main import main; main()"
 TICKS = os.sysconf("SC_CLK_TCK")
 

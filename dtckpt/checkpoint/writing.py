@@ -183,7 +183,8 @@ class ClientWriter:
         nbytes, start = 0, time.monotonic()
         with ExitStack() as stretch:
             stretch.enter_context(uncollected())
-            for key, document in _documents_of(self._plan, self._client, self._clients):
+            place, count = self._clients.index(self._client), len(self._clients)
+            for key, document in _documents_of(self._plan, place, count):
                 writer.write_document(key, document)
             for position, plan, number in self._plan.owned_by(self._client):
                 _, region = plan.grid.chunk(number)
@@ -287,8 +288,8 @@ def merge_clients(
 def _last_written(plan: SavePlan, clients: Sequence[int]) -> dict[int, str]:
     """Return the key of what each client that writes anything writes last."""
     found: dict[int, str] = {}
-    for client in clients:
-        for key, _ in _documents_of(plan, client, clients)[-1:]:
+    for number, client in enumerate(clients):
+        for key, _ in _documents_of(plan, number, len(clients))[-1:]:
             found[client] = key
         place = plan.places_of(client)[-1:]
         for position in plan.tensors_at(place).tolist():
@@ -385,10 +386,10 @@ def _documents(plan: SavePlan) -> tuple[Sequence[tuple[str, bytes]], int]:
     return list(found.items()), documents_digest(found)
 
 
-def _documents_of(plan: SavePlan, client: int, clients: Sequence[int]) -> Sequence[tuple[str, bytes]]:
-    """Return one client's share of the documents."""
+def _documents_of(plan: SavePlan, number: int, count: int) -> Sequence[tuple[str, bytes]]:
+    """Return the share of the documents that one of so many clients writes."""
     found, _ = _documents(plan)
-    return found[clients.index(client) :: len(clients)]
+    return found[number::count]
 
 
 _NO_NAME = "\0"

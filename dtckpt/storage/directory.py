@@ -155,7 +155,7 @@ def _is_alive(staging: Path) -> bool:
     try:
         with locked(staging, is_shared=True) as is_free:
             return not is_free
-    except FileNotFoundError:
+    except OSError:  # gone, or nothing that a leader could have locked
         return False
 
 

@@ -190,7 +190,9 @@ class DirectoryAttempt:
 
     def is_taken_over(self) -> bool:
         """As `Attempt.is_taken_over`."""
-        return not directory.is_own(self._staging)
+        with suppress(OSError):  # asked when something has failed, which is what is to be said
+            return not directory.is_own(self._staging)
+        return False
 
     def abandon(self) -> None:
         """As `Attempt.abandon`."""

@@ -144,6 +144,13 @@ def test_a_newer_attempt_is_left_alone_while_it_lives(tmp_path):
     assert not newer.path.exists()
 
 
+def test_what_nobody_can_have_locked_does_not_live(tmp_path):
+    stray = tmp_path / ".s.dtckpt-new-10-a"
+    stray.write_bytes(b"a file")
+    assert directory.begin(tmp_path / "s", "9-b").path.is_dir()
+    assert not stray.exists()
+
+
 @pytest.mark.parametrize("token", ["10-b", "11-b"])
 def test_an_attempt_that_is_not_newer_is_taken_away_although_it_lives(tmp_path, token):
     older = build(tmp_path / "s", NEW, "10-a")
