@@ -11,11 +11,10 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable
 
 import prometheus_client as prometheus
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dtckpt.errors import FencedError
-from dtckpt_server.events import Event, Heartbeat
 from dtckpt_server.rules import ALIVE, FENCED, LEFT, LOST, Effects, HeldError, Rules, Transition
 
 PREFIX = "dtckpt_coordinator_"
@@ -51,7 +50,6 @@ class Metrics:
 
     def __init__(self, rules: Callable[[], Rules], version: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = prometheus.CollectorRegistry()
-        self._heartbeats = self._counter("heartbeats", "Heartbeats that were accepted.", "job")
         self._lost = self._counter("task_lost", "Tasks that were declared lost.", "job", "reason")
         self._fenced = self._counter("fenced_calls", "Calls of processes whose place is taken.")
         self._refused = self._counter("refused_calls", "Calls that ended with an error, by status code.", "code")
@@ -67,10 +65,8 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> prometheus.Histogram:
         return prometheus.Histogram(f"{PREFIX}{name}_seconds", text, labels, registry=self.registry, buckets=buckets)
 
-    def note(self, event: Event, effects: Effects) -> None:
+    def note(self, effects: Effects) -> None:
         """Count what an event did."""
-        if isinstance(event, Heartbeat) and effects.refusal is None:
-            self._heartbeats.labels(event.who.job).inc()
         if isinstance(effects.refusal, FencedError) and not isinstance(effects.refusal, HeldError):
             self._fenced.inc()
         for transition in effects.log:
@@ -87,7 +83,7 @@ class Metrics:
                 self._duration.labels(kind).observe(float(str(facts["duration_s"])))
                 self._skew.labels(kind).observe(float(str(facts["skew_s"])))
             case "job_over":
-                for counter in (self._heartbeats, self._lost, self._barriers):
+                for counter in (self._lost, self._barriers):
                     counter.remove_by_labels({"job": job})
 
     def note_refusal(self, code: str) -> None:
@@ -115,8 +111,10 @@ class _Current(Collector):
             PREFIX + "heartbeat_age_max_seconds", "Longest silence of a task that is not lost.", labels=("job",)
         )
         barriers = GaugeMetricFamily(PREFIX + "barriers_open", "Open barriers.", labels=("job", "kind"))
+        heartbeats = CounterMetricFamily(PREFIX + "heartbeats", "Heartbeats that were accepted.", labels=("job",))
         now = self._clock()
         for job in self._rules().jobs.values():
+            heartbeats.add_metric((job.name,), job.num_heartbeats)
             states = Tally(task.state for task in job.tasks.values())
             for state in STATES:
                 tasks.add_metric((job.name, state), states[state])
@@ -124,4 +122,4 @@ class _Current(Collector):
             age.add_metric((job.name,), max(ages, default=0.0))
             for kind, count in sorted(Tally(kind_of(barrier.name) for barrier in job.open.values()).items()):
                 barriers.add_metric((job.name, kind), count)
-        yield from (tasks, age, barriers)
+        yield from (tasks, age, barriers, heartbeats)

@@ -114,6 +114,7 @@ class Job:
     barriers: dict[Key, Barrier] = field(default_factory=dict)
     open: dict[str, Barrier] = field(default_factory=dict)  # by barrier_id
     latest: dict[str, Barrier] = field(default_factory=dict)  # by name
+    num_heartbeats: int = 0
 
     @property
     def is_left(self) -> bool:
@@ -298,6 +299,7 @@ class Rules:
     def _heartbeat(self, event: Heartbeat, now: float) -> None:
         job, task = self._task(event.who)
         self._revive(job, task, now)
+        job.num_heartbeats += 1
         if event.progress != task.progress:
             task.progress, task.progressed_at = event.progress, now
 

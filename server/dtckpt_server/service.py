@@ -28,7 +28,7 @@ from dtckpt_server.events import MAX_NAME_BYTES, Arrive, Cancel, Event, Heartbea
 from dtckpt_server.metrics import Metrics
 from dtckpt_server.refusals import Refusal
 from dtckpt_server.rules import Barrier, Effects, Job, Rules
-from dtckpt_server.streams import Stream, Streams
+from dtckpt_server.streams import GATHER_S, Stream, Streams
 from dtckpt_server.texts import Failure, Progress
 from dtckpt_server.tokens import Tokens
 
@@ -117,7 +117,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         self._beating = Slots("heartbeat streams", max_calls)  # these stay, and must leave room for the others
         self._answers = Answers()
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
-        self._streams = Streams()
+        self._streams = Streams(min(GATHER_S, state.heartbeat_timeout_s / 60))
         self._is_draining = False  # nothing new is begun
         self._is_stopping = False  # nobody waits any more
         self._is_idle = asyncio.Event()
@@ -135,7 +135,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             DtckptError: The rules refuse the event.
         """
         self.rules, effects = rules.apply(self.rules, event, self.clock())
-        self.metrics.note(event, effects)
+        self.metrics.note(effects)
         for transition in effects.log:
             logger.info("%s", transition.text, extra={"facts": {"event": transition.event, **transition.facts}})
         for barrier_id in effects.decided:
@@ -253,19 +253,23 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
                         who = speaker
                         self._streams.add(who, stream)
                     if not has_arrival:
-                        await stream.send(self._stream_response(request.sequence))
+                        await self._streams.answer(stream, self._stream_response(request.sequence))
                     elif not stream.is_full:
-                        self._streams.spawn(stream, self._answer_arrival(request, stream, context))
+                        stream.spawn(self._answer_arrival(request, stream, context))
                     else:  # read no more of them before this is sent
                         refusal = self._refusal("HeartbeatStream", _crowded(), context).status()
-                        await stream.send(self._stream_response(request.sequence, refusal=refusal))
+                        stream.owe(self._stream_response(request.sequence, refusal=refusal))
+                        await stream.send_owed()
+                await stream.send_owed()
         except errors.DtckptError as error:
+            await stream.send_owed_if_open()
             await self.refuse("HeartbeatStream", error, context)
         except asyncio.CancelledError:
             if not self._is_stopping:
                 raise  # the client is gone
             await self.refuse("HeartbeatStream", _stopping(), context)
         finally:
+            stream.end()
             if who is not None:
                 self._streams.remove(who, stream)
 
@@ -279,7 +283,8 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             if not isinstance(error, errors.DtckptError):
                 logger.exception("an arrival failed")
             refusal = self._refusal("HeartbeatStream", error, context).status()
-        await stream.send_if_open(self._stream_response(request.sequence, arrived=arrived, refusal=refusal))
+        stream.owe(self._stream_response(request.sequence, arrived=arrived, refusal=refusal))
+        await stream.send_owed_if_open()
 
     def _stream_response(
         self, sequence: int, *, arrived: bytes = b"", refusal: Status | None = None

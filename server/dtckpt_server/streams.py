@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Coroutine, Iterable
+from contextlib import suppress
 from typing import Any
 
 from dtckpt._proto import coordinator_pb2 as pb
@@ -14,54 +16,97 @@ logger = logging.getLogger("dtckpt_server")
 
 MAX_UNSENT = 64
 """What waits for one client to read, or for a verdict to tell it; more is not begun, as its next call says the same."""
+GATHER_S = 0.02
+"""How long answers to heartbeats are gathered: to wake up for each costs as much as all else that is done for it."""
+SETTLE_S = 1.0
+"""How long streams that end have time to send what is owed."""
 
 
 class Stream:
-    """The stream of one client, as its handler holds it.
+    """The stream of one client, as its handler holds it. Answers and notices are owed until they are sent."""
 
-    gRPC takes one message at a time per stream, and answers and notices come from different asyncio tasks: hence the
-    lock.
-    """
-
-    __slots__ = ("_context", "_lock", "handler", "tasks")
+    __slots__ = ("_arrivals", "_context", "_is_due", "_lock", "_owed", "_sender", "handler")
 
     def __init__(self, context: Any) -> None:
         self.handler = asyncio.current_task()
-        self.tasks: set[asyncio.Task[None]] = set()
-        """What is to be sent, and ends with the stream."""
         self._context = context
-        self._lock = asyncio.Lock()
+        self._owed: deque[pb.HeartbeatStreamResponse] = deque()
+        self._is_due = asyncio.Event()
+        self._lock = asyncio.Lock()  # gRPC takes one message at a time per stream
+        # One task for all that nobody waits to send: one for each answer would cost more than to send it.
+        self._sender = asyncio.ensure_future(self._send_whenever_due())
+        self._arrivals: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_owing(self) -> bool:
+        return bool(self._owed)
 
     @property
     def is_full(self) -> bool:
-        return len(self.tasks) >= MAX_UNSENT
+        return len(self._arrivals) + len(self._owed) >= MAX_UNSENT
 
-    async def send(self, response: pb.HeartbeatStreamResponse) -> None:
+    def owe(self, response: pb.HeartbeatStreamResponse) -> None:
+        """Send this after all that is owed, when that is due."""
+        self._owed.append(response)
+
+    def be_due(self) -> None:
+        """Begin to send what is owed."""
+        self._is_due.set()
+
+    async def send_owed(self) -> None:
+        """Send what is owed, and wait until all of it is sent."""
         async with self._lock:
-            await self._context.write(response)
+            while self._owed:
+                await self._context.write(self._owed.popleft())
 
-    async def send_if_open(self, response: pb.HeartbeatStreamResponse) -> None:
+    async def send_owed_if_open(self) -> None:
         """Send what the client learns in another way, too, if the stream is over."""
         try:
-            await self.send(response)
+            await self.send_owed()
         except Exception as error:  # gRPC has no common class for "the stream is over"
             logger.debug("a message was not sent: %s", error)
 
+    async def _send_whenever_due(self) -> None:
+        while True:
+            await self._is_due.wait()
+            self._is_due.clear()
+            await self.send_owed_if_open()
+
+    def spawn(self, arrival: Coroutine[Any, Any, None]) -> None:
+        """Let an arrival wait for its verdict beside the others."""
+        task = asyncio.ensure_future(arrival)
+        self._arrivals.add(task)  # the event loop alone would not keep it
+        task.add_done_callback(self._arrivals.discard)
+
+    async def settle(self) -> None:
+        """Wait until all arrivals are answered, and all is sent, or the stream is over."""
+        if self._arrivals:
+            await asyncio.wait(self._arrivals)
+        await self.send_owed_if_open()
+
+    def end(self) -> None:
+        """Send nothing more, and wait for nothing."""
+        for task in (self._sender, *self._arrivals):
+            task.cancel()
+
 
 class Streams:
-    """The open streams, by client."""
+    """The open streams, by client.
 
-    def __init__(self) -> None:
+    Args:
+        gather_s: How long answers to heartbeats are gathered.
+    """
+
+    def __init__(self, gather_s: float) -> None:
         self._streams: dict[str, dict[int, tuple[Identity, Stream]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._owing: list[Stream] = []
+        self._gather_s = gather_s
 
     def add(self, who: Identity, stream: Stream) -> None:
         """Make this the stream of a client, which has one at a time."""
         self._streams.setdefault(who.job, {})[who.task] = (who, stream)
 
     def remove(self, who: Identity, stream: Stream) -> None:
-        for task in stream.tasks:
-            task.cancel()
         job = self._streams.get(who.job, {})
         if job.get(who.task) == (who, stream):
             del job[who.task]
@@ -84,20 +129,29 @@ class Streams:
         response = pb.HeartbeatStreamResponse(notice=notice)
         for stream in streams:
             if not stream.is_full:
-                self.spawn(stream, stream.send_if_open(response))
+                stream.owe(response)
+                stream.be_due()
 
-    def spawn(self, stream: Stream, sending: Coroutine[Any, Any, None]) -> None:
-        """Send something when it is there; never, if the stream ends before."""
-        task = asyncio.ensure_future(sending)
-        for tasks in (self._tasks, stream.tasks):  # the event loop alone would not keep it
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+    async def answer(self, stream: Stream, response: pb.HeartbeatStreamResponse) -> None:
+        """Answer a heartbeat, within ``gather_s``. Waits only for a client that does not read its answers."""
+        if not stream.is_owing:
+            if not self._owing:
+                asyncio.get_running_loop().call_later(self._gather_s, self._send_owed)
+            self._owing.append(stream)
+        stream.owe(response)
+        if stream.is_full:
+            await stream.send_owed()
+
+    def _send_owed(self) -> None:
+        owing, self._owing = self._owing, []
+        for stream in owing:
+            stream.be_due()
 
     async def end(self) -> None:
         """End all streams when what was to be told is told; their handlers see a `CancelledError`."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=1.0)
-        for job in self._streams.values():
-            for _, stream in job.values():
-                if stream.handler is not None:
-                    stream.handler.cancel()
+        streams = [stream for job in self._streams.values() for _, stream in job.values()]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(stream.settle() for stream in streams)), SETTLE_S)
+        for stream in streams:
+            if stream.handler is not None:
+                stream.handler.cancel()

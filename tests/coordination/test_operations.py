@@ -45,7 +45,7 @@ class World:
 
     def happen(self, event):
         self.rules, effects = apply(self.rules, event, self.now)
-        self.metrics.note(event, effects)
+        self.metrics.note(effects)
         return effects
 
     def register(self, job="job", num_clients=2, **options):

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from dtckpt_server import server as server_module
 from dtckpt_server.events import Identity
+from dtckpt_server.rules import Rules
 from dtckpt_server.service import CoordinatorService
 from dtckpt_server.streams import MAX_UNSENT, Stream, Streams
 
@@ -288,6 +289,11 @@ def test_one_client_cannot_take_all_room(server):
         over.set()
 
 
+def tasks_of_streams(server):
+    running = asyncio.all_tasks(server._running[0].get_loop())
+    return {task for task in running if task.get_coro().__name__ in {"_answer_arrival", "_send_whenever_due"}}
+
+
 @pytest.mark.parametrize("how", ["half-closed", "cancelled"])
 def test_stream_that_ends_leaves_no_arrival_behind(server, how):
     service = server._service
@@ -301,11 +307,12 @@ def test_stream_that_ends_leaves_no_arrival_behind(server, how):
         stub = pb_grpc.CoordinatorStub(channel)
         answers = raw_stream(stub, 0, arrivals())
         wait_until(lambda: service._calls._num_taken == 3)
+        assert len(tasks_of_streams(server)) == 4
         if how == "cancelled":
             answers.cancel()
         over.set()
         wait_until(lambda: not service._calls._num_taken and not service._beating._num_taken)
-        assert not service._streams._tasks
+        wait_until(lambda: not tasks_of_streams(server))
         assert not any(service._waiters.values())
         barrier = stub.GetJob(pb.GetJobRequest(job="job"), timeout=5).open_barriers[0]
         assert list(barrier.missing) == [1]  # it has arrived all the same
@@ -554,25 +561,90 @@ def test_stream_says_why_it_ends_also_while_it_answers(server):
             assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+class Context:
+    """What gRPC gives a stream's handler; its client reads nothing before it is let."""
+
+    def __init__(self, is_read=True):
+        self.written = []
+        self.is_read = asyncio.Event()
+        if is_read:
+            self.is_read.set()
+
+    async def write(self, response):
+        await self.is_read.wait()
+        self.written.append(response)
+
+
+def answer(sequence):
+    return pb.HeartbeatStreamResponse(sequence=sequence)
+
+
 def test_slow_reader_costs_a_bounded_number_of_notices():
-    class Stuck:
-        def __init__(self):
-            self.written = []
-            self.go_on = asyncio.Event()
-
-        async def write(self, response):
-            await self.go_on.wait()
-            self.written.append(response)
-
     async def flood():
-        context, streams = Stuck(), Streams()
+        context, streams = Context(is_read=False), Streams(LONG_S)
         who = Identity("job", 0, 1)
-        streams.add(who, Stream(context))
+        stream = Stream(context)
+        streams.add(who, stream)
         for _ in range(3 * MAX_UNSENT):
             streams.tell(who, pb.Notice())
-        await asyncio.sleep(0)
-        context.go_on.set()
-        await asyncio.gather(*streams._tasks)
+        context.is_read.set()
+        await stream.settle()
+        stream.end()
         return len(context.written)
 
     assert asyncio.run(flood()) == MAX_UNSENT
+
+
+def test_answers_to_heartbeats_on_all_streams_are_sent_together():
+    async def beat():
+        contexts, streams = [Context() for _ in range(3)], Streams(0.001)
+        open_streams = [Stream(context) for context in contexts]
+        for number in range(2):
+            for stream in open_streams:
+                await streams.answer(stream, answer(number))
+        assert not any(context.written for context in contexts)
+        streams._send_owed()
+        await asyncio.gather(*(stream.settle() for stream in open_streams))
+        told = [[response.sequence for response in context.written] for context in contexts]
+        for stream in open_streams:
+            stream.end()
+        return told
+
+    assert asyncio.run(beat()) == 3 * [[0, 1]]
+
+
+def test_nothing_overtakes_an_answer():
+    async def beat():
+        context, streams = Context(), Streams(LONG_S)
+        stream = Stream(context)
+        await streams.answer(stream, answer(1))
+        stream.owe(answer(2))
+        await stream.send_owed()
+        stream.end()
+        return [response.sequence for response in context.written]
+
+    assert asyncio.run(beat()) == [1, 2]
+
+
+def test_who_beats_and_does_not_read_is_not_read_either():
+    async def beat():
+        context, streams = Context(is_read=False), Streams(LONG_S)
+        stream = Stream(context)
+        for number in range(MAX_UNSENT - 1):
+            await streams.answer(stream, answer(number))
+        last = asyncio.ensure_future(streams.answer(stream, answer(MAX_UNSENT - 1)))
+        await asyncio.sleep(0)
+        assert not last.done()
+        context.is_read.set()
+        await last
+        stream.end()
+        return [response.sequence for response in context.written]
+
+    assert asyncio.run(beat()) == list(range(MAX_UNSENT))
+
+
+@pytest.mark.parametrize("timeout_s", [0.1, 60.0])
+def test_an_answer_is_never_late_for_the_next_heartbeat(timeout_s):
+    """A client takes a stream for broken that is silent for an interval, a sixth of the timeout."""
+    service = CoordinatorService(Rules(timeout_s, 1))
+    assert service._streams._gather_s <= timeout_s / 6 / 4
