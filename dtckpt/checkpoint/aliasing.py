@@ -5,7 +5,9 @@ Reads of many tensors are under way together, so two of them must never write to
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 
@@ -24,7 +26,11 @@ def split_tied(leaves: Sequence[Named]) -> tuple[list[Named], list[tuple[str, st
     first: dict[object, str] = {}
     apart: list[Named] = []
     tied: list[tuple[str, str, Leaf]] = []
+    starts = Counter(memory.data_ptr() for _, leaf in leaves for memory in leaf.components)
     for name, leaf in leaves:
+        if all(starts[memory.data_ptr()] == 1 for memory in leaf.components):
+            apart.append((name, leaf))
+            continue
         places = [(memory.device, memory.data_ptr(), memory.stride()) for memory in leaf.components]
         key = leaf.dtype, leaf.regions, tuple(places)
         has_memory = any(memory.numel() for memory in leaf.components)
@@ -43,19 +49,24 @@ def validate_apart(leaves: Sequence[Named]) -> None:
     """
     group: list[tuple[str, torch.Tensor]] = []
     end = -1
-    device: torch.device | None = None
-    for start, stop, name, memory in _sorted_spans(leaves):
-        if start >= end or memory.device != device:
+    last_device = ""
+    for device, start, stop, name, memory in _sorted_spans(leaves):
+        if start >= end or device != last_device:
             _validate_group(group)
-            group, end, device = [], -1, memory.device
+            group, end, last_device = [], -1, device
         group.append((name, memory))
         end = max(end, stop)
     _validate_group(group)
 
 
-def _sorted_spans(leaves: Sequence[Named]) -> list[tuple[int, int, str, torch.Tensor]]:
-    found = [(*_span(memory), name, memory) for name, leaf in leaves for memory in leaf.components if memory.numel()]
-    return sorted(found, key=lambda item: (str(item[3].device), *item[:3]))
+def _sorted_spans(leaves: Sequence[Named]) -> list[tuple[str, int, int, str, torch.Tensor]]:
+    found = [
+        (str(memory.device), *_span(memory), name, memory)
+        for name, leaf in leaves
+        for memory in leaf.components
+        if memory.numel()
+    ]
+    return sorted(found, key=itemgetter(0, 1, 2, 3))
 
 
 def _span(memory: torch.Tensor) -> tuple[int, int]:

@@ -24,6 +24,10 @@ _PLAIN = re.compile(f"[A-Za-z0-9_.~{re.escape(_SAFE)}-]*")
 _CONTROL = re.compile("[\0-\x1f\x7f]")
 _LOCK_SUFFIX = ".__lock"
 """TensorStore's file driver refuses names that end so; it keeps them for its own lock files."""
+_RESERVED_HERE = r"(?:dtckpt\.manifest|manifest\.ocdbt|d|client_\d+|zarr\.json|edges|\.\.?|[^/]*\.__lock)(?:/|\Z)"
+_COMMON_SEGMENT = rf"(?!__|{_RESERVED_HERE})[A-Za-z0-9_.-]{{1,{MAX_SEGMENT_BYTES}}}"
+_COMMON = re.compile(f"{_COMMON_SEGMENT}(?:/{_COMMON_SEGMENT})*")
+"""Names that are valid, and stored as they are; surely most of them, not all."""
 SELF_SEGMENT = "%self"
 """Last path segment of an array whose name is also a folder of others; no encoded segment can equal it."""
 
@@ -41,6 +45,8 @@ def validate_name(name: str) -> None:
     """
     if not isinstance(name, str):
         raise TensorNameError(f"tensor name must be a str; got {type(name).__name__}")
+    if _is_common(name):
+        return
     try:
         nbytes = len(name.encode())
     except UnicodeEncodeError:
@@ -91,8 +97,12 @@ def array_paths(names: Iterable[str]) -> dict[str, str]:
     return {name: f"{_plain_path(name)}/{SELF_SEGMENT}" if name in folders else _plain_path(name) for name in listed}
 
 
+def _is_common(name: str) -> bool:
+    return len(name) <= MAX_NAME_BYTES and _COMMON.fullmatch(name) is not None
+
+
 def _plain_path(name: str) -> str:
-    return "/".join(map(encode_segment, name.split("/")))
+    return name if _is_common(name) else "/".join(map(encode_segment, name.split("/")))
 
 
 def _parents(name: str) -> Iterable[str]:
@@ -102,6 +112,8 @@ def _parents(name: str) -> Iterable[str]:
 
 def is_path_of(path: str, name: str) -> bool:
     """Whether an array of this name may be stored at a path, so that no manifest can point out of its checkpoint."""
+    if path == name and _is_common(name):
+        return True
     validate_name(name)
     return path in (plain := _plain_path(name), f"{plain}/{SELF_SEGMENT}")
 

@@ -62,13 +62,12 @@ class StoredValue:
         Raises:
             ValueError: It ends before.
         """
-        place, missing = self.start + start, memory.nbytes
-        while missing:
-            is_inside = self.nbytes is None or start + memory.nbytes <= self.nbytes
-            nbytes = os.preadv(self.file.number, [memory[-missing:]], place) if is_inside else 0
+        place, is_inside = self.start + start, self.nbytes is None or start + memory.nbytes <= self.nbytes
+        while memory:
+            nbytes = os.preadv(self.file.number, [memory], place) if is_inside else 0
             if not nbytes:
                 raise ValueError("the chunk is cut short")
-            place, missing = place + nbytes, missing - nbytes
+            place, memory = place + nbytes, memory[nbytes:]
 
     def announce(self, start: int, stop: int) -> None:
         """Let the system begin to read some bytes of the value from the disk.
@@ -145,6 +144,7 @@ class DatabaseFiles:
         self._open = lru_cache(maxsize=MAX_FILES)(_File)
         self._lock = Lock()
         self._asked = 0
+        self._is_worth_it = False
         self._tree: dict[str, Any] | None = None
         self._leaves: list[_Leaf] | None = None
         self._known: list[_Leaf] = []
@@ -152,8 +152,10 @@ class DatabaseFiles:
     def find(self, key: str, nbytes: int) -> StoredValue | None:
         """As `ValueFiles.find`; small values are in the database's nodes, which are left to TensorStore."""
         with self._lock:
-            self._asked += 1 + nbytes // READ_NBYTES
-            place = self._place(key.encode()) if self._is_worth_it() else None
+            if not self._is_worth_it:
+                self._asked += 1 + nbytes // READ_NBYTES
+                self._is_worth_it = self._asked >= self._num_keys() * READS_PER_KEY
+            place = self._place(key.encode()) if self._is_worth_it else None
         if place is None:
             return None
         _, folder, name, start, length = place.split(":")
@@ -168,11 +170,11 @@ class DatabaseFiles:
         """As `ValueFiles.close`."""
         self._open.cache_clear()
 
-    def _is_worth_it(self) -> bool:
+    def _num_keys(self) -> int:
         if self._tree is None:
             self._tree = self._dump()["versions"][-1]["root"]
         num_keys: int = self._tree["statistics"]["num_keys"]
-        return self._asked >= num_keys * READS_PER_KEY
+        return num_keys
 
     def _dump(self, node: str | None = None) -> Any:
         return ts.ocdbt.dump(self._base, node, context=self._context).result()
