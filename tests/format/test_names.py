@@ -83,6 +83,23 @@ def test_the_longest_names_are_fine():
         validate_name("/".join(["x" * 127] * 8) + "xx")
 
 
+@given(st.from_regex(names._COMMON, fullmatch=True) | tensor_names)
+def test_common_names_need_no_other_look(name):
+    """Most names are recognised by one pattern, which must not let through what segments are looked at for."""
+    if names._is_common(name):
+        assert len(name.encode()) <= MAX_NAME_BYTES
+        for segment in name.split("/"):
+            assert segment not in ("", ".", "..")
+            assert len(segment) <= MAX_SEGMENT_BYTES
+            assert names.encode_segment(segment) == segment
+            assert not names._CONTROL.search(segment)
+
+
+@pytest.mark.parametrize("name", ["w", "model.layers.0.weight", "model/layers/0/weight", "d1", "exp_avg", "x/d.0"])
+def test_usual_names_are_common(name):
+    assert names._is_common(name)
+
+
 @given(tensor_names)
 def test_encoding_is_reversible_and_safe(name):
     path = array_paths([name])[name]
