@@ -305,10 +305,15 @@ def all_gather_object(value: T, clients: Sequence[int]) -> list[T]:
     Collective: Over ``clients``, bounded by the process group's timeout.
 
     Raises:
-        CoordinationError: There is no process group that spans the clients.
+        CoordinationError: There is no process group that spans the clients, a client is gone, or the process group's
+            timeout is over.
     """
     received: list[T | None] = [None for _ in clients]
-    dist.all_gather_object(received, value, group=groups.group_of(clients))
+    group = groups.group_of(clients)
+    try:
+        dist.all_gather_object(received, value, group=group)
+    except RuntimeError as error:
+        raise _gone("all_gather_object", clients, error) from error
     if observing.is_observed():
         nbytes = sum(len(pickle.dumps(item)) for item in received) - len(pickle.dumps(value))
         observing.report("all_gather_object", nbytes, clients)

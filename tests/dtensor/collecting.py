@@ -9,10 +9,11 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from states import bits_of
 
 import dtckpt
-from dtckpt.dtensor.collectives import REDUCERS, Collectives, Native, Pairwise
+from dtckpt.dtensor.collectives import REDUCERS, Collectives, Native, Pairwise, all_gather_object
 
 SIZES = (0, 1, 3, 7, 1000)
 """Lengths of tensors: none, fewer than members, not divisible by them, many."""
@@ -256,3 +257,9 @@ def run(native: str | None, members: Sequence[int] | None = None) -> dict[str, t
         CHECKS[name](bench)
         found[name] = bench.wrong[:5], bench.results
     return found
+
+
+def gather_object_from(client: int) -> None:
+    """Have only one client gather objects; the others' process groups end."""
+    if dist.get_rank() == client:
+        all_gather_object(client, range(dist.get_world_size()))

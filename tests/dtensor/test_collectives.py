@@ -44,6 +44,13 @@ def test_contract(pool, native, clients, members):
         assert len({tuple(found[name][1]) for found in taking_part}) == 1, f"{name}: members have different bits"
 
 
+@pytest.mark.processes
+def test_gathering_objects_says_so_when_a_client_is_gone(pool):
+    _, answer = pool.run(collecting.gather_object_from, 1, clients=2, group=True)
+    assert answer.error == "CoordinationError"
+    assert "all_gather_object among clients 0, 1 failed" in answer.text
+
+
 def test_alone_pairwise_needs_no_process_group():
     for check, function in collecting.CHECKS.items():
         bench = collecting.Bench(Pairwise([0], 0), 0, torch.device("cpu"))
