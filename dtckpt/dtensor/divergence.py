@@ -16,11 +16,12 @@ import itertools
 import json
 import threading
 import time
+import weakref
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +32,7 @@ from torch.distributed import distributed_c10d
 from dtckpt._proto import layout_pb2
 from dtckpt.dtensor import observing
 from dtckpt.dtensor.hops import Change
-from dtckpt.errors import CoordinationError, DtckptError, LayoutError, capped, from_wire, to_wire
+from dtckpt.errors import DtckptError, LayoutError, capped, from_wire, to_wire
 from dtckpt.groups import is_connected
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
@@ -39,18 +40,18 @@ from dtckpt.mesh import Mesh
 PATIENCE_S = 0.25
 """A client that has waited for so long looks whether all want the same."""
 GRACE_S = 2.0
-"""How long a client that failed looks for others that wait for it."""
+"""How long a client that failed waits for others to come to the call; after that the watcher waits for them."""
 _POLL_S = 0.01
 _CLIENTS_PER_LOOK = 1000
 """Among more clients than this, each looks less often, so that the store is not asked more often than it can answer."""
 
 _JOIN_S = 60.0
-"""How long a client waits for those that it would give something, before it takes part in what they want."""
+"""How long it waits for those without whom it may not take part in what others want."""
 
-Part = tuple[frozenset[int], Callable[[Sequence[Mapping[int, torch.Tensor]]], None]]
-"""A client's part in a redistribution: the clients it gives something, and what runs it, given components."""
-Plan = Callable[[Sequence[Change], int], Part]
-"""Returns this client's part in a redistribution, by what is wanted and which of their group's calls it is."""
+Part = tuple[frozenset[int], Callable[[], None]]
+"""A client's part in a redistribution: who cannot be done before it takes part, and what does so, with zeros."""
+Plan = Callable[[Callable[[int], Sequence[Change]], int], Part]
+"""Returns this client's part by what is wanted, as any client sees it, and by which of their group's calls it is."""
 
 Group = tuple[int, ...]
 """Clients, ascending."""
@@ -63,6 +64,8 @@ _MAX_LEFT = 8
 _jobs: WeakKeyDictionary[Any, _Job] = WeakKeyDictionary()
 _numbers = itertools.count()
 _waiting: dict[int, Call] = {}
+_unsettled: list[Board] = []
+"""Of calls that this client is done with, and that others have yet to come to."""
 _watcher: threading.Thread | None = None
 _lock = threading.Lock()
 
@@ -85,6 +88,11 @@ class _Job:
         world = dist.group.WORLD
         return _jobs.get(world) or _jobs.setdefault(world, cls())
 
+    def next(self, group: Group) -> int:
+        """Count a call and return which it is."""
+        self.counts[group] += 1
+        return self.counts[group] - 1
+
 
 class Call:
     """One redistribution that this client takes part in, together with all clients of its meshes.
@@ -101,10 +109,8 @@ class Call:
         self._changes, self._plan = changes, plan
         self._group = _group(tuple({mesh: None for change in changes for mesh in change.meshes}))
         self._job = _Job.current()
-        self.count = self._job.counts[self._group]
-        self._job.counts[self._group] += 1
+        self.count = self._job.next(self._group)
         self._board: Board | None = None
-        self._joined: set[str] = set()
         self._next_look = 0.0
         self._looking = threading.Lock()
         self._late: DtckptError | None = None
@@ -129,18 +135,19 @@ class Call:
         """
         with self._looking:
             if self._board is not None and (error := _odd(self._board.read())):
-                self._board.settle(self._joined)
+                self._board.settle()
                 raise _odd(self._board.read()) or error
         left = self._job.left[self._group]
         late = [call for call in left if call._late is not None]
         for call in late:
             left.remove(call)
+            _leave_to_watcher(call._register())
         left.append(self)
         if late:
             raise next(call._late for call in late if call._late is not None)
 
     def look(self, now: float) -> None:
-        """Say what this client wants, and take part in whatever else others want. Blocks until that is done.
+        """Say what this client wants, and take part in what else is wanted, as far as all are here who have to be.
 
         Args:
             now: Monotonic seconds; nothing happens before the next look is due.
@@ -149,26 +156,23 @@ class Call:
             if now < self._next_look:
                 return
             self._next_look = now + PATIENCE_S * max(1, len(self._group) / _CLIENTS_PER_LOOK)
-            self._register().join(self._joined)
+            self._register().advance()
         look_back(self._group)
 
     def look_back(self) -> None:
-        """Take part in what others want of a call that this client has left, and wait for it in vain."""
+        """As `look`, if others want something of a call that this client has left, and wait for it in vain."""
         with self._looking:
             board = self._board or Board(self._group, self.count, self._plan)
             state = board.read()
             if state["errors"] or state["wanted"].keys() - {_described(self._changes)}:
-                self._register().join(self._joined)
+                self._register().advance()
                 self._late = _odd(board.read())
 
     def _register(self) -> Board:
         """Say what this client wants, once."""
         if self._board is None:
             self._board = Board(self._group, self.count, self._plan)
-            mine, rank = _described(self._changes), dist.get_rank()
-            self._joined = {mine}
-            self._board.update(lambda state: state["wanted"].setdefault(mine, rank) == rank)
-            self._board.register()
+            self._board.want(_described(self._changes))
         return self._board
 
 
@@ -178,8 +182,10 @@ def look_back(group: Group) -> None:
         call.look_back()
 
 
-def tell(error: DtckptError, meshes: Sequence[Mesh], plan: Plan) -> None:
+def tell(error: DtckptError, meshes: Sequence[Mesh], plan: Plan) -> bool:
     """Tell others of an error that keeps this client from a redistribution, and go along with what they do.
+
+    It stands for the next call among these clients, at which the others raise it, however late they come there.
 
     Blocks: Until all have failed alike, or what others want is done, or for `GRACE_S` if they want nothing.
 
@@ -187,47 +193,25 @@ def tell(error: DtckptError, meshes: Sequence[Mesh], plan: Plan) -> None:
         error: What went wrong here.
         meshes: All that are known to take part, sources and targets.
         plan: Returns this client's part in a redistribution.
+
+    Returns:
+        Whether others wanted something.
     """
     group = _group(tuple(dict.fromkeys(meshes)))
-    if len(group) < 2 or not is_connected(group):
-        return
-    client = dist.get_rank()
-    if client not in group:
-        return
-    job = _Job.current()
-    board = Board(group, job.counts[group], plan)
-
-    def say(state: dict[str, Any]) -> bool:
-        # One error is enough: all may fail at once, and they may be many.
-        return not state["errors"] and bool(state["errors"].setdefault(str(client), to_wire(error)))
-
-    def take_back(state: dict[str, Any]) -> bool:
-        return not state["wanted"] and state["errors"].pop(str(client), None) is not None
-
-    board.update(say)
-    board.register()
-    board.count("failed", 1)
-    deadline = time.monotonic() + GRACE_S
-    while not board.read()["wanted"] and board.count("failed", 0) < len(group):
-        look_back(group)
-        if time.monotonic() > deadline and not board.update(take_back)["wanted"]:
-            board.unregister()
-            board.count("failed", -1)
-            return
-        time.sleep(_POLL_S)
-    # All have failed, or others communicate: this call counts.
-    job.counts[group] += 1
-    if board.read()["wanted"]:
-        board.update(say)
-    board.settle(set())
+    if len(group) < 2 or not is_connected(group) or dist.get_rank() not in group:
+        return False
+    board = Board(group, _Job.current().next(group), plan)
+    board.fail(error)
+    board.settle()
+    return bool(board.read()["wanted"])
 
 
 class Board:
     """Where clients say what they want of one call, and what went wrong: a few keys of the default group's store.
 
-    What a client wants, or why it fails, stands here before it takes part in what others want. And nobody may take
-    what such a client gives for an answer: so it gives only when all who get something have registered, as those who
-    wait in vain will, and who has registered reads this again when all is done.
+    What a client wants, or why it fails, stands here before it takes part in what others want. And nobody may leave a
+    call that this client has only zeros for without having read that: so it takes part only when all have registered
+    who cannot be done before, as those who wait in vain will, and who has registered reads this again when all is done.
 
     Args:
         group: The clients.
@@ -238,64 +222,85 @@ class Board:
     def __init__(self, group: Group, count: int, plan: Plan) -> None:
         self._key = f"dtckpt/redistribute/{len(group)}-{zlib.crc32(repr(group).encode())}/{count}"
         self._group, self._count, self._plan = group, count, plan
+        self._client = dist.get_rank()
         self._store: Any = _c10d._get_default_store()
+        self._world = weakref.ref(dist.group.WORLD)
+        self._known: set[str] = set()
+        self._parts: dict[str, Part] = {}
 
     def read(self) -> dict[str, Any]:
         """Return ``wanted``: who was first to want it, by description; and ``errors``: code and text, by client."""
         return _parsed(self._store.get(self._key) if self._store.check([self._key]) else b"")
 
-    def update(self, change: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Change the state, whoever else changes it too, unless ``change`` returns False; return it."""
+    def want(self, text: str) -> None:
+        """Say what this client wants and does by itself, and that it is here."""
+        self._known.add(text)
+        self._update(lambda state: state["wanted"].setdefault(text, self._client) == self._client)
+        self._register()
+
+    def fail(self, error: DtckptError) -> None:
+        """Say why this client fails, and that it is here."""
+        # One error is enough: all may fail at once, and they may be many.
+        self._update(
+            lambda state: not state["errors"] and bool(state["errors"].setdefault(str(self._client), to_wire(error)))
+        )
+        self._register()
+
+    def _update(self, change: Callable[[dict[str, Any]], bool]) -> None:
+        """Change the state, whoever else changes it too, unless ``change`` returns False."""
         known = self._store.get(self._key) if self._store.check([self._key]) else b""
-        while True:
-            state = _parsed(known)
-            if not change(state):
-                return state
+        while change(state := _parsed(known)):
             wanted = json.dumps(state)
             found = self._store.compare_set(self._key, known.decode(), wanted)
             if found.decode() == wanted:
-                return state
+                return
             known = found
 
-    def count(self, name: str, by: int) -> int:
-        """Add to a counter and return it."""
-        return int(self._store.add(f"{self._key}/{name}", by))
+    def _register(self) -> None:
+        self._store.set(f"{self._key}/{self._client}", "here")
+        self._store.add(f"{self._key}/here", 1)
 
-    def register(self) -> None:
-        """Say that this client is here."""
-        self._store.set(f"{self._key}/{dist.get_rank()}", "here")
-        self.count("here", 1)
-
-    def unregister(self) -> None:
-        """Take `register` back."""
-        self._store.delete_key(f"{self._key}/{dist.get_rank()}")
-        self.count("here", -1)
-
-    def join(self, known: set[str]) -> None:
-        """Take part in all that is wanted and not known yet."""
+    def advance(self) -> bool:
+        """Take part in what is wanted, as far as all are here who have to be; return whether that was everything."""
         # In the order in which they were said, of which everybody knows a first part: in another order, three clients
         # could each take part in what the next one waits for.
-        for text in [text for text in self.read()["wanted"] if text not in known]:
-            known.add(text)
-            changes = _changes(text, dist.get_rank())
-            peers, run = self._plan(changes, self._count)
-            deadline = time.monotonic() + _JOIN_S
-            while peers and not self._store.check([f"{self._key}/{peer}" for peer in sorted(peers)]):
-                if time.monotonic() > deadline:
-                    raise CoordinationError(f"clients {capped(sorted(peers))} did not come to a redistribution in time")
-                time.sleep(_POLL_S)
-            run([_zeros(change) for change in changes])
+        for text in [text for text in self.read()["wanted"] if text not in self._known]:
+            if text not in self._parts:
+                self._parts[text] = self._plan(partial(_changes, text), self._count)
+            waiting, run = self._parts[text]
+            if waiting and not self._store.check([f"{self._key}/{client}" for client in sorted(waiting)]):
+                return False
+            self._known.add(text)
+            run()
+        return True
 
-    def settle(self, known: set[str]) -> None:
-        """Take part in what others want until all clients have registered, or no one more has for `GRACE_S`."""
-        deadline, seen = time.monotonic() + GRACE_S, 0
-        while seen < len(self._group) and time.monotonic() < deadline:
-            self.join(known)
+    def settle(self) -> None:
+        """Take part in what others want until all clients have registered; leave late ones to the watcher."""
+        seen, since = 0, time.monotonic()
+        while True:
+            here, is_all = self._look()
+            if here == len(self._group) and is_all:
+                return
+            if here != seen:
+                seen, since = here, time.monotonic()
+            if time.monotonic() > since + (GRACE_S if is_all else _JOIN_S):
+                _leave_to_watcher(self)
+                return
             look_back(self._group)
-            if (now := self.count("here", 0)) != seen:
-                deadline, seen = time.monotonic() + GRACE_S, now
             time.sleep(_POLL_S)
-        self.join(known)
+
+    def is_settled(self) -> bool:
+        """Take part in what others want; return whether all have registered, or the process group has ended."""
+        world = self._world()
+        return world is None or world is not dist.group.WORLD or self._look() == (len(self._group), True)
+
+    def num_here(self) -> int:
+        """Return how many clients have registered."""
+        return int(self._store.add(f"{self._key}/here", 0))
+
+    def _look(self) -> tuple[int, bool]:
+        # In this order: who is here has said what it wants.
+        return self.num_here(), self.advance()
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
@@ -313,12 +318,6 @@ def _odd(state: Mapping[str, Any]) -> DtckptError | None:
     return LayoutError(
         f"redistribute: clients want different things; got {capped(wishes, 4)}; expected the same on all"
     )
-
-
-def _zeros(change: Change) -> dict[int, torch.Tensor]:
-    mesh = change.source.mesh
-    regions = {device: change.source.region(device, change.shape) for device in mesh.local_device_ids()}
-    return {device: torch.zeros(region.shape, dtype=change.dtype) for device, region in regions.items()}
 
 
 # --- calls are counted alike on all clients ------------------------------------------------------------------------
@@ -384,6 +383,11 @@ def _watch() -> None:
                 _watcher.start()
 
 
+def _leave_to_watcher(board: Board) -> None:
+    _unsettled.append(board)
+    _watch()
+
+
 def _look_after_all() -> None:
     seen: set[int] = set()
     while True:
@@ -392,9 +396,14 @@ def _look_after_all() -> None:
         for number in seen & now.keys():
             try:
                 now[number].look(time.monotonic())
-            except (
-                CoordinationError,
-                RuntimeError,
-            ) as error:  # the store or a peer is gone: the wait itself ends with that
+            except Exception as error:  # the store or a peer is gone: the wait itself ends with that
                 observing.LOG.warning("cannot look whether clients want the same: %s", error)
         seen = set(now)
+        for board in list(_unsettled):
+            try:
+                is_over = board.is_settled()
+            except Exception as error:  # as above; or the process group has ended meanwhile
+                observing.LOG.warning("cannot look after clients that were late: %s", error)
+                is_over = True
+            if is_over:
+                _unsettled.remove(board)

@@ -154,8 +154,8 @@ class Hop:
             for inside in cut_messages([self.arrivals[number].nbytes for number in taken])
         ]
         self.waves = list(self._waves(sends, receives))
-        self.takers = {peer for peer, _, _ in sends}
-        """Clients that this one gives something."""
+        self.peers = gives.keys() | takes.keys()
+        """Clients that this one gives something or gets something from."""
 
     def _waves(
         self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, Parcel, list[int]]]

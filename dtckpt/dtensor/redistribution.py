@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import torch
+import torch.distributed as dist
 
 from dtckpt.dtensor import divergence
 from dtckpt.dtensor.boxes import Components
@@ -306,18 +307,40 @@ def redistribute(
     return running
 
 
-def _part(changes: Sequence[Change], count: int) -> divergence.Part:
+def _part(seen_by: Callable[[int], Sequence[Change]], count: int) -> divergence.Part:
+    own = dist.get_rank()
+    changes = seen_by(own)
     programs = [_compile(change, change.client) for change in changes]
-    peers = (peer for program in programs for hop in program.hops if isinstance(hop, Hop) for peer in hop.takers)
-    return frozenset(peers), lambda tensors: Redistribution(programs, tensors, count=count).wait()
+
+    @cache
+    def ways_of(client: int) -> list[tuple[Hop | NativeHop, ...]]:
+        return [_compile(change, change.client).hops for change in seen_by(client)]
+
+    # Hop by hop: nobody is done with one before those it exchanges messages with have begun it.
+    late, clients = {own}, {client for change in changes for client in change.clients}
+    for number in range(max(len(program.hops) for program in programs)):
+        if late < clients:
+            hops = [way[number] for client in late for way in ways_of(client) if number < len(way)]
+            late |= {peer for hop in hops if isinstance(hop, Hop) for peer in hop.peers}
+
+    def run() -> None:
+        Redistribution(programs, [_zeros(change) for change in changes], count=count).wait()
+
+    return frozenset(late - {own}), run
 
 
-def tell(error: DtckptError, meshes: Sequence[Mesh]) -> None:
+def _zeros(change: Change) -> dict[int, torch.Tensor]:
+    mesh = change.source.mesh
+    regions = {device: change.source.region(device, change.shape) for device in mesh.local_device_ids()}
+    return {device: torch.zeros(region.shape, dtype=change.dtype) for device, region in regions.items()}
+
+
+def tell(error: DtckptError, meshes: Sequence[Mesh]) -> bool:
     """Tell the clients of some meshes of an error that keeps this one from a redistribution between those.
 
-    Blocks: See `divergence.tell`.
+    Blocks: See `divergence.tell`, and for what is returned.
     """
-    divergence.tell(error, meshes, _part)
+    return divergence.tell(error, meshes, _part)
 
 
 def cache_info() -> tuple[int, int, int, int]:

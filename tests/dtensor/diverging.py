@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from states import cluster_mesh
 
 import dtckpt
 from dtckpt import DTensor, Mesh, Partial, Replicate, Shard
+from dtckpt.dtensor import divergence, redistribution
 from dtckpt.errors import DtckptError
 
 WHOLE = torch.arange(60.0).reshape(10, 6)
@@ -31,14 +34,20 @@ def rows(mesh: Mesh) -> DTensor:
     return DTensor.from_local(WHOLE[layout.region(device, WHOLE.shape).slices()].clone(), mesh, [Shard(0)])
 
 
-def ask(wish: str, times: int = 1) -> list[tuple[str, str] | bool]:
-    """Ask for something, per client; then, several times, for what all ask for. Return what became of each."""
+def ask(wish: str, after: int = 0, *, late: Sequence[int] = ()) -> list[tuple[str, str] | bool]:
+    """Ask for something, per client; then for what all ask for. Return what became of each.
+
+    Args:
+        wish: What this client asks for first.
+        after: It waits until so many others have said what they want, or why they fail.
+        late: Clients that begin when all others are done with what they asked for first.
+    """
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
     tensor = rows(cluster_mesh({"x": clients}, clients, client))
-    return _results(tensor, [WISHES[wish], *[[Shard(1)], [Replicate()]] * times])
+    return _results(tensor, [WISHES[wish], [Shard(1)], [Replicate()]], after, late)
 
 
-def ask_on_grid(wish: str = "columns") -> list[tuple[str, str] | bool]:
+def ask_on_grid(wish: str = "columns", after: int = 0, *, late: Sequence[int] = ()) -> list[tuple[str, str] | bool]:
     """As `ask`, on a grid of clients."""
     client = dtckpt.client_id()
     mesh = cluster_mesh({"a0": 2, "a1": 2}, 4, client)
@@ -47,10 +56,28 @@ def ask_on_grid(wish: str = "columns") -> list[tuple[str, str] | bool]:
     tensor = DTensor.from_local(local, mesh, layout.placements)
     columns, whole = [Replicate(), Shard(1)], [Replicate(), Replicate()]
     wishes = {"columns": columns, "everything": whole, "dim too large": [Shard(5), Shard(1)]}
-    return _results(tensor, [wishes[wish], columns, whole, columns])
+    return _results(tensor, [wishes[wish], columns, whole, columns], after, late)
 
 
-def _results(tensor: DTensor, wishes: Sequence[Any]) -> list[tuple[str, str] | bool]:
+def ask_of_terms(wish: str = "whole", after: int = 0) -> list[tuple[str, str] | bool]:
+    """As `ask`, of terms on a grid; they are reduced along one axis after the other."""
+    client = dtckpt.client_id()
+    mesh = cluster_mesh({"a0": 2, "a1": 2}, 4, client)
+    tensor = DTensor.from_local(WHOLE + 1 if client < 2 else -torch.ones_like(WHOLE), mesh, [Partial(), Partial("min")])
+    whole = [Replicate(), Replicate()]
+    return _results(tensor, [{"whole": whole, "dim too large": [Shard(5), Shard(1)]}[wish], whole], after)
+
+
+def _results(
+    tensor: DTensor, wishes: Sequence[Any], after: int, late: Sequence[int] = ()
+) -> list[tuple[str, str] | bool]:
+    client, clients = dtckpt.client_id(), range(dtckpt.num_clients())
+    board = divergence.Board(tuple(clients), 0, redistribution._part)
+    while board.num_here() < after:
+        time.sleep(0.01)
+    store = dist.distributed_c10d._get_default_store()
+    if client in late:
+        store.wait([f"past/{other}" for other in clients if other not in late])
     seen: list[tuple[str, str] | bool] = []
     for placements in wishes:
         try:
@@ -58,6 +85,7 @@ def _results(tensor: DTensor, wishes: Sequence[Any]) -> list[tuple[str, str] | b
         except DtckptError as error:
             seen.append((type(error).__name__, str(error)))
         else:
-            region = moved.layout.region(dtckpt.client_id(), WHOLE.shape)
+            region = moved.layout.region(client, WHOLE.shape)
             seen.append(torch.equal(moved.to_local(), WHOLE[region.slices()]))
+        store.set(f"past/{client}", "")
     return seen

@@ -8,13 +8,8 @@ pytestmark = pytest.mark.processes
 
 
 def asked(pool, wishes, **options):
-    answers = pool.run(
-        diverging.ask,
-        clients=len(wishes),
-        group=True,
-        by_client={n: (wish,) for n, wish in enumerate(wishes)},
-        **options,
-    )
+    by_client = {n: (wish,) if isinstance(wish, str) else wish for n, wish in enumerate(wishes)}
+    answers = pool.run(diverging.ask, clients=len(wishes), group=True, by_client=by_client, **options)
     assert [answer.trace for answer in answers] == [""] * len(wishes)
     return [answer.value for answer in answers], max(answer.seconds for answer in answers)
 
@@ -76,7 +71,41 @@ def test_clients_that_need_nothing_of_the_odd_one_come_back_for_it(pool, odd):
     assert max(answer.seconds for answer in answers) < 10
 
 
-def test_a_client_that_fails_where_others_need_nothing_fails_alone(pool):
+def test_a_client_that_only_gives_hears_of_another_wish_before_it_is_done(pool):
+    """The last of four gets no columns; it comes when the others have said what they want, and takes nothing."""
+    seen, _ = asked(pool, [("columns",), ("whole", 2), ("columns",), ("columns", 3)])
+    assert {kind for kind, _ in errors_in(seen)} == {"LayoutError"}
+    assert [rest for _, *rest in seen] == [[True, True]] * 4
+
+
+def test_a_client_hears_of_an_error_before_it_gets_what_others_have_made_of_zeros(pool):
+    """One of four fails; another, which exchanges nothing with it, comes when the other two know."""
+    by_client = {1: ("dim too large",), 2: ("whole", 3)}
+    answers = pool.run(diverging.ask_of_terms, clients=4, group=True, by_client=by_client)
+    assert [answer.trace for answer in answers] == [""] * 4
+    errors_in([answer.value for answer in answers])
+    assert [answer.value[1] for answer in answers] == [True] * 4
+
+
+def test_others_hear_of_an_error_however_late_they_come(pool):
+    seen, _ = asked(pool, ["columns", "dim too large", "columns"], late=(0, 2))
+    errors = errors_in(seen)
+    assert [rest for _, *rest in seen] == [[True, True]] * 3
+    assert errors[0] == errors[2] == (errors[1][0], f"client 1: {errors[1][1]}")
+
+
+def test_clients_that_have_failed_go_along_with_what_late_ones_want(pool):
+    """Two clients of a grid fail by themselves, before one of the other two asks for what needs all of them."""
+    wishes = {0: ("everything",), 1: ("dim too large",)}
+    answers = pool.run(diverging.ask_on_grid, clients=4, group=True, by_client=wishes, late=(0, 2))
+    assert [answer.trace for answer in answers] == [""] * 4
+    errors = errors_in([answer.value for answer in answers])
+    assert [answer.value[1:] for answer in answers] == [[True] * 3] * 4
+    assert {kind for kind, _ in errors} == {"LayoutError"}
+    assert max(answer.seconds for answer in answers) < 15
+
+
+def test_a_client_that_needs_nothing_hears_of_an_error_in_its_next_call(pool):
     seen, _ = asked(pool, ["rows", "dim too large"])
-    assert seen[0] == [True, True, True] or seen[0][0] is True
-    assert seen[1][0][0] == "LayoutError"
+    kind, text = seen[1][0]
+    assert seen[0][:2] == [True, (kind, f"client 1: {text}")]

@@ -128,7 +128,8 @@ def _common_mesh(func: Operator, tensors: Sequence[DTensor]) -> Any:
             "moves a DTensor to another mesh"
         )
         for mesh in {mesh.clients: mesh for mesh in meshes}.values():
-            redistribution.tell(error, [mesh])
+            if redistribution.tell(error, [mesh]):
+                break
         raise error
     return next(iter(meshes))
 
