@@ -278,6 +278,8 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         try:
             with self._calls:
                 barrier = await self._arrive(request.arrival)
+                if stream.is_loaded:
+                    raise _crowded()
                 arrived = self._answers.packed(barrier, self.rules.incarnation, collect=request.arrival.collect)
         except Exception as error:
             if not isinstance(error, errors.DtckptError):
@@ -414,7 +416,7 @@ def _stopping() -> errors.CoordinatorUnavailableError:
 
 
 def _crowded() -> errors.CoordinatorUnavailableError:
-    return errors.CoordinatorUnavailableError("too many arrivals wait on this heartbeat stream; repeat")
+    return errors.CoordinatorUnavailableError("too much waits on this heartbeat stream; read it, and repeat")
 
 
 def _authorization(context: Any) -> str:

@@ -16,6 +16,8 @@ logger = logging.getLogger("dtckpt_server")
 
 MAX_UNSENT = 64
 """What waits for one client to read, or for a verdict to tell it; more is not begun, as its next call says the same."""
+MAX_UNSENT_NBYTES = 4 << 20
+"""Of collected payloads that wait for one client to read; a client that reads holds up one answer at most."""
 GATHER_S = 0.02
 """How long answers to heartbeats are gathered: to wake up for each costs as much as all else that is done for it."""
 SETTLE_S = 1.0
@@ -44,6 +46,11 @@ class Stream:
     @property
     def is_full(self) -> bool:
         return len(self._arrivals) + len(self._owed) >= MAX_UNSENT
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether so many bytes wait for the client to read that no other arrival is to be answered."""
+        return sum(len(response.arrived) for response in self._owed) >= MAX_UNSENT_NBYTES
 
     def owe(self, response: pb.HeartbeatStreamResponse) -> None:
         """Send this after all that is owed, when that is due."""

@@ -9,7 +9,8 @@ import time
 import grpc
 import pytest
 from dtckpt_server import server as server_module
-from dtckpt_server.events import Identity
+from dtckpt_server import streams as streams_module
+from dtckpt_server.events import Identity, Register
 from dtckpt_server.rules import Rules
 from dtckpt_server.service import CoordinatorService
 from dtckpt_server.streams import MAX_UNSENT, Stream, Streams
@@ -574,6 +575,9 @@ class Context:
         await self.is_read.wait()
         self.written.append(response)
 
+    def peer(self):
+        return "test"
+
 
 def answer(sequence):
     return pb.HeartbeatStreamResponse(sequence=sequence)
@@ -648,3 +652,28 @@ def test_an_answer_is_never_late_for_the_next_heartbeat(timeout_s):
     """A client takes a stream for broken that is silent for an interval, a sixth of the timeout."""
     service = CoordinatorService(Rules(timeout_s, 1))
     assert service._streams._gather_s <= timeout_s / 6 / 4
+
+
+def test_slow_reader_costs_a_bounded_number_of_bytes(monkeypatch):
+    """Answers hold everyone's payloads; beyond some megabytes a client is told to read first, and to repeat."""
+    monkeypatch.setattr(streams_module, "MAX_UNSENT_NBYTES", 10_000)
+
+    async def arrive():
+        context, service = Context(is_read=False), CoordinatorService(Rules(LONG_S, 1))
+        service._apply(Register(Identity("job", 0, 1), 1, 0, "", ""))
+        stream = Stream(context)
+        for number in range(8):
+            vote = pb.Vote(ok=True, payload=bytes(4096))
+            arrival = pb.ArriveRequest(task=identity(0, 1), name=f"b{number}", timeout_s=9, vote=vote, collect=True)
+            request = pb.HeartbeatStreamRequest(task=identity(0, 1), sequence=number + 1, arrival=arrival)
+            stream.spawn(service._answer_arrival(request, stream, context))
+        await asyncio.sleep(0)
+        context.is_read.set()
+        await stream.settle()
+        stream.end()
+        return context.written
+
+    told = asyncio.run(arrive())
+    assert [response.sequence for response in told] == list(range(1, 9))
+    assert [bool(response.arrived) for response in told] == 4 * [True] + 4 * [False]
+    assert {response.refusal.code for response in told[4:]} == {grpc.StatusCode.UNAVAILABLE.value[0]}
