@@ -58,6 +58,8 @@ T = TypeVar("T")
 
 MAX_POLLS_PER_S = 10_000
 """Polls of all clients together; a TCPStore answers several times as many."""
+POLL_S = 0.005
+"""Between two polls of a client that has waited for long: first they come faster, as most barriers are soon passed."""
 KEPT_BARRIERS = 16
 """A client removes its keys of a barrier after this many later ones."""
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
@@ -142,7 +144,7 @@ class ProcessGroupCoordination:
         prefix = f"dtckpt/{quote(member.job, safe='')}/{member.attempt}/"
         self._calls = StoreCalls(store, prefix, silence_s=heartbeat_timeout_s, clock=clock)
         self._tick_s = min(heartbeat_timeout_s / 10, 0.25)
-        self._poll_s = min(max(0.005, member.num_clients / MAX_POLLS_PER_S), 0.25)
+        self._least_poll_s = min(member.num_clients / MAX_POLLS_PER_S, 0.25)
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._finished: deque[_Meeting] = deque()
@@ -323,8 +325,8 @@ class ProcessGroupCoordination:
         watched = meeting.claim.participants if is_first else (first,)
         # The others give the first a moment, so that at the deadline one client looks who is missing, not all.
         deadline += 0.0 if is_first else self._tick_s
-        next_look = 0.0
-        next_log = self._clock() + rules.STILL_WAITING_S
+        next_look, begin = 0.0, self._clock()
+        next_log = begin + rules.STILL_WAITING_S
         while (outcome := self._stored(link, meeting)) is None:
             self._raise_if_fenced()
             now = self._clock()
@@ -346,7 +348,7 @@ class ProcessGroupCoordination:
                 next_log = now + rules.STILL_WAITING_S
                 missing = self._missing(link, meeting)
                 logger.warning("barrier %r: still waiting for %s", meeting.name, errors.capped(missing.values()))
-            link.abandoned.wait(self._poll_s)
+            link.abandoned.wait(max(self._least_poll_s, min((now - begin) / 8, POLL_S)))
         return outcome
 
     def publish(self, decision: Decision) -> None:
