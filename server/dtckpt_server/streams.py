@@ -27,16 +27,14 @@ SETTLE_S = 1.0
 class Stream:
     """The stream of one client, as its handler holds it. Answers and notices are owed until they are sent."""
 
-    __slots__ = ("_arrivals", "_context", "_is_due", "_lock", "_owed", "_sender", "handler")
+    __slots__ = ("_arrivals", "_context", "_lock", "_owed", "_sending", "handler")
 
     def __init__(self, context: Any) -> None:
         self.handler = asyncio.current_task()
         self._context = context
         self._owed: deque[pb.HeartbeatStreamResponse] = deque()
-        self._is_due = asyncio.Event()
         self._lock = asyncio.Lock()  # gRPC takes one message at a time per stream
-        # One task for all that nobody waits to send: one for each answer would cost more than to send it.
-        self._sender = asyncio.ensure_future(self._send_whenever_due())
+        self._sending: asyncio.Task[None] | None = None
         self._arrivals: set[asyncio.Task[None]] = set()
 
     @property
@@ -56,9 +54,10 @@ class Stream:
         """Send this after all that is owed, when that is due."""
         self._owed.append(response)
 
-    def be_due(self) -> None:
-        """Begin to send what is owed."""
-        self._is_due.set()
+    def begin_sending(self) -> None:
+        """Begin to send what is owed, if that is not under way."""
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.ensure_future(self.send_owed_if_open())
 
     async def send_owed(self) -> None:
         """Send what is owed, and wait until all of it is sent."""
@@ -72,12 +71,6 @@ class Stream:
             await self.send_owed()
         except Exception as error:  # gRPC has no common class for "the stream is over"
             logger.debug("a message was not sent: %s", error)
-
-    async def _send_whenever_due(self) -> None:
-        while True:
-            await self._is_due.wait()
-            self._is_due.clear()
-            await self.send_owed_if_open()
 
     def spawn(self, arrival: Coroutine[Any, Any, None]) -> None:
         """Let an arrival wait for its verdict beside the others."""
@@ -93,8 +86,9 @@ class Stream:
 
     def end(self) -> None:
         """Send nothing more, and wait for nothing."""
-        for task in (self._sender, *self._arrivals):
-            task.cancel()
+        for task in (self._sending, *self._arrivals):
+            if task is not None:
+                task.cancel()
 
 
 class Streams:
@@ -137,7 +131,7 @@ class Streams:
         for stream in streams:
             if not stream.is_full:
                 stream.owe(response)
-                stream.be_due()
+                stream.begin_sending()
 
     async def answer(self, stream: Stream, response: pb.HeartbeatStreamResponse) -> None:
         """Answer a heartbeat, within ``gather_s``. Waits only for a client that does not read its answers."""
@@ -152,7 +146,7 @@ class Streams:
     def _send_owed(self) -> None:
         owing, self._owing = self._owing, []
         for stream in owing:
-            stream.be_due()
+            stream.begin_sending()
 
     async def end(self) -> None:
         """End all streams when what was to be told is told; their handlers see a `CancelledError`."""
