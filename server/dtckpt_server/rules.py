@@ -11,6 +11,7 @@ coordinator grants it a full heartbeat timeout from then on.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -448,10 +449,11 @@ class Rules:
     def _tick(self, now: float) -> None:
         pause = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
+        quiet_since = math.inf if pause > MAX_PAUSE_S else now - self.heartbeat_timeout_s / 2
         for job in self.jobs.values():
             lost = set()
             for task in job.tasks.values():
-                if task.state not in ALIVE:
+                if task.heard_at >= quiet_since or task.state not in ALIVE:  # most are heard, and there are many
                     continue
                 if pause > MAX_PAUSE_S:
                     task.heard_at = min(now, task.heard_at + pause)
