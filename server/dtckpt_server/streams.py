@@ -56,7 +56,7 @@ class Stream:
 
     def begin_sending(self) -> None:
         """Begin to send what is owed, if that is not under way."""
-        if self._sending is None or self._sending.done():
+        if self._owed and (self._sending is None or self._sending.done()):
             self._sending = asyncio.ensure_future(self.send_owed_if_open())
 
     async def send_owed(self) -> None:
@@ -86,6 +86,7 @@ class Stream:
 
     def end(self) -> None:
         """Send nothing more, and wait for nothing."""
+        self._owed.clear()
         for task in (self._sending, *self._arrivals):
             if task is not None:
                 task.cancel()

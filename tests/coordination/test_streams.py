@@ -617,6 +617,20 @@ def test_answers_to_heartbeats_on_all_streams_are_sent_together():
     assert asyncio.run(beat()) == 3 * [[0, 1]]
 
 
+def test_a_stream_that_has_ended_owes_nothing():
+    """Its answer may become due after it; the event loop may end before a task that sends would begin."""
+
+    async def beat():
+        context, streams = Context(), Streams(LONG_S)
+        stream = Stream(context)
+        await streams.answer(stream, answer(1))
+        stream.end()
+        streams._send_owed()
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(beat()) == set()
+
+
 def test_nothing_overtakes_an_answer():
     async def beat():
         context, streams = Context(), Streams(LONG_S)
