@@ -17,15 +17,17 @@ MAX_NAME_BYTES = 1024
 MAX_SEGMENT_BYTES = 255
 """Longest encoded segment: the limit of one file name on every common file system."""
 
-_RESERVED = re.compile(r"dtckpt\.manifest|manifest\.ocdbt|d|client_\d+|zarr\.json|edges|__.*", re.DOTALL)
+_OWN = r"dtckpt\.manifest|manifest\.ocdbt|d|client_\d+|zarr\.json|edges"
+"""Segments that the format itself uses, beside those that begin with two underscores."""
+_RESERVED = re.compile(f"{_OWN}|__.*", re.DOTALL)
 _SAFE = "!$'()+,;=@[]{}^&~ #"
 _PLAIN = re.compile(f"[A-Za-z0-9_.~{re.escape(_SAFE)}-]*")
 """Segments that percent-encoding leaves as they are."""
 _CONTROL = re.compile("[\0-\x1f\x7f]")
 _LOCK_SUFFIX = ".__lock"
 """TensorStore's file driver refuses names that end so; it keeps them for its own lock files."""
-_RESERVED_HERE = r"(?:dtckpt\.manifest|manifest\.ocdbt|d|client_\d+|zarr\.json|edges|\.\.?|[^/]*\.__lock)(?:/|\Z)"
-_COMMON_SEGMENT = rf"(?!__|{_RESERVED_HERE})[A-Za-z0-9_.-]{{1,{MAX_SEGMENT_BYTES}}}"
+_SPECIAL = rf"__|(?:{_OWN}|\.\.?|[^/]*{re.escape(_LOCK_SUFFIX)})(?:/|\Z)"
+_COMMON_SEGMENT = rf"(?!{_SPECIAL})[A-Za-z0-9_.-]{{1,{MAX_SEGMENT_BYTES}}}"
 _COMMON = re.compile(f"{_COMMON_SEGMENT}(?:/{_COMMON_SEGMENT})*")
 """Names that are valid, and stored as they are; surely most of them, not all."""
 SELF_SEGMENT = "%self"
