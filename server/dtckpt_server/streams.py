@@ -19,7 +19,7 @@ MAX_UNSENT = 64
 MAX_UNSENT_NBYTES = 4 << 20
 """Of collected payloads that wait for one client to read; a client that reads holds up one answer at most."""
 GATHER_S = 0.02
-"""How long answers to heartbeats are gathered: to wake up for each costs as much as all else that is done for it."""
+"""How long answers to heartbeats are gathered: to wake up for each costs a third of all else that is done for it."""
 SETTLE_S = 1.0
 """How long streams that end have time to send what is owed."""
 
