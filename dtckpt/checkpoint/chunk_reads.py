@@ -14,6 +14,9 @@ from dtckpt.format.manifest import ArrayEntry
 from dtckpt.planning.read_plan import PartRead
 from dtckpt.storage.located import StoredValue
 
+SPAN_NBYTES = 1 << 20
+"""So much of a chunk is read at a time, in whole blocks: few calls, and it is still cached when it is digested."""
+
 
 @dataclass(slots=True, eq=False)
 class ChunkRead:
@@ -39,7 +42,7 @@ class ChunkRead:
 
 
 class Scratch:
-    """Memory for one block after the other, which stays in the processor's cache."""
+    """Memory for some blocks after the others, which stays in the processor's cache."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
@@ -52,7 +55,7 @@ class Scratch:
 
 
 class BlockReader:
-    """Reads a part of a chunk block by block, each straight to where it is wanted, or over the scratch memory.
+    """Reads a part of a chunk, some blocks at a time, straight to where they are wanted, or over the scratch memory.
 
     Args:
         read: The part.
@@ -83,7 +86,13 @@ class BlockReader:
         count, step = part.rows.count, part.rows.block
         if part.is_whole and count <= step:
             return digest_of_data(entry.name, part.index, self._read(0, count)), []
-        digests = [bytes_digest(self._read(start, min(start + step, count))) for start in range(0, count, step)]
+        digests: list[int] = []
+        span = step * max(1, SPAN_NBYTES // (step * part.rows.row_nbytes))
+        for start in range(0, count, span):
+            stop = min(start + span, count)
+            data = self._read(start, stop)
+            nbytes = data.nbytes // (stop - start) * step
+            digests += [bytes_digest(data[at : at + nbytes]) for at in range(0, data.nbytes, nbytes)]
         return digest_of_blocks(entry.name, part.index, digests) if part.is_whole else 0, digests
 
     def _ready_bytes(self) -> memoryview | None:
