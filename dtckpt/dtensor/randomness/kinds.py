@@ -267,12 +267,14 @@ def _integers(dtype: torch.dtype, low: int = 0, high: int | None = None) -> Draw
             f"integers that {dtype} has",
         )
     start = signed(low % _WORD)
-    if span <= 1 << 20 and abs(low) < 1 << 30:
-        return Draw(32, lambda words: _scaled_briefly(words.view(torch.int32), low, span))
+    if span <= 1 << 31 and max(-low, high) <= 1 << 31:
+        if span <= 1 << 20:
+            return Draw(32, lambda words: _scaled_briefly(words.view(torch.int32), low, span))
+        return Draw(64, lambda words: _scaled(words, low, span))
     if span == _WORD:
         return Draw(64, lambda words: words.add_(start))
     if span <= 1 << 31:
-        return Draw(64, lambda words: _scaled(words, span).add_(start))
+        return Draw(64, lambda words: _scaled(words, 0, span).add_(start))
     return Draw(128, lambda words: _scaled_finely(words.view(-1, 2), span).add_(start))
 
 
@@ -282,10 +284,10 @@ def _scaled_briefly(words: torch.Tensor, low: int, span: int) -> torch.Tensor:
     return torch.add(first, words.to(torch.int64), alpha=span).bitwise_right_shift_(32)
 
 
-def _scaled(words: torch.Tensor, span: int) -> torch.Tensor:
-    """Return the upper words of products; with a span that is small enough, none of the terms is negative."""
-    low = (words & 0xFFFFFFFF).mul_(span).bitwise_right_shift_(32)
-    return words.bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF).mul_(span).add_(low).bitwise_right_shift_(32)
+def _scaled(words: torch.Tensor, low: int, span: int) -> torch.Tensor:
+    """Return ``low`` and the upper words of products; the upper halves of the words are signed, the lower ones not."""
+    lower = (words & 0xFFFFFFFF).mul_(span).bitwise_right_shift_(32).add_((low << 32) + (span << 31))
+    return lower.add_(words.bitwise_right_shift_(32), alpha=span).bitwise_right_shift_(32)
 
 
 def _scaled_finely(words: torch.Tensor, span: int) -> torch.Tensor:
