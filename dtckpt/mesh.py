@@ -227,11 +227,11 @@ class Mesh:
         """How far ids lie apart along every axis."""
         return [math.prod(self.shape[axis + 1 :]) for axis in range(self.ndim)]
 
-    def size(self, dim: int | str | None = None) -> int:
+    def size(self, mesh_dim: int | str | None = None) -> int:
         """Return the number of devices, or the size of one axis given by name or position."""
-        if dim is None:
+        if mesh_dim is None:
             return len(self._record.global_device_ids)
-        return self.shape[self.axis_index(dim)]
+        return self.shape[self.axis_index(mesh_dim)]
 
     def dim_size(self, dim_name: str) -> int:
         """Return the size of an axis."""

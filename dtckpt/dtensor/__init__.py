@@ -5,6 +5,7 @@ Mirrors ``torch.distributed.tensor`` name for name, beside TensorFlow's names fo
 
 from torch.serialization import add_safe_globals
 
+from dtckpt.dtensor import torch_hooks
 from dtckpt.dtensor.compiling import keep_from_tracing
 from dtckpt.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtckpt.dtensor.distribution import distribute_module, distribute_tensor
@@ -45,6 +46,7 @@ __all__ = [
     "zeros",
 ]
 
+torch_hooks.install()
 add_safe_globals([DTensor, DVariable, *SAFE_GLOBALS])
 
 keep_from_tracing([DTensor, DVariable, *(globals()[name] for name in __all__ if name.islower())])

@@ -211,6 +211,12 @@ class DTensor(torch.Tensor):
             return functional.to_local(self, functional.gradient_layout(self._layout))
         return functional.to_local(self, Layout.from_placements(self.device_mesh, grad_placements, self.ndim))
 
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        """`to_local` without a gradient, by a name that programs for PyTorch's read although it is private."""
+        with torch.no_grad():
+            return self.to_local()
+
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor as a plain one, with pending reductions done. Differentiable.
 

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.optim.optimizer import _foreach_supported_types as optimizers_types
+from torch.utils._foreach_utils import _foreach_supported_types as gradients_types
 
 OURS = "dtckpt.dtensor"
 TORCHS = "torch.distributed.tensor"
@@ -429,6 +432,53 @@ def shard_rows(api: Any) -> Any:
     return partition
 
 
+# --- what PyTorch does with them elsewhere -----------------------------------------------------------------------
+
+
+def compared(api: Any) -> Any:
+    mesh, every = grid(api), line(api)
+    rows = api.distribute_tensor(whole_of(6, 5), every, [api.Shard(0)])
+    whole = api.distribute_tensor(whole_of(6, 5), every, [api.Replicate()])
+    close = api.distribute_tensor(whole_of(6, 5) + 1e-7, every, [api.Shard(0)])
+    other = api.distribute_tensor(whole_of(6, 5) + 5 * (whole_of(6, 5) == -3), every, [api.Shard(0)])
+    seen = []
+    for one, two in ((rows, close), (rows, other), (rows, whole), (rows, whole_of(6, 5)), (whole_of(6, 5), rows)):
+        try:
+            torch.testing.assert_close(one, two)
+        except (AssertionError, TypeError) as error:
+            seen.append((type(error).__name__, "Mismatched" in str(error)))
+        else:
+            seen.append(("", False))
+    placed = api.distribute_tensor(whole_of(6, 5), mesh, [api.Shard(0), api.Shard(1)])
+    return seen, placed._local_tensor, rows._local_tensor.requires_grad, mesh.size(mesh_dim=0), mesh.size(1)
+
+
+def collectives_over_meshes(api: Any) -> Any:
+    mesh, every = grid(api), line(api)
+
+    def multiplied(on, left, right):
+        return functional.all_reduce(left @ right, "sum", on)
+
+    call = import_module(f"{api.__name__}.experimental").local_map(
+        multiplied,
+        out_placements=[api.Replicate()],
+        in_placements=(None, [api.Shard(1)], [api.Shard(0)]),
+        device_mesh=every,
+    )
+    left = api.distribute_tensor(whole_of(3, 8), every, [api.Shard(1)])
+    right = api.distribute_tensor(whole_of(8, 2), every, [api.Shard(0)])
+    summed = functional.all_reduce(own_of(2), "sum", (mesh, 1))
+    return call(every, left, right).full_tensor(), summed + 0, functional.all_reduce(own_of(2), "max", every) + 0
+
+
+def stepped_through(api: Any) -> Any:
+    every = line(api)
+    weight = nn.Parameter(api.distribute_tensor(whole_of(4, 3), every, [api.Shard(0)]))
+    (weight * weight).sum().backward()
+    torch.optim.AdamW([weight], lr=0.5, foreach=True).step()
+    return [api.DTensor in listed for listed in (optimizers_types, gradients_types)], weight.full_tensor()
+
+
 # --- what both refuse ---------------------------------------------------------------------------------------------
 
 
@@ -478,6 +528,9 @@ PROGRAMS = (
     modules,
     modules_left_plain,
     loading,
+    compared,
+    collectives_over_meshes,
+    stepped_through,
     refusals,
 )
 

@@ -44,6 +44,10 @@ VIEWS = [
     ("as complex", lambda x: torch.view_as_real(torch.view_as_complex(x) * 2j), (5, 2), S0, S0),
     ("view", lambda x: x.view(8, 3), (4, 2, 3), S0, S0),
     ("view of pairs", lambda x: x.unflatten(1, (4, 2)), (5, 8), S1, S1),
+    ("view, a split one", lambda x: x.view(1, 8), (1, 2, 4), S0, S0),
+    ("view, a split one at the end", lambda x: x.view(1, 6, 1), (1, 2, 3, 1), S3, S2),
+    ("view, a split one between", lambda x: x.view(2, 2, 1, 3), (4, 1, 3), S1, S2),
+    ("view, ones elsewhere", lambda x: x.view(6, 1), (1, 6), S1, S0),
     ("flatten, uneven", lambda x: x.flatten(1), (5, 2, 3), S0, S0),
 ]
 

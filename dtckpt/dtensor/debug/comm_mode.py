@@ -123,12 +123,12 @@ class CommDebugMode:
         """Return the number of communications."""
         return sum(self.get_comm_counts().values())
 
-    def get_comm_counts(self) -> dict[str, int]:
-        """Return the number of communications by kind; see `dtckpt.dtensor.observing.Communication`."""
+    def get_comm_counts(self) -> Counter[str]:
+        """Return the number of communications by kind, 0 of others; see `dtckpt.dtensor.observing.Communication`."""
         counts: Counter[str] = Counter()
         for phase in self._activities[GLOBAL].communications.values():
             counts.update(phase)
-        return dict(counts)
+        return counts
 
     def get_comm_nbytes(self) -> dict[str, int]:
         """Return the bytes that this client got, by kind of communication."""

@@ -100,7 +100,13 @@ def matched_dims(old: Sequence[int], new: Sequence[int]) -> tuple[tuple[int, ...
     before: list[list[int]] = [[] for _ in old]
     after: list[list[int]] = [[] for _ in new]
     olds, news = _Sizes(old), _Sizes(new)
-    while olds.left() != 1 and news.left() != 1:
+    while True:
+        while olds.is_at_one() and news.is_at_one():  # a dim of size 1 may be split, too: its only element is somewhere
+            factor = factors.new(1)
+            before[olds.pass_one()].append(factor)
+            after[news.pass_one()].append(factor)
+        if olds.left() == 1 or news.left() == 1:
+            break
         small, large = sorted((olds.left(), news.left()))
         if large % small == 0:
             factor = factors.new(small)
@@ -117,8 +123,20 @@ class _Sizes:
     """The sizes of dims, of which factors are taken from the left."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
+        self._whole = tuple(sizes)
         self._sizes = list(sizes)
         self.dim = 0
+
+    def is_at_one(self) -> bool:
+        """Return whether the next dim has size 1, and nothing is left of the one before."""
+        if self.dim < len(self._sizes) and self._sizes[self.dim] == 1 < self._whole[self.dim]:
+            self.dim += 1
+        return self.dim < len(self._sizes) and self._whole[self.dim] == 1
+
+    def pass_one(self) -> int:
+        """Go past a dim of size 1, and return which it was."""
+        self.dim += 1
+        return self.dim - 1
 
     def left(self) -> int:
         """Return what is left of the first dim of which something is; 1 at the end."""

@@ -65,17 +65,3 @@ def _split(operator: Operator, keys: Any, tensor: torch.Tensor, indices: torch.T
     elif isinstance(tensor, DTensor):
         adopt([indices], tensor.device_mesh)  # which compares them
     return operator.decompose(tensor, indices, dim)
-
-
-_input_mask = torch.masked._ops._input_mask
-
-
-def _mask_of(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002  (PyTorch's name)
-    """Return the mask of functions in ``torch.masked``, which ask whether ``layout`` is in a set of PyTorch's own."""
-    # Nothing but the shape counts of a tensor that is not sparse.
-    asked = torch.empty(input.shape, device="meta") if isinstance(input, DTensor) else input
-    made: torch.Tensor = _input_mask(asked, *args, **kwargs)
-    return made
-
-
-torch.masked._ops._input_mask = _mask_of
