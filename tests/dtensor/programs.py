@@ -467,8 +467,10 @@ def collectives_over_meshes(api: Any) -> Any:
     )
     left = api.distribute_tensor(whole_of(3, 8), every, [api.Shard(1)])
     right = api.distribute_tensor(whole_of(8, 2), every, [api.Shard(0)])
-    summed = functional.all_reduce(own_of(2), "sum", (mesh, 1))
-    return call(every, left, right).full_tensor(), summed + 0, functional.all_reduce(own_of(2), "max", every) + 0
+    with import_module(f"{api.__name__}.debug").CommDebugMode() as mode:
+        summed = functional.all_reduce(own_of(2), "sum", (mesh, 1)) + 0
+        largest = functional.all_reduce(own_of(2), "max", every) + 0
+    return call(every, left, right).full_tensor(), summed, largest, mode.get_total_counts()
 
 
 def stepped_through(api: Any) -> Any:

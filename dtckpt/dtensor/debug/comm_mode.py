@@ -33,6 +33,9 @@ TRIVIAL_OPERATORS = frozenset(
 )
 """Operators that only noise level 3 shows."""
 
+_NOT_COUNTED = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
+"""PyTorch's functions beside its functional collectives that communicate nothing."""
+
 _FORWARD, _BACKWARD, _RECOMPUTED = "forward", "backward", "activation checkpointing"
 
 
@@ -67,6 +70,8 @@ class _Activity:
 class CommDebugMode:
     """Counts this client's communications, and the operators that ran, while it is active.
 
+    Communications are those of DTensors, and PyTorch's functional collectives, by the names that they have there.
+
     What modules do counts for them and for all modules around them. Entering anew forgets what was counted; several
     modes may be active at once, and each counts everything. ``with`` on one that is active already changes nothing.
 
@@ -89,7 +94,7 @@ class CommDebugMode:
             with ExitStack() as stack:
                 stack.enter_context(self._tracker.tracking())
                 stack.enter_context(observing.observed_by(self._count))
-                stack.enter_context(_OperatorMode(self._note))
+                stack.enter_context(_OperatorMode(self._note, self._count))
                 self._active = stack.pop_all()
         return self
 
@@ -234,14 +239,14 @@ def _json_operations(operations: Mapping[_Operation, int], noise_level: int) -> 
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Tells of each operator, those on DTensors and those on plain tensors that they turn into."""
 
-    def __init__(self, note: Callable[[_Operation], None]) -> None:
+    def __init__(self, note: Callable[[_Operation], None], count: Callable[[observing.Communication], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self._note = note
+        self._note, self._count = note, count
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Note the operator, and run it; DTensors come first to their own."""
+        """Note the operator, and run it; DTensors come first to their own. Count functional collectives."""
         tensors = [arg for arg in tree_leaves(args) if isinstance(arg, DTensor)]
         self._note(
             _Operation(
@@ -253,4 +258,8 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         )
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and func._opname not in _NOT_COUNTED:
+            nbytes = sum(tensor.nbytes for tensor in tree_leaves(made) if isinstance(tensor, torch.Tensor))
+            self._count(observing.Communication(func._opname.rstrip("_"), nbytes, ()))
+        return made
