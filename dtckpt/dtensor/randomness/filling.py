@@ -17,8 +17,8 @@ from dtckpt.dtensor.randomness.philox import WORDS_PER_BLOCK, stream_of
 from dtckpt.errors import ComponentError, RandomParameterError, RegionError
 from dtckpt.region import Region
 
-_HOST_BLOCK = 1 << 15
-"""Elements made at once on a CPU: they stay in its cache, and torch does not share them out to threads of its own."""
+_HOST_BLOCK = 1 << 16
+"""Elements made at once on a CPU: calls are few, and they stay in its cache."""
 _DEVICE_BLOCK = 1 << 19
 """Elements made at once elsewhere: words and what is computed on the way take some 100 bytes each."""
 _SEEK = 1 << 13
