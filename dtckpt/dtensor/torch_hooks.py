@@ -20,6 +20,8 @@ from dtckpt.mesh import Mesh
 
 _input_mask = torch.masked._ops._input_mask
 _unwrapped: Any = _comparison._unwrap_dtensor_for_comparison
+_pair: Any = _comparison.TensorLikePair
+_check_supported = _pair._check_supported
 _resolve_group = _functional_collectives._resolve_group
 
 
@@ -53,6 +55,13 @@ def _local_ones(actual: Any, expected: Any) -> tuple[Any, Any]:
     return actual.components, expected.components
 
 
+@wraps(_check_supported)
+def _check_layout(pair: Any, tensor: torch.Tensor, *, id: Any) -> None:  # noqa: A002  (PyTorch's name)
+    """Let ``torch.testing`` compare DTensors in lists and dicts, too: by operators, which are collective."""
+    if not isinstance(tensor, DTensor):
+        _check_supported(pair, tensor, id=id)
+
+
 @wraps(_resolve_group)
 def _group_of(group: Any, *args: Any, **kwargs: Any) -> Any:
     """Let functional collectives run over a mesh with one axis, or over ``(mesh, axis)``: bodies of `local_map` do."""
@@ -71,6 +80,7 @@ def install() -> None:
     for module in comparing:
         if module is not None:
             module._unwrap_dtensor_for_comparison = _local_ones
+    _pair._check_supported = _check_layout
     _functional_collectives._resolve_group = _group_of
     known_types: tuple[list[Any], ...] = (_optimizers_types, _gradients_types)
     for known in known_types:

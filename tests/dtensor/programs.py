@@ -440,7 +440,7 @@ def compared(api: Any) -> Any:
     rows = api.distribute_tensor(whole_of(6, 5), every, [api.Shard(0)])
     whole = api.distribute_tensor(whole_of(6, 5), every, [api.Replicate()])
     close = api.distribute_tensor(whole_of(6, 5) + 1e-7, every, [api.Shard(0)])
-    other = api.distribute_tensor(whole_of(6, 5) + 5 * (whole_of(6, 5) == -3), every, [api.Shard(0)])
+    other = api.distribute_tensor(whole_of(6, 5) + 5, every, [api.Shard(0)])
     seen = []
     for one, two in ((rows, close), (rows, other), (rows, whole), (rows, whole_of(6, 5)), (whole_of(6, 5), rows)):
         try:
@@ -449,6 +449,9 @@ def compared(api: Any) -> Any:
             seen.append((type(error).__name__, "Mismatched" in str(error)))
         else:
             seen.append(("", False))
+    torch.testing.assert_close([rows, {"a": whole}], [close, {"a": whole + 0}])
+    differs = raises(lambda: torch.testing.assert_close([rows], [other]))  # here PyTorch looks at own elements only
+    seen.append(differs or not rows.to_local().numel())
     placed = api.distribute_tensor(whole_of(6, 5), mesh, [api.Shard(0), api.Shard(1)])
     return seen, placed._local_tensor, rows._local_tensor.requires_grad, mesh.size(mesh_dim=0), mesh.size(1)
 

@@ -315,6 +315,7 @@ def test_entering_anew_forgets_and_leaving_stops():
         assert mode.get_total_counts() == 0
         observing.report("exchange", 1, [0])
     assert mode.get_comm_counts() == {"exchange": 1}
+    assert mode.get_comm_counts()["all_gather"] == 0
     assert set(mode.get_module_counts()) == {"Global"}
     assert mode.get_parameter_info() == {}
 
