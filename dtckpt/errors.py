@@ -49,8 +49,12 @@ class ConfigTypeError(ConfigError, TypeError):
     """An environment variable holds values of kinds that cannot be compared."""
 
 
-class MeshError(DtckptError, ValueError):
-    """A mesh cannot be built, parsed or used as asked."""
+class MeshError(DtckptError, ValueError, RuntimeError):
+    """A mesh cannot be built, parsed or used as asked. TensorFlow raises ValueErrors, PyTorch RuntimeErrors."""
+
+
+class AxisNotFoundError(MeshError, KeyError, IndexError):
+    """A mesh has no axis of this name or at this position."""
 
 
 class MeshTypeError(MeshError, TypeError):
@@ -61,8 +65,11 @@ class DeviceNotFoundError(DtckptError, RuntimeError):
     """A kind of device was asked for that this client does not have, or not the library that drives it."""
 
 
-class LayoutError(DtckptError, ValueError):
-    """A layout, a sharding spec or a placement is invalid, or does not fit the tensor or the mesh."""
+class LayoutError(DtckptError, ValueError, RuntimeError):
+    """A layout, a sharding spec or a placement is invalid, or does not fit the tensor or the mesh.
+
+    TensorFlow raises ValueErrors, PyTorch RuntimeErrors.
+    """
 
 
 class LayoutTypeError(LayoutError, TypeError):

@@ -17,7 +17,7 @@ from dtckpt import default_mesh, mesh_parts, mesh_rules, wire
 from dtckpt._proto import layout_pb2
 from dtckpt.config import Config
 from dtckpt.devices import DeviceSpec, full_name, kind_of, task_of
-from dtckpt.errors import MeshError, MeshTypeError
+from dtckpt.errors import AxisNotFoundError, MeshError, MeshTypeError
 from dtckpt.mesh_rules import RESERVED_NAMES, dims_of, ids_of, sequence_of
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class Mesh:
                 return self.mesh_dim_names.index(axis)
         elif -self.ndim <= operator.index(axis) < self.ndim:
             return operator.index(axis) % self.ndim
-        raise MeshError(f"{self.label}: got axis {axis!r}, expected one of {self.dim_names} or its position")
+        raise AxisNotFoundError(f"{self.label}: got axis {axis!r}, expected one of {self.dim_names} or its position")
 
     def contains_dim(self, dim_name: str) -> bool:
         """Tell whether the mesh has an axis of this name."""

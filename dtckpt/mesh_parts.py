@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dtckpt import mesh_rules, wire
-from dtckpt.errors import MeshError, MeshTypeError
+from dtckpt.errors import AxisNotFoundError, MeshError, MeshTypeError
 
 if TYPE_CHECKING:
     from dtckpt.mesh import Mesh
@@ -58,7 +58,7 @@ def _axes_behind(mesh: Mesh, name: str) -> tuple[str, ...]:
     if not axes or not set(axes) <= set(mesh.mesh_dim_names):
         more = [known for known in mesh.origins if known not in mesh.mesh_dim_names]
         also = f" or flattened {more}" if more else ""
-        raise MeshError(f"{mesh.label}: got axis {name!r}, expected one of {mesh.dim_names}{also}")
+        raise AxisNotFoundError(f"{mesh.label}: got axis {name!r}, expected one of {mesh.dim_names}{also}")
     return axes
 
 

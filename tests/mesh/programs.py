@@ -121,43 +121,45 @@ seen += [mesh.get_group("tp") is mesh["tp"].get_group(), mesh == plain, dist.get
 ERRORS = """
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-def raises(call):
+def raises(kind, call):
     try:
         call()
-    except Exception:
+    except kind:
         return True
     return False
 
-mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+names, twice = ("dp", "tp"), {0: "gloo", "a": "gloo"}
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+every = mesh.get_all_groups()
 seen = [
-    raises(lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "dp"))),
-    raises(lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp",))),
-    raises(lambda: init_device_mesh("cuda:0", (2, 2))),
-    raises(lambda: init_device_mesh("cpu", (5,))),
-    raises(lambda: DeviceMesh("cpu", list(range(5)))),
-    raises(lambda: mesh["pp"]),
-    raises(lambda: mesh["dp", "pp"]),
-    raises(lambda: mesh["dp", "dp"]),
-    raises(lambda: mesh["tp"]["dp"]),
-    raises(lambda: mesh.get_group()),
-    raises(lambda: mesh.get_local_rank()),
-    raises(lambda: mesh.get_group("pp")),
-    raises(lambda: mesh.get_group(2)),
-    raises(lambda: mesh._flatten("tp")),
-    raises(lambda: mesh.size(2)),
-    raises(lambda: mesh._unflatten(2, (2, 1), ("a", "b"))),
-    raises(lambda: mesh._unflatten("pp", (2, 1), ("a", "b"))),
-    raises(lambda: mesh._unflatten(0, (2, 2), ("a", "b"))),
-    raises(lambda: mesh._unflatten(0, (2, 1), ("a",))),
-    raises(lambda: DeviceMesh._concatenate([mesh["tp"], mesh["tp"]])),
-    raises(lambda: DeviceMesh._concatenate([mesh, mesh["dp"]])),
-    raises(lambda: DeviceMesh.from_group([], "cpu")),
-    raises(lambda: DeviceMesh.from_group(mesh.get_all_groups(), "cpu")),
-    raises(lambda: DeviceMesh.from_group(mesh.get_group("tp"), "cpu", [0, 3])),
-    raises(lambda: DeviceMesh.from_group(mesh.get_all_groups(), "cpu", [0, 1, 2, 3], mesh_dim_names=("x",))),
-    raises(lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"pp": "gloo"})),
-    raises(lambda: init_device_mesh("cpu", (2, 2), backend_override={2: "gloo"})),
-    raises(lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("a",), backend_override={0: "gloo", "a": "gloo"})),
+    raises(RuntimeError, lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "dp"))),
+    raises(RuntimeError, lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp",))),
+    raises(RuntimeError, lambda: init_device_mesh("cuda:0", (2, 2))),
+    raises(RuntimeError, lambda: init_device_mesh("cpu", (5,))),
+    raises(RuntimeError, lambda: DeviceMesh("cpu", list(range(5)))),
+    raises(KeyError, lambda: mesh["pp"]),
+    raises(KeyError, lambda: mesh["dp", "pp"]),
+    raises(RuntimeError, lambda: mesh["dp", "dp"]),
+    raises(KeyError, lambda: mesh["tp"]["dp"]),
+    raises(RuntimeError, lambda: mesh.get_group()),
+    raises(RuntimeError, lambda: mesh.get_local_rank()),
+    raises(KeyError, lambda: mesh.get_group("pp")),
+    raises(IndexError, lambda: mesh.get_group(2)),
+    raises(ValueError, lambda: mesh._flatten("tp")),
+    raises(IndexError, lambda: mesh.size(2)),
+    raises(ValueError, lambda: mesh._unflatten(2, (2, 1), ("a", "b"))),
+    raises(ValueError, lambda: mesh._unflatten("pp", (2, 1), ("a", "b"))),
+    raises(ValueError, lambda: mesh._unflatten(0, (2, 2), ("a", "b"))),
+    raises(RuntimeError, lambda: mesh._unflatten(0, (2, 1), ("a",))),
+    raises(RuntimeError, lambda: DeviceMesh._concatenate([mesh["tp"], mesh["tp"]])),
+    raises(RuntimeError, lambda: DeviceMesh._concatenate([mesh, mesh["dp"]])),
+    raises(ValueError, lambda: DeviceMesh.from_group([], "cpu")),
+    raises(ValueError, lambda: DeviceMesh.from_group(every, "cpu")),
+    raises(ValueError, lambda: DeviceMesh.from_group(mesh.get_group("tp"), "cpu", [0, 3])),
+    raises(ValueError, lambda: DeviceMesh.from_group(every, "cpu", [0, 1, 2, 3], mesh_dim_names=("x",))),
+    raises(RuntimeError, lambda: init_device_mesh("cpu", (4,), backend_override={"pp": "gloo"})),
+    raises(RuntimeError, lambda: init_device_mesh("cpu", (2, 2), backend_override={2: "gloo"})),
+    raises(RuntimeError, lambda: init_device_mesh("cpu", (4,), mesh_dim_names="a", backend_override=twice)),
 ]
 """
 
