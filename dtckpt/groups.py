@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,7 @@ from dtckpt.errors import CoordinationError, capped
 _BACKENDS = {"cuda": "nccl"}
 _DEFAULT_BACKEND = "gloo"
 _CPU = torch.device("cpu")
-CPU_BACKENDS = frozenset({"gloo", "mpi"})
-"""Backends that carry what lies in host memory; tensors of other devices are copied there first."""
+_CPU_BACKENDS = frozenset({"gloo", "mpi"})
 
 Override = tuple[str | None, Any]
 """Backend of a group and options of the backend, where they are to be others than the usual ones."""
@@ -39,6 +38,7 @@ _lock = threading.Lock()
 
 # Groups are kept alive by torch until they are destroyed, so these tables empty themselves.
 _made: WeakValueDictionary[Key, dist.ProcessGroup] = WeakValueDictionary()
+_connected: WeakSet[dist.ProcessGroup] = WeakSet()
 _backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 _times_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[tuple[int, ...], str]]] = WeakKeyDictionary()
 
@@ -56,6 +56,11 @@ def rank() -> int | None:
 def backend_of(device_type: str) -> str:
     """Return the backend for a kind of devices: what the default group has for it, else NCCL on CUDA, else Gloo."""
     return _world_backends().get(device_type) or _BACKENDS.get(device_type, _DEFAULT_BACKEND)
+
+
+def message_memory(device_type: str) -> str:
+    """Return where messages among a kind of devices lie: with them, or in host memory, ``cpu``, for Gloo and MPI."""
+    return "cpu" if backend_of(device_type) in _CPU_BACKENDS else device_type
 
 
 def group_of(clients: Iterable[int], device_type: str = "cpu", override: Override = (None, None)) -> dist.ProcessGroup:
@@ -91,6 +96,24 @@ def group_of(clients: Iterable[int], device_type: str = "cpu", override: Overrid
         group = _made.get(key)
         if group is None or not _is_alive(group):
             group = _made[key] = _make(key)
+    return group
+
+
+def connected_group_of(clients: Iterable[int], device: torch.device) -> dist.ProcessGroup:
+    """Return the group of some clients, in which any two may exchange messages without the others.
+
+    On NCCL that takes a collective of all members before.
+
+    Collective: The first time over ``clients``. Errors: as `group_of`.
+
+    Args:
+        clients: As there.
+        device: Where this client's messages lie.
+    """
+    group = group_of(clients, device.type)
+    if group not in _connected:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _connected.add(group)
     return group
 
 

@@ -68,10 +68,25 @@ def card_mesh(axes: dict[str, int]) -> Mesh:
         return create_mesh(axes, device_type="GPU")
 
 
+NUM_CARDS = torch.cuda.device_count()
+NCCL = "cpu:gloo,cuda:nccl"
+
+
+def needs_cards(number: int) -> list[pytest.MarkDecorator]:
+    reason = f"NCCL needs a card per client: {number}; there are {NUM_CARDS}"
+    return [pytest.mark.cuda, pytest.mark.skipif(number > NUM_CARDS, reason=reason)]
+
+
 needs_card = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="mesh devices on CUDA need a card to share"),
+    pytest.mark.skipif(not NUM_CARDS, reason="mesh devices on CUDA need a card to share"),
 ]
+CLIENTS_WITH_CARDS = [
+    pytest.param(3, "gloo", marks=needs_card, id="3 share a card, messages in host memory"),
+    pytest.param(2, NCCL, marks=needs_cards(2), id="nccl of 2"),
+    pytest.param(4, NCCL, marks=needs_cards(4), id="nccl of 4"),
+]
+"""How many clients, and the backend of their process group, for `pytest.mark.parametrize`."""
 MESH_MAKERS = [pytest.param(abstract_mesh, id="host"), pytest.param(card_mesh, marks=needs_card, id="card")]
 """Where the components of this process's tensors lie, for `pytest.mark.parametrize`."""
 
@@ -95,11 +110,13 @@ def layouts(draw, mesh: Mesh, rank: int) -> Layout:
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 
 
-def cluster_mesh(axes: dict[str, int], num_clients: int, client: int) -> Mesh:
+def cluster_mesh(axes: dict[str, int], num_clients: int, client: int, kind: str = "CPU") -> Mesh:
     """Return a mesh over several clients as one of them sees it; runs of consecutive devices belong to a client."""
     total = math.prod(axes.values())
     share = total // num_clients
-    names = [f"/job:worker/replica:0/task:{i // share}/device:CPU:{i % share}" for i in range(total)]
+    # Clients share the host's cards, each from another one on.
+    first = share if kind == "CPU" else total
+    names = [f"/job:worker/replica:0/task:{i // share}/device:{kind}:{i % first}" for i in range(total)]
     mine = list(range(client * share, (client + 1) * share))
     ids = np.arange(total).reshape(tuple(axes.values()))
     return Mesh(list(axes), ids, mine, [names[i] for i in mine], "", names)

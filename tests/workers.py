@@ -37,6 +37,8 @@ class Task:
     environment: dict[str, str]
     store: tuple[str, int] | None
     """Where to make a process group; None makes none."""
+    backend: str = "gloo"
+    """The group's."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Pool:
         *args: Any,
         clients: int,
         group: bool = False,
+        backend: str = "gloo",
         coordinator: str = "",
         heartbeat_timeout_s: float = 10.0,
         by_client: dict[int, tuple[Any, ...]] | None = None,
@@ -137,7 +140,8 @@ class Pool:
             case: Importable function.
             args: The same for every client.
             clients: Number of clients.
-            group: Whether to make a process group of `torch.distributed` (gloo) first.
+            group: Whether to make a process group of `torch.distributed` first.
+            backend: The group's.
             coordinator: Address of a coordinator; else clients meet at the store.
             heartbeat_timeout_s: When a client counts as lost.
             by_client: Further arguments of some clients.
@@ -154,7 +158,7 @@ class Pool:
             environment |= {"DTCKPT_COORDINATOR": coordinator} if coordinator else {}
             more = (by_client or {}).get(client, ())
             store = (job, self._store.port) if group else None
-            worker.start(Task(case, (*args, *more), kwargs, environment, store))
+            worker.start(Task(case, (*args, *more), kwargs, environment, store, backend))
         deadline = time.monotonic() + timeout_s
         answers = [worker.answer(deadline) for worker in self._workers[:clients]]
         for client, answer in enumerate(answers):
@@ -231,7 +235,7 @@ def _make_group(task: Task) -> None:
     job, port = task.store or ("", 0)
     store = dist.PrefixStore(job, dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
     dist.init_process_group(
-        "gloo",
+        task.backend,
         store=store,
         rank=int(task.environment["RANK"]),
         world_size=int(task.environment["WORLD_SIZE"]),

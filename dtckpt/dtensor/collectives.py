@@ -70,9 +70,9 @@ class Work(Protocol):
 class Collectives(Protocol):
     """Communication among some clients.
 
-    Collective: Every method, over ``members`` (`exchange`: over those that it gives messages). Each starts the
-    communication and returns; tensors are contiguous, lie on one kind of device, and must be left alone until the
-    `Work` is done. Sizes and dtypes are the same for giver and taker; the methods do not check it.
+    Collective: Every method, over ``members`` (`exchange`: the first; later ones over those that have messages). Each
+    starts the communication and returns; tensors are contiguous, lie on one kind of device, and must be left alone
+    until the `Work` is done. Sizes and dtypes are the same for giver and taker; the methods do not check it.
     """
 
     members: tuple[int, ...]
@@ -225,16 +225,16 @@ class Native(Pairwise):
     Args:
         members: Clients, in any order.
         client: This one.
-        device_type: ``cuda`` or ``cpu``: where the tensors lie.
+        device: Where this client's tensors lie.
     """
 
-    def __init__(self, members: Sequence[int], client: int, device_type: str) -> None:
+    def __init__(self, members: Sequence[int], client: int, device: torch.device) -> None:
         super().__init__(members, client)
-        self._device_type = device_type
+        self._device = device
 
     def exchange(self, sends: Iterable[Message], receives: Sequence[Message], tag: int = 0) -> Work:
         del tag
-        group = self._group
+        group = groups.connected_group_of(self.members, self._device)
         operations = [dist.P2POp(dist.irecv, as_bytes(room), peer, group) for peer, room in receives if room.numel()]
         operations += [dist.P2POp(dist.isend, as_bytes(given), peer, group) for peer, given in sends if given.numel()]
         works = dist.batch_isend_irecv(operations) if operations else []
@@ -265,7 +265,7 @@ class Native(Pairwise):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        return groups.group_of(self.members, self._device_type)
+        return groups.group_of(self.members, self._device.type)
 
     def _averaging(self, total: torch.Tensor, reduce_op: str) -> Callable[[], None] | None:
         return (lambda: average(total, len(self.members))) if reduce_op == "avg" else None
@@ -285,10 +285,12 @@ class Native(Pairwise):
         return Pending([together], kind, self.members, then, [together] * num_receives)
 
 
-def collectives_of(members: Sequence[int], client: int, device_type: str) -> Collectives:
-    """Return the collectives for tensors on a kind of device; no group is made before they are used."""
-    is_native = device_type != "cpu" and groups.backend_of(device_type) not in groups.CPU_BACKENDS
-    return Native(members, client, device_type) if is_native else Pairwise(members, client)
+def collectives_of(members: Sequence[int], client: int, device: torch.device) -> Collectives:
+    """Return the collectives for messages that lie on this client's ``device``; no group is made before they are used.
+
+    Which devices can be told by `dtckpt.groups.message_memory`.
+    """
+    return Pairwise(members, client) if device.type == "cpu" else Native(members, client, device)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from dtckpt.dtensor.boxes import ALIGNMENT, Box, Components, Parcel, Reduction, 
 from dtckpt.dtensor.collectives import REDUCERS, Work, as_bytes, average, collectives_of, reduce_terms
 from dtckpt.dtensor.devices import device_of
 from dtckpt.errors import LayoutError
-from dtckpt.groups import CPU_BACKENDS, backend_of
+from dtckpt.groups import message_memory
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.planning.exchange import Move, Place, kind_of, plan_exchange, reduced_axes, term_of
@@ -73,7 +73,13 @@ class Change:
         """Where messages lie: on the cards, if every client has one there and a backend for it, else in host memory."""
         meshes = self.source.mesh, self.target.mesh
         has_cards = all(mesh.device_type == "cuda" and mesh.num_clients == mesh.size() for mesh in meshes)
-        return "cuda" if has_cards and backend_of("cuda") not in CPU_BACKENDS else "cpu"
+        return message_memory("cuda") if has_cards else "cpu"
+
+    @property
+    def device(self) -> torch.device:
+        """Where this client's messages lie."""
+        mesh = self.source.mesh if self.source.mesh.local_device_ids() else self.target.mesh
+        return _HOST if self.device_type == "cpu" else device_of(mesh.local_devices()[0])
 
     @property
     def number(self) -> int:
@@ -116,7 +122,7 @@ class Hop:
         first = changes[0]
         self.changes, self.clients, self.client = tuple(changes), first.clients, first.client
         self.device_type = first.device_type
-        self.collectives = collectives_of(self.clients, self.client, self.device_type)
+        self.collectives = collectives_of(self.clients, self.client, first.device)
         # By tensor: old components that stay as they are, by new device; and what has to be made.
         self.kept: list[dict[int, int]] = []
         self.new: list[list[tuple[int, tuple[int, ...], torch.dtype, torch.device]]] = []
@@ -154,6 +160,8 @@ class Hop:
             for inside in cut_messages([self.arrivals[number].nbytes for number in taken])
         ]
         self.waves = list(self._waves(sends, receives))
+        if not self.waves and not self.is_local:
+            self.waves = [Wave([], [], 0)]  # the others may wait for this client to make the group
         self.peers = gives.keys() | takes.keys()
         """Clients that this one gives something or gets something from."""
 

@@ -81,7 +81,7 @@ class NativeHop:
         # Which piece of the dim each member, by client, has.
         pieces = sorted(line, key=lambda device: term_of(change.source, found.axes, device))
         self._order = [pieces.index(device) for device in members]
-        self._collectives = Native([mesh.client_of(device) for device in members], change.client, change.device_type)
+        self._collectives = Native([mesh.client_of(device) for device in members], change.client, change.device)
         partial = change.source.partial
         ops = [partial[axis] for axis in found.axes if axis in partial]
         self._reduce_op = kind_of(ops[0]) if ops else ""

@@ -246,11 +246,8 @@ def run(native: str | None, members: Sequence[int] | None = None) -> dict[str, t
     taking_part = tuple(range(dtckpt.num_clients())) if members is None else tuple(members)
     if client not in taking_part:
         return {}
-    device = torch.device("cpu")
-    if native == "cuda":
-        device = torch.device("cuda", client)
-        torch.cuda.set_device(device)
-    made: Collectives = Native(taking_part, client, native) if native else Pairwise(taking_part, client)
+    device = torch.device("cuda", client) if native == "cuda" else torch.device("cpu")
+    made: Collectives = Native(taking_part, client, device) if native else Pairwise(taking_part, client)
     found = {}
     for name in CHECKS if native is None else sorted(CHECKS.keys() - TAGGED):
         bench = Bench(made, client, device)

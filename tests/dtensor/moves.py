@@ -132,13 +132,13 @@ def check_gradient(seed: int, clients: int = 1, devices: int = 1) -> None:
 # --- in client processes ------------------------------------------------------------------------------------------
 
 
-def check_clients(seeds: Sequence[int], devices: int) -> list[str]:
+def check_clients(seeds: Sequence[int], devices: int, kind: str = "CPU") -> list[str]:
     """Move random tensors between meshes over all clients, or parts of them; return what is wrong."""
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
     found = []
     for seed in seeds:
         rng = random.Random(seed)
-        meshes = [_mesh(rng, clients, devices, client) for _ in range(2)]
+        meshes = [_mesh(rng, clients, devices, client, kind) for _ in range(2)]
         if rng.random() < 0.4:
             meshes[1] = meshes[0]
         shape = tuple(rng.randint(0, 9) for _ in range(rng.randint(0, 3)))
@@ -148,9 +148,9 @@ def check_clients(seeds: Sequence[int], devices: int) -> list[str]:
         whole = expected(seed, source, shape)
         for device, part in zip(target.mesh.local_device_ids(), after.components, strict=True):
             wanted = whole[target.region(device, shape).slices()]
-            if not torch.allclose(part, wanted):
+            if not torch.allclose(part.cpu(), wanted):
                 found.append(f"seed {seed}, {source} to {target} of {shape}: device {device}: {part} is not {wanted}")
-        if not torch.allclose(tensor(seed, source, shape).full_tensor(), whole):
+        if not torch.allclose(tensor(seed, source, shape).full_tensor().cpu(), whole):
             found.append(f"seed {seed}: full_tensor from {source} of {shape}")
     return found
 
@@ -180,14 +180,14 @@ def check_clients_in_many_messages(seeds: Sequence[int], devices: int) -> list[s
         clear_plan_cache()
 
 
-def _mesh(rng: random.Random, clients: int, devices: int, client: int) -> Mesh:
-    return cluster_mesh(random_axes(rng, clients * devices), clients, client)
+def _mesh(rng: random.Random, clients: int, devices: int, client: int, kind: str = "CPU") -> Mesh:
+    return cluster_mesh(random_axes(rng, clients * devices), clients, client, kind)
 
 
-def gradients_over_clients() -> list[str]:
+def gradients_over_clients(kind: str = "CPU") -> list[str]:
     """Send gradients back through from_local, redistribute and to_local."""
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
-    mesh = cluster_mesh({"x": clients}, clients, client)
+    mesh = cluster_mesh({"x": clients}, clients, client, kind)
     rows, cols = Layout(["x", UNSHARDED], mesh), Layout([UNSHARDED, "x"], mesh)
     whole = torch.arange(float(5 * 7)).reshape(5, 7)
     local = whole[rows.region(client, (5, 7)).slices()].clone().requires_grad_()
@@ -197,16 +197,16 @@ def gradients_over_clients() -> list[str]:
         found.append(f"shape {tuple(moved.shape)}")
     part = moved.to_local()
     wanted = whole[cols.region(client, (5, 7)).slices()]
-    if not torch.equal(part.detach(), wanted):
+    if not torch.equal(part.detach().cpu(), wanted):
         found.append(f"values {part}")
     (part**3).sum().backward()
     if not torch.allclose(local.grad, 3 * local.detach() ** 2):
         found.append(f"gradient {local.grad}")
     term = torch.full((3,), float(client + 1), requires_grad=True)
     total = DTensor.from_local(term, mesh, [dtckpt.Partial()]).redistribute(placements=None).to_local()
-    if not torch.equal(total.detach(), torch.full((3,), clients * (clients + 1) / 2)):
+    if not torch.equal(total.detach().cpu(), torch.full((3,), clients * (clients + 1) / 2)):
         found.append(f"sum {total}")
-    (total * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    (total.cpu() * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     if not torch.equal(term.grad, torch.tensor([1.0, 2.0, 3.0])):
         found.append(f"gradient of a term {term.grad}")
     return found

@@ -2,20 +2,11 @@
 
 import pytest
 import torch
+from states import NCCL, needs_cards
 
 from dtckpt.dtensor.collectives import Native, Pairwise, collectives_of
 
 from . import collecting
-
-NUM_CARDS = torch.cuda.device_count()
-
-
-def needs_cards(number):
-    return [
-        pytest.mark.cuda,
-        pytest.mark.skipif(number > NUM_CARDS, reason=f"NCCL needs a card per client: {number}; there are {NUM_CARDS}"),
-    ]
-
 
 IMPLEMENTATIONS = [
     pytest.param(None, 1, None, id="pairwise alone"),
@@ -35,7 +26,8 @@ IMPLEMENTATIONS = [
 @pytest.mark.processes
 @pytest.mark.parametrize(("native", "clients", "members"), IMPLEMENTATIONS)
 def test_contract(pool, native, clients, members):
-    answers = pool.values(collecting.run, native, members, clients=clients, group=True)
+    backend = NCCL if native == "cuda" else "gloo"
+    answers = pool.values(collecting.run, native, members, clients=clients, group=True, backend=backend)
     wrong = [{name: wrong for name, (wrong, _) in found.items() if wrong} for found in answers]
     assert wrong == [{}] * clients
     taking_part = [found for found in answers if found]
@@ -59,6 +51,6 @@ def test_alone_pairwise_needs_no_process_group():
 
 
 def test_host_memory_is_served_by_messages_and_cards_by_the_library():
-    assert type(collectives_of([2, 0], 0, "cpu")) is Pairwise
-    assert type(collectives_of([2, 0], 0, "cuda")) is Native
-    assert collectives_of([2, 0], 0, "cpu").members == (0, 2)
+    assert type(collectives_of([2, 0], 0, torch.device("cpu"))) is Pairwise
+    assert type(collectives_of([2, 0], 0, torch.device("cuda", 0))) is Native
+    assert collectives_of([2, 0], 0, torch.device("cpu")).members == (0, 2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import MESH_MAKERS, packed
+from states import CLIENTS_WITH_CARDS, MESH_MAKERS, cluster_mesh, packed
 
 from dtckpt import (
     MATCH,
@@ -25,6 +25,7 @@ from dtckpt import (
 )
 from dtckpt.dtensor.functional import redistribute
 from dtckpt.dtensor.moving import get_default_mesh
+from dtckpt.dtensor.redistribution import program_of
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError, MeshTypeError
 from dtckpt.planning.exchange import plan_exchange
 
@@ -69,6 +70,14 @@ def test_gradients_come_back_from_any_layout_over_clients(pool, clients, devices
 @pytest.mark.parametrize("clients", [2, 3])
 def test_gradients_go_back_over_clients(pool, clients):
     assert pool.values(moves.gradients_over_clients, clients=clients, group=True) == [[]] * clients
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("clients", "backend"), CLIENTS_WITH_CARDS)
+def test_clients_with_cards(pool, clients, backend):
+    how = {"clients": clients, "group": True, "backend": backend}
+    assert pool.values(moves.check_clients, range(120), 1, "GPU", **how) == [[]] * clients
+    assert pool.values(moves.gradients_over_clients, "GPU", **how) == [[]] * clients
 
 
 @pytest.mark.processes
@@ -121,6 +130,15 @@ def test_both_sides_plan_the_same_messages_and_nothing_is_sent_twice(seed):
             needed[source.region(device, shape).slices()] = False
         bound = sum(int(needed[box.slices()].sum()) for box in boxes)
         assert plan.num_received <= bound
+
+
+def test_a_client_without_messages_takes_part():
+    for client in range(3):
+        mesh = cluster_mesh({"x": 3}, 3, client)
+        source, target = Layout(["x", UNSHARDED], mesh), Layout([UNSHARDED, "x"], mesh)
+        (hop,) = program_of(source, target, (1, 2), torch.float32).hops
+        assert not hop.is_local
+        assert [len(wave.sends) + len(wave.receives) for wave in hop.waves] == [(1, 1, 0)[client]]
 
 
 def test_a_plan_for_one_of_many_clients_is_cheap():

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from states import cluster_mesh
+from states import CLIENTS_WITH_CARDS, MESH_MAKERS, cluster_mesh
 
 import dtckpt
 from dtckpt import abstract_mesh
+from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.experimental import context_parallel, context_parallel_unshard
 from dtckpt.dtensor.experimental.ring_attention import runs_of
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError, OperatorError
@@ -20,15 +21,16 @@ def inputs(length, heads=HEADS, dtype=torch.float64):
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def own_mesh():
+def own_mesh(kind="CPU"):
     count = dtckpt.num_clients()
-    return cluster_mesh({"cp": count}, count, dtckpt.client_id())
+    return cluster_mesh({"cp": count}, count, dtckpt.client_id(), kind)
 
 
-def attended(length, heads, dtype, options):
+def attended(length, heads, dtype, options, kind="CPU"):
     """Attend in a ring; return results and gradients of the whole sequence, and whether buffers were restored."""
-    mesh = own_mesh()
-    tensors = inputs(length, heads, dtype)
+    mesh = own_mesh(kind)
+    device = device_of(mesh.local_devices()[0])
+    tensors = [one.to(device) for one in inputs(length, heads, dtype)]
     before = [one.clone() for one in tensors]
     memory = [one.data_ptr() for one in tensors]
     with context_parallel(mesh, buffers=tensors, buffer_seq_dims=[2, -2, 2], no_restore_buffers={tensors[1]}):
@@ -38,7 +40,7 @@ def attended(length, heads, dtype, options):
         found = context_parallel_unshard(mesh, [out, *(one.grad for one in parts)], [2] * 4)
     restored = [torch.equal(one, old) for one, old in zip(tensors, before, strict=True)]
     kept = [one.data_ptr() == old for one, old in zip(tensors, memory, strict=True)]
-    return found, restored, kept, tuple(tensors[1].shape), tuple(out.shape)
+    return [one.cpu() for one in found], restored, kept, tuple(tensors[1].shape), tuple(out.shape)
 
 
 def whole(length, heads, dtype, options):
@@ -61,12 +63,11 @@ CASES = [
 ]
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(("clients", "length", "heads", "dtype", "options"), CASES)
-def test_attention_is_that_of_the_whole_sequence(pool, clients, length, heads, dtype, options):
+def validate_attention(pool, clients, length, heads, dtype, options, kind="CPU", backend="gloo"):
     expected = whole(length, heads, dtype, options)
     close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
-    found = pool.values(attended, length, heads, dtype, options, clients=clients, group=True)
+    how = {"clients": clients, "group": True, "backend": backend}
+    found = pool.values(attended, length, heads, dtype, options, kind, **how)
     assert sum(shape[2] for *_, shape in found) == length
     for place, (made, restored, kept, stayed, _) in enumerate(found):
         for one, other in zip(made, expected, strict=True):
@@ -76,9 +77,23 @@ def test_attention_is_that_of_the_whole_sequence(pool, clients, length, heads, d
         assert stayed[2] == sum(stop - start for start, stop in runs_of(length, place, clients))
 
 
-def test_one_client_is_a_ring_too():
-    mesh = abstract_mesh({"cp": 1})
-    query, key, value = inputs(6)
+@pytest.mark.processes
+@pytest.mark.parametrize(("clients", "length", "heads", "dtype", "options"), CASES)
+def test_attention_is_that_of_the_whole_sequence(pool, clients, length, heads, dtype, options):
+    validate_attention(pool, clients, length, heads, dtype, options)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("clients", "backend"), CLIENTS_WITH_CARDS)
+def test_attention_of_clients_with_cards(pool, clients, backend):
+    for _, *case in CASES:
+        validate_attention(pool, clients, *case, "GPU", backend)
+
+
+@pytest.mark.parametrize("make_mesh", MESH_MAKERS)
+def test_one_client_is_a_ring_too(make_mesh):
+    mesh = make_mesh({"cp": 1})
+    query, key, value = (one.to(device_of(mesh.local_devices()[0])) for one in inputs(6))
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     with context_parallel(mesh):
         torch.testing.assert_close(F.scaled_dot_product_attention(query, key, value, is_causal=True), expected)

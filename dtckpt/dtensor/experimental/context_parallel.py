@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from dtckpt.dtensor import factories
 from dtckpt.dtensor.collectives import all_gather_object
+from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.experimental.ring_attention import Plan, Ring, RingAttention, runs_of
 from dtckpt.dtensor.moving import MeshLike
 from dtckpt.dtensor.tensor import DTensor
@@ -107,7 +108,7 @@ def _ring_of(mesh: Mesh) -> Ring:
     client = clients[0] if len(clients) == 1 else rank()
     if client is None or client not in clients:
         raise MeshError(f"context_parallel: got a mesh of clients {clients}, expected this one, {client}, among them")
-    return Ring(clients, client, "cuda" if mesh.device_type.lower() in {"gpu", "cuda"} else "cpu")
+    return Ring(clients, client, device_of(mesh.local_devices()[0]))
 
 
 def _sequence_dims(
@@ -139,10 +140,11 @@ def _unsharded(part: torch.Tensor, dim: int, length: int, ring: Ring) -> torch.T
     whole = part.new_empty((*part.shape[:dim], length, *part.shape[dim + 1 :]))
     runs = [runs_of(length, place, count) for place in range(count)]
     sizes = [sum(stop - start for start, stop in own) for own in runs]
-    rooms = [part.new_empty((*part.shape[:dim], size, *part.shape[dim + 1 :])) for size in sizes]
+    where = ring.message_device
+    rooms = [part.new_empty((*part.shape[:dim], size, *part.shape[dim + 1 :]), device=where) for size in sizes]
     by_client = [rooms[ring.clients.index(client)] for client in sorted(ring.clients)]
     if count > 1:
-        ring.collectives.all_gather(by_client, part.contiguous()).wait()
+        ring.collectives.all_gather(by_client, part.contiguous().to(where)).wait()
     else:
         rooms = [part]
     for own, room in zip(runs, rooms, strict=True):

@@ -16,6 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dtckpt.dtensor.collectives import Collectives, Work, collectives_of
+from dtckpt.groups import message_memory
 
 Run = tuple[int, int]
 """Start and stop of positions that follow each other."""
@@ -43,12 +44,12 @@ class Ring:
     Args:
         clients: By place.
         client: This one.
-        device_type: Where tensors lie.
+        device: This client's.
     """
 
     clients: tuple[int, ...]
     client: int
-    device_type: str
+    device: torch.device
 
     @property
     def place(self) -> int:
@@ -56,9 +57,14 @@ class Ring:
         return self.clients.index(self.client)
 
     @property
+    def message_device(self) -> torch.device:
+        """Where messages lie."""
+        return self.device if message_memory(self.device.type) == self.device.type else torch.device("cpu")
+
+    @property
     def collectives(self) -> Collectives:
-        """What carries tensors among the clients."""
-        return collectives_of(self.clients, self.client, self.device_type)
+        """What carries messages among the clients."""
+        return collectives_of(self.clients, self.client, self.message_device)
 
     def pass_on(self, tensors: Sequence[torch.Tensor], lengths: Sequence[int], step: int, tag: int) -> Passing:
         """Start to give to the next client what came from the one ``step`` places back, and take from the one before.
@@ -71,11 +77,12 @@ class Ring:
         """
         count = len(self.clients)
         coming = lengths[(self.place - step - 1) % count]
-        rooms = [one.new_empty((*one.shape[:2], coming, *one.shape[3:])) for one in tensors]
-        given = [one.contiguous() for one in tensors]
+        where = self.message_device
+        rooms = [one.new_empty((*one.shape[:2], coming, *one.shape[3:]), device=where) for one in tensors]
+        given = [one.contiguous().to(where) for one in tensors]
         after, before = self.clients[(self.place + 1) % count], self.clients[(self.place - 1) % count]
         work = self.collectives.exchange([(after, one) for one in given], [(before, room) for room in rooms], tag)
-        return Passing(work, rooms, given)
+        return Passing(work, rooms, given, tensors[0].device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +92,12 @@ class Passing:
     work: Work
     rooms: list[torch.Tensor]
     given: list[torch.Tensor]
+    device: torch.device
 
     def arrived(self) -> list[torch.Tensor]:
-        """Return what came, when it is there."""
+        """Return what came, when it is there, on the device where tensors are wanted."""
         self.work.wait()
-        return self.rooms
+        return [room.to(self.device) for room in self.rooms]
 
 
 @dataclass(frozen=True)
