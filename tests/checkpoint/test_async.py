@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from states import bits_of, tensor_of
+from states import MESH_MAKERS, bits_of, needs_card, tensor_of
 
 import dtckpt
 from dtckpt import SaveOptions, abstract_mesh, errors
 from dtckpt.checkpoint import save as saving
 from dtckpt.checkpoint import staging
+from dtckpt.dtensor.devices import device_of
 from dtckpt.planning.save_plan import plan_save
 from dtckpt.storage.arrays import ArrayWriter
 
@@ -24,6 +25,7 @@ WAIT_S = 30
 
 def tree_of(generation, mesh=None):
     mesh = mesh or abstract_mesh({"x": 2, "y": 2})
+    device = device_of(mesh.local_devices()[0])
     tensors = {
         "sharded": ((10, 6), "float32", ["x", "y"]),
         "nested": ((50257,), "float32", [("x", "y")]),
@@ -34,7 +36,9 @@ def tree_of(generation, mesh=None):
         "flags": ((9,), "bool", None),
         "complex": ((4,), "complex64", None),
     }
-    return cases.tree_on(mesh, tensors, generation) | {"step": generation}, tensors
+    tree = cases.tree_on(mesh, tensors, generation)
+    plain = {name: tree[name].to(device) for name, (*_, specs) in tensors.items() if specs is None}
+    return tree | plain | {"step": generation}, tensors
 
 
 def check(path, generation):
@@ -44,10 +48,11 @@ def check(path, generation):
         assert bits_of(restored[name]) == bits_of(tensor_of(name + generation, shape, dtype)), name
 
 
+@pytest.mark.parametrize("make_mesh", MESH_MAKERS)
 @pytest.mark.parametrize("options", [{}, {"check_replicas": False}, {"kvstore": "zarr"}, {"chunk_nbytes": 64}])
-def test_what_changes_afterwards_is_not_saved(tmp_path, options):
+def test_what_changes_afterwards_is_not_saved(tmp_path, options, make_mesh):
     for generation in ("a", "b"):
-        tree, _ = tree_of(generation)
+        tree, _ = tree_of(generation, make_mesh({"x": 2, "y": 2}))
         handle = dtckpt.save_async(tmp_path / generation, tree, options=SaveOptions(**options))
         async_cases.spoil(tree)
         assert handle.result(WAIT_S).path == tmp_path / generation
@@ -110,6 +115,23 @@ def test_memory_is_kept_between_saves_of_one_structure(tmp_path):
     assert staged == [4000, 4000, 6000, 400]
     assert blocks[0] == blocks[1]
     assert [nbytes for _, nbytes in blocks] == [4032, 4032, 6016, 448]
+
+
+@pytest.mark.parametrize("card", [pytest.param("cuda", marks=needs_card)])
+def test_memory_for_what_lies_on_a_card_is_page_locked_and_kept(card):
+    memory = staging.StagingMemory()
+    coordination = dtckpt.checkpoint.save.current_coordination()
+    blocks = []
+    for generation in range(3):
+        values = torch.arange(1 << 20, device=card) * generation
+        state = saving.state_of_tree({"w": values}, SaveOptions(), coordination)
+        plan = plan_save(state.specs, 1 << 20)
+        staged = memory.stage(state, plan, 0, with_copies=False, count=lambda _: None)
+        ((_, (copy,)),) = staged.source.parts("w")
+        assert torch.equal(copy, (torch.arange(1 << 20) * generation))
+        assert copy.is_pinned()
+        blocks.append(memory._block.data_ptr())
+    assert len(set(blocks)) == 1
 
 
 @pytest.mark.parametrize("check_replicas", [False, True])

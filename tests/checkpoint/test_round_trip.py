@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import bits_of, differences, dtype_names, layouts, meshes, packed, shapes, tensor_of
+from states import MESH_MAKERS, bits_of, differences, dtype_names, layouts, meshes, packed, shapes, tensor_of
 
 import dtckpt
 from dtckpt import Layout, Region, SaveOptions, abstract_mesh
+from dtckpt.dtensor.devices import device_of
 from dtckpt.format.codecs import CODECS
 from dtckpt.format.dtypes import DTYPES
 
@@ -26,9 +27,9 @@ options_drawn = st.builds(
 
 
 @st.composite
-def states(draw):
+def states(draw, make_mesh=abstract_mesh):
     """A mesh, and tensors by name: whole ones, and layouts (None: a plain tensor)."""
-    mesh = draw(meshes())
+    mesh = draw(meshes(make_mesh=make_mesh))
     names = draw(st.lists(st.sampled_from(["w", "w/m", "b", "a/b/c", "d"]), min_size=1, max_size=3, unique=True))
     wholes, chosen = {}, {}
     for name in names:
@@ -38,15 +39,15 @@ def states(draw):
     return mesh, wholes, chosen
 
 
-def tree_of(wholes, chosen):
-    return {name: whole if chosen[name] is None else packed(whole, chosen[name]) for name, whole in wholes.items()}
-
-
-def zeros_on(wholes, chosen):
+def tree_of(wholes, chosen, device="cpu"):
     return {
-        name: torch.zeros_like(whole) if layout is None else packed(torch.zeros_like(whole), layout)
-        for (name, whole), layout in zip(wholes.items(), chosen.values(), strict=True)
+        name: whole.to(device) if chosen[name] is None else packed(whole, chosen[name])
+        for name, whole in wholes.items()
     }
+
+
+def zeros_on(wholes, chosen, device="cpu"):
+    return tree_of({name: torch.zeros_like(whole) for name, whole in wholes.items()}, chosen, device)
 
 
 def assert_holds(restored, wholes):
@@ -59,22 +60,24 @@ def assert_holds(restored, wholes):
             assert bits_of(tensor) == bits_of(whole), name
 
 
+@pytest.mark.parametrize("make_mesh", MESH_MAKERS)
 @settings(max_examples=250)
-@given(states(), options_drawn, st.data())
-def test_save_and_restore_on_any_meshes(state, options, data):
-    _, wholes, chosen = state
+@given(options=options_drawn, data=st.data())
+def test_save_and_restore_on_any_meshes(make_mesh, options, data):
+    mesh, wholes, chosen = data.draw(states(make_mesh))
+    device = device_of(mesh.local_devices()[0])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "saved"
-        dtckpt.save(path, tree_of(wholes, chosen), options=options)
-        other = data.draw(meshes(names="acd"))
+        dtckpt.save(path, tree_of(wholes, chosen, device), options=options)
+        other = data.draw(meshes("acd", make_mesh))
         onto = {name: data.draw(layouts(other, whole.ndim)) for name, whole in wholes.items()}
 
         restored = dtckpt.restore(path, mesh=other, layouts=onto)
         assert {name: tensor.layout for name, tensor in restored.items()} == onto
         assert_holds(restored, wholes)
 
-        third = data.draw(meshes(names="bde"))
-        into = zeros_on(wholes, {n: data.draw(st.none() | layouts(third, w.ndim)) for n, w in wholes.items()})
+        third = data.draw(meshes("bde", make_mesh))
+        into = zeros_on(wholes, {n: data.draw(st.none() | layouts(third, w.ndim)) for n, w in wholes.items()}, device)
         assert dtckpt.restore(path, into) is into
         assert_holds(into, wholes)
 
