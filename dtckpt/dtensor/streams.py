@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 
 import torch
@@ -24,14 +25,11 @@ class Beside:
     def run(self, work: Callable[[], Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Enqueue ``work`` and return what it makes, to be used after `wait`."""
         before = [torch.cuda.current_stream(stream.device) for stream in self._streams]
-        try:
+        with ExitStack() as streams:
             for stream, current in zip(self._streams, before, strict=True):
                 stream.wait_stream(current)
-                torch.cuda.set_stream(stream)
+                streams.enter_context(torch.cuda.stream(stream))
             made = work()
-        finally:
-            for current in before:
-                torch.cuda.set_stream(current)
         for stream, current in zip(self._streams, before, strict=True):
             for tensor in inputs:
                 if tensor.device == stream.device:
