@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,6 +65,34 @@ def test_copies_that_were_packed_as_one_tensor_share_it_with_their_views():
     ours.mul_(2)
     expected = (torch.arange(4.0) + 1) * 2
     assert [component.flatten().tolist() for component in view.components] == [expected.tolist()] * 4
+
+
+def unscale(tensors):
+    found, factor = tensors[0].new_zeros(()), tensors[0].new_full((), 0.5)
+    torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), found, factor)
+
+
+UPDATES = {
+    "foreach": lambda *tensors: torch._foreach_add_(list(tensors), 1),
+    "foreach of lists": lambda *tensors: torch._foreach_mul_(list(tensors), list(tensors)),
+    "amp": lambda *tensors: unscale(tensors),
+    "batch norm": lambda mean, var: functional.batch_norm(torch.arange(8.0).view(2, 4), mean, var, training=True),
+    "out": lambda one, other: torch.add(one, other, out=one),
+    "fused step": lambda one, other: torch._fused_sgd_(
+        [one], [other], [], weight_decay=0, momentum=0, lr=0.5, dampening=0, nesterov=False, maximize=False,
+        is_first_step=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_copies_that_were_packed_as_one_tensor_are_updated_once(name):
+    plain = [torch.arange(4.0), torch.ones(4)]
+    ours = [pack([one.clone()] * 4, Layout([UNSHARDED], LINE)) for one in plain]
+    UPDATES[name](*plain)
+    UPDATES[name](*ours)
+    for one, expected in zip(ours, plain, strict=True):
+        assert [component.tolist() for component in one.components] == [expected.tolist()] * 4
 
 
 ASSIGNED = {

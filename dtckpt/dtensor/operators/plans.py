@@ -22,6 +22,9 @@ from dtckpt.layout import Layout
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
+_UPDATED = ("running_mean", "running_var")
+"""What operators write to though their signatures do not say so."""
+
 _is_trusted: ContextVar[bool] = ContextVar("is_trusted", default=False)
 
 
@@ -328,7 +331,8 @@ class WholePlan:
         """As `Plan.run`."""
         call = Call(self.func, tuple(args), kwargs)
         written = list(tensors_in([call[name] for name in self._signature.written]))
-        for tensor in written or (tensors[:1] if self._signature.is_view else ()):
+        updated = tensors_in([call[name] for name in _UPDATED if name in self._signature.names])
+        for tensor in (*updated, *(written or (tensors[:1] if self._signature.is_view else ()))):
             part(tensor)
         whole = replicated(tensors)
         for number, tensor in enumerate(tensors):

@@ -13,7 +13,7 @@ import torch
 
 from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in, with_tensors
 from dtckpt.dtensor.operators.choosing import Choice, choose
-from dtckpt.dtensor.operators.moving import brought, replicated_layout, write
+from dtckpt.dtensor.operators.moving import brought, part, replicated_layout, write
 from dtckpt.dtensor.operators.plans import absent, on_meta, written_to
 from dtckpt.dtensor.operators.rule import Rule, pointwise
 from dtckpt.dtensor.operators.specs import global_stride, spec, wrapped
@@ -64,6 +64,8 @@ class ListsPlan:
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
+        for place in self._written:
+            part(tensors[place])
         moved = brought(tensors, self._wanted) if self._moves else tensors
         parts = [tensor.components for tensor in moved]
         made = []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.composing import settled, settled_all
-from dtckpt.dtensor.operators.moving import brought, replicated, replicated_layout, write
+from dtckpt.dtensor.operators.moving import brought, part, replicated, replicated_layout, write
 from dtckpt.dtensor.operators.plans import written_to
 from dtckpt.dtensor.operators.table import composite
 from dtckpt.dtensor.tensor import DTensor
@@ -66,6 +66,8 @@ def _norms(parts: Sequence[torch.Tensor], order: float, dtype: torch.dtype | Non
 @composite(_aten._amp_foreach_non_finite_check_and_unscale_.default)
 def _unscale(gradients: Sequence[Any], found_inf: Any, inv_scale: Any) -> None:
     """What one device finds in its pieces, all get to know."""
+    for tensor in gradients:
+        part(tensor)
     whole = settled_all(gradients)
     mesh = found_inf.device_mesh
     (scale,) = replicated([inv_scale])
