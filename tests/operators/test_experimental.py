@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtckpt import DTensor, Partial, Replicate, Shard, abstract_mesh
+from dtckpt import UNSHARDED, DTensor, Layout, Partial, Replicate, Shard, abstract_mesh, pack
 from dtckpt.dtensor import distribute_tensor, experimental
 from dtckpt.dtensor.experimental import local_map, register_sharding
 from dtckpt.dtensor.operators import dispatch, table
@@ -224,6 +224,9 @@ def test_custom_operators_that_write(registering, mesh):
     expected = numbers(8, 7)
     expected[2:] += numbers(6, 7)
     torch.testing.assert_close(whole.full_tensor(), expected)
+    copies = pack([numbers(8, 7)] * mesh.size(), Layout([UNSHARDED] * 2, mesh))
+    accumulate(on(mesh, [Replicate()] * mesh.ndim, 8, 7), copies)
+    assert all(component.equal(numbers(8, 7) * 2) for component in copies.components)
 
 
 def test_lists_of_results_and_pending_reductions(registering):

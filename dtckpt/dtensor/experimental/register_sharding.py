@@ -12,6 +12,7 @@ import torch
 from dtckpt.dtensor.operators import dispatch, table
 from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in, with_tensors
 from dtckpt.dtensor.operators.choosing import Choice, is_filled, move_cost
+from dtckpt.dtensor.operators.moving import part
 from dtckpt.dtensor.operators.plans import Plan, RulePlan, WholePlan, on_meta, written_to
 from dtckpt.dtensor.operators.rule import Factors, Rule
 from dtckpt.dtensor.tensor import DTensor
@@ -146,11 +147,19 @@ def _plan(call: Call, function: Function) -> Plan:
 
 
 class _RowPlan(RulePlan):
-    """As its base; results must be pieces of what the operator would make of the whole."""
+    """As its base; any argument may be written to, and results must be pieces of what is made of the whole."""
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
+        for tensor in self._written(args, kwargs):
+            part(tensor)
+        return super()._run(args, kwargs, tensors)
+
+    def _written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor]:
+        call = Call(self.func, tuple(args), kwargs)
+        return list(tensors_in([call[name] for name in signature_of(self.func).written]))
 
     def _after_writing(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        call = Call(self.func, tuple(args), kwargs)
-        targets = list(tensors_in([written_to(call[name]) for name in signature_of(self.func).written]))
+        targets = [written_to(tensor) for tensor in self._written(args, kwargs)]
         returned = len(self._results)
         return tuple(targets[:returned]) if returned > 1 else targets[0] if returned else None
 
