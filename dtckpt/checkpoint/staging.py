@@ -138,7 +138,8 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
             with torch.cuda.stream(stream):
                 for target, source in pairs:
                     if source.device == device:
-                        target.copy_(source, non_blocking=True)
+                        # What is to be conjugated or negated is so on the host, when it is there.
+                        target.copy_(source, non_blocking=not (source.is_conj() or source.is_neg()))
         on_host = [pair for pair in pairs if not pair[1].is_cuda]
         if on_host:
             torch._foreach_copy_([target for target, _ in on_host], [source for _, source in on_host])

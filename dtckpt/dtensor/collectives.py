@@ -48,9 +48,8 @@ _NATIVE_OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-_NATIVE_DTYPES = frozenset(
-    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8}
-)
+_NATIVE_INTEGERS = frozenset({torch.int32, torch.int64, torch.uint8, torch.int8})
+_NATIVE_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 
 
 class Work(Protocol):
@@ -247,14 +246,14 @@ class Native(Pairwise):
         return self._started("all_gather", piece.nbytes * (len(self.members) - 1), [work])
 
     def reduce_scatter(self, reduced: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str) -> Work:
-        if reduce_op not in _NATIVE_OPS or reduced.dtype not in _NATIVE_DTYPES or not _are_even(terms):
+        if not _is_native(reduced.dtype, reduce_op) or not _are_even(terms):
             return super().reduce_scatter(reduced, terms, reduce_op)
         work = dist.reduce_scatter(reduced, list(terms), _NATIVE_OPS[reduce_op], self._group, async_op=True)
         nbytes = reduced.nbytes * (len(self.members) - 1)
         return self._started("reduce_scatter", nbytes, [work], self._averaging(reduced, reduce_op))
 
     def all_reduce(self, tensor: torch.Tensor, reduce_op: str) -> Work:
-        if reduce_op not in _NATIVE_OPS or tensor.dtype not in _NATIVE_DTYPES:
+        if not _is_native(tensor.dtype, reduce_op):
             return super().all_reduce(tensor, reduce_op)
         work = dist.all_reduce(tensor, _NATIVE_OPS[reduce_op], self._group, async_op=True)
         return self._started("all_reduce", tensor.nbytes, [work], self._averaging(tensor, reduce_op))
@@ -283,6 +282,13 @@ class Native(Pairwise):
         # NCCL does them as one: the first message is there when all are.
         together = Pending(works, kind, self.members)
         return Pending([together], kind, self.members, then, [together] * num_receives)
+
+
+def _is_native(dtype: torch.dtype, reduce_op: str) -> bool:
+    """Whether libraries reduce as torch does, to which NaN is less and greater than any number; to them, neither."""
+    if dtype in _NATIVE_FLOATS:
+        return reduce_op in _NATIVE_OPS and reduce_op not in ("min", "max")
+    return dtype in _NATIVE_INTEGERS and reduce_op in _NATIVE_OPS
 
 
 def collectives_of(members: Sequence[int], client: int, device: torch.device) -> Collectives:

@@ -77,9 +77,9 @@ class Change:
 
     @property
     def device(self) -> torch.device:
-        """Where this client's messages lie."""
+        """Where this client's messages lie; in host memory if it has none."""
         mesh = self.source.mesh if self.source.mesh.local_device_ids() else self.target.mesh
-        return _HOST if self.device_type == "cpu" else device_of(mesh.local_devices()[0])
+        return _HOST if self.device_type == "cpu" or self.client < 0 else device_of(mesh.local_devices()[0])
 
     @property
     def number(self) -> int:
@@ -160,7 +160,7 @@ class Hop:
             for inside in cut_messages([self.arrivals[number].nbytes for number in taken])
         ]
         self.waves = list(self._waves(sends, receives))
-        if not self.waves and not self.is_local:
+        if not self.waves and not self.is_local and self.client in self.clients:
             self.waves = [Wave([], [], 0)]  # the others may wait for this client to make the group
         self.peers = gives.keys() | takes.keys()
         """Clients that this one gives something or gets something from."""

@@ -6,6 +6,7 @@ Every member makes the tensors of all members from their ids, so each knows what
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -191,6 +192,15 @@ def large_integers_keep_their_digits(bench: Bench) -> None:
     bench.expect(tensor, torch.tensor([mean, -mean], device=bench.device), "avg of int64")
 
 
+def what_is_no_number_is_neither_least_nor_greatest(bench: Bench) -> None:
+    for reduce_op in ("min", "max"):
+        for at in range(len(bench.members)):
+            tensor = torch.tensor([float(bench.own), math.nan if at == bench.own else 1.0], device=bench.device)
+            bench.made.all_reduce(tensor, reduce_op).wait()
+            if tensor.isnan().tolist() != [False, True]:
+                bench.wrong.append(f"{reduce_op} with what is no number of {at}: {tensor}")
+
+
 def broadcast(bench: Bench) -> None:
     for root in bench.members:
         for size in SIZES:
@@ -225,6 +235,7 @@ CHECKS: dict[str, Callable[[Bench], None]] = {
         all_reduce,
         all_reduce_rounds_alike,
         large_integers_keep_their_digits,
+        what_is_no_number_is_neither_least_nor_greatest,
         broadcast,
         scatter,
     )

@@ -1,5 +1,6 @@
 """Tensors in other layouts: same values, same gradients, nothing sent twice."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from dtckpt import (
     unpack,
 )
 from dtckpt.dtensor.functional import redistribute
+from dtckpt.dtensor.hops import Change, Hop
 from dtckpt.dtensor.moving import get_default_mesh
 from dtckpt.dtensor.redistribution import program_of
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError, MeshTypeError
@@ -139,6 +141,14 @@ def test_a_client_without_messages_takes_part():
         (hop,) = program_of(source, target, (1, 2), torch.float32).hops
         assert not hop.is_local
         assert [len(wave.sends) + len(wave.receives) for wave in hop.waves] == [(1, 1, 0)[client]]
+
+
+@pytest.mark.parametrize("kind", ["CPU", "GPU"])
+def test_a_client_outside_waits_for_nothing(kind):
+    names = [f"/job:worker/replica:0/task:{client}/device:{kind}:0" for client in range(2)]
+    mesh = Mesh(["x"], np.arange(2), [], [], "", names)
+    hop = Hop([Change(Layout([UNSHARDED], mesh, {"x": "sum"}), Layout(["x"], mesh), (4,), torch.float32)])
+    assert (hop.is_local, hop.waves, hop.collectives.members) == (False, [], (0, 1))
 
 
 def test_a_plan_for_one_of_many_clients_is_cheap():
