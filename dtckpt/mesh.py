@@ -310,7 +310,7 @@ class Mesh:
         names = self._record.local_devices or self._record.global_devices
         return kind_of(names[0]).upper() if names else ""
 
-    @property
+    @cached_property
     def device_type(self) -> str:
         """``"cpu"`` or ``"cuda"``, as PyTorch spells it."""
         return _TORCH_TYPES.get(self.device_kind, self.device_kind.lower())

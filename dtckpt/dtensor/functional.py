@@ -102,9 +102,9 @@ class _FromComponents(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: Layout, shape: tuple[int, ...], gradient: Layout, *parts: torch.Tensor) -> DTensor:
         ctx.set_materialize_grads(False)  # a plain tensor of zeros would be no gradient of a DTensor
-        ctx.gradient, ctx.shapes = gradient, [part.shape for part in parts]
+        ctx.gradient, ctx.shapes, ctx.device = gradient, [part.shape for part in parts], parts[0].device
         components = [] if layout.mesh.is_remote() else [part.view_as(part) for part in parts]
-        return DTensor(components, layout, shape, parts[0].dtype)
+        return DTensor(components, layout, shape, parts[0].dtype, device=ctx.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor | None) -> tuple[Any, ...]:
@@ -112,7 +112,8 @@ class _FromComponents(torch.autograd.Function):
             return None, None, None, *(None for _ in ctx.shapes)
         moved = redistribute(gradient, ctx.gradient)
         if not moved.components:
-            return None, None, None, *(torch.zeros(shape, dtype=gradient.dtype) for shape in ctx.shapes)
+            zeros = (torch.zeros(shape, dtype=gradient.dtype, device=ctx.device) for shape in ctx.shapes)
+            return None, None, None, *zeros
         return None, None, None, *components_of(moved, moved.layout)
 
 

@@ -71,9 +71,10 @@ class Change:
     @property
     def device_type(self) -> str:
         """Where messages lie: on the cards, if every client has one there and a backend for it, else in host memory."""
-        meshes = self.source.mesh, self.target.mesh
-        has_cards = all(mesh.device_type == "cuda" and mesh.num_clients == mesh.size() for mesh in meshes)
-        return message_memory("cuda") if has_cards else "cpu"
+        for mesh in (self.source.mesh, self.target.mesh):
+            if mesh.device_type != "cuda" or mesh.num_clients != mesh.size():
+                return "cpu"
+        return message_memory("cuda")
 
     @property
     def device(self) -> torch.device:

@@ -24,6 +24,7 @@ from dtckpt.dtensor.hops import Change, Hop, Memory, Transfer
 from dtckpt.dtensor.native import NativeHop, NativeTransfer, recognise
 from dtckpt.dtensor.streams import Beside
 from dtckpt.errors import DtckptError, LayoutError
+from dtckpt.groups import message_memory
 from dtckpt.layout import MATCH, Layout
 from dtckpt.mesh import Mesh
 from dtckpt.planning.paths import plan_path
@@ -91,14 +92,18 @@ class Program:
 
 def program_of(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.dtype) -> Program:
     """Return the program of a change, compiled when it is first asked for."""
-    change = Change(source, target, tuple(shape), dtype)
-    # Equal meshes may be seen from different clients of one process.
-    return _compile(change, change.client)
+    return _program_of(Change(source, target, tuple(shape), dtype))
+
+
+def _program_of(change: Change) -> Program:
+    is_on_cards = "cuda" in (change.source.mesh.device_type, change.target.mesh.device_type)
+    # Equal meshes may be seen from different clients of one process, whose process group may be followed by another.
+    return _compile(change, change.client, message_memory("cuda") if is_on_cards else "cpu")
 
 
 @lru_cache(maxsize=4096)
-def _compile(change: Change, client: int) -> Program:
-    del client
+def _compile(change: Change, client: int, memory: str) -> Program:
+    del client, memory
     source, target, shape, dtype = change.source, change.target, change.shape, change.dtype
     path = plan_path(source, target, shape, is_native=change.device_type != "cpu")
     hops: list[Hop | NativeHop] = []
@@ -310,11 +315,11 @@ def redistribute(
 def _part(seen_by: Callable[[int], Sequence[Change]], count: int) -> divergence.Part:
     own = dist.get_rank()
     changes = seen_by(own)
-    programs = [_compile(change, change.client) for change in changes]
+    programs = [_program_of(change) for change in changes]
 
     @cache
     def ways_of(client: int) -> list[tuple[Hop | NativeHop, ...]]:
-        return [_compile(change, change.client).hops for change in seen_by(client)]
+        return [_program_of(change).hops for change in seen_by(client)]
 
     # Hop by hop: nobody is done with one before those it exchanges messages with have begun it.
     late, clients = {own}, {client for change in changes for client in change.clients}

@@ -24,6 +24,7 @@ from dtckpt import (
     run_on,
     unpack,
 )
+from dtckpt.dtensor import redistribution
 from dtckpt.dtensor.functional import redistribute
 from dtckpt.dtensor.hops import Change, Hop
 from dtckpt.dtensor.moving import get_default_mesh
@@ -149,6 +150,17 @@ def test_a_client_outside_waits_for_nothing(kind):
     mesh = Mesh(["x"], np.arange(2), [], [], "", names)
     hop = Hop([Change(Layout([UNSHARDED], mesh, {"x": "sum"}), Layout(["x"], mesh), (4,), torch.float32)])
     assert (hop.is_local, hop.waves, hop.collectives.members) == (False, [], (0, 1))
+
+
+def test_a_process_group_with_another_backend_gets_programs_of_its_own(monkeypatch):
+    names = [f"/job:worker/replica:0/task:{client}/device:GPU:0" for client in range(2)]
+    mesh = Mesh(["x"], np.arange(2), [], [], "", names)
+    change = Layout(["x"], mesh), Layout([UNSHARDED], mesh), (4,), torch.float32
+    programs = []
+    for memory in ("cuda", "cpu", "cuda"):
+        monkeypatch.setattr(redistribution, "message_memory", lambda _, memory=memory: memory)
+        programs.append(program_of(*change))
+    assert programs[0] is programs[2] is not programs[1]
 
 
 def test_a_plan_for_one_of_many_clients_is_cheap():
