@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from states import bits_of
 
 from dtckpt import Region, abstract_mesh, dtensor
-from dtckpt.dtensor.randomness import agreed_key, draw_key, fill, integer_bounds, permutation
+from dtckpt.dtensor.randomness import agreed_key, draw_key, fill, filling, integer_bounds, permutation
 from dtckpt.dtensor.randomness.filling import pieces_of
 from dtckpt.dtensor.randomness.kinds import draw_of
 from dtckpt.dtensor.randomness.philox import TensorStream, stream_of
@@ -116,15 +116,19 @@ def test_large_parts(kind, dtype, threads, monkeypatch):
         assert bits_of(part) == bits_of(whole[Region(offset, size).slices()])
 
 
-@given(st.lists(st.tuples(st.integers(1, 60), st.floats(0, 1), st.floats(0, 1)), max_size=4), st.integers(1, 3000))
-def test_pieces_cover_a_region_once_and_no_more_than_the_whole(dims, block):
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.floats(0, 1), st.floats(0, 1)), max_size=4),
+    st.integers(1, 3000),
+    st.integers(0, 3000),
+)
+def test_pieces_cover_a_region_once_and_no_more_than_the_whole(dims, block, seek):
     shape = tuple(size for size, *_ in dims)
     offset = tuple(int(start * (size - 1)) for size, start, _ in dims)
     left = [size - begin for size, begin in zip(shape, offset, strict=True)]
     region = Region(offset, tuple(1 + int(part * (size - 1)) for size, (*_, part) in zip(left, dims, strict=True)))
     numbers = torch.arange(math.prod(shape)).reshape(shape)
     seen, end = torch.full(region.shape, -1), 0
-    for piece in pieces_of(region, shape, block):
+    for piece in pieces_of(region, shape, block, seek):
         assert piece.count <= block
         assert piece.first >= end, "an element is made twice"
         end = piece.first + piece.count
@@ -138,6 +142,11 @@ def test_pieces_cover_a_region_once_and_no_more_than_the_whole(dims, block):
 def test_long_gaps_are_skipped():
     pieces = list(pieces_of(Region((0, 7), (4, 10)), (4, 1_000_000), 30_000))
     assert [piece.count for piece in pieces] == [10] * 4
+
+
+def test_a_card_starts_few_runs():
+    half = Region((0, 0), (8192, 16384))
+    assert len(list(pieces_of(half, (8192, 32768), filling._DEVICE_BLOCK, filling._DEVICE_SEEK))) <= 8192 / 16
 
 
 @pytest.mark.parametrize(("kind", "dtype", "params"), CASES)

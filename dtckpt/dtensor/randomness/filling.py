@@ -21,8 +21,10 @@ _HOST_BLOCK = 1 << 16
 """Elements made at once on a CPU: calls are few, and they stay in its cache."""
 _DEVICE_BLOCK = 1 << 19
 """Elements made at once elsewhere: words and what is computed on the way take some 100 bytes each."""
-_SEEK = 1 << 13
+_HOST_SEEK = 1 << 13
 """Elements between runs that are made and thrown away rather than started anew behind them: it takes as long."""
+_DEVICE_SEEK = _DEVICE_BLOCK
+"""The same elsewhere, where what takes long is to start: some 500 kernels a run."""
 _MIN_SHARED = 1 << 17
 """Fewer elements are not worth threads."""
 
@@ -60,8 +62,8 @@ def fill(kind: str, component: torch.Tensor, region: Region, shape: Sequence[int
         raise ComponentError(f"p of bernoulli: got shape {tuple(draw.limit.shape)}, expected {tuple(component.shape)}")
     if component.is_meta or not component.numel():
         return
-    block = _HOST_BLOCK if component.device.type == "cpu" else _DEVICE_BLOCK
-    _execute(draw, component, key, pieces_of(region, shape, block - 2 * GROUP))
+    block, seek = (_HOST_BLOCK, _HOST_SEEK) if component.device.type == "cpu" else (_DEVICE_BLOCK, _DEVICE_SEEK)
+    _execute(draw, component, key, pieces_of(region, shape, block - 2 * GROUP, seek))
 
 
 def permutation(length: int, key: int, device: torch.device) -> torch.Tensor:
@@ -105,8 +107,11 @@ class Piece:
     strides: tuple[int, ...]
 
 
-def pieces_of(region: Region, shape: Sequence[int], block: int) -> Iterator[Piece]:
-    """Yield boxes that make up a region that is not empty, each within a run of ``block`` elements at most."""
+def pieces_of(region: Region, shape: Sequence[int], block: int, seek: int = _HOST_SEEK) -> Iterator[Piece]:
+    """Yield boxes that make up a region that is not empty, each within a run of ``block`` elements at most.
+
+    Runs follow each other where no more than ``seek`` elements lie between them.
+    """
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     reach = [size - 1 for size in region.shape]
     spans = [1 + sum(map(operator.mul, reach[dim:], strides[dim:])) for dim in range(len(shape) + 1)]
@@ -114,13 +119,13 @@ def pieces_of(region: Region, shape: Sequence[int], block: int) -> Iterator[Piec
     def walk(dim: int, first: int, offset: tuple[int, ...]) -> Iterator[Piece]:
         rest = region.shape[dim:]
         left = (0,) * len(rest)
-        if spans[dim] <= block and (not rest or rest[0] == 1 or strides[dim] - spans[dim + 1] <= _SEEK):
+        if spans[dim] <= block and (not rest or rest[0] == 1 or strides[dim] - spans[dim + 1] <= seek):
             box = (1,) * dim + rest
             yield Piece(first, spans[dim], (*offset, *left), box, strides)
             return
         size, stride, inner = rest[0], strides[dim], spans[dim + 1]
         # Gaps between runs grow from the inner dims to the outer ones: if this dim's are short, all are.
-        group = 1 if stride - inner > _SEEK else max(1, (block - inner) // stride + 1)
+        group = 1 if stride - inner > seek else max(1, (block - inner) // stride + 1)
         for start in range(0, size, group):
             if group == 1:
                 yield from walk(dim + 1, first + start * stride, (*offset, start))
