@@ -230,6 +230,11 @@ class MemorySource:
         self._parts = parts
         self._noted = noted or {}
         self._host: dict[int, np.ndarray[Any, Any]] = {}
+        if torch.cuda.is_initialized():
+            copies = (copy for boxes in parts.values() for _, listed in boxes for copy in listed)
+            for device in {copy.device for copy in copies if copy.is_cuda}:
+                # Other threads read the tensors, too, and have streams of their own.
+                torch.cuda.current_stream(device).synchronize()
 
     def parts(self, name: str) -> Sequence[tuple[Region, list[torch.Tensor]]]:
         """Return the boxes of a tensor and the local copies of each."""

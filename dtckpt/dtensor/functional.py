@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dtckpt.dtensor import meta
+from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.packing import pack
 from dtckpt.dtensor.redistribution import Program, program_of, resolve_match, tell
 from dtckpt.dtensor.redistribution import redistribute as redistribute_components
@@ -79,9 +80,11 @@ def _moved(wanted: _Wanted, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
     """Return tensors in other layouts, without a gradient."""
     sources = []
     for tensor, program in zip(tensors, wanted.programs, strict=True):
-        dtype = program.change.dtype
+        dtype, mesh = program.change.dtype, tensor.device_mesh
         components = tensor.components if dtype == tensor.dtype else [part.to(dtype) for part in tensor.components]
-        sources.append(dict(zip(tensor.device_mesh.local_device_ids(), components, strict=True)))
+        if mesh.device_type == "cuda" and tensor.is_cpu:  # by ``cpu()``; those that exchange messages are on the cards
+            components = [part.to(device_of(name)) for part, name in zip(components, mesh.local_devices(), strict=True)]
+        sources.append(dict(zip(mesh.local_device_ids(), components, strict=True)))
     running = redistribute_components(wanted.programs, sources, is_async=wanted.is_async)
     made = []
     for program, layout, moved, source in zip(

@@ -44,6 +44,13 @@ def test_any_layout_to_any_other(make_mesh, seed):
     moves.check_one_process(seed, make_mesh)
 
 
+@pytest.mark.parametrize("make_mesh", MESH_MAKERS)
+def test_what_was_brought_to_the_host_is_moved_as_well(make_mesh):
+    mesh = make_mesh({"x": 3})
+    moved = packed(WHOLE, Layout(["x", UNSHARDED], mesh)).cpu().redistribute(placements=[Shard(1)])
+    assert torch.equal(moved.full_tensor().cpu(), WHOLE)
+
+
 @given(st.integers(0, 2**32))
 def test_gradients_come_back_from_any_layout_to_any_other(seed):
     moves.check_gradient(seed)
