@@ -230,7 +230,7 @@ class MemorySource:
         self._parts = parts
         self._noted = noted or {}
         self._host: dict[int, np.ndarray[Any, Any]] = {}
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
             copies = (copy for boxes in parts.values() for _, listed in boxes for copy in listed)
             for device in {copy.device for copy in copies if copy.is_cuda}:
                 # Other threads read the tensors, too, and have streams of their own.

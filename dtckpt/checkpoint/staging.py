@@ -31,6 +31,8 @@ class StagingMemory:
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
+        self._is_for_cards = False
+        self._unlock: Callable[[], object] = lambda: None
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._pieces: list[torch.Tensor] = []
 
@@ -79,16 +81,14 @@ class StagingMemory:
     def _carve(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return memory for the tensors."""
         shapes = [(source.shape, source.dtype) for source in sources]
-        is_pinned = any(source.is_cuda for source in sources)
+        is_for_cards = any(source.is_cuda and source.numel() for source in sources)
         sizes = [math.ceil(source.nbytes / _ALIGNMENT) * _ALIGNMENT for source in sources]
         needed = sum(sizes)
-        if not needed <= self._block.numel() <= 2 * needed or is_pinned > self._block.is_pinned():
+        if not needed <= self._block.numel() <= 2 * needed or is_for_cards > self._is_for_cards:
+            self._unlock()
             self._pieces, self._block = [], torch.empty(0, dtype=torch.uint8)  # the old one goes before the new comes
-            self._block = (
-                torch.empty(needed, dtype=torch.uint8, pin_memory=True)
-                if is_pinned
-                else host_memory.empty((needed,), torch.uint8)
-            )
+            self._block, self._is_for_cards = host_memory.empty((needed,), torch.uint8), is_for_cards
+            self._unlock = host_memory.lock_pages(self._block, self) if is_for_cards else lambda: None
         elif shapes == self._shapes:
             return self._pieces
         starts = np.cumsum([0, *sizes]).tolist()

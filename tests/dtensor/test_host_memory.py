@@ -55,3 +55,44 @@ def test_what_has_no_memory_is_made_alike():
     assert host_memory.empty((1 << 23,), torch.float32, "meta").is_meta
     sizes = [host_memory.empty((length,), torch.uint8).nbytes for length in itertools.accumulate([1 << 22, 1, 4095])]
     assert sizes == [1 << 22, (1 << 22) + 1, (1 << 22) + 4096]
+
+
+class Runtime:
+    """Stands for CUDA's, as far as locking pages goes."""
+
+    def __init__(self, error=0):
+        self.error = error
+        self.locked = {}
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        assert flags == 1
+        if not self.error:
+            self.locked[address] = nbytes
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+        return 0
+
+
+class Owner: ...
+
+
+def test_memory_is_locked_until_it_is_unlocked_or_its_owner_is_gone(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory, other, owner = torch.empty(100), torch.empty(10), Owner()
+    unlock = host_memory.lock_pages(memory, owner)
+    host_memory.lock_pages(other, owner)
+    assert runtime.locked == {memory.data_ptr(): 400, other.data_ptr(): 40}
+    unlock()
+    unlock()
+    assert runtime.locked == {other.data_ptr(): 40}
+    del owner
+    assert runtime.locked == {}
+
+
+def test_memory_that_cannot_be_locked_serves_as_it_is(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=2))
+    host_memory.lock_pages(torch.empty(100), Owner())()
+    assert "400 bytes of host memory cannot be page-locked: cudaError 2" in caplog.text
