@@ -1,6 +1,7 @@
 """`local_map`, `register_sharding`, `implicit_replication`."""
 
 import inspect
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from dtckpt import UNSHARDED, DTensor, Layout, Partial, Replicate, Shard, abstra
 from dtckpt.dtensor import distribute_tensor, experimental
 from dtckpt.dtensor.experimental import local_map, register_sharding
 from dtckpt.dtensor.operators import dispatch, table
+from dtckpt.dtensor.operators.plans import is_trusted
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError, OperatorError, ReplicaMismatchError
 
 from . import on_clients
@@ -276,6 +278,16 @@ def test_shardings_that_do_not_fit_are_refused(registering):
 
 
 # --- implicit_replication -----------------------------------------------------------------------------------------
+
+
+def test_all_threads_trust():
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(is_trusted()))
+    with experimental.implicit_replication(), experimental.implicit_replication():
+        thread.start()
+        thread.join()
+    assert seen == [True]
+    assert not is_trusted()
 
 
 @pytest.mark.processes

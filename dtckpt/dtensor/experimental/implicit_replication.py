@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dtckpt.dtensor.operators.plans import trusted
+from dtckpt.dtensor.operators.plans import trusted_by_all_threads
 
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
     """Take plain tensors beside DTensors for replicated, in a context, without comparing the clients' values.
 
-    Outside of it they count as replicated too, and clients compare them first. Blocks may be nested.
+    Outside of it they count as replicated too, and clients compare them first. Blocks may be nested, and hold for all
+    threads, as PyTorch's do.
     """
-    with trusted():
+    with trusted_by_all_threads():
         yield

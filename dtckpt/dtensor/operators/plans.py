@@ -26,6 +26,8 @@ _UPDATED = ("running_mean", "running_var")
 """What operators write to though their signatures do not say so."""
 
 _is_trusted: ContextVar[bool] = ContextVar("is_trusted", default=False)
+_trusting: set[object] = set()
+"""Blocks in which every thread trusts: autograd has threads of its own for what lies on cards."""
 
 
 @contextmanager
@@ -38,9 +40,20 @@ def trusted() -> Iterator[None]:
         _is_trusted.reset(token)
 
 
+@contextmanager
+def trusted_by_all_threads() -> Iterator[None]:
+    """As `trusted`, for all threads."""
+    block = object()
+    _trusting.add(block)
+    try:
+        yield
+    finally:
+        _trusting.remove(block)
+
+
 def is_trusted() -> bool:
     """Whether plain tensors are taken for the same on every client."""
-    return _is_trusted.get()
+    return bool(_trusting) or _is_trusted.get()
 
 
 class Plan(Protocol):
