@@ -11,6 +11,7 @@ import logging
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -19,6 +20,7 @@ logger = logging.getLogger("dtckpt.host_memory")
 
 _PORTABLE = 1
 """The runtime's flag for memory that is page-locked for all cards."""
+
 LEAST_NBYTES = 4 << 20
 """Of what lies in huge pages; what is smaller is mostly made of memory that was used before."""
 
@@ -55,11 +57,18 @@ def lock_pages(memory: torch.Tensor, owner: object) -> Callable[[], object]:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
     if error:
+        _take_last_error()
         logger.warning("%d bytes of host memory cannot be page-locked: cudaError %d", memory.nbytes, error)
         return lambda: None
     unlock = weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr())
     unlock.atexit = False  # the driver is gone by then
     return unlock
+
+
+def _take_last_error() -> None:
+    """Have an error that CUDA's runtime keeps for whoever asks next raised here."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda").add_(1)
 
 
 def _advise(tensor: torch.Tensor) -> None:

@@ -115,8 +115,8 @@ def cluster_mesh(axes: dict[str, int], num_clients: int, client: int, kind: str 
     total = math.prod(axes.values())
     share = total // num_clients
     # Clients share the host's cards, each from another one on.
-    first = share if kind == "CPU" else total
-    names = [f"/job:worker/replica:0/task:{i // share}/device:{kind}:{i % first}" for i in range(total)]
+    num_names = share if kind == "CPU" else total
+    names = [f"/job:worker/replica:0/task:{i // share}/device:{kind}:{i % num_names}" for i in range(total)]
     mine = list(range(client * share, (client + 1) * share))
     ids = np.arange(total).reshape(tuple(axes.values()))
     return Mesh(list(axes), ids, mine, [names[i] for i in mine], "", names)

@@ -230,10 +230,12 @@ class MemorySource:
         self._parts = parts
         self._noted = noted or {}
         self._host: dict[int, np.ndarray[Any, Any]] = {}
+
+    def synchronize(self) -> None:
+        """Wait for what the current streams have still to do on cards: other threads read, too, on their own."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            copies = (copy for boxes in parts.values() for _, listed in boxes for copy in listed)
+            copies = (copy for boxes in self._parts.values() for _, listed in boxes for copy in listed)
             for device in {copy.device for copy in copies if copy.is_cuda}:
-                # Other threads read the tensors, too, and have streams of their own.
                 torch.cuda.current_stream(device).synchronize()
 
     def parts(self, name: str) -> Sequence[tuple[Region, list[torch.Tensor]]]:
@@ -374,6 +376,8 @@ class Attempt:
     def _stage_state(self) -> None:
         """Make the state independent of its tensors, while the others are waited for: the copy hides the wait."""
         if self._stage is None:
+            if isinstance(source := self._begun[0][0].source, MemorySource):
+                source.synchronize()
             return
         state, plan = self._begun.pop()
         try:

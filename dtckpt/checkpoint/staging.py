@@ -86,7 +86,8 @@ class StagingMemory:
         needed = sum(sizes)
         if not needed <= self._block.numel() <= 2 * needed or is_for_cards > self._is_for_cards:
             self._unlock()
-            self._pieces, self._block = [], torch.empty(0, dtype=torch.uint8)  # the old one goes before the new comes
+            # The old one goes before the new comes.
+            self._pieces, self._shapes, self._block = [], [], torch.empty(0, dtype=torch.uint8)
             self._block, self._is_for_cards = host_memory.empty((needed,), torch.uint8), is_for_cards
             self._unlock = host_memory.lock_pages(self._block, self) if is_for_cards else lambda: None
         elif shapes == self._shapes:

@@ -15,6 +15,7 @@ import math
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -48,8 +49,9 @@ _NATIVE_OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-_NATIVE_INTEGERS = frozenset({torch.int32, torch.int64, torch.uint8, torch.int8})
-_NATIVE_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+_NATIVE_DTYPES = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8}
+)
 
 
 class Work(Protocol):
@@ -236,7 +238,9 @@ class Native(Pairwise):
         group = groups.connected_group_of(self.members, self._device)
         operations = [dist.P2POp(dist.irecv, as_bytes(room), peer, group) for peer, room in receives if room.numel()]
         operations += [dist.P2POp(dist.isend, as_bytes(given), peer, group) for peer, given in sends if given.numel()]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        if not operations:
+            return Pending([], "exchange", self.members, receives=[None] * len(receives))
+        works = dist.batch_isend_irecv(operations)
         return self._started("exchange", sum(room.nbytes for _, room in receives), works, num_receives=len(receives))
 
     def all_gather(self, received: Sequence[torch.Tensor], piece: torch.Tensor) -> Work:
@@ -246,17 +250,26 @@ class Native(Pairwise):
         return self._started("all_gather", piece.nbytes * (len(self.members) - 1), [work])
 
     def reduce_scatter(self, reduced: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str) -> Work:
-        if not _is_native(reduced.dtype, reduce_op) or not _are_even(terms):
+        if reduce_op not in _NATIVE_OPS or reduced.dtype not in _NATIVE_DTYPES or not _are_even(terms):
             return super().reduce_scatter(reduced, terms, reduce_op)
-        work = dist.reduce_scatter(reduced, list(terms), _NATIVE_OPS[reduce_op], self._group, async_op=True)
-        nbytes = reduced.nbytes * (len(self.members) - 1)
-        return self._started("reduce_scatter", nbytes, [work], self._averaging(reduced, reduce_op))
+        works, then = [], self._averaging(reduced, reduce_op)
+        if _loses_nan(reduced, reduce_op):
+            found, given = torch.empty_like(reduced, dtype=torch.uint8), [term.isnan().byte() for term in terms]
+            works.append(dist.reduce_scatter(found, given, dist.ReduceOp.MAX, self._group, async_op=True))
+            then = partial(_put_nan, reduced, found)
+        works.append(dist.reduce_scatter(reduced, list(terms), _NATIVE_OPS[reduce_op], self._group, async_op=True))
+        return self._started("reduce_scatter", reduced.nbytes * (len(self.members) - 1), works, then)
 
     def all_reduce(self, tensor: torch.Tensor, reduce_op: str) -> Work:
-        if not _is_native(tensor.dtype, reduce_op):
+        if reduce_op not in _NATIVE_OPS or tensor.dtype not in _NATIVE_DTYPES:
             return super().all_reduce(tensor, reduce_op)
-        work = dist.all_reduce(tensor, _NATIVE_OPS[reduce_op], self._group, async_op=True)
-        return self._started("all_reduce", tensor.nbytes, [work], self._averaging(tensor, reduce_op))
+        works, then = [], self._averaging(tensor, reduce_op)
+        if _loses_nan(tensor, reduce_op):
+            found = tensor.isnan().byte()
+            works.append(dist.all_reduce(found, dist.ReduceOp.MAX, self._group, async_op=True))
+            then = partial(_put_nan, tensor, found)
+        works.append(dist.all_reduce(tensor, _NATIVE_OPS[reduce_op], self._group, async_op=True))
+        return self._started("all_reduce", tensor.nbytes, works, then)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         work = dist.broadcast(as_bytes(tensor), root, self._group, async_op=True)
@@ -284,11 +297,14 @@ class Native(Pairwise):
         return Pending([together], kind, self.members, then, [together] * num_receives)
 
 
-def _is_native(dtype: torch.dtype, reduce_op: str) -> bool:
-    """Whether libraries reduce as torch does, to which NaN is less and greater than any number; to them, neither."""
-    if dtype in _NATIVE_FLOATS:
-        return reduce_op in _NATIVE_OPS and reduce_op not in ("min", "max")
-    return dtype in _NATIVE_INTEGERS and reduce_op in _NATIVE_OPS
+def _loses_nan(tensor: torch.Tensor, reduce_op: str) -> bool:
+    """Whether libraries may take a number for the least or greatest where torch takes NaN."""
+    return reduce_op in ("min", "max") and tensor.is_floating_point()
+
+
+def _put_nan(reduced: torch.Tensor, found: torch.Tensor) -> None:
+    """Write NaN where a term was NaN."""
+    reduced.masked_fill_(found.bool(), math.nan)
 
 
 def collectives_of(members: Sequence[int], client: int, device: torch.device) -> Collectives:

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from states import needs_card
 
 from dtckpt import host_memory
 
@@ -93,6 +94,19 @@ def test_memory_is_locked_until_it_is_unlocked_or_its_owner_is_gone(monkeypatch)
 
 
 def test_memory_that_cannot_be_locked_serves_as_it_is(monkeypatch, caplog):
+    taken = []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=2))
+    monkeypatch.setattr(host_memory, "_take_last_error", lambda: taken.append(True))
     host_memory.lock_pages(torch.empty(100), Owner())()
+    assert taken == [True]
     assert "400 bytes of host memory cannot be page-locked: cudaError 2" in caplog.text
+
+
+@pytest.mark.parametrize("card", [pytest.param("cuda", marks=needs_card)])
+def test_what_is_refused_does_not_show_in_the_next_kernel(card, caplog):
+    memory, owner = torch.empty(100), Owner()
+    torch.ones(1, device=card)
+    host_memory.lock_pages(memory, owner)
+    host_memory.lock_pages(memory, Owner())
+    assert "cannot be page-locked" in caplog.text
+    assert (torch.ones(2, device=card) + 1).tolist() == [2, 2]

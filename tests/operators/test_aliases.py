@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dtckpt import UNSHARDED, Layout, Partial, Replicate, Shard, abstract_mesh, pack
 from dtckpt.dtensor import distribute_tensor
+from dtckpt.dtensor.experimental import local_map
 
 from .aliases import run_program, run_programs_on_clients, write_to_conjugate
 from .checking import moves
@@ -93,6 +94,45 @@ def test_copies_that_were_packed_as_one_tensor_are_updated_once(name):
     UPDATES[name](*ours)
     for one, expected in zip(ours, plain, strict=True):
         assert [component.tolist() for component in one.components] == [expected.tolist()] * 4
+
+
+def test_shards_that_were_packed_as_one_tensor_get_numbers_of_their_own():
+    ours = pack([torch.zeros(4)] * 4, Layout(["x"], LINE)).uniform_()
+    assert ours.full_tensor().unique().numel() == 16
+    whole = pack([torch.zeros(4)] * 4, Layout([UNSHARDED], LINE))
+    assert local_map(lambda x: x.add_(1), [Replicate()])(whole).full_tensor().tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("name", ["foreach", "amp"])
+def test_writes_to_two_views_of_one_tensor_reach_it_both(name):
+    plain = torch.arange(8.0)
+    ours = pack(list(plain.clone().chunk(4)), Layout(["x"], LINE))
+    for whole in (plain, ours):
+        UPDATES[name](whole[:3], whole[3:])
+    assert ours.full_tensor().tolist() == plain.tolist()
+
+
+def test_statistics_that_are_split_are_updated():
+    values = torch.arange(8.0).view(2, 4)
+    plain = [torch.zeros(4), torch.ones(4)]
+    split = [pack(list(one.clone().chunk(4)), Layout(["x"], LINE)) for one in plain]
+    rows = pack([values] * 4, Layout([UNSHARDED] * 2, LINE))
+    functional.batch_norm(values, *plain, training=True)
+    functional.batch_norm(rows, *split, training=True)
+    whole = [pack([one.clone()] * 4, Layout([UNSHARDED], LINE)) for one in (torch.zeros(6), torch.ones(6))]
+    functional.batch_norm(rows, *(one[1:5] for one in whole), training=True)
+    for one, other, expected in zip(split, whole, plain, strict=True):
+        torch.testing.assert_close(one.full_tensor(), expected)
+        torch.testing.assert_close(other.full_tensor()[1:5], expected)
+
+
+def test_the_scale_of_gradients_is_updated():
+    plain = [torch.tensor(8.0), torch.tensor(0, dtype=torch.int32), torch.tensor(1.0)]
+    ours = [pack([one.clone()] * 4, Layout([], LINE)) for one in plain]
+    made = torch._amp_update_scale_(*ours, 2.0, 0.5, 3)
+    torch._amp_update_scale_(*plain, 2.0, 0.5, 3)
+    assert made is ours[0]
+    assert [one.full_tensor().item() for one in ours[:2]] == [one.item() for one in plain[:2]]
 
 
 ASSIGNED = {

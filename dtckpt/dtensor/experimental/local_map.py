@@ -11,6 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dtckpt.dtensor import factories, functional
 from dtckpt.dtensor.moving import MeshLike
+from dtckpt.dtensor.operators.moving import part
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError
 from dtckpt.mesh import Mesh
@@ -123,7 +124,8 @@ def _placed(number: int, value: Any, wanted: Placements, is_checked: bool, is_re
 
 
 def _parts(tensor: DTensor, gradient: Placements) -> Sequence[torch.Tensor]:
-    """Return a tensor's components; on a client outside the mesh, one without elements."""
+    """Return a tensor's components, to which may be written; on a client outside the mesh, one without elements."""
+    part(tensor)
     layout = (
         functional.gradient_layout(tensor.layout)
         if gradient is None

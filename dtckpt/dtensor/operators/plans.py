@@ -302,7 +302,8 @@ class WritingPlan:
                 write(value, target)
             written_to(target)
         if isinstance(call[self._written[0]], torch.Tensor):
-            return targets[0] if len(targets) == 1 else tuple(targets)
+            returned = targets[: len(self.func._schema.returns)]
+            return returned[0] if len(returned) == 1 else tuple(returned)
         return call[self._written[0]] if self.func._schema.returns else None
 
     def _resize(self, target: DTensor, value: DTensor, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> None:
@@ -343,16 +344,16 @@ class WholePlan:
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         call = Call(self.func, tuple(args), kwargs)
-        written = list(tensors_in([call[name] for name in self._signature.written]))
-        updated = tensors_in([call[name] for name in _UPDATED if name in self._signature.names])
-        for tensor in (*updated, *(written or (tensors[:1] if self._signature.is_view else ()))):
+        names = [name for name in _UPDATED if name in self._signature.names]
+        written = list(tensors_in([call[name] for name in (*self._signature.written, *names)]))
+        for tensor in written or (tensors[:1] if self._signature.is_view else ()):
             part(tensor)
         whole = replicated(tensors)
         for number, tensor in enumerate(tensors):
             if whole[number] is not tensor and any(tensor is one for one in written):
                 whole[number] = replicated([tensor], is_copied=True)[0]
         if not whole[0].components:
-            if written:
+            if self._signature.written:
                 return call[self._signature.written[0]]
             return absent(self.func, args, kwargs, tensors)
         made = []

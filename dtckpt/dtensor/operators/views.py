@@ -127,9 +127,10 @@ def _write_places(tensor: DTensor, view: View) -> None:
     # What was written has yet to reach the source, so that the view must not be made again from that.
     tensor._view = None
     (value,) = brought([tensor], [Layout(specs, layout.mesh, layout.partial)])
+    values = value.components
     tensor._view = view
     part(source)
-    for device, piece, given in zip(layout.mesh.local_device_ids(), source.components, value.components, strict=True):
+    for device, piece, given in zip(layout.mesh.local_device_ids(), source.components, values, strict=True):
         region = layout.region(device, shape)
         there, here = meeting(places_in(call, shape), region.offset[len(before)], region.shape[len(before)])
         wide = given.unsqueeze(len(before)) if is_one else given

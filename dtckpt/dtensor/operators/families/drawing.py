@@ -10,7 +10,7 @@ import torch
 from dtckpt.dtensor import randomness
 from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in
 from dtckpt.dtensor.operators.families.batches import functional_overloads
-from dtckpt.dtensor.operators.moving import brought, write
+from dtckpt.dtensor.operators.moving import brought, part, write
 from dtckpt.dtensor.operators.plans import WholePlan, on_meta, written_to
 from dtckpt.dtensor.operators.rule import LINEAR, Rule, pointwise
 from dtckpt.dtensor.operators.table import composite, rule
@@ -39,6 +39,7 @@ def refill(
     layout, mesh, shape = tensor._layout, tensor.device_mesh, tuple(tensor.shape)
     key = randomness.agreed_key(mesh, generator) if known_key is None else known_key
     base = Layout(layout.sharding_specs, mesh) if layout.has_partial else layout
+    part(tensor)
     components = [torch.empty_like(one) for one in tensor.components] if layout.has_partial else tensor.components
     limit = params.pop("p", None)
     limits: Any = [limit] * len(components)
