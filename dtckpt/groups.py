@@ -104,15 +104,22 @@ def connected_group_of(clients: Iterable[int], device: torch.device) -> dist.Pro
 
     On NCCL that takes a collective of all members before.
 
-    Collective: The first time over ``clients``. Errors: as `group_of`.
+    Collective: The first time over ``clients``.
 
     Args:
-        clients: As there.
+        clients: As for `group_of`.
         device: Where this client's messages lie.
+
+    Raises:
+        CoordinationError: As there, or the members cannot be connected.
     """
     group = group_of(clients, device.type)
     if group not in _connected:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        try:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        except RuntimeError as error:
+            members = capped(dist.get_process_group_ranks(group))
+            raise CoordinationError(f"connecting clients {members} on {device} failed: {error}") from error
         _connected.add(group)
     return group
 

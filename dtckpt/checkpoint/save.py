@@ -374,15 +374,17 @@ class Attempt:
         return Summary.of(str(place.where), token, plan, state.tree, agreed).to_bytes()
 
     def _stage_state(self) -> None:
-        """Make the state independent of its tensors, while the others are waited for: the copy hides the wait."""
-        if self._stage is None:
-            if isinstance(source := self._begun[0][0].source, MemorySource):
-                source.synchronize()
-            return
+        """Make the state independent of its tensors, while the others are waited for: the copy hides the wait.
+
+        A state that stays as it is must be there when it is read.
+        """
         state, plan = self._begun.pop()
         try:
-            with self._phases.measure("stage"):
-                state = self._stage(state, plan, self.rounds.client)
+            if self._stage is not None:
+                with self._phases.measure("stage"):
+                    state = self._stage(state, plan, self.rounds.client)
+            elif isinstance(state.source, MemorySource):
+                state.source.synchronize()
         except Exception as error:
             self._staging_failure = error
         self._begun.append((state, plan))

@@ -310,7 +310,7 @@ def _put_nan(reduced: torch.Tensor, found: torch.Tensor) -> None:
 def collectives_of(members: Sequence[int], client: int, device: torch.device) -> Collectives:
     """Return the collectives for messages that lie on this client's ``device``; no group is made before they are used.
 
-    Which devices can be told by `dtckpt.groups.message_memory`.
+    For tensors on a card, `dtckpt.groups.message_memory` says whether messages may lie there, too.
     """
     return Pairwise(members, client) if device.type == "cpu" else Native(members, client, device)
 

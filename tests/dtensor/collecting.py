@@ -271,3 +271,16 @@ def gather_object_from(client: int) -> None:
     """Have only one client gather objects; the others' process groups end."""
     if dist.get_rank() == client:
         all_gather_object(client, range(dist.get_world_size()))
+
+
+def connect_in_vain() -> None:
+    """Exchange messages natively, while the library connects nobody."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no route")
+
+    whole, dist.all_reduce = dist.all_reduce, fail
+    try:
+        Native(range(dtckpt.num_clients()), dtckpt.client_id(), torch.device("cpu")).exchange([], [])
+    finally:
+        dist.all_reduce = whole

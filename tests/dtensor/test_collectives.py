@@ -43,6 +43,13 @@ def test_gathering_objects_says_so_when_a_client_is_gone(pool):
     assert "all_gather_object among clients 0, 1 failed" in answer.text
 
 
+@pytest.mark.processes
+def test_clients_that_cannot_be_connected_are_named(pool):
+    answers = pool.run(collecting.connect_in_vain, clients=2, group=True)
+    assert {answer.error for answer in answers} == {"CoordinationError"}
+    assert all("connecting clients 0, 1 on cpu failed: no route" in answer.text for answer in answers)
+
+
 def test_alone_pairwise_needs_no_process_group():
     for check, function in collecting.CHECKS.items():
         bench = collecting.Bench(Pairwise([0], 0), 0, torch.device("cpu"))

@@ -301,10 +301,10 @@ class WritingPlan:
             with torch.no_grad():
                 write(value, target)
             written_to(target)
-        if isinstance(call[self._written[0]], torch.Tensor):
-            returned = targets[: len(self.func._schema.returns)]
-            return returned[0] if len(returned) == 1 else tuple(returned)
-        return call[self._written[0]] if self.func._schema.returns else None
+        count = len(self.func._schema.returns)
+        if count and isinstance(call[self._written[0]], torch.Tensor):
+            return targets[0] if count == 1 else tuple(targets[:count])
+        return call[self._written[0]] if count else None
 
     def _resize(self, target: DTensor, value: DTensor, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> None:
         """Give a tensor of no elements, passed as ``out``, shape, layout and values of the result.
