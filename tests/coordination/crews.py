@@ -47,6 +47,9 @@ class Crew:
     def send(self, client: int, message: Any) -> None:
         self._pipes[client].send(message)
 
+    def has_answered(self, client: int) -> bool:
+        return self._pipes[client].poll()
+
     def answer(self, client: int) -> Any:
         assert self._pipes[client].poll(ANSWER_WITHIN_S), f"client {client} hangs"
         return self._pipes[client].recv()

@@ -65,7 +65,10 @@ class Scene:
         for client in range(NUM_CLIENTS):
             self.crew.tell(client, "save unevenly", str(self.target), halt if client == self.halted else None)
         assert self.crew.answer(self.halted) == "halted"
-        if not self.is_last:
+        if self.is_last:  # earlier, a coordinator that dies might not have told them
+            others = set(range(NUM_CLIENTS)) - {self.halted}
+            wait_until(lambda: all(self.crew.has_answered(client) for client in others))
+        else:
             where = BARRIERS[BARRIERS.index(self.barrier) + (self.moment == "after")]
             wait_until(lambda: missing(server, where, self.job) == (self.halted,))
 
