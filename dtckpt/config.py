@@ -31,6 +31,7 @@ class Config:
     rank: str | None
     world_size: str | None
     local_world_size_text: str | None
+    host_transport_text: str
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Config:
@@ -46,6 +47,7 @@ class Config:
             rank=get("RANK"),
             world_size=get("WORLD_SIZE"),
             local_world_size_text=get("LOCAL_WORLD_SIZE"),
+            host_transport_text=get("DTCKPT_HOST_TRANSPORT", "true"),
         )
 
     @property
@@ -97,6 +99,11 @@ class Config:
     @property
     def heartbeat_enabled(self) -> bool:
         return self.heartbeat_text.lower() in ("true", "1")
+
+    @property
+    def uses_host_transport(self) -> bool:
+        """Whether messages within a host may go past the network."""
+        return self.host_transport_text.lower() in ("true", "1")
 
     @property
     def local_world_size(self) -> int:

@@ -194,7 +194,7 @@ def _make(key: Key) -> dist.ProcessGroup:
             _c10d._get_default_store(),
             f"dtckpt_{backend}_{members}_{times[ranks, backend]}",
             backend_options=options,
-            timeout=_timeout(world, backend) if options is None else options._timeout,
+            timeout=timeout_of(world, backend) if options is None else options._timeout,
             group_desc="dtckpt",
         )
     _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
@@ -215,7 +215,7 @@ def _without_splitting(world: dist.ProcessGroup) -> Iterator[None]:
         world.bound_device_id = bound
 
 
-def _timeout(world: dist.ProcessGroup, backend: str) -> timedelta:
+def timeout_of(world: dist.ProcessGroup, backend: str = _DEFAULT_BACKEND) -> timedelta:
     """Return the default group's timeout, or the backend's usual one where the default group does not tell."""
     inner: Any = world._get_backend(world._device_types[0])
     timeout: timedelta | None = getattr(getattr(inner, "options", None), "_timeout", None)

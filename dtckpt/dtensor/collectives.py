@@ -3,10 +3,10 @@
 Members are clients. Devices of one client serve each other by copies, which takes no message: that is the redistribute
 engine's part (`dtckpt.dtensor.redistribution`), as is a mesh whose clients own several devices each.
 
-On Gloo every operation is made of tagged pairwise messages. Those are as fast as Gloo's own collectives or faster, but
-for a large all-reduce, work for every dtype, and add terms in one order on all members. Clients that do not agree what
-to do do not meet: Gloo would take the message that comes and end the process if its size were wrong. NCCL has no tags
-and its collectives know the wiring, so there they are used.
+In host memory every operation is made of tagged pairwise messages (`dtckpt.point_to_point`). Those are as fast as
+Gloo's own collectives or faster, but for a large all-reduce between hosts, work for every dtype, and add terms in one
+order on all members. Clients that do not agree what to do do not meet: Gloo would take the message that comes and end
+the process if its size were wrong. NCCL has no tags and its collectives know the wiring, so there they are used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from dtckpt import groups
 from dtckpt.dtensor import observing
 from dtckpt.errors import CoordinationError, capped
+from dtckpt.point_to_point import carrier
 
 T = TypeVar("T")
 
@@ -54,6 +55,10 @@ _NATIVE_DTYPES = frozenset(
 )
 
 
+def _as_it_is(given: Any) -> torch.Tensor:
+    return given  # type: ignore[no-any-return]  # it is one, where nothing packs it
+
+
 class Work(Protocol):
     """Communication under way."""
 
@@ -79,10 +84,21 @@ class Collectives(Protocol):
     members: tuple[int, ...]
     """Clients, ascending. The pieces of a collective stand in this order."""
 
-    def exchange(self, sends: Iterable[Message], receives: Sequence[Message], tag: int = 0) -> Work:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, T]],
+        receives: Sequence[Message],
+        tag: int = 0,
+        pack: Callable[[T], torch.Tensor] = _as_it_is,
+    ) -> Work:
         """Exchange messages pairwise; those of one pair and tag arrive in order.
 
-        Each of ``sends`` is asked for when it is to be sent, so that the ones before are under way meanwhile.
+        Args:
+            sends: Clients, and what ``pack`` makes the messages of.
+            receives: Clients, and where their messages go.
+            tag: Keeps messages apart; below `dtckpt.point_to_point.END_OF_TAGS`.
+            pack: Called when a message is to be sent, so that those before are under way meanwhile; by default,
+                ``sends`` has the messages themselves.
         """
 
     def all_gather(self, received: Sequence[torch.Tensor], piece: torch.Tensor) -> Work:
@@ -161,14 +177,26 @@ class Pairwise:
         self._client = client
         self._own = self.members.index(client) if client in self.members else -1
 
-    def exchange(self, sends: Iterable[Message], receives: Sequence[Message], tag: int = 0) -> Work:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, T]],
+        receives: Sequence[Message],
+        tag: int = 0,
+        pack: Callable[[T], torch.Tensor] = _as_it_is,
+    ) -> Work:
         if len(self.members) == 1:
             return Pending([], "exchange", self.members)
-        # Not kept: groups end and are made anew, while this stays.
-        backend, ranks = groups.messenger(self.members)
         try:
-            coming = [backend.recv([room], ranks[peer], tag) if room.numel() else None for peer, room in receives]
-            going = [backend.send([given], ranks[peer], tag) for peer, given in sends if given.numel()]
+            # Not kept: groups end and are made anew, while this stays.
+            carry = carrier(self.members, {peer for peer, _ in (*sends, *receives)})
+            givers = {peer for peer, room in receives if room.numel()}
+            coming = [carry.recv(room, peer, tag) if room.numel() else None for peer, room in receives]
+            messages = ((peer, pack(given)) for peer, given in sends)
+            going = [
+                carry.send(message, peer, tag, is_answered=peer in givers)
+                for peer, message in messages
+                if message.numel()
+            ]
         except RuntimeError as error:
             raise _gone("exchange", self.members, error) from error
         if (coming or going) and observing.is_observed():
@@ -233,11 +261,18 @@ class Native(Pairwise):
         super().__init__(members, client)
         self._device = device
 
-    def exchange(self, sends: Iterable[Message], receives: Sequence[Message], tag: int = 0) -> Work:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, T]],
+        receives: Sequence[Message],
+        tag: int = 0,
+        pack: Callable[[T], torch.Tensor] = _as_it_is,
+    ) -> Work:
         del tag
         group = groups.connected_group_of(self.members, self._device)
+        messages = [(peer, pack(given)) for peer, given in sends]
         operations = [dist.P2POp(dist.irecv, as_bytes(room), peer, group) for peer, room in receives if room.numel()]
-        operations += [dist.P2POp(dist.isend, as_bytes(given), peer, group) for peer, given in sends if given.numel()]
+        operations += [dist.P2POp(dist.isend, as_bytes(one), peer, group) for peer, one in messages if one.numel()]
         if not operations:
             return Pending([], "exchange", self.members, receives=[None] * len(receives))
         works = dist.batch_isend_irecv(operations)

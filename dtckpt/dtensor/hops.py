@@ -11,7 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -291,7 +291,7 @@ class Hop:
 
         Args:
             tensors: The components of every tensor.
-            tag: The messages'; below 2**31.
+            tag: The messages'; below `END_OF_TAGS`.
             memory: Where to make what is made of each; default new memory.
         """
         return Transfer(self, tensors, tag, self.memory() if memory is None else memory)
@@ -363,12 +363,13 @@ class Transfer:
             ]
             # Who gives a message does so at once where it is known to be expected: so rooms first, then each is packed.
             self._work = self._hop.collectives.exchange(
-                ((peer, self._message(number, device)) for peer, number in wave.sends),
+                wave.sends,
                 [(peer, room) for (peer, *_), (_, _, room, _) in zip(wave.receives, self._receiving, strict=True)],
                 self._tag,
+                partial(self._message, device),
             )
 
-    def _message(self, number: int, device: torch.device | None) -> torch.Tensor:
+    def _message(self, device: torch.device | None, number: int) -> torch.Tensor:
         """Return a message, which is kept until it is there; what goes to several clients is packed once."""
         message = self._shared.get(number)
         if message is None:

@@ -28,6 +28,7 @@ from dtckpt.groups import message_memory
 from dtckpt.layout import MATCH, Layout
 from dtckpt.mesh import Mesh
 from dtckpt.planning.paths import plan_path
+from dtckpt.point_to_point import END_OF_TAGS, attend
 
 _LOG = logging.getLogger("dtckpt.dtensor")
 
@@ -174,7 +175,7 @@ class Redistribution:
                         memory[member] = memory[member] or programs[member].memory(number, wanted)
                     transfer = hop.start(
                         [here[member] for member in members],
-                        (first_tag + number) % 2**31,
+                        (first_tag + number) % END_OF_TAGS,
                         [memory[member].pop() for member in members if memory[member]],
                     )
                     for member, made in zip(members, transfer.made, strict=True):
@@ -309,6 +310,8 @@ def redistribute(
     running = Redistribution(programs, tensors, call, call.count if call else 0, into)
     if not is_async:
         running.wait()
+    elif has_waits:
+        attend()
     return running
 
 

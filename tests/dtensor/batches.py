@@ -170,10 +170,9 @@ def messages(number: int, size: int) -> tuple[list[tuple[int, int]], list[Commun
     counts: list[tuple[int, int]] = []
     exchange = Pairwise.exchange
 
-    def counted(self: Pairwise, sends: Any, receives: Any, tag: int = 0) -> Any:
-        given = list(sends)
-        counts.append((len(given), len(receives)))
-        return exchange(self, given, receives, tag)
+    def counted(self: Pairwise, sends: Any, receives: Any, *others: Any) -> Any:
+        counts.append((len(sends), len(receives)))
+        return exchange(self, sends, receives, *others)
 
     seen: list[Communication] = []
     with mock.patch.object(Pairwise, "exchange", counted), observed_by(seen.append):
