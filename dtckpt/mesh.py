@@ -509,6 +509,12 @@ class Mesh:
     def num_clients(self) -> int:
         return len(self.clients)
 
+    @cached_property
+    def local_client(self) -> int | None:
+        """This client's id, as the owner of its devices; None if it has none here."""
+        ids = self._record.local_device_ids
+        return self.client_of(ids[0]) if ids else None
+
     def client_of(self, device_id: int) -> int:
         """Return the client that owns a device."""
         return int(self.owners.flat[self._offset(device_id)])

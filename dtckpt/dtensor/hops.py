@@ -63,10 +63,8 @@ class Change:
     @property
     def client(self) -> int:
         """This client; -1 if it has no device in either mesh."""
-        for mesh in (self.source.mesh, self.target.mesh):
-            if mesh.local_device_ids():
-                return mesh.client_of(mesh.local_device_ids()[0])
-        return -1
+        ours, theirs = self.source.mesh.local_client, self.target.mesh.local_client
+        return ours if ours is not None else -1 if theirs is None else theirs
 
     @property
     def device_type(self) -> str:

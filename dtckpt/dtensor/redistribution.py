@@ -90,6 +90,10 @@ class Program:
         later = self.memory(number + 1, into)
         return [*later, later[-1].within(index)]
 
+    def with_neutral(self, made: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return what the hops made, and neutral elements where those are wanted instead."""
+        return {**made, **{device: torch.full_like(made[device], value) for device, value in self.neutral.items()}}
+
 
 def program_of(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.dtype) -> Program:
     """Return the program of a change, compiled when it is first asked for."""
@@ -183,9 +187,7 @@ class Redistribution:
                     self._under_way.append(transfer)
         self.components: list[dict[int, torch.Tensor]] = []
         """The new components of every tensor by device id of its target mesh; complete after `wait`."""
-        for program, made in zip(programs, here, strict=True):
-            neutral = {device: torch.full_like(made[device], value) for device, value in program.neutral.items()}
-            self.components.append({**made, **neutral})
+        self.components.extend(program.with_neutral(made) for program, made in zip(programs, here, strict=True))
 
     def wait(self) -> None:
         """Complete what is under way.
@@ -237,6 +239,35 @@ def _wave(programs: Sequence[Program], number: int) -> list[tuple[list[int], Hop
     return waves
 
 
+class LocalRedistribution:
+    """Tensors none of whose bytes travels between clients; brought where they are wanted at once.
+
+    Args:
+        programs: One per tensor.
+        tensors: The components of each.
+        into: As for `Redistribution`.
+    """
+
+    def __init__(
+        self, programs: Sequence[Program], tensors: Sequence[Components], into: Sequence[Components] | None
+    ) -> None:
+        self.components = [
+            _locally(program, components, None if into is None else into[number])
+            for number, (program, components) in enumerate(zip(programs, tensors, strict=True))
+        ]
+
+    def wait(self) -> None:
+        """Return: all is done."""
+
+
+def _locally(program: Program, components: Components, into: Components | None) -> dict[int, torch.Tensor]:
+    here, memory = dict(components), list[Memory]()
+    for number, hop in enumerate(program.hops):
+        memory = memory or program.memory(number, into)
+        (here,) = hop.start([here], memory=[memory.pop()] if memory else None).finish()
+    return program.with_neutral(here)
+
+
 class EnqueuedRedistribution:
     """Tensors whose way is enqueued on streams beside the current ones, so that the host need not wait.
 
@@ -263,6 +294,9 @@ class EnqueuedRedistribution:
         self._beside.wait()
 
 
+Running = Redistribution | LocalRedistribution | EnqueuedRedistribution
+
+
 def redistribute_into(programs: Sequence[Program], tensors: Sequence[Components], into: Sequence[Components]) -> None:
     """Bring tensors into other layouts, in ready memory. Collective and errors: as `redistribute`.
 
@@ -283,7 +317,7 @@ def redistribute(
     *,
     is_async: bool = False,
     into: Sequence[Components] | None = None,
-) -> Redistribution | EnqueuedRedistribution:
+) -> Running:
     """Bring tensors into other layouts.
 
     Collective: Over the clients of all meshes, with the same changes in the same order, unless no byte moves between
@@ -306,6 +340,8 @@ def redistribute(
     has_waits = any(not program.is_local and program.change.device_type == "cpu" for program in programs)
     if is_async and not has_waits and any(part.is_cuda for components in tensors for part in components.values()):
         return EnqueuedRedistribution(programs, tensors)
+    if all(program.is_local for program in programs):
+        return LocalRedistribution(programs, tensors, into)
     call = divergence.Call([program.change for program in programs], _part) if has_waits else None
     running = Redistribution(programs, tensors, call, call.count if call else 0, into)
     if not is_async:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dtckpt.dtensor.moving import MeshLike
     from dtckpt.dtensor.operators.specs import Spec
     from dtckpt.dtensor.operators.views import View
-    from dtckpt.dtensor.redistribution import EnqueuedRedistribution, Redistribution
+    from dtckpt.dtensor.redistribution import Running
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
@@ -38,7 +38,7 @@ class DTensor(torch.Tensor):
 
     _components: tuple[torch.Tensor, ...]
     _layout: Layout
-    _pending: Redistribution | EnqueuedRedistribution | None = None
+    _pending: Running | None = None
     """What the components wait for before they may be read; see `redistribute`."""
     _spec: Spec | None = None
     """See `dtckpt.dtensor.operators.specs`; made when it is first asked for."""
@@ -257,13 +257,18 @@ class DTensor(torch.Tensor):
         # The commonest change of all, none, costs no more than finding that out.
         if is_plain and isinstance(placements, list | tuple) and tuple(placements) == self.placements:
             return self
-        from dtckpt.dtensor import factories, functional, redistribution
+        from dtckpt.dtensor import functional
 
         mesh = self.device_mesh
         try:
-            mesh = mesh if device_mesh is None else factories.require_mesh(device_mesh)
+            if device_mesh is not None:
+                from dtckpt.dtensor import factories
+
+                mesh = factories.require_mesh(device_mesh)
             layout = functional.from_placements(mesh, placements, self.ndim)
         except DtckptError as error:
+            from dtckpt.dtensor import redistribution
+
             redistribution.tell(error, [self.device_mesh, mesh])
             raise
         return functional.redistribute(
