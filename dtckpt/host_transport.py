@@ -28,10 +28,12 @@ import torch
 EAGER_NBYTES = 64 << 10
 """Up to this size a message goes through the socket: two copies cost less than another wake-up of the sender."""
 
-_HEADER = struct.Struct("=BIQQQ")
-"""Kind, tag, number of the message or 0 if no answer is wanted, and address and size of the memory."""
+_HEADER = struct.Struct("=BIQQQQ")
+"""Kind, tag, number of the message or 0 if no answer is wanted, address and size of the memory, address of its seal."""
 _EAGER, _OFFER, _TAKEN = range(3)
 _LARGEST = _HEADER.size + EAGER_NBYTES
+_READ_NBYTES = 1 << 30
+"""The system copies at most 2 GiB at a time."""
 _AT_A_TIME = 16
 """Messages read from one socket before the others have their turn."""
 _LONGEST_LOOK_S = 1.0
@@ -39,12 +41,17 @@ _LONGEST_LOOK_S = 1.0
 
 
 class Request:
-    """A message on its way; its memory must be left alone until it `is_done`."""
+    """A message on its way; its memory must be left alone until it `is_done`, or was abandoned."""
 
-    __slots__ = ("_engine", "client", "error", "is_done", "memory")
+    __slots__ = ("_engine", "client", "error", "filler", "is_done", "memory", "seal")
 
     def __init__(self, engine: ProgressEngine, client: int, memory: torch.Tensor) -> None:
-        self._engine, self.client, self.memory = engine, client, memory
+        self._engine, self.client = engine, client
+        self.memory: torch.Tensor | None = memory
+        self.seal: ctypes.c_uint64 | None = None
+        """Says, to who reads the memory, that it still holds the message."""
+        self.filler = 0
+        """The thread that writes what came."""
         self.is_done = False
         self.error = ""
 
@@ -59,7 +66,18 @@ class Request:
         if self.error:
             raise RuntimeError(self.error)
 
+    def abandon(self) -> None:
+        """Have nothing more written to the memory, nor taken for a message what lies there from now on."""
+        if self.seal is not None:
+            self.seal.value = 0
+        with self._engine.lock:
+            if not self.filler:
+                self.memory = None
+        while self.filler not in (0, threading.get_ident()) and not self.is_done:  # for as long as a copy takes
+            time.sleep(0)
+
     def end(self, error: str = "") -> None:
+        """Let whoever waits know."""
         self.error = error
         self.is_done = True
 
@@ -104,14 +122,16 @@ class Endpoint:
         with self._engine.lock:
             number = next(self._engine.numbers)
             if nbytes <= EAGER_NBYTES and not self._backlog:
-                header = _HEADER.pack(_EAGER, tag, 0 if is_answered else number, 0, nbytes)
+                header = _HEADER.pack(_EAGER, tag, 0 if is_answered else number, 0, nbytes, 0)
                 if self._try(header + ctypes.string_at(memory.data_ptr(), nbytes)):
                     if is_answered:
                         request.end()
                     else:
                         self._sent[number] = request
                     return request
-            self._put(_HEADER.pack(_OFFER, tag, number, memory.data_ptr(), nbytes))
+            request.seal = ctypes.c_uint64(number)
+            seal_at = ctypes.addressof(request.seal)
+            self._put(_HEADER.pack(_OFFER, tag, number, memory.data_ptr(), nbytes, seal_at))
             self._sent[number] = request
         return request
 
@@ -127,6 +147,8 @@ class Endpoint:
             if data is None:
                 self._validate_alive()
                 self._posted.setdefault(tag, deque()).append(request)
+            else:
+                request.filler = threading.get_ident()
         if data is not None:
             self._fill(request, data)
         return request
@@ -171,36 +193,46 @@ class Endpoint:
             self._backlog.clear()
 
     def _handle(self, data: bytes) -> None:
-        kind, tag, number, _, _ = _HEADER.unpack_from(data)
-        if kind == _TAKEN:
-            with self._engine.lock:
-                request = self._sent.pop(number)
-            request.end()
-            return
+        kind, tag, number, *_ = _HEADER.unpack_from(data)
         with self._engine.lock:
+            if kind == _TAKEN:
+                self._sent.pop(number).end()
+                return
             found = _popped(self._posted, tag)
             if found is None:
                 self._unexpected.setdefault(tag, deque()).append(data)
-        if found is not None:
-            self._fill(found, data)
+                return
+            found.filler = threading.get_ident()
+        self._fill(found, data)
 
     def _fill(self, request: Request, data: bytes) -> None:
         """Bring a message to its place, and let the sender know."""
-        kind, tag, number, address, nbytes = _HEADER.unpack_from(data)
-        error = ""
-        if nbytes != request.memory.nbytes:
-            error = f"client {self.client} sent {nbytes} bytes, expected {request.memory.nbytes}"
-        elif kind == _EAGER:
-            ctypes.memmove(request.memory.data_ptr(), data[_HEADER.size :], nbytes)
-        else:
-            try:
-                read_memory(self._pid, address, request.memory.data_ptr(), nbytes)
-            except OSError as refused:
-                error = f"the memory of client {self.client} cannot be read: {refused}"
-        if number:
-            with self._engine.lock, suppress(RuntimeError):  # who has ended needs no answer
-                self._put(_HEADER.pack(_TAKEN, tag, number, 0, 0))
-        request.end(error)
+        _, tag, number, *_ = _HEADER.unpack_from(data)
+        error = "it was interrupted"
+        try:
+            error = "" if request.memory is None else self._copy(data, request.memory)
+        finally:
+            if number:
+                with self._engine.lock, suppress(RuntimeError):  # who has ended needs no answer
+                    self._put(_HEADER.pack(_TAKEN, tag, number, 0, 0, 0))
+            request.end(error)
+
+    def _copy(self, data: bytes, into: torch.Tensor) -> str:
+        """Copy a message to memory; return why that cannot be done, if so."""
+        kind, _, number, address, nbytes, seal_at = _HEADER.unpack_from(data)
+        if nbytes != into.nbytes:
+            return f"client {self.client} sent {nbytes} bytes, expected {into.nbytes}"
+        if kind == _EAGER:
+            ctypes.memmove(into.data_ptr(), data[_HEADER.size :], nbytes)
+            return ""
+        seal = ctypes.c_uint64()
+        try:
+            read_memory(self._pid, address, into.data_ptr(), nbytes)
+            # In this order: who breaks the seal does so before anything else happens to the memory.
+            read_memory(self._pid, seal_at, ctypes.addressof(seal), ctypes.sizeof(seal))
+        except OSError as refused:
+            return f"the memory of client {self.client} cannot be read: {refused}"
+        return "" if seal.value == number else f"client {self.client} has given up what it was sending"
 
     def _put(self, data: bytes) -> None:
         """Send data, or keep it until there is room."""
@@ -343,7 +375,8 @@ def read_memory(pid: int, address: int, into: int, nbytes: int) -> None:
         OSError: The process has ended, or this one may not read it.
     """
     while nbytes:
-        here, there = _Piece(into, nbytes), _Piece(address, nbytes)
+        at_once = min(nbytes, _READ_NBYTES)
+        here, there = _Piece(into, at_once), _Piece(address, at_once)
         count = _process_vm_readv()(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if count <= 0:
             number = ctypes.get_errno()

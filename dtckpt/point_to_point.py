@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from dtckpt import groups
 from dtckpt.config import Config
-from dtckpt.host_transport import Endpoint, ProgressEngine, read_memory
+from dtckpt.errors import CoordinationError
+from dtckpt.host_transport import Endpoint, ProgressEngine, Request, read_memory
 
 logger = logging.getLogger("dtckpt.point_to_point")
 
@@ -42,7 +43,7 @@ _CREDENTIALS = struct.Struct("=iII")
 """C's ``struct ucred``: process, user, group."""
 
 
-class Request(Protocol):
+class Work(Protocol):
     """A message on its way."""
 
     def wait(self) -> object:
@@ -50,7 +51,7 @@ class Request(Protocol):
 
 
 class Carrier:
-    """Carries messages between this client and others.
+    """Carries messages of one exchange between this client and others.
 
     Args:
         endpoints: What leads to clients on this host.
@@ -58,28 +59,37 @@ class Carrier:
         ranks: Their ranks there.
     """
 
-    __slots__ = ("_endpoints", "_gloo", "_ranks")
+    __slots__ = ("_endpoints", "_gloo", "_ranks", "_requests")
 
     def __init__(
         self, endpoints: Mapping[int, Endpoint | None], gloo: Any, ranks: Mapping[int, int] | Sequence[int]
     ) -> None:
         self._endpoints, self._gloo, self._ranks = endpoints, gloo, ranks
+        self._requests: list[Request] = []
 
-    def send(self, memory: torch.Tensor, client: int, tag: int, *, is_answered: bool = False) -> Request:
+    def send(self, memory: torch.Tensor, client: int, tag: int, *, is_answered: bool = False) -> Work:
         """Send contiguous memory; see `Endpoint.send`. Raises RuntimeError: the client is gone."""
         endpoint = self._endpoints.get(client)
-        if endpoint is not None:
-            return endpoint.send(memory, tag, is_answered=is_answered)
-        request: Request = self._gloo.send([memory], self._ranks[client], tag)
-        return request
+        if endpoint is None:
+            sending: Work = self._gloo.send([memory], self._ranks[client], tag)
+            return sending
+        self._requests.append(endpoint.send(memory, tag, is_answered=is_answered))
+        return self._requests[-1]
 
-    def recv(self, memory: torch.Tensor, client: int, tag: int) -> Request:
+    def recv(self, memory: torch.Tensor, client: int, tag: int) -> Work:
         """Receive into contiguous memory. Raises RuntimeError: the client is gone."""
         endpoint = self._endpoints.get(client)
-        if endpoint is not None:
-            return endpoint.recv(memory, tag)
-        request: Request = self._gloo.recv([memory], self._ranks[client], tag)
-        return request
+        if endpoint is None:
+            receiving: Work = self._gloo.recv([memory], self._ranks[client], tag)
+            return receiving
+        self._requests.append(endpoint.recv(memory, tag))
+        return self._requests[-1]
+
+    def abandon(self) -> None:
+        """Let the memory of messages that are on their way be used for something else; those of Gloo's have no way."""
+        for request in self._requests:
+            if not request.is_done:
+                request.abandon()
 
 
 def carrier(members: Sequence[int], peers: Set[int]) -> Carrier:
@@ -93,8 +103,8 @@ def carrier(members: Sequence[int], peers: Set[int]) -> Carrier:
         peers: Those of them that this client has messages for or gets messages from, as they do, too.
 
     Raises:
-        CoordinationError: There is no default group that spans the clients, or this client is not among them.
-        RuntimeError: A peer is gone.
+        CoordinationError: There is no default group that spans the clients, this client is not among them, or a peer
+            is gone or did not come in time.
     """
     gloo, ranks = groups.messenger(members)
     if not isinstance(gloo, dist.ProcessGroupGloo):
@@ -131,7 +141,10 @@ class Neighbours:
             contacts = [self._contacts[client] for client in new]
         # All go through theirs in ascending order, so whoever waits longest waits for nobody who waits for it.
         for client, contact in zip(new, contacts, strict=True):
-            self.endpoints[client] = contact.endpoint(self.engine, self._timeout_s)
+            try:
+                self.endpoints[client] = contact.endpoint(self.engine, self._timeout_s)
+            except (RuntimeError, OSError) as error:
+                raise CoordinationError(f"meeting client {client} failed: {error}") from error
             self._contacts.pop(client, None)  # it holds the backend
 
 
@@ -188,6 +201,7 @@ class Contact:
             reaches = found.raw == probe
         is_reached = self._exchange(bytes([reaches]))() == b"\1"
         if not (reaches and is_reached):
+            logger.info("client %d is on this host, but one of the two may not read the other's memory", self._client)
             if connection is not None:
                 connection.close()
             return None

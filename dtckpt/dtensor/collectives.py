@@ -59,11 +59,17 @@ def _as_it_is(given: Any) -> torch.Tensor:
     return given  # type: ignore[no-any-return]  # it is one, where nothing packs it
 
 
+def _nothing() -> None: ...
+
+
 class Work(Protocol):
     """Communication under way."""
 
     def arrivals(self) -> Iterator[int]:
         """Yield the numbers of an exchange's received messages, each when it is there. Raises: as `wait`."""
+
+    def abandon(self) -> None:
+        """Leave the tensors alone from now on, as far as that is possible: the call that they are for has failed."""
 
     def wait(self) -> None:
         """Return when this client's part is done (on CUDA: is ordered before what the current stream does next).
@@ -129,6 +135,7 @@ class Pending:
         members: Among whom.
         then: Called when all is done.
         receives: For an exchange, per received message what is waited for before ``works``; None where it is empty.
+        abandon: Called once if they fail, or nobody waits for them.
     """
 
     def __init__(
@@ -137,10 +144,13 @@ class Pending:
         what: str,
         members: Sequence[int],
         then: Callable[[], None] | None = None,
+        *,
         receives: Sequence[Any] = (),
+        abandon: Callable[[], None] = _nothing,
     ) -> None:
         self._works, self._what, self._members, self._then = list(works), what, members, then
         self._receives = deque(enumerate(receives))
+        self._abandon = abandon
 
     def arrivals(self) -> Iterator[int]:
         while self._receives:
@@ -157,11 +167,22 @@ class Pending:
             then, self._then = self._then, None
             then()
 
+    def abandon(self) -> None:
+        self._abandon()
+
     def _await(self, work: Any) -> None:
         try:
             work.wait()
         except RuntimeError as error:
+            self._abandon()
             raise _gone(self._what, self._members, error) from error
+        except BaseException:
+            self._abandon()
+            raise
+
+    def __del__(self) -> None:
+        if self._works or self._receives:
+            self._abandon()
 
 
 class Pairwise:
@@ -186,10 +207,10 @@ class Pairwise:
     ) -> Work:
         if len(self.members) == 1:
             return Pending([], "exchange", self.members)
+        # Not kept: groups end and are made anew, while this stays.
+        carry = carrier(self.members, {peer for peer, _ in (*sends, *receives)})
+        givers = {peer for peer, room in receives if room.numel()}
         try:
-            # Not kept: groups end and are made anew, while this stays.
-            carry = carrier(self.members, {peer for peer, _ in (*sends, *receives)})
-            givers = {peer for peer, room in receives if room.numel()}
             coming = [carry.recv(room, peer, tag) if room.numel() else None for peer, room in receives]
             messages = ((peer, pack(given)) for peer, given in sends)
             going = [
@@ -198,10 +219,14 @@ class Pairwise:
                 if message.numel()
             ]
         except RuntimeError as error:
+            carry.abandon()
             raise _gone("exchange", self.members, error) from error
+        except BaseException:
+            carry.abandon()
+            raise
         if (coming or going) and observing.is_observed():
             observing.report("exchange", sum(room.nbytes for _, room in receives), self.members)
-        return Pending(going, "exchange", self.members, receives=coming)
+        return Pending(going, "exchange", self.members, receives=coming, abandon=carry.abandon)
 
     def all_gather(self, received: Sequence[torch.Tensor], piece: torch.Tensor) -> Work:
         received[self._own].copy_(piece)
@@ -329,7 +354,7 @@ class Native(Pairwise):
             observing.report(kind, nbytes, self.members)
         # NCCL does them as one: the first message is there when all are.
         together = Pending(works, kind, self.members)
-        return Pending([together], kind, self.members, then, [together] * num_receives)
+        return Pending([together], kind, self.members, then, receives=[together] * num_receives)
 
 
 def _loses_nan(tensor: torch.Tensor, reduce_op: str) -> bool:

@@ -80,10 +80,12 @@ def _moved(wanted: _Wanted, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
     """Return tensors in other layouts, without a gradient."""
     sources = []
     for tensor, program in zip(tensors, wanted.programs, strict=True):
-        dtype, mesh = program.change.dtype, tensor.device_mesh
-        components = tensor.components if dtype == tensor.dtype else [part.to(dtype) for part in tensor.components]
+        dtype, mesh, components = program.change.dtype, tensor.device_mesh, tensor.components
+        if dtype != tensor.dtype:
+            components = tuple(part.to(dtype) for part in components)
         if mesh.device_type == "cuda" and tensor.is_cpu:  # by ``cpu()``; those that exchange messages are on the cards
-            components = [part.to(device_of(name)) for part, name in zip(components, mesh.local_devices(), strict=True)]
+            names = mesh.local_devices()
+            components = tuple(part.to(device_of(name)) for part, name in zip(components, names, strict=True))
         sources.append(dict(zip(mesh.local_device_ids(), components, strict=True)))
     running = redistribute_components(wanted.programs, sources, is_async=wanted.is_async)
     made = []
@@ -97,7 +99,8 @@ def _moved(wanted: _Wanted, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
             for device in layout.mesh.local_device_ids()
         ]
         made.append(DTensor(ordered, layout, program.change.shape, program.change.dtype))
-        made[-1]._pending = running if wanted.is_async else None
+        if wanted.is_async:
+            made[-1]._pending = running
     return tuple(made)
 
 
@@ -155,9 +158,15 @@ def redistribute(
         LayoutTypeError: ``tensor`` is no DTensor, or ``layout`` no Layout.
         LayoutError: The ranks differ.
     """
-    return redistribute_all(
-        [tensor], [layout], forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=is_async
-    )[0]
+    try:
+        there, program = _way(tensor, layout, forward_dtype, backward_dtype)
+    except DtckptError as error:
+        tell(error, meshes_of([tensor, layout]))
+        raise
+    if program is None:
+        return _unmoved(tensor, there, forward_dtype)
+    (moved,) = _run(_Wanted((program,), (there,), backward_dtype, is_async), (tensor,))
+    return moved
 
 
 def redistribute_all(
@@ -173,53 +182,51 @@ def redistribute_all(
     Collective: As `redistribute`, with the same tensors in the same order. Arguments and errors: as there.
     """
     try:
-        there = [_validated(*pair, forward_dtype) for pair in zip(tensors, layouts, strict=True)]
-        programs = [
-            None
-            if tensor.is_meta or _is_done(tensor, layout, forward_dtype, backward_dtype)
-            else program_of(tensor.layout, layout, tensor.shape, forward_dtype or tensor.dtype)
-            for tensor, layout in zip(tensors, there, strict=True)
+        ways = [
+            _way(tensor, layout, forward_dtype, backward_dtype) for tensor, layout in zip(tensors, layouts, strict=True)
         ]
     except DtckptError as error:
         tell(error, meshes_of([*tensors, *layouts]))
         raise
-    result = [
-        meta.redistribute(tensor, layout, forward_dtype or tensor.dtype) if tensor.is_meta else tensor
-        for tensor, layout in zip(tensors, there, strict=True)
-    ]
-    moving = [number for number, program in enumerate(programs) if program is not None]
+    result = [_unmoved(tensor, there, forward_dtype) for tensor, (there, _) in zip(tensors, ways, strict=True)]
+    moving = [(number, there, program) for number, (there, program) in enumerate(ways) if program is not None]
     if moving:
-        chosen = [tensors[number] for number in moving]
-        asked = tuple(there[number] for number in moving)
-        wanted = _Wanted(tuple(filter(None, programs)), asked, backward_dtype, is_async)
-        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in chosen)
-        moved = _apply(_Redistribute, wanted, *chosen) if needs_grad else _moved(wanted, chosen)
-        for number, tensor in zip(moving, moved, strict=True):
-            result[number] = tensor
+        numbers, there, programs = zip(*moving, strict=True)
+        wanted = _Wanted(programs, there, backward_dtype, is_async)
+        for number, moved in zip(numbers, _run(wanted, [tensors[number] for number in numbers]), strict=True):
+            result[number] = moved
     return result
+
+
+def _way(
+    tensor: DTensor, layout: Layout, forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None
+) -> tuple[Layout, Program | None]:
+    """Return the layout that a tensor is to get, MATCH specs resolved, and how it gets there unless nothing moves."""
+    if not isinstance(tensor, DTensor):
+        raise LayoutTypeError(f"redistribute needs a DTensor; got {type(tensor).__name__}")
+    if not isinstance(layout, Layout):
+        raise LayoutTypeError(f"redistribute needs a Layout; got {type(layout).__name__}")
+    there, dtype = resolve_match(layout, tensor.layout), forward_dtype or tensor.dtype
+    validate_reductions(there.partial, dtype)
+    is_done = there == tensor.layout and dtype == tensor.dtype and backward_dtype in (None, tensor.dtype)
+    return there, None if is_done or tensor.is_meta else program_of(tensor.layout, there, tensor.shape, dtype)
+
+
+def _unmoved(tensor: DTensor, layout: Layout, dtype: torch.dtype | None) -> DTensor:
+    """Return a tensor of which nothing moves."""
+    return meta.redistribute(tensor, layout, dtype or tensor.dtype) if tensor.is_meta else tensor
+
+
+def _run(wanted: _Wanted, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    moved: tuple[DTensor, ...] = _apply(_Redistribute, wanted, *tensors) if needs_grad else _moved(wanted, tensors)
+    return moved
 
 
 def meshes_of(values: Iterable[object]) -> list[Mesh]:
     """Return the meshes of what is a DTensor or a Layout."""
     meshes = (value.layout.mesh if isinstance(value, DTensor) else getattr(value, "mesh", None) for value in values)
     return [mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.device_ids]
-
-
-def _validated(tensor: object, layout: object, dtype: torch.dtype | None) -> Layout:
-    """Return the layout that a tensor is to get, MATCH specs resolved."""
-    if not isinstance(tensor, DTensor):
-        raise LayoutTypeError(f"redistribute needs a DTensor; got {type(tensor).__name__}")
-    if not isinstance(layout, Layout):
-        raise LayoutTypeError(f"redistribute needs a Layout; got {type(layout).__name__}")
-    resolved = resolve_match(layout, tensor.layout)
-    validate_reductions(resolved.partial, dtype or tensor.dtype)
-    return resolved
-
-
-def _is_done(
-    tensor: DTensor, layout: Layout, forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None
-) -> bool:
-    return layout == tensor.layout and {forward_dtype, backward_dtype} <= {None, tensor.dtype}
 
 
 def from_placements(mesh: Mesh, placements: Sequence[Placement] | None, ndim: int) -> Layout:

@@ -339,7 +339,16 @@ class Transfer:
         # Terms that have arrived, by number, and how many each reduction still waits for.
         self._terms: dict[int, torch.Tensor] = {}
         self._missing = list(hop.num_terms)
-        self._post(hop.waves[:1])
+        try:
+            self._begin()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _begin(self) -> None:
+        hop, tensors = self._hop, self._tensors
+        if hop.waves:
+            self._post(hop.waves[:1])
         for into_box, source_box in hop.copies:
             into, source = into_box.of(self.made), source_box.of(tensors)
             if into.data_ptr() != source.data_ptr():  # see `Memory.within`
@@ -349,7 +358,8 @@ class Transfer:
                 self._reduce(number)
         for made, components, kept in zip(self.made, tensors, hop.kept, strict=True):
             made.update({device: components[source] for device, source in kept.items()})
-        self._post(hop.waves[1:])
+        if hop.waves:
+            self._post(hop.waves[1:])
 
     def _post(self, waves: Sequence[Wave]) -> None:
         """Post the messages of waves, each when those before are done."""
@@ -399,10 +409,18 @@ class Transfer:
     def _complete(self) -> None:
         """Deliver what is under way, each message as it comes."""
         if self._work is not None:
-            for number in self._work.arrivals():
-                self._deliver(*self._receiving[number])
-            self._work.wait()
+            try:
+                for number in self._work.arrivals():
+                    self._deliver(*self._receiving[number])
+                self._work.wait()
+            except BaseException:
+                self._abandon()
+                raise
         self._work, self._receiving, self._sending = None, [], []
+
+    def _abandon(self) -> None:
+        if self._work is not None:
+            self._work.abandon()
 
     def _deliver(self, parcel: Parcel, numbers: Sequence[int], room: torch.Tensor, is_there: bool) -> None:
         for number, view in zip(numbers, parcel.views(room), strict=True):
