@@ -1,0 +1,104 @@
+"""Messages of calls that have failed: what was to be sent or filled may be used for something else."""
+
+import os
+import socket
+import threading
+
+import pytest
+import torch
+
+from dtckpt.dtensor.collectives import Pending
+from dtckpt.errors import CoordinationError
+from dtckpt.host_transport import EAGER_NBYTES, ProgressEngine, read_memory
+
+TAG = 7
+LARGE, SMALL = 2 * EAGER_NBYTES, 16
+
+
+@pytest.fixture
+def ends():
+    """Two endpoints of one connection, clients 0 and 1."""
+    engines = [ProgressEngine(10.0) for _ in range(2)]
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    yield [engines[own].connect(pair[own], 1 - own, os.getpid()) for own in range(2)]
+    for engine in engines:
+        engine.end()
+
+
+def bytes_of(value, nbytes):
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+def test_what_is_given_up_passes_for_no_message(ends):
+    """The sender's tensor has changed by the time the receiver comes to it."""
+    memory, room = bytes_of(1, LARGE), bytes_of(0, LARGE)
+    sent = ends[0].send(memory, TAG)
+    sent.abandon()
+    memory.fill_(2)
+    received = ends[1].recv(room, TAG)
+    with pytest.raises(RuntimeError, match="client 0 has given up what it was sending"):
+        received.wait()
+    sent.wait()  # its end of the connection goes on
+
+
+@pytest.mark.parametrize("nbytes", [SMALL, LARGE])
+def test_abandoned_memory_is_not_written_to(ends, nbytes):
+    room, after = bytes_of(0, nbytes), bytes_of(0, nbytes)
+    received = ends[1].recv(room, TAG)
+    received.abandon()
+    sends = [ends[0].send(bytes_of(value, nbytes), TAG) for value in (1, 2)]
+    ends[1].recv(after, TAG).wait()
+    assert received.is_done
+    for sent in sends:
+        sent.wait()
+    assert room.eq(0).all()
+    assert after.eq(2).all()  # the messages after it keep their places
+
+
+def test_memory_that_is_being_written_to_is_given_up_when_that_is_done(ends, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(*args):
+        begun.set()
+        assert go_on.wait(10)
+        read_memory(*args)
+
+    room = bytes_of(0, LARGE)
+    received = ends[1].recv(room, TAG)
+    ends[0].send(bytes_of(1, LARGE), TAG)
+    monkeypatch.setattr("dtckpt.host_transport.read_memory", slowly)
+    threads = [threading.Thread(target=received.wait), threading.Thread(target=received.abandon)]
+    threads[0].start()
+    assert begun.wait(10)
+    threads[1].start()
+    threads[1].join(0.05)
+    assert threads[1].is_alive()
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert room.eq(1).all()
+
+
+class Failing:
+    def wait(self):
+        raise RuntimeError("the peer is gone")
+
+
+def test_a_failure_abandons_all_messages_of_the_call():
+    calls = []
+    pending = Pending([], "exchange", (0, 1), receives=[Failing(), None], abandon=lambda: calls.append("abandoned"))
+    with pytest.raises(CoordinationError, match="the peer is gone"):
+        pending.wait()
+    assert calls
+
+
+def test_messages_that_nobody_waits_for_are_abandoned():
+    calls = []
+    pending = Pending([Failing()], "exchange", (0, 1), abandon=lambda: calls.append("abandoned"))
+    del pending
+    assert calls
+    done = Pending([], "exchange", (0, 1), abandon=lambda: calls.append("done"))
+    done.wait()
+    del done
+    assert "done" not in calls
