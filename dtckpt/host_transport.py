@@ -34,8 +34,6 @@ _EAGER, _OFFER, _TAKEN = range(3)
 _LARGEST = _HEADER.size + EAGER_NBYTES
 _READ_NBYTES = 1 << 30
 """The system copies at most 2 GiB at a time."""
-_AT_A_TIME = 16
-"""Messages read from one socket before the others have their turn."""
 _LONGEST_LOOK_S = 1.0
 """After so long a thread looks whether what it waits for has been ended by another one."""
 
@@ -156,20 +154,17 @@ class Endpoint:
     # --- for the engine -----------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Handle some of what has come."""
-        for _ in range(_AT_A_TIME):
-            try:
-                data = self.connection.recv(_LARGEST)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:  # it ended before it had read all; what it sent is still to come
-                continue
-            except OSError:
-                data = b""
-            if not data:
-                self.lose(f"client {self.client} has ended")
-                return
+        """Handle a message that has come."""
+        try:
+            data = self.connection.recv(_LARGEST)
+        except (BlockingIOError, ConnectionResetError):
+            return  # the other end has ended before it had read all, but what it sent is still to come
+        except OSError:
+            data = b""
+        if data:
             self._handle(data)
+        else:
+            self.lose(f"client {self.client} has ended")
 
     def flush(self) -> None:
         """Send what the socket had no room for."""
