@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import secrets
 import select
 import socket
 import struct
@@ -18,7 +19,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -41,10 +41,12 @@ _LONGEST_LOOK_S = 1.0
 class Request:
     """A message on its way; its memory must be left alone until it `is_done`, or was abandoned."""
 
-    __slots__ = ("_engine", "client", "error", "filler", "is_done", "memory", "seal")
+    __slots__ = ("_engine", "client", "error", "failures", "filler", "is_done", "memory", "seal")
 
-    def __init__(self, engine: ProgressEngine, client: int, memory: torch.Tensor) -> None:
+    def __init__(self, engine: ProgressEngine, client: int, memory: torch.Tensor, failures: list[str] | None) -> None:
         self._engine, self.client = engine, client
+        self.failures = [] if failures is None else failures
+        """What went wrong with messages that are waited for together."""
         self.memory: torch.Tensor | None = memory
         self.seal: ctypes.c_uint64 | None = None
         """Says, to who reads the memory, that it still holds the message."""
@@ -57,17 +59,17 @@ class Request:
         """Return when the message is here, or the memory that it was sent from is no longer needed.
 
         Raises:
-            RuntimeError: The other client has ended, sent another size, or did not come within the engine's timeout.
+            RuntimeError: The other client has ended, sent another size, or did not come within the engine's timeout; or
+                a message that is waited for together with this one has failed before.
         """
         if not self.is_done:
             self._engine.wait_for(self)
-        if self.error:
-            raise RuntimeError(self.error)
+        if self.error or not self.is_done:
+            raise RuntimeError(self.error or self.failures[0])
 
     def abandon(self) -> None:
         """Have nothing more written to the memory, nor taken for a message what lies there from now on."""
-        if self.seal is not None:
-            self.seal.value = 0
+        self._break_seal()
         with self._engine.lock:
             if not self.filler:
                 self.memory = None
@@ -77,7 +79,14 @@ class Request:
     def end(self, error: str = "") -> None:
         """Let whoever waits know."""
         self.error = error
+        if error:
+            self._break_seal()
+            self.failures.append(error)
         self.is_done = True
+
+    def _break_seal(self) -> None:
+        if self.seal is not None:
+            self.seal.value = 0
 
 
 class Endpoint:
@@ -97,56 +106,52 @@ class Endpoint:
         self._sent: dict[int, Request] = {}
         # What the socket had no room for.
         self._backlog: deque[bytes] = deque()
-        self._lost = ""
+        self._gone = ""
+        """Why nothing can be sent any more."""
+        self._is_closed = False
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is on its way that this client knows of."""
         return not (self._posted or self._sent or self._backlog)
 
-    def send(self, memory: torch.Tensor, tag: int, *, is_answered: bool = False) -> Request:
-        """Send contiguous memory on the host. Never blocks.
+    def send(
+        self, memory: torch.Tensor, tag: int, *, is_answered: bool = False, failures: list[str] | None = None
+    ) -> Request:
+        """Send contiguous memory on the host. Never blocks; errors are those of the request.
 
         Args:
             memory: The message.
             tag: The message's.
             is_answered: Whether a message comes back for which this client waits anyway, so that it need not be told
                 that this one was received.
-
-        Raises:
-            RuntimeError: The other client has ended.
+            failures: Those of the messages that are waited for together.
         """
-        request, nbytes = Request(self._engine, self.client, memory), memory.nbytes
+        request, nbytes = Request(self._engine, self.client, memory, failures), memory.nbytes
         with self._engine.lock:
-            number = next(self._engine.numbers)
+            number, is_sent = next(self._engine.numbers), False
             if nbytes <= EAGER_NBYTES and not self._backlog:
                 header = _HEADER.pack(_EAGER, tag, 0 if is_answered else number, 0, nbytes, 0)
-                if self._try(header + ctypes.string_at(memory.data_ptr(), nbytes)):
-                    if is_answered:
-                        request.end()
-                    else:
-                        self._sent[number] = request
-                    return request
-            request.seal = ctypes.c_uint64(number)
-            seal_at = ctypes.addressof(request.seal)
-            self._put(_HEADER.pack(_OFFER, tag, number, memory.data_ptr(), nbytes, seal_at))
-            self._sent[number] = request
+                is_sent = self._try(header + ctypes.string_at(memory.data_ptr(), nbytes))
+            if not is_sent:
+                request.seal = ctypes.c_uint64(number)
+                seal_at = ctypes.addressof(request.seal)
+                self._put(_HEADER.pack(_OFFER, tag, number, memory.data_ptr(), nbytes, seal_at))
+            if self._gone or (is_sent and is_answered):
+                request.end(self._gone)
+            else:
+                self._sent[number] = request
         return request
 
-    def recv(self, memory: torch.Tensor, tag: int) -> Request:
-        """Receive into contiguous memory on the host. Never blocks.
-
-        Raises:
-            RuntimeError: The other client has ended.
-        """
-        request = Request(self._engine, self.client, memory)
+    def recv(self, memory: torch.Tensor, tag: int, *, failures: list[str] | None = None) -> Request:
+        """Receive into contiguous memory on the host. Never blocks; errors are those of the request."""
+        request = Request(self._engine, self.client, memory, failures)
         with self._engine.lock:
             data = _popped(self._unexpected, tag)
-            if data is None:
-                self._validate_alive()
+            if data is None and self._is_closed:
+                request.end(self._gone)
+            elif data is None:
                 self._posted.setdefault(tag, deque()).append(request)
-            else:
-                request.filler = threading.get_ident()
         if data is not None:
             self._fill(request, data)
         return request
@@ -177,12 +182,12 @@ class Endpoint:
     def lose(self, why: str) -> None:
         """End all that is on its way: nothing more can come."""
         with self._engine.lock:
-            self._lost = why
+            self._gone, self._is_closed = why, True
             self._engine.forget(self)
-            self.connection.close()
             requests = [request for posted in self._posted.values() for request in posted]
             for request in (*requests, *self._sent.values()):
-                request.end(self._lost)
+                request.end(why)
+            self.connection.close()
             self._posted.clear()
             self._sent.clear()
             self._backlog.clear()
@@ -191,24 +196,26 @@ class Endpoint:
         kind, tag, number, *_ = _HEADER.unpack_from(data)
         with self._engine.lock:
             if kind == _TAKEN:
-                self._sent.pop(number).end()
+                if (taken := self._sent.pop(number, None)) is not None:  # else it has failed meanwhile
+                    taken.end()
                 return
             found = _popped(self._posted, tag)
             if found is None:
                 self._unexpected.setdefault(tag, deque()).append(data)
-                return
-            found.filler = threading.get_ident()
-        self._fill(found, data)
+        if found is not None:
+            self._fill(found, data)
 
     def _fill(self, request: Request, data: bytes) -> None:
         """Bring a message to its place, and let the sender know."""
         _, tag, number, *_ = _HEADER.unpack_from(data)
         error = "it was interrupted"
         try:
-            error = "" if request.memory is None else self._copy(data, request.memory)
+            with self._engine.lock:
+                request.filler, memory = threading.get_ident(), request.memory
+            error = "" if memory is None else self._copy(data, memory)
         finally:
             if number:
-                with self._engine.lock, suppress(RuntimeError):  # who has ended needs no answer
+                with self._engine.lock:
                     self._put(_HEADER.pack(_TAKEN, tag, number, 0, 0, 0))
             request.end(error)
 
@@ -234,21 +241,18 @@ class Endpoint:
         if self._backlog or not self._try(data):
             self._backlog.append(data)
             self._engine.watch(self, has_backlog=True)
+            self._engine.attend()  # the other client waits for it, whatever this one does next
 
     def _try(self, data: bytes) -> bool:
-        """Send data if there is room; return whether there was."""
-        self._validate_alive()
-        try:
-            self.connection.send(data, socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            return False
-        except OSError as error:  # the end itself is noted when all that came before is read
-            raise RuntimeError(f"client {self.client} has ended: {error}") from error
+        """Send data if there is room, drop it if nobody is left to take it; return False if it is still to be sent."""
+        if not self._gone:
+            try:
+                self.connection.send(data, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            except OSError as error:  # the end itself is noted when all that came before is read
+                self._gone = f"client {self.client} has ended: {error}"
         return True
-
-    def _validate_alive(self) -> None:
-        if self._lost:
-            raise RuntimeError(self._lost)
 
 
 class ProgressEngine:
@@ -261,7 +265,8 @@ class ProgressEngine:
     def __init__(self, timeout_s: float) -> None:
         self.lock = threading.RLock()
         """Guards the endpoints."""
-        self.numbers = itertools.count(1)
+        # Not small: what lies in freed memory by chance shall not pass for one.
+        self.numbers = itertools.count(secrets.randbits(62) + 1)
         self._timeout_s = timeout_s
         self._epoll = select.epoll()
         self._endpoints: dict[int, Endpoint] = {}
@@ -290,17 +295,17 @@ class ProgressEngine:
             self._epoll.unregister(endpoint.connection)
 
     def wait_for(self, request: Request) -> None:
-        """Make progress until a request is done.
+        """Make progress until a request is done, or one that is waited for together with it has failed.
 
         Raises:
-            RuntimeError: It is not within the timeout.
+            RuntimeError: Neither is so within the timeout.
         """
-        if not self._advance_until(lambda: request.is_done, self._timeout_s):
+        if not self._advance_until(lambda: request.is_done or bool(request.failures), self._timeout_s):
             raise RuntimeError(f"no message came from or was taken by client {request.client} in {self._timeout_s:g} s")
 
     def attend(self) -> None:
         """Make progress with all that is on its way, from a thread of its own: nobody waits here for now."""
-        with self._turn:
+        with self.lock:
             if self._is_attended or self._is_idle():
                 return
             self._is_attended = True
@@ -319,13 +324,14 @@ class ProgressEngine:
         self._epoll.close()
 
     def _attend(self) -> None:
-        while True:
-            with suppress(ValueError):  # the engine is closed
+        try:
+            while self._is_attended:
                 self._advance_until(self._is_idle, self._timeout_s)
-            with self._turn:
-                if self._epoll.closed or self._is_idle():
-                    self._is_attended = False
-                    return
+                with self.lock:
+                    self._is_attended = not self._is_idle()
+        except BaseException:
+            self._is_attended = False
+            raise
 
     def _is_idle(self) -> bool:
         with self.lock:
@@ -338,22 +344,28 @@ class ProgressEngine:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
-            with self._turn:
-                if self._is_taken:
-                    self._turn.wait(left_s)
-                    continue
-                self._is_taken = True
+            has_turn = False
             try:
+                with self._turn:
+                    if self._is_taken:
+                        self._turn.wait(left_s)
+                        continue
+                    has_turn = self._is_taken = True
                 if not is_done():  # it may have come true before this thread had its turn
                     self._advance(min(left_s, _LONGEST_LOOK_S))
             finally:
-                with self._turn:
-                    self._is_taken = False
-                    self._turn.notify_all()
+                if has_turn:
+                    with self._turn:
+                        self._is_taken = False
+                        self._turn.notify_all()
         return True
 
     def _advance(self, timeout_s: float) -> None:
-        for descriptor, events in self._epoll.poll(timeout_s):
+        try:
+            ready = self._epoll.poll(timeout_s)
+        except ValueError:  # it was closed, and all requests are over
+            return
+        for descriptor, events in ready:
             endpoint = self._endpoints.get(descriptor)
             if endpoint is None:
                 continue

@@ -59,37 +59,37 @@ class Carrier:
         ranks: Their ranks there.
     """
 
-    __slots__ = ("_endpoints", "_gloo", "_ranks", "_requests")
+    __slots__ = ("_endpoints", "_failures", "_gloo", "_ranks", "_requests")
 
     def __init__(
         self, endpoints: Mapping[int, Endpoint | None], gloo: Any, ranks: Mapping[int, int] | Sequence[int]
     ) -> None:
         self._endpoints, self._gloo, self._ranks = endpoints, gloo, ranks
         self._requests: list[Request] = []
+        self._failures: list[str] = []
 
     def send(self, memory: torch.Tensor, client: int, tag: int, *, is_answered: bool = False) -> Work:
-        """Send contiguous memory; see `Endpoint.send`. Raises RuntimeError: the client is gone."""
+        """Send contiguous memory; see `Endpoint.send`. Raises RuntimeError: Gloo's client is gone."""
         endpoint = self._endpoints.get(client)
         if endpoint is None:
             sending: Work = self._gloo.send([memory], self._ranks[client], tag)
             return sending
-        self._requests.append(endpoint.send(memory, tag, is_answered=is_answered))
+        self._requests.append(endpoint.send(memory, tag, is_answered=is_answered, failures=self._failures))
         return self._requests[-1]
 
     def recv(self, memory: torch.Tensor, client: int, tag: int) -> Work:
-        """Receive into contiguous memory. Raises RuntimeError: the client is gone."""
+        """Receive into contiguous memory. Raises RuntimeError: Gloo's client is gone."""
         endpoint = self._endpoints.get(client)
         if endpoint is None:
             receiving: Work = self._gloo.recv([memory], self._ranks[client], tag)
             return receiving
-        self._requests.append(endpoint.recv(memory, tag))
+        self._requests.append(endpoint.recv(memory, tag, failures=self._failures))
         return self._requests[-1]
 
     def abandon(self) -> None:
         """Let the memory of messages that are on their way be used for something else; those of Gloo's have no way."""
         for request in self._requests:
-            if not request.is_done:
-                request.abandon()
+            request.abandon()
 
 
 def carrier(members: Sequence[int], peers: Set[int]) -> Carrier:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -90,6 +90,15 @@ class Collectives(Protocol):
     members: tuple[int, ...]
     """Clients, ascending. The pieces of a collective stand in this order."""
 
+    def meet(self, peers: Set[int]) -> None:
+        """Find out how to reach some members. They do the same, and none of them waits for messages before.
+
+        Needed where one client may wait for messages of one exchange while another begins several.
+
+        Raises:
+            CoordinationError: One is gone, or did not come in time.
+        """
+
     def exchange(
         self,
         sends: Sequence[tuple[int, T]],
@@ -135,7 +144,7 @@ class Pending:
         members: Among whom.
         then: Called when all is done.
         receives: For an exchange, per received message what is waited for before ``works``; None where it is empty.
-        abandon: Called once if they fail, or nobody waits for them.
+        abandon: Called if they fail, or nobody waits for them.
     """
 
     def __init__(
@@ -163,6 +172,7 @@ class Pending:
         deque(self.arrivals(), maxlen=0)
         while self._works:
             self._await(self._works.pop())
+        self._abandon = _nothing  # which holds the messages
         if self._then is not None:
             then, self._then = self._then, None
             then()
@@ -197,6 +207,9 @@ class Pairwise:
         self.members = tuple(sorted(members))
         self._client = client
         self._own = self.members.index(client) if client in self.members else -1
+
+    def meet(self, peers: Set[int]) -> None:
+        carrier(self.members, peers)
 
     def exchange(
         self,
@@ -285,6 +298,9 @@ class Native(Pairwise):
     def __init__(self, members: Sequence[int], client: int, device: torch.device) -> None:
         super().__init__(members, client)
         self._device = device
+
+    def meet(self, peers: Set[int]) -> None:
+        """Return: the first exchange connects all members."""
 
     def exchange(
         self,

@@ -342,12 +342,14 @@ class Transfer:
         try:
             self._begin()
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
 
     def _begin(self) -> None:
         hop, tensors = self._hop, self._tensors
         if hop.waves:
+            # Before any wave: clients may cut theirs in different places.
+            hop.collectives.meet(hop.peers)
             self._post(hop.waves[:1])
         for into_box, source_box in hop.copies:
             into, source = into_box.of(self.made), source_box.of(tensors)
@@ -414,11 +416,12 @@ class Transfer:
                     self._deliver(*self._receiving[number])
                 self._work.wait()
             except BaseException:
-                self._abandon()
+                self.abandon()
                 raise
         self._work, self._receiving, self._sending = None, [], []
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Leave all memory alone from now on: the call has failed."""
         if self._work is not None:
             self._work.abandon()
 

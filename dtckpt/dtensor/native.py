@@ -128,6 +128,10 @@ class NativeTransfer:
         self.made = [{device: made}]
         self._result, self._work, self._divisor, self._unpack = made, work, divisor, unpack
 
+    def abandon(self) -> None:
+        """As `dtckpt.dtensor.hops.Transfer.abandon`."""
+        self._work.abandon()
+
     def finish(self) -> list[dict[int, torch.Tensor]]:
         """Return ``made`` when it is complete."""
         self._work.wait()

@@ -167,7 +167,19 @@ class Redistribution:
         self._call = call
         self._error: DtckptError | None = None
         self._under_way: list[Transfer | NativeTransfer] = []
-        first_tag = _number(tuple(programs)) + count * _TAGS_APART
+        self._first_tag = _number(tuple(programs)) + count * _TAGS_APART
+        try:
+            here = self._start(programs, tensors, into)
+        except BaseException:
+            self._abandon()
+            raise
+        self.components = [program.with_neutral(made) for program, made in zip(programs, here, strict=True)]
+        """The new components of every tensor by device id of its target mesh; complete after `wait`."""
+
+    def _start(
+        self, programs: Sequence[Program], tensors: Sequence[Components], into: Sequence[Components] | None
+    ) -> list[dict[int, torch.Tensor]]:
+        """Run all hops but the last, and start that; return what it makes."""
         here = [dict(components) for components in tensors]
         memory: list[list[Memory]] = [[] for _ in programs]
         for number in range(max((len(program.hops) for program in programs), default=0)):
@@ -179,15 +191,13 @@ class Redistribution:
                         memory[member] = memory[member] or programs[member].memory(number, wanted)
                     transfer = hop.start(
                         [here[member] for member in members],
-                        (first_tag + number) % END_OF_TAGS,
+                        (self._first_tag + number) % END_OF_TAGS,
                         [memory[member].pop() for member in members if memory[member]],
                     )
                     for member, made in zip(members, transfer.made, strict=True):
                         here[member] = made
                     self._under_way.append(transfer)
-        self.components: list[dict[int, torch.Tensor]] = []
-        """The new components of every tensor by device id of its target mesh; complete after `wait`."""
-        self.components.extend(program.with_neutral(made) for program, made in zip(programs, here, strict=True))
+        return here
 
     def wait(self) -> None:
         """Complete what is under way.
@@ -209,8 +219,18 @@ class Redistribution:
 
     def _finish(self) -> None:
         with self._call.waiting() if self._under_way and self._call else nullcontext():
-            while self._under_way:
-                self._under_way.pop(0).finish()
+            try:
+                while self._under_way:
+                    self._under_way[0].finish()
+                    self._under_way.pop(0)
+            except BaseException:
+                self._abandon()
+                raise
+
+    def _abandon(self) -> None:
+        """Leave all memory alone from now on, also that of transfers which have not failed themselves."""
+        while self._under_way:
+            self._under_way.pop().abandon()
 
     def __del__(self) -> None:
         # Others wait for what this client sends, and for its part in what they want instead, whether or not anyone

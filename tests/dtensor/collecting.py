@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +16,8 @@ from states import bits_of
 
 import dtckpt
 from dtckpt.dtensor.collectives import REDUCERS, Collectives, Native, Pairwise, all_gather_object
+
+from .meeting import carriers
 
 SIZES = (0, 1, 3, 7, 1000)
 """Lengths of tensors: none, fewer than members, not divisible by them, many."""
@@ -250,20 +253,25 @@ def run(native: str | None, members: Sequence[int] | None = None) -> dict[str, t
     """Run all checks with one implementation over some clients; return what is wrong, and the bits of all results.
 
     Args:
-        native: Device type of `Native`; None for `Pairwise`.
+        native: Device type of `Native`; None for `Pairwise`, "gloo" for `Pairwise` through the network.
         members: The clients that take part; default all.
     """
     client = dtckpt.client_id()
     taking_part = tuple(range(dtckpt.num_clients())) if members is None else tuple(members)
     if client not in taking_part:
         return {}
+    is_native = native in ("cpu", "cuda")
+    if native == "gloo":
+        os.environ["DTCKPT_HOST_TRANSPORT"] = "0"
     device = torch.device("cuda", client) if native == "cuda" else torch.device("cpu")
-    made: Collectives = Native(taking_part, client, device) if native else Pairwise(taking_part, client)
+    made: Collectives = Native(taking_part, client, device) if is_native else Pairwise(taking_part, client)
     found = {}
-    for name in CHECKS if native is None else sorted(CHECKS.keys() - TAGGED):
+    for name in sorted(CHECKS.keys() - TAGGED) if is_native else CHECKS:
         bench = Bench(made, client, device)
         CHECKS[name](bench)
         found[name] = bench.wrong[:5], bench.results
+    if len(taking_part) > 1 and not is_native:
+        assert carriers() == {native or "host"}
     return found
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dtckpt.dtensor.collectives import Pending
+from dtckpt.dtensor.redistribution import Redistribution
 from dtckpt.errors import CoordinationError
 from dtckpt.host_transport import EAGER_NBYTES, ProgressEngine, read_memory
 
@@ -83,6 +84,39 @@ def test_memory_that_is_being_written_to_is_given_up_when_that_is_done(ends, mon
 class Failing:
     def wait(self):
         raise RuntimeError("the peer is gone")
+
+
+class Transfer:
+    """A transfer that is under way, or fails."""
+
+    made = ({},)
+
+    def __init__(self, *, fails):
+        self.fails, self.is_abandoned = fails, False
+
+    def finish(self):
+        if self.fails:
+            raise CoordinationError("the peer is gone")
+
+    def abandon(self):
+        self.is_abandoned = True
+
+
+@pytest.mark.parametrize("is_start", [False, True], ids=["waiting", "starting"])
+def test_a_failure_abandons_all_transfers_of_a_redistribution(monkeypatch, is_start):
+    transfers = [Transfer(fails=False), Transfer(fails=True), Transfer(fails=False)]
+
+    def start(running, *_):
+        running._under_way += transfers
+        if is_start:
+            raise MemoryError
+        return []
+
+    monkeypatch.setattr(Redistribution, "_start", start)
+    with pytest.raises(MemoryError if is_start else CoordinationError) as caught:
+        Redistribution([], []).wait()
+    assert [each.is_abandoned for each in transfers] == [is_start, True, True]
+    del caught
 
 
 def test_a_failure_abandons_all_messages_of_the_call():

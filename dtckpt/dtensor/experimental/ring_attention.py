@@ -8,7 +8,8 @@ pair of runs is attended to fully, causally (a run to itself) or not at all, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,23 @@ class Ring:
     def collectives(self) -> Collectives:
         """What carries messages among the clients."""
         return collectives_of(self.clients, self.client, self.message_device)
+
+    @contextmanager
+    def passing(self) -> Iterator[Callable[..., Passing]]:
+        """Yield `pass_on`; what it has begun is abandoned if the body fails."""
+        begun: list[Work] = []
+
+        def pass_on(tensors: Sequence[torch.Tensor], lengths: Sequence[int], step: int, tag: int) -> Passing:
+            passing = self.pass_on(tensors, lengths, step, tag)
+            begun.append(passing.work)
+            return passing
+
+        try:
+            yield pass_on
+        except BaseException:
+            for work in begun:
+                work.abandon()
+            raise
 
     def pass_on(self, tensors: Sequence[torch.Tensor], lengths: Sequence[int], step: int, tag: int) -> Passing:
         """Start to give to the next client what came from the one ``step`` places back, and take from the one before.
@@ -158,14 +176,15 @@ class RingAttention(torch.autograd.Function):
         out = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=precise)
         sums = query.new_full(query.shape[:3], -math.inf, dtype=precise)
         held, count = [key, value], len(plan.ring.clients)
-        for step in range(count):
-            passing = plan.ring.pass_on(held, plan.lengths, step, 0) if step < count - 1 else None
-            for rows, columns, is_causal in plan.pairs(step):
-                for part in _blocks(rows):
-                    first = part.start - rows.start if is_causal else None
-                    weights = _scores(query[:, :, part], held[0][:, :, columns], plan.scale, first)
-                    _merge(out[:, :, part], sums[:, :, part], weights, held[1][:, :, columns].to(precise))
-            held = passing.arrived() if passing else held
+        with plan.ring.passing() as pass_on:
+            for step in range(count):
+                passing = pass_on(held, plan.lengths, step, 0) if step < count - 1 else None
+                for rows, columns, is_causal in plan.pairs(step):
+                    for part in _blocks(rows):
+                        first = part.start - rows.start if is_causal else None
+                        weights = _scores(query[:, :, part], held[0][:, :, columns], plan.scale, first)
+                        _merge(out[:, :, part], sums[:, :, part], weights, held[1][:, :, columns].to(precise))
+                held = passing.arrived() if passing else held
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.plan = plan
@@ -183,28 +202,29 @@ class RingAttention(torch.autograd.Function):
         held, count = [key, value], len(plan.ring.clients)
         summed: list[torch.Tensor] = []
         travelling: Passing | None = None
-        for step in range(count):
-            passing = plan.ring.pass_on(held, plan.lengths, step, 0) if step < count - 1 else None
-            own = [torch.zeros_like(one, dtype=precise) for one in held]
-            for rows, columns, is_causal in plan.pairs(step):
-                near, far = held[0][:, :, columns].to(precise), held[1][:, :, columns].to(precise)
-                for part in _blocks(rows):
-                    first = part.start - rows.start if is_causal else None
-                    scores = _scores(query[:, :, part], near, plan.scale, first)
-                    weights = (scores - sums[:, :, part, None]).exp_()
-                    upper = gradient[:, :, part]
-                    own[1][:, :, columns] += weights.mT @ upper
-                    inner = weights.mul_(upper @ far.mT - delta[:, :, part]).mul_(plan.scale)
-                    of_query[:, :, part] += inner @ near
-                    own[0][:, :, columns] += inner.mT @ query[:, :, part].to(precise)
+        with plan.ring.passing() as pass_on:
+            for step in range(count):
+                passing = pass_on(held, plan.lengths, step, 0) if step < count - 1 else None
+                own = [torch.zeros_like(one, dtype=precise) for one in held]
+                for rows, columns, is_causal in plan.pairs(step):
+                    near, far = held[0][:, :, columns].to(precise), held[1][:, :, columns].to(precise)
+                    for part in _blocks(rows):
+                        first = part.start - rows.start if is_causal else None
+                        scores = _scores(query[:, :, part], near, plan.scale, first)
+                        weights = (scores - sums[:, :, part, None]).exp_()
+                        upper = gradient[:, :, part]
+                        own[1][:, :, columns] += weights.mT @ upper
+                        inner = weights.mul_(upper @ far.mT - delta[:, :, part]).mul_(plan.scale)
+                        of_query[:, :, part] += inner @ near
+                        own[0][:, :, columns] += inner.mT @ query[:, :, part].to(precise)
+                if travelling is not None:
+                    own = [mine.add_(came) for mine, came in zip(own, travelling.arrived(), strict=True)]
+                summed = own
+                if count > 1:
+                    travelling = pass_on(own, plan.lengths, step, 1)
+                held = passing.arrived() if passing else held
             if travelling is not None:
-                own = [mine.add_(came) for mine, came in zip(own, travelling.arrived(), strict=True)]
-            summed = own
-            if count > 1:
-                travelling = plan.ring.pass_on(own, plan.lengths, step, 1)
-            held = passing.arrived() if passing else held
-        if travelling is not None:
-            summed = travelling.arrived()
+                summed = travelling.arrived()
         of_key, of_value = summed
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None
 

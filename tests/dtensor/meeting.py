@@ -1,0 +1,141 @@
+"""Clients that find out how to reach each other; runs in client processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import dtckpt
+from dtckpt import point_to_point
+from dtckpt.dtensor import hops
+from dtckpt.dtensor.collectives import Pairwise
+from dtckpt.layout import UNSHARDED, Layout
+
+LARGE = (600, 400)
+"""Shape whose pieces are too large to be sent eagerly."""
+
+
+def carriers() -> set[str]:
+    """Return what carries messages to the clients that this one has met."""
+    return {"gloo" if end is None else "host" for end in point_to_point._neighbours().endpoints.values()}
+
+
+def _refuse(*_: object) -> None:
+    raise PermissionError
+
+
+OBSTACLES = {
+    "none": {},
+    "another host": {1: ("_host", lambda: b"h" * 16)},
+    "turned off": {1: ("_host", lambda: bytes(16))},
+    "turned off everywhere": dict.fromkeys(range(3), ("_host", lambda: bytes(16))),
+    "memory that one may not read": {1: ("read_memory", _refuse)},
+    "memory that none may read": dict.fromkeys(range(3), ("read_memory", _refuse)),
+    "an address where nobody listens": {1: ("_path", lambda address: b"\0dtckpt-elsewhere-" + address)},
+}
+"""What stands in the way of messages within the host, by client: a name in the module, and what it is instead."""
+
+
+def meet(obstacle: str) -> tuple[set[str], bool]:
+    """Exchange tensors twice; return what carried them, and whether they arrived."""
+    rank, members = dist.get_rank(), range(dist.get_world_size())
+    others = [member for member in members if member != rank]
+    is_right = True
+    with ExitStack() as stack:
+        if rank in OBSTACLES[obstacle]:
+            name, instead = OBSTACLES[obstacle][rank]
+            stack.enter_context(mock.patch(f"dtckpt.point_to_point.{name}", instead))
+        for size in (10, 100_000):
+            rooms = [(peer, torch.zeros(size)) for peer in others]
+            Pairwise(members, rank).exchange([(peer, torch.full((size,), rank + 0.5)) for peer in others], rooms).wait()
+            is_right &= all(bool(room.eq(peer + 0.5).all()) for peer, room in rooms)
+    return carriers(), is_right
+
+
+def turned_off() -> tuple[set[str], bool]:
+    """As `meet`, where the environment says that messages shall go through the network."""
+    os.environ["DTCKPT_HOST_TRANSPORT"] = "0"
+    return meet("none")
+
+
+def _rows() -> tuple[dtckpt.DTensor, Layout, torch.Tensor]:
+    """Return a tensor that is split by rows, the layout by columns, and this client's columns."""
+    count, rank = dist.get_world_size(), dist.get_rank()
+    mesh = dtckpt.create_distributed_mesh({"a0": count})
+    whole = torch.arange(600.0 * 400).view(LARGE)
+    rows, columns = Layout(["a0", UNSHARDED], mesh), Layout([UNSHARDED, "a0"], mesh)
+    tensor = dtckpt.pack([whole[rows.region(rank, LARGE).slices()].clone()], rows, LARGE)
+    return tensor, columns, whole[columns.region(rank, LARGE).slices()]
+
+
+def cut_differently() -> bool:
+    """Redistribute with so little in flight that clients cut their messages into different waves, at first contact."""
+    count, rank = dist.get_world_size(), dist.get_rank()
+    mesh = dtckpt.create_distributed_mesh({"a0": count})
+    whole = torch.arange(31.0 * 31).view(31, 31)
+    rows, columns = Layout(["a0", UNSHARDED], mesh), Layout([UNSHARDED, "a0"], mesh)
+    tensor = dtckpt.pack([whole[rows.region(rank, whole.shape).slices()].clone()], rows, whole.shape)
+    with mock.patch.object(hops, "IN_FLIGHT_NBYTES", 400):
+        moved = tensor.redistribute(placements=columns.placements)
+    return torch.equal(moved.to_local(), whole[columns.region(rank, whole.shape).slices()])
+
+
+def block_before_use() -> bool:
+    """Redistribute; client 0 asynchronously, and it does not look at the result before it has met the others."""
+    tensor, columns, expected = _rows()
+    moved = tensor.redistribute(placements=columns.placements, async_op=dist.get_rank() == 0)
+    dist.barrier()
+    return torch.equal(moved.to_local(), expected)
+
+
+def lose_one(*, is_large: bool) -> float:
+    """Redistribute; then the last client is killed while the others do it again.
+
+    Returns:
+        When the others had their error, by the clock that all processes share.
+    """
+    tensor, columns, _ = _rows()
+    tensor = tensor if is_large else tensor[:, :8]
+    tensor.redistribute(placements=columns.placements)
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        tensor.redistribute(placements=columns.placements)
+    except dtckpt.errors.CoordinationError:
+        return time.monotonic() - started
+    raise AssertionError("no error")
+
+
+def num_sockets() -> tuple[int, set[str]]:
+    """Redistribute; return how many sockets there were before, and what carried the messages."""
+    names = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    before = sum(name.startswith("socket:") for name in names)
+    tensor, columns, expected = _rows()
+    assert torch.equal(tensor.redistribute(placements=columns.placements).to_local(), expected)
+    return before, carriers()
+
+
+def fork_and_end() -> bool:
+    """Redistribute; then client 1 forks a process that stays, and ends. Return whether client 0 hears of it."""
+    tensor, columns, _ = _rows()
+    tensor.redistribute(placements=columns.placements)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if os.fork() == 0:
+            time.sleep(10)  # for as long as it stays; nobody waits for it
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        Pairwise((0, 1), 0).exchange([], [(1, torch.zeros(3))]).wait()
+    except dtckpt.errors.CoordinationError as error:
+        return "client 1 has ended" in str(error)
+    return False
