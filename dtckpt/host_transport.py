@@ -75,6 +75,7 @@ class Request:
                 self.memory = None
         while self.filler not in (0, threading.get_ident()) and not self.is_done:  # for as long as a copy takes
             time.sleep(0)
+        self._engine.attend()  # others, who have not failed, wait until what they send is taken
 
     def end(self, error: str = "") -> None:
         """Let whoever waits know."""
@@ -309,7 +310,10 @@ class ProgressEngine:
             if self._is_attended or self._is_idle():
                 return
             self._is_attended = True
-        threading.Thread(target=self._attend, name="dtckpt-messages", daemon=True).start()
+        try:
+            threading.Thread(target=self._attend, name="dtckpt-messages", daemon=True).start()
+        except RuntimeError:  # there are no new threads when the process ends
+            self._is_attended = False
 
     def end(self) -> None:
         """Close all connections; what is on its way fails."""

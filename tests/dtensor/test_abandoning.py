@@ -56,6 +56,13 @@ def test_abandoned_memory_is_not_written_to(ends, nbytes):
     assert after.eq(2).all()  # the messages after it keep their places
 
 
+def test_who_sends_to_a_call_that_has_failed_is_not_left_waiting(ends):
+    """Nobody waits at the receiver's end any more."""
+    large = bytes_of(1, LARGE)
+    ends[1].recv(bytes_of(0, LARGE), TAG).abandon()
+    ends[0].send(large, TAG).wait()
+
+
 def test_memory_that_is_being_written_to_is_given_up_when_that_is_done(ends, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
 
