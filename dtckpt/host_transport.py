@@ -34,6 +34,7 @@ _EAGER, _OFFER, _TAKEN = range(3)
 _LARGEST = _HEADER.size + EAGER_NBYTES
 _READ_NBYTES = 1 << 30
 """The system copies at most 2 GiB at a time."""
+_LONGEST_COPY_S = 10.0
 _LONGEST_LOOK_S = 1.0
 """After so long a thread looks whether what it waits for has been ended by another one."""
 
@@ -73,7 +74,9 @@ class Request:
         with self._engine.lock:
             if not self.filler:
                 self.memory = None
-        while self.filler not in (0, threading.get_ident()) and not self.is_done:  # for as long as a copy takes
+        # While another thread copies. Bounded: this one may have been interrupted where that one has to wait for it.
+        deadline = time.monotonic() + _LONGEST_COPY_S
+        while self.filler not in (0, threading.get_ident()) and not self.is_done and time.monotonic() < deadline:
             time.sleep(0)
         self._engine.attend()  # others, who have not failed, wait until what they send is taken
 
