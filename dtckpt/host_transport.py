@@ -115,6 +115,11 @@ class Endpoint:
         self._is_closed = False
 
     @property
+    def has_backlog(self) -> bool:
+        """Whether there is something that the socket had no room for."""
+        return bool(self._backlog)
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is on its way that this client knows of."""
         return not (self._posted or self._sent or self._backlog)
@@ -319,7 +324,10 @@ class ProgressEngine:
             self._is_attended = False
 
     def end(self) -> None:
-        """Close all connections; what is on its way fails."""
+        """Close all connections; what is on its way fails, but for what others need not answer."""
+        self._advance_until(
+            lambda: not any(each.has_backlog for each in list(self._endpoints.values())), _LONGEST_LOOK_S
+        )
         for endpoint in list(self._endpoints.values()):
             endpoint.lose(f"the connection with client {endpoint.client} is closed")
         self._epoll.close()

@@ -265,7 +265,7 @@ def test_what_was_offered_passes_for_no_message_when_the_connection_is_closed(li
 
 def test_who_waits_for_an_acknowledgement_gets_it_although_nobody_waits_at_the_other_end(line):
     """Client 0's socket is full when it has received, and it goes on to something else."""
-    while not line.ends[0]._backlog:
+    while not line.ends[0].has_backlog:
         last = line.ends[0].send(numbers(EAGER_NBYTES), 1, is_answered=True)
     large = numbers(EAGER_NBYTES + 1)
     sent = line.ends[1].send(large, 2)
@@ -274,9 +274,25 @@ def test_who_waits_for_an_acknowledgement_gets_it_although_nobody_waits_at_the_o
     assert not last.is_done
 
 
+def test_an_engine_that_ends_sends_what_its_sockets_had_no_room_for(line, monkeypatch):
+    """Else whoever waits for an acknowledgement hears that the client has ended."""
+    monkeypatch.setattr(line.engines[0], "attend", lambda: None)
+    while not line.ends[0].has_backlog:
+        line.ends[0].send(numbers(EAGER_NBYTES), 1, is_answered=True)
+    large = numbers(EAGER_NBYTES + 1)
+    sent = line.ends[1].send(large, 2)
+    line.ends[0].recv(room_for(large), 2).wait()
+    waiting = threading.Thread(target=sent.wait)
+    waiting.start()
+    line.engines[0].end()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert not sent.error
+
+
 def test_a_client_that_ended_is_no_obstacle_to_messages_of_others(line, third):
     theirs, ours = third
-    while not line.ends[0]._backlog:
+    while not line.ends[0].has_backlog:
         line.ends[0].send(numbers(EAGER_NBYTES), 1, is_answered=True)
     line.engines[1].end()
     for seed in range(3):
