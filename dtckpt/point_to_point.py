@@ -270,5 +270,5 @@ def _socket() -> socket.socket:
 
 
 def _path(address: bytes) -> bytes:
-    """Return a name that lies in no file system, see ``man 7 unix``."""
-    return b"\0dtckpt-" + address
+    """Return a name that lies in no file system (``man 7 unix``), readable for those who list the system's sockets."""
+    return b"\0dtckpt-" + address.hex().encode()

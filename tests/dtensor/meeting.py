@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -115,10 +117,13 @@ def lose_one(*, is_large: bool) -> float:
     raise AssertionError("no error")
 
 
-def num_sockets() -> tuple[int, set[str]]:
-    """Redistribute; return how many sockets there were before, and what carried the messages."""
-    names = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    before = sum(name.startswith("socket:") for name in names)
+def num_left() -> tuple[int, set[str]]:
+    """Redistribute; return how many connections there were before, of earlier process groups, and what carried this."""
+    gc.collect()  # what failed before may hold its process group
+    rows = [line.split() for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]]
+    connections = {f"socket:[{row[6]}]" for row in rows if int(row[4], 16) == socket.SOCK_SEQPACKET}
+    with os.scandir("/proc/self/fd") as descriptors:
+        before = sum(os.readlink(each.path) in connections for each in descriptors)
     tensor, columns, expected = _rows()
     assert torch.equal(tensor.redistribute(placements=columns.placements).to_local(), expected)
     return before, carriers()
