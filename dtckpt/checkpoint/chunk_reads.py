@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,10 @@ from dtckpt.storage.located import StoredValue
 
 SPAN_NBYTES = 1 << 20
 """So much of a chunk is read at a time, in whole blocks: few calls, and it is still cached when it is digested."""
+LINE_NBYTES = 64
+"""A line of the processor's cache."""
+COPIED_NBYTES = 64 << 10
+"""What is read to memory where that `is_slow` goes over the scratch memory, if it is so long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,12 +51,23 @@ class Scratch:
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
+        self._first = 0
 
-    def take(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return so many bytes; they are those that were returned before."""
-        if self._memory.size < nbytes:
-            self._memory = np.empty(nbytes, np.uint8)
-        return self._memory[:nbytes]
+    def take(self, nbytes: int, place: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return so many bytes, to be filled from a place in a file; they are those that were returned before."""
+        if self._memory.size < nbytes + 2 * mmap.PAGESIZE:
+            self._memory = np.empty(nbytes + 2 * mmap.PAGESIZE, np.uint8)
+            self._first = -self._memory.ctypes.data % mmap.PAGESIZE
+        start = self._first + place % mmap.PAGESIZE // LINE_NBYTES * LINE_NBYTES
+        return self._memory[start : start + nbytes]
+
+
+def is_slow(address: int, place: int) -> bool:
+    """Whether reads from a place in a file to memory are slow: it lies less than a line further into its page.
+
+    Processors then take what is stored for what is loaded next, and wait: reads took up to five times as long.
+    """
+    return 0 < (address - place) % mmap.PAGESIZE < LINE_NBYTES
 
 
 class BlockReader:
@@ -101,6 +117,11 @@ class BlockReader:
         target = self._targets[0]
         if first == last or target.dtype != DTYPES[self._entry.stored_dtype] or not target.flags.c_contiguous:
             return None
+        rows = self._part.rows
+        if rows.nbytes >= COPIED_NBYTES:
+            wanted = self._value.start + rows.start + first * rows.row_nbytes
+            if is_slow(target.ctypes.data, wanted):
+                return None
         return as_bytes(target).data
 
     def _read(self, start: int, stop: int) -> memoryview:
@@ -113,7 +134,7 @@ class BlockReader:
             into = self._ready[place : place + nbytes]
             self._value.read_into(into, rows.start + begin)
             return into
-        data = self._scratch.take(nbytes)
+        data = self._scratch.take(nbytes, self._value.start + rows.start + begin)
         self._value.read_into(data.data, rows.start + begin)
         elements = from_span(self._entry, self._part, data)
         self._deliver(start, stop, elements)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import length_hint
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dtckpt import host_memory
+from dtckpt.checkpoint.block_digests import BlockDigests
 from dtckpt.checkpoint.chunk_reads import BlockReader, ChunkRead, Scratch, convert, cut, from_span
 from dtckpt.checkpoint.leaves import host_array, torch_dtype
 from dtckpt.checkpoint.verifying import Progress, VerifyReport, verify
@@ -31,13 +30,13 @@ from dtckpt.errors import (
     capped,
 )
 from dtckpt.format import tree as trees
-from dtckpt.format.digest import as_bytes, bytes_digest, digest_chunk, digest_of_blocks, documents_digest
+from dtckpt.format.digest import as_bytes, bytes_digest, digest_chunk, documents_digest
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME, ArrayEntry, Manifest
+from dtckpt.format.manifest import MANIFEST_NAME, ArrayEntry, Manifest
 from dtckpt.layout import Layout
 from dtckpt.planning.read_plan import PartRead, plan_reads
 from dtckpt.region import Region
-from dtckpt.storage.arrays import client_folder, stored_empty
+from dtckpt.storage.arrays import stored_empty
 from dtckpt.storage.chunks import open_reader
 from dtckpt.storage.failures import translated
 from dtckpt.storage.folders import Folder
@@ -192,7 +191,7 @@ class Checkpoint:
         self._reader = open_reader(manifest.kvstore, root, by_file=not is_far)
         self._root = root
         self._in_flight = REMOTE_IN_FLIGHT_NBYTES if is_far else LOCAL_IN_FLIGHT_NBYTES
-        self._block_starts: dict[str, npt.NDArray[np.int64]] | None = None
+        self._block_digests = BlockDigests(manifest, root)
         self.tensors: Mapping[str, TensorInfo] = _Described(manifest.arrays)
 
     def __repr__(self) -> str:
@@ -376,29 +375,8 @@ class Checkpoint:
             )
 
     def block_digests(self, entry: ArrayEntry, number: int) -> list[int]:
-        """Return the digests of a chunk's blocks, verified by that of the chunk; none, if it has one block only."""
-        index = entry.grid.index(number)
-        count = entry.blocks.count(entry.grid.region(index).shape)
-        if count <= 1:
-            return []
-        folder = self._root / client_folder(int(entry.writers[number]))
-        data, start = b"", 8 * self._blocks_before(entry.name, number)
-        with translated("read block digests", folder), suppress(FileNotFoundError):
-            data = folder.read(BLOCKS_NAME, start, start + 8 * count)
-        digests = np.frombuffer(data[: len(data) // 8 * 8], "<u8")
-        if digest_of_blocks(entry.name, index, digests) != int(entry.digests[number]):
-            raise CheckpointCorruptError(
-                f"the block digests of chunk {number} of tensor {entry.name!r} in {folder} are damaged; read the whole "
-                "chunk, or restore another checkpoint"
-            )
-        found: list[int] = digests.tolist()
-        return found
-
-    def _blocks_before(self, name: str, number: int) -> int:
-        """Return how many block digests stand before those of a chunk in its writer's file."""
-        if self._block_starts is None:
-            self._block_starts = _block_starts(self.manifest)
-        return int(self._block_starts[name][number])
+        """As `BlockDigests.read`."""
+        return self._block_digests.read(entry, number)
 
     def _cause_of(self, error: CheckpointError) -> CheckpointError:
         """Tell damage from a checkpoint that a save has replaced since it was opened."""
@@ -448,30 +426,6 @@ def _chunk_reads(entry: ArrayEntry, wanted: Sequence[tuple[Region, np.ndarray[An
     """Yield the reads for some regions of a tensor, each with memory of its shape."""
     for part in _parts_of(entry, tuple(region for region, _ in wanted)):
         yield ChunkRead(entry, part, [cut(wanted[position][1], of_region) for position, _, of_region in part.uses])
-
-
-def _block_starts(manifest: Manifest) -> dict[str, npt.NDArray[np.int64]]:
-    """Return per tensor and chunk how many block digests stand before the chunk's in its writer's file."""
-    totals: dict[int, int] = {}
-    starts: dict[str, npt.NDArray[np.int64]] = {}
-    for name, entry in manifest.arrays.items():
-        grid, blocks = entry.grid, entry.blocks
-        if not grid.num_chunks or blocks.count(grid.chunk_shape) <= 1:
-            continue
-        lengths = np.minimum(
-            grid.chunk_shape[blocks.dim],
-            grid.shape[blocks.dim] - np.arange(grid.counts[blocks.dim]) * grid.chunk_shape[blocks.dim],
-        )
-        along = -(-lengths // blocks.rows)
-        along[along == 1] = 0  # a chunk of one block has no digests but its own
-        counts = np.broadcast_to(along.reshape(-1, *[1] * (len(grid.counts) - blocks.dim - 1)), grid.counts).reshape(-1)
-        starts[name] = np.zeros(grid.num_chunks, np.int64)
-        for writer in np.unique(entry.writers).tolist():
-            mine = entry.writers == writer
-            ends = np.cumsum(counts[mine]) + totals.get(writer, 0)
-            starts[name][mine] = ends - counts[mine]
-            totals[writer] = int(ends[-1])
-    return starts
 
 
 def open_checkpoint(path: str | Location) -> Checkpoint:
