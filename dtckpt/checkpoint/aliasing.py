@@ -23,10 +23,12 @@ def split_tied(leaves: Sequence[Named]) -> tuple[list[Named], list[tuple[str, st
     Returns:
         The tensors to be filled, and ``(name, other name, leaf)`` of the tied ones.
     """
+    starts = Counter([memory.data_ptr() for _, leaf in leaves for memory in leaf.components])
+    if len(starts) == starts.total():
+        return list(leaves), []
     first: dict[object, str] = {}
     apart: list[Named] = []
     tied: list[tuple[str, str, Leaf]] = []
-    starts = Counter(memory.data_ptr() for _, leaf in leaves for memory in leaf.components)
     for name, leaf in leaves:
         if all(starts[memory.data_ptr()] == 1 for memory in leaf.components):
             apart.append((name, leaf))
@@ -48,20 +50,23 @@ def validate_apart(leaves: Sequence[Named]) -> None:
         LayoutError: Elements of one target, or of two, do.
     """
     group: list[tuple[str, torch.Tensor]] = []
-    end = -1
-    last_device = ""
+    end, last_device = -1, ""
     for device, start, stop, name, memory in _sorted_spans(leaves):
         if start >= end or device != last_device:
-            _validate_group(group)
+            if len(group) > 1:
+                _validate_group(group)
             group, end, last_device = [], -1, device
         group.append((name, memory))
         end = max(end, stop)
-    _validate_group(group)
+        if not memory.is_contiguous():
+            _validate_group([(name, memory)])
+    if len(group) > 1:
+        _validate_group(group)
 
 
 def _sorted_spans(leaves: Sequence[Named]) -> list[tuple[str, int, int, str, torch.Tensor]]:
     found = [
-        (str(memory.device), *_span(memory), name, memory)
+        ("" if memory.is_cpu else str(memory.device), *_span(memory), name, memory)
         for name, leaf in leaves
         for memory in leaf.components
         if memory.numel()
@@ -71,16 +76,15 @@ def _sorted_spans(leaves: Sequence[Named]) -> list[tuple[str, int, int, str, tor
 
 def _span(memory: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor's memory and the byte behind its last."""
+    start = memory.data_ptr()
     if memory.is_contiguous():
-        return memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        return start, start + memory.nbytes
     last = sum(step * (size - 1) for step, size in zip(memory.stride(), memory.shape, strict=True))
-    return memory.data_ptr(), memory.data_ptr() + (last + 1) * memory.itemsize
+    return start, start + (last + 1) * memory.itemsize
 
 
 def _is_apart(memory: torch.Tensor) -> bool:
     """Whether a tensor's elements surely share no byte: in order of stride, each step clears the smaller dims."""
-    if memory.is_contiguous():
-        return True
     extent = 1
     for step, size in sorted(zip(memory.stride(), memory.shape, strict=True)):
         if size > 1:
@@ -92,7 +96,7 @@ def _is_apart(memory: torch.Tensor) -> bool:
 
 def _validate_group(group: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Check targets whose spans touch, byte by byte: views that interleave (columns of one tensor) do not overlap."""
-    if not group or (len(group) == 1 and _is_apart(group[0][1])):
+    if len(group) == 1 and _is_apart(group[0][1]):
         return
     start = min(_span(memory)[0] for _, memory in group)
     stop = max(_span(memory)[1] for _, memory in group)

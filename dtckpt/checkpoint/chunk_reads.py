@@ -19,6 +19,8 @@ SPAN_NBYTES = 1 << 20
 """So much of a chunk is read at a time, in whole blocks: few calls, and it is still cached when it is digested."""
 LINE_NBYTES = 64
 """A line of the processor's cache."""
+SMALL_NBYTES = 32 << 10
+"""Chunks that are no longer are read many at a time."""
 COPIED_NBYTES = 64 << 10
 """What is read to memory where that `is_slow` goes over the scratch memory, if it is so long."""
 
@@ -44,6 +46,18 @@ class ChunkRead:
     handle: Any = None
     memory: Any = None
     is_direct: bool = False
+
+
+def is_small(read: ChunkRead) -> bool:
+    """Whether a read is of a small whole chunk, whose stored bytes are wanted as they are, in one piece of memory."""
+    entry, part, target = read.entry, read.part, read.targets[0]
+    return (
+        part.is_plain
+        and part.nbytes <= SMALL_NBYTES
+        and target.dtype == DTYPES[entry.stored_dtype]
+        and target.flags.c_contiguous
+        and entry.has_readable_blocks
+    )
 
 
 class Scratch:

@@ -129,17 +129,26 @@ def as_leaf(value: torch.Tensor) -> Leaf:
 
 def host_array(memory: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return a numpy view of a CPU tensor; a tensor elsewhere is copied to the host."""
+    found = own_array(memory)
+    if found is None:
+        found = own_array(memory.detach().resolve_conj().resolve_neg().cpu())
+    assert found is not None  # noqa: S101  (nothing is left to be resolved)
+    return found
+
+
+def own_array(memory: torch.Tensor) -> np.ndarray[Any, Any] | None:
+    """Return a numpy view of a tensor's own memory, so that writing there fills it; None, if it `is_elsewhere`."""
+    if is_elsewhere(memory):
+        return None
     memory = memory.detach() if memory.requires_grad else memory
-    if not shares_host_memory(memory):
-        memory = memory.resolve_conj().resolve_neg().cpu()
     bits = _BITS.get(memory.dtype)
     # numpy lacks some types; their bits travel as integers of the same size.
     return memory.numpy() if bits is None else memory.view(bits).numpy().view(DTYPES[dtype_name(memory.dtype)])
 
 
-def shares_host_memory(memory: torch.Tensor) -> bool:
-    """Whether `host_array` of a tensor is its own memory, so that writing there fills the tensor."""
-    return memory.is_cpu and not memory.is_conj() and not memory.is_neg()
+def is_elsewhere(memory: torch.Tensor) -> bool:
+    """Whether a tensor's elements are not in the host's memory as they are."""
+    return not memory.is_cpu or memory.is_conj() or memory.is_neg()
 
 
 def torch_dtype(name: str) -> torch.dtype:

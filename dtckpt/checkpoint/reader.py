@@ -15,7 +15,7 @@ import torch
 
 from dtckpt import host_memory
 from dtckpt.checkpoint.block_digests import BlockDigests
-from dtckpt.checkpoint.chunk_reads import BlockReader, ChunkRead, Scratch, convert, cut, from_span
+from dtckpt.checkpoint.chunk_reads import BlockReader, ChunkRead, Scratch, convert, cut, from_span, is_small
 from dtckpt.checkpoint.leaves import host_array, torch_dtype
 from dtckpt.checkpoint.verifying import Progress, VerifyReport, verify
 from dtckpt.errors import (
@@ -30,7 +30,7 @@ from dtckpt.errors import (
     capped,
 )
 from dtckpt.format import tree as trees
-from dtckpt.format.digest import as_bytes, bytes_digest, digest_chunk, documents_digest
+from dtckpt.format.digest import as_bytes, buffer_of, bytes_digest, digest_chunk, digest_of_data, documents_digest
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import MANIFEST_NAME, ArrayEntry, Manifest
 from dtckpt.layout import Layout
@@ -40,6 +40,7 @@ from dtckpt.storage.arrays import stored_empty
 from dtckpt.storage.chunks import open_reader
 from dtckpt.storage.failures import translated
 from dtckpt.storage.folders import Folder
+from dtckpt.storage.located import StoredValue, read_run, runs_of
 from dtckpt.storage.locations import Location, location_of
 from dtckpt.storage.mounts import is_remote
 from dtckpt.storage.places import place_of
@@ -51,6 +52,10 @@ More would be slower: what is read is still in the processor's cache when it is 
 """
 REMOTE_IN_FLIGHT_NBYTES = 64 << 20
 """Chunks being read at one time from other storage, which takes long to answer."""
+MAX_IN_FLIGHT = 256
+"""Chunks being read at one time, however small: each may have a file open."""
+MAX_SMALL = 4096
+"""Small chunks that are looked up together."""
 ANNOUNCED_NBYTES = 64 << 10
 """What is read from a file of this machine is announced to the system before, if it is so long."""
 
@@ -295,17 +300,23 @@ class Checkpoint:
         pending: deque[ChunkRead] = deque()
         scratch = Scratch()
         self._reader.expect(length_hint(requests))
+
+        def counted(read: int) -> None:
+            nonlocal nbytes
+            nbytes += read
+            count(read)
+
         try:
-            for name, wanted in requests:
-                for read in _chunk_reads(self.entry(name), wanted):
-                    while len(pending) >= fewest and in_flight + read.part.nbytes > limit:
-                        in_flight -= self._finish(pending.popleft(), scratch, count)
-                    self._start(read)
-                    pending.append(read)
-                    in_flight += read.part.nbytes
-                    nbytes += read.part.nbytes
+            for read in self._but_small(requests, counted):
+                while len(pending) == MAX_IN_FLIGHT or (
+                    len(pending) >= fewest and in_flight + read.part.nbytes > limit
+                ):
+                    in_flight -= self._finish(pending.popleft(), scratch, counted)
+                self._start(read)
+                pending.append(read)
+                in_flight += read.part.nbytes
             while pending:
-                self._finish(pending.popleft(), scratch, count)
+                self._finish(pending.popleft(), scratch, counted)
         except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
         finally:
@@ -314,6 +325,44 @@ class Checkpoint:
                 if read.handle is not None:
                     read.handle.exception()
         return nbytes
+
+    def _but_small(
+        self,
+        requests: Iterable[tuple[str, Sequence[tuple[Region, np.ndarray[Any, Any]]]]],
+        count: Callable[[int], object],
+    ) -> Iterator[ChunkRead]:
+        """Read what is small, many chunks at a time; yield the other reads."""
+        small: list[ChunkRead] = []
+        for name, wanted in requests:
+            for read in _chunk_reads(self.entry(name), wanted):
+                if not is_small(read):
+                    yield read
+                    continue
+                small.append(read)
+                if len(small) == MAX_SMALL:
+                    yield from self._read_small(small, count)
+                    small = []
+        yield from self._read_small(small, count)
+
+    def _read_small(self, reads: Sequence[ChunkRead], count: Callable[[int], object]) -> Iterator[ChunkRead]:
+        """Read small chunks straight to where they are wanted; yield those that lie in no file with others."""
+        found: list[tuple[ChunkRead, StoredValue]] = []
+        located = self._reader.locate_small([(read.entry.path, read.part.index) for read in reads])
+        for read, value in zip(reads, located, strict=True):
+            if value is None:
+                yield read
+            else:
+                found.append((read, value))
+        for run in runs_of([value for _, value in found], [read.part.nbytes for read, _ in found]):
+            reads, values = zip(*(found[position] for position in run), strict=True)
+            arrays = [read.targets[0] for read in reads]
+            with translated(
+                "read {} small chunks, of {!r} first", self._root, len(run), reads[0].entry.name, is_read=True
+            ):
+                read_run(values, arrays)
+            for read, array in zip(reads, arrays, strict=True):
+                self._validate(read, digest_of_data(read.entry.name, read.part.index, buffer_of(array)), [])
+            count(sum([read.part.nbytes for read in reads]))
 
     def _start(self, read: ChunkRead) -> None:
         entry, part = read.entry, read.part
@@ -347,6 +396,17 @@ class Checkpoint:
             memory = from_span(entry, part, data)
             boxes = entry.blocks.cut(Region.full(memory.shape))
             digests = [bytes_digest(as_bytes(memory[box.slices()]).data) for box in boxes]
+        self._validate(read, digest, digests)
+        if read.handle is not None and not read.is_direct:
+            for (_, of_box, _), target in zip(part.uses, read.targets, strict=True):
+                convert(cut(memory, of_box), target)
+        read.value = None  # a file of its own closes then
+        count(part.nbytes)
+        return part.nbytes
+
+    def _validate(self, read: ChunkRead, digest: int, digests: list[int]) -> None:
+        """Compare the digest of a chunk, or those of the blocks that were read."""
+        entry, part = read.entry, read.part
         if part.is_whole:
             is_sound = digest == int(entry.digests[part.number])
         else:
@@ -356,11 +416,6 @@ class Checkpoint:
                 f"chunk {part.chunk} of tensor {entry.name!r} in {self.path} is damaged: its digest does not match "
                 f"(written by client {int(entry.writers[part.number])}); restore another checkpoint"
             )
-        if read.value is None and not read.is_direct:
-            for (_, of_box, _), target in zip(part.uses, read.targets, strict=True):
-                convert(cut(memory, of_box), target)
-        count(part.nbytes)
-        return part.nbytes
 
     def validate_documents(self) -> None:
         """Check every ``zarr.json``, which only other readers need.

@@ -6,16 +6,18 @@ import fnmatch
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dtckpt import host_memory
 from dtckpt.checkpoint.agreement import Written
 from dtckpt.checkpoint.aliasing import Named, split_tied, validate_apart
-from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_tensor, mesh_of, shares_host_memory
+from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_tensor, mesh_of, own_array
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.phases import Phases, find_slow
 from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
@@ -45,6 +47,7 @@ from dtckpt.format import tree as trees
 from dtckpt.format.dtypes import is_lossless
 from dtckpt.layout import UNSHARDED, Layout
 from dtckpt.mesh import Mesh
+from dtckpt.region import Region
 from dtckpt.storage.locations import Location
 from dtckpt.storage.mounts import is_remote
 
@@ -52,6 +55,8 @@ logger = logging.getLogger("dtckpt.checkpoint")
 
 MAX_TRIES = 3
 """How often a local restore begins anew when a save replaces the checkpoint meanwhile."""
+SOON_NBYTES = 256 << 20
+"""Reads of no more bytes soon end; the cycle collector waits for them."""
 MAX_PATH_CHARS = 250
 """What clients tell each other of a path; with twelve bytes a character, escaped, it still fits a barrier's payload."""
 
@@ -293,36 +298,44 @@ def _read(
     phases: Phases,
 ) -> None:
     """Fill the tensors; those that are ``shared`` together with other clients."""
+    read = partial(checkpoint.read_all, count=phases.count)
     with torch.no_grad():
         read_shared(checkpoint, shared, phases)
-    read = partial(checkpoint.read_all, count=phases.count)
-    done = {id(one.leaf) for one in shared}
-    with uncollected():
-        boxes = [(name, leaf.distinct_parts()) for name, leaf in leaves if id(leaf) not in done]
-        # All at once: beside reads under way, what gives other threads a turn is slow.
-        on_host = [
-            (name, [(region, host_array(first)) for region, (first, *_) in parts if shares_host_memory(first)])
-            for name, parts in boxes
-        ]
-    with torch.no_grad():
-        read(on_host)
-        for name, parts in boxes:
-            for region, (first, *copies) in parts:
-                if not shares_host_memory(first):
-                    # One tensor at a time, so that the host needs room for one only.
-                    staged = host_memory.empty(first.shape, first.dtype)
-                    read([(name, [(region, host_array(staged))])])
-                    _move(staged, [first], phases)
-                _move(first, copies, phases)
+        filled = {id(one.leaf) for one in shared}
+        direct: list[tuple[str, list[tuple[Region, np.ndarray[Any, Any]]]]] = []
+        staged: list[tuple[str, Region, torch.Tensor]] = []
+        copied: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        nbytes = 0
+        with uncollected():
+            for name, leaf in leaves:
+                wanted = []
+                for region, (first, *copies) in () if id(leaf) in filled else leaf.distinct_parts():
+                    memory = own_array(first)
+                    if memory is None:
+                        staged.append((name, region, first))
+                    else:
+                        wanted.append((region, memory))
+                        nbytes += memory.nbytes
+                    if copies:
+                        copied.append((first, copies))
+                direct.append((name, wanted))
+        with uncollected() if nbytes <= SOON_NBYTES else nullcontext():
+            read(direct)
+        for name, region, target in staged:
+            # One tensor at a time, so that the host needs room for one only.
+            host = host_memory.empty(target.shape, target.dtype)
+            read([(name, [(region, host_array(host))])])
+            _move(host, [target], phases)
+        for first, copies in copied:
+            _move(first, copies, phases)
     _validate_tied(read, tied)
 
 
 def _move(source: torch.Tensor, targets: Sequence[torch.Tensor], phases: Phases) -> None:
-    if targets:
-        with phases.measure("move"):
-            for target in targets:
-                target.copy_(source)
-                phases.count(target.nbytes)
+    with phases.measure("move"):
+        for target in targets:
+            target.copy_(source)
+            phases.count(target.nbytes)
 
 
 def _validate_tied(read: Callable[..., object], tied: Sequence[tuple[str, str, Leaf]]) -> None:
@@ -421,8 +434,7 @@ class _Matcher:
     def _take(self, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
         """Plan a node that the target holds no tensor for: its plain values, and new tensors."""
         self.wanted.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
-        names: list[str] = []
-        trees.build(node, names.append)
+        names = trees.tensor_names(node)
         new = {
             name: host_memory.empty(self._checkpoint.info(name).shape, self._checkpoint.info(name).dtype)
             for name in names

@@ -17,7 +17,7 @@ import torch
 
 from dtckpt import host_memory
 from dtckpt.checkpoint.comparing import Copy, known_numbers, part_digests, shared_boxes
-from dtckpt.checkpoint.leaves import host_array, shares_host_memory
+from dtckpt.checkpoint.leaves import host_array, is_elsewhere
 from dtckpt.checkpoint.save import MemorySource, State
 from dtckpt.planning.save_plan import SavePlan, TensorPlan
 from dtckpt.region import Region
@@ -60,7 +60,7 @@ class StagingMemory:
             name, written = item.spec.name, list(_written(item, client))
             for box, copies in state.source.parts(name):
                 is_compared = with_copies and (box in shared or len(copies) > 1)
-                is_noted = is_compared and all(map(shares_host_memory, copies))
+                is_noted = is_compared and not any(map(is_elsewhere, copies))
                 if is_noted:
                     noted[name, box] = _noted(item, box, copies, client)
                 if is_compared and not is_noted:

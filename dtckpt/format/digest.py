@@ -72,7 +72,7 @@ class Blocks:
 
 
 def digest_chunk(
-    name: str, index: Sequence[int], elements: np.ndarray[Any, Any], blocks: Blocks
+    name: str, index: tuple[int, ...], elements: np.ndarray[Any, Any], blocks: Blocks
 ) -> tuple[int, list[int]]:
     """Return the digest of one chunk and those of its blocks (none, if it is one block itself)."""
     if blocks.count(elements.shape) <= 1:
@@ -88,23 +88,33 @@ def digest_chunk(
     return digest_of_blocks(name, index, parts), parts
 
 
-def digest_of_blocks(name: str, index: Sequence[int], digests: Sequence[int] | np.ndarray[Any, Any]) -> int:
+def digest_of_blocks(name: str, index: tuple[int, ...], digests: Sequence[int] | np.ndarray[Any, Any]) -> int:
     """Return the digest of a chunk from those of its blocks."""
     return digest_of_data(name, index, np.asarray(digests, _DIGEST).data)
 
 
-def digest_of_data(name: str, index: Sequence[int], data: memoryview) -> int:
+def digest_of_data(name: str, index: tuple[int, ...], data: memoryview) -> int:
     """Return the digest of a chunk of one block from its elements' bytes."""
     return xxhash.xxh3_64_intdigest(data, seed=_seed(name, index))
 
 
-def _seed(name: str, index: Sequence[int]) -> int:
-    return xxhash.xxh3_64_intdigest(f"{name}\0{','.join(map(str, index))}".encode())
+def _seed(name: str, index: tuple[int, ...]) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode() + _suffix(index))
+
+
+@lru_cache(maxsize=4096)
+def _suffix(index: tuple[int, ...]) -> bytes:
+    return f"\0{','.join(map(str, index))}".encode()
 
 
 def as_bytes(elements: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """View elements as flat uint8, in C order (a copy only where they are not contiguous)."""
     return np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
+
+
+def buffer_of(elements: np.ndarray[Any, Any]) -> memoryview:
+    """Return the memory of contiguous elements; numpy lends none of types that it lacks, but for their bytes."""
+    return elements.data if elements.dtype.isbuiltin == 1 else as_bytes(elements).data
 
 
 def documents_digest(documents: Mapping[str, bytes]) -> int:

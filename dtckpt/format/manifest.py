@@ -290,8 +290,7 @@ def _entry(
     content = message.content if message.HasField("content") else None
     for field_name in ("name", "path", "digests", "content"):
         message.ClearField(field_name)
-    message.DiscardUnknownFields()
-    key = message.SerializeToString(deterministic=True)
+    key = message.SerializeToString()
     kind = kinds.get(key)
     if kind is None:
         kind = kinds[key] = _kind(message, name, digests.size, meshes)

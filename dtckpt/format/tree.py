@@ -197,19 +197,25 @@ def _value(kind: str, content: Any) -> Any:
     raise CheckpointCorruptError(f"the manifest's state tree holds an unknown or malformed {kind!r}")
 
 
-def tensor_names(node: Node) -> Iterator[str]:
-    """Yield the tensor names below a node; a key that occurs twice in one dict is damage."""
+def tensor_names(node: Node) -> list[str]:
+    """Return the tensor names below a node; a key that occurs twice in one dict is damage."""
+    found: list[str] = []
+    _find_names(node, found)
+    return found
+
+
+def _find_names(node: Node, found: list[str]) -> None:
     kind, content = _only(node)
     if kind == "tensor":
-        yield content
+        found.append(content)
     elif kind == "dict":
-        if len({(type(key), key) for key, _ in content}) != len(content):
+        if len({key for key, _ in content}) != len(content):
             raise CheckpointCorruptError("the manifest's state tree holds a key twice")
         for _, below in content:
-            yield from tensor_names(below)
+            _find_names(below, found)
     elif kind in ("list", "tuple"):
         for below in content:
-            yield from tensor_names(below)
+            _find_names(below, found)
 
 
 def values(node: Node) -> Iterator[tuple[str, Any]]:
@@ -219,12 +225,10 @@ def values(node: Node) -> Iterator[tuple[str, Any]]:
 
 def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     kind, content = _only(node)
-    if kind == "dict":
-        for key, child in content:
-            yield from _walk(child, (*path, str(key)))
-    elif kind in ("list", "tuple"):
-        for position, child in enumerate(content):
-            yield from _walk(child, (*path, str(position)))
+    if kind in ("dict", "list", "tuple"):
+        for key, child in content if kind == "dict" else enumerate(content):
+            if "tensor" not in child:  # there may be many
+                yield from _walk(child, (*path, str(key)))
     elif kind != "tensor":
         yield "/".join(path), _value(kind, content)
 

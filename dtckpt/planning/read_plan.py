@@ -71,6 +71,11 @@ class PartRead:
     rows: StoredRows
     is_whole: bool
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a whole chunk of one block, all of which is wanted once, as it is stored."""
+        return self.is_whole and self.rows.count <= self.rows.block and self.rows.wanted == (0, self.rows.count)
+
 
 def plan_reads(grid: ChunkGrid, itemsize: int, regions: tuple[Region, ...], *, by_blocks: bool) -> Iterable[PartRead]:
     """Say what must be read for some regions of a tensor, each chunk once.

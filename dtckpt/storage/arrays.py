@@ -405,6 +405,21 @@ class ArrayReader:
             files = self._value_files()
             return None if files is None else files.find(key_of(path, index), nbytes)
 
+    def locate_small(self, places: Iterable[tuple[str, Sequence[int]]]) -> list[StoredValue | None]:
+        """Return where small chunks lie that share files with others, as `locate`; None for the others.
+
+        Args:
+            places: Array and position per dim, chunk by chunk.
+
+        Raises:
+            CheckpointCorruptError: The database that holds them is damaged.
+            StorageError: Storage refused.
+        """
+        keys = [key_of(path, index) for path, index in places]
+        with translated("find {} chunks", self._where, len(keys), is_read=True):
+            files = self._value_files()
+            return [None] * len(keys) if files is None else files.find_small(keys)
+
     def _value_files(self) -> ValueFiles | None:
         if self._files is None and self._folder is not None:
             root, base = self._folder.path, self._folder.kvstore()

@@ -145,6 +145,10 @@ class ChunkReader:
     def locate(self, path: str, index: Sequence[int], nbytes: int) -> None:
         """As `ArrayReader.locate`: what fsspec reads lies in no file that is known."""
 
+    def locate_small(self, places: Iterable[tuple[str, Sequence[int]]]) -> list[None]:
+        """As `ArrayReader.locate_small`: nor does that."""
+        return [None for _ in places]
+
     def start(self, array: StoredArray, region: Region, into: np.ndarray[Any, Any]) -> Any:
         """As `ArrayReader.start`; ``region`` is a whole chunk."""
         validate_kind("zarr", self._root, [array.codec])

@@ -11,7 +11,7 @@ import mmap
 import os
 import weakref
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +19,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
+import numpy as np
 import tensorstore as ts
+
+from dtckpt.format.digest import as_bytes, buffer_of
 
 MAX_FILES = 64
 """Files of a database that are kept open."""
@@ -27,6 +30,8 @@ MAX_KNOWN_KEYS = 1 << 19
 """Keys of a database whose places are kept, or those of one node."""
 READS_PER_KEY = 1 / 16
 """Once a database was asked for so many values per key that it has, it pays to learn where all of them lie."""
+MAX_RUN = 128
+"""Values that are read by one call: systems allow 1024, but what is read shall still be cached when it is digested."""
 READ_NBYTES = 64 << 10
 """A longer value counts as several: more is won by reading it from its file."""
 
@@ -69,6 +74,10 @@ class StoredValue:
                 raise ValueError("the chunk is cut short")
             place, memory = place + nbytes, memory[nbytes:]
 
+    def is_before(self, other: StoredValue) -> bool:
+        """Whether another value begins where this one ends."""
+        return self.file is other.file and self.nbytes is not None and self.start + self.nbytes == other.start
+
     def announce(self, start: int, stop: int) -> None:
         """Let the system begin to read some bytes of the value from the disk.
 
@@ -81,6 +90,37 @@ class StoredValue:
         os.posix_fadvise(self.file.number, self.start + start, stop - start, os.POSIX_FADV_WILLNEED)
 
 
+def runs_of(values: Sequence[StoredValue], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yield values that follow each other in a file, to be read by one call: their positions.
+
+    Args:
+        values: The values.
+        sizes: How many bytes of each are wanted, from its first on.
+    """
+    run: list[int] = []
+    for position in sorted(range(len(values)), key=lambda each: (values[each].file.number, values[each].start)):
+        last = run[-1] if run else position
+        is_next = values[last].nbytes == sizes[last] and values[last].is_before(values[position])
+        if run and not (is_next and len(run) < MAX_RUN):
+            yield run
+            run = []
+        run.append(position)
+    if run:
+        yield run
+
+
+def read_run(values: Sequence[StoredValue], arrays: Sequence[np.ndarray[Any, Any]]) -> None:
+    """Fill contiguous memory with the first bytes of values of a run. Blocks: On storage.
+
+    Raises:
+        ValueError: A value ends before.
+    """
+    nbytes, memories = sum([array.nbytes for array in arrays]), [buffer_of(array) for array in arrays]
+    if len(values) == 1 or os.preadv(values[0].file.number, memories, values[0].start) < nbytes:
+        for value, array in zip(values, arrays, strict=True):
+            value.read_into(as_bytes(array).data, 0)
+
+
 class ValueFiles(Protocol):
     """Finds values by key."""
 
@@ -90,6 +130,10 @@ class ValueFiles(Protocol):
         Raises:
             ValueError: It is not there.
         """
+        ...
+
+    def find_small(self, keys: Sequence[str]) -> list[StoredValue | None]:
+        """Return where small values lie that share files with others; None for the others."""
         ...
 
     def expect(self, count: int) -> None:
@@ -110,6 +154,10 @@ class FolderFiles:
     def find(self, key: str, nbytes: int) -> StoredValue:  # noqa: ARG002  (all are found alike)
         """As `ValueFiles.find`."""
         return StoredValue(_File(f"{self._root}/{key}"))
+
+    def find_small(self, keys: Sequence[str]) -> list[StoredValue | None]:
+        """As `ValueFiles.find_small`: each has a file of its own."""
+        return [None] * len(keys)
 
     def expect(self, count: int) -> None:
         """As `ValueFiles.expect`."""
@@ -152,14 +200,12 @@ class DatabaseFiles:
     def find(self, key: str, nbytes: int) -> StoredValue | None:
         """As `ValueFiles.find`; small values are in the database's nodes, which are left to TensorStore."""
         with self._lock:
-            if not self._is_worth_it:
-                self._asked += 1 + nbytes // READ_NBYTES
-                self._is_worth_it = self._asked >= self._num_keys() * READS_PER_KEY
-            place = self._place(key.encode()) if self._is_worth_it else None
-        if place is None:
-            return None
-        _, folder, name, start, length = place.split(":")
-        return StoredValue(self._open(f"{self._root}/{folder}{name}"), int(start), int(length))
+            return self._find(key) if self._pays(1 + nbytes // READ_NBYTES) else None
+
+    def find_small(self, keys: Sequence[str]) -> list[StoredValue | None]:
+        """As `ValueFiles.find_small`."""
+        with self._lock:
+            return [self._find(key) for key in keys] if self._pays(len(keys)) else [None] * len(keys)
 
     def expect(self, count: int) -> None:
         """As `ValueFiles.expect`."""
@@ -169,6 +215,20 @@ class DatabaseFiles:
     def close(self) -> None:
         """As `ValueFiles.close`."""
         self._open.cache_clear()
+
+    def _pays(self, count: int) -> bool:
+        """Whether it pays to learn where all values lie, now that so many more are asked for."""
+        if not self._is_worth_it:
+            self._asked += count
+            self._is_worth_it = self._asked >= self._num_keys() * READS_PER_KEY
+        return self._is_worth_it
+
+    def _find(self, key: str) -> StoredValue | None:
+        place = self._place(key.encode())
+        if place is None:
+            return None
+        _, folder, name, start, length = place.split(":")
+        return StoredValue(self._open(f"{self._root}/{folder}{name}"), int(start), int(length))
 
     def _num_keys(self) -> int:
         if self._tree is None:
