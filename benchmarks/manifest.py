@@ -21,7 +21,7 @@ from dtckpt import Layout
 from dtckpt.clients import abstract_mesh
 from dtckpt.format.content import content_share
 from dtckpt.format.digest import digest_chunk
-from dtckpt.format.manifest import ArrayEntry, Manifest
+from dtckpt.format.manifest import ArrayEntry, ArrayKind, Manifest
 from dtckpt.planning.save_plan import SavePlan, TensorSpec, holdings_of, plan_save
 from dtckpt.region import Region
 
@@ -40,8 +40,8 @@ def manifest_of(plan: SavePlan) -> Manifest:
     entries = {}
     for item in plan.tensors:
         digests = draw.integers(0, 2**64, item.grid.num_chunks, np.uint64)
-        facts = item.spec.name, item.path, item.spec.dtype, item.spec.stored_dtype, item.grid, digests, item.owners
-        entries[item.spec.name] = ArrayEntry(*facts, layout=item.spec.layout, content=int(digests[0]))
+        kind = ArrayKind(item.spec.dtype, item.spec.stored_dtype, item.grid, item.owners, item.spec.layout)
+        entries[item.spec.name] = ArrayEntry(item.spec.name, item.path, kind, digests, int(digests[0]))
     return Manifest(kvstore="ocdbt", arrays=entries)
 
 

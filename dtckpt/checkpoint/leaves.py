@@ -74,14 +74,20 @@ def _distinct(regions: tuple[Region, ...]) -> tuple[tuple[Region, tuple[int, ...
 
 
 @lru_cache(maxsize=4096)
-def _regions(layout: Layout, devices: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Region, ...]:
-    """Return what devices hold of a tensor; most tensors of a model are like others."""
-    return tuple(layout.region(device, shape) for device in devices)
-
-
-@lru_cache(maxsize=4096)
-def _whole(shape: tuple[int, ...]) -> tuple[Region, ...]:
-    return (Region.full(shape),)
+def _facts(
+    layout: Layout | None, devices: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[str, tuple[Region, ...]]:
+    """Return a tensor's dtype name and what devices hold of it; most tensors of a model are like others."""
+    name = dtype_name(dtype)
+    validate_dtype(name)
+    if layout is None:
+        return name, (Region.full(shape),)
+    if layout.has_partial:
+        raise LayoutError(
+            f"a tensor with pending reductions has no values yet; got partial axes {dict(layout.partial)}; "
+            "relayout it to sharded or replicated first"
+        )
+    return name, tuple(layout.region(device, shape) for device in devices)
 
 
 def is_tensor(value: object) -> bool:
@@ -110,19 +116,12 @@ def as_leaf(value: torch.Tensor) -> Leaf:
         layout, components = value.layout, value.components
     else:
         layout, components = None, (value,)
-    shape, dtype = tuple(value.shape), dtype_name(value.dtype)
-    validate_dtype(dtype)
+    devices = () if layout is None else layout.mesh.record.local_device_ids
+    shape = tuple(value.shape)
+    dtype, regions = _facts(layout, devices, shape, value.dtype)
     for memory in components:
         if memory.layout != torch.strided or memory.is_quantized or memory.is_meta or memory.is_nested:
             raise DTypeError(f"only dense tensors with data can be stored; got {memory.layout} on {memory.device}")
-    if layout is None:
-        return Leaf(shape, dtype, None, _whole(shape), components)
-    if layout.has_partial:
-        raise LayoutError(
-            f"a tensor with pending reductions has no values yet; got partial axes {dict(layout.partial)}; "
-            "relayout it to sharded or replicated first"
-        )
-    regions = _regions(layout, layout.mesh.record.local_device_ids, shape)
     save_as_bf16 = isinstance(value, DVariable) and value.save_as_bf16
     return Leaf(shape, dtype, layout, regions, components, save_as_bf16)
 

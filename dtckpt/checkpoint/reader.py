@@ -192,10 +192,10 @@ class Checkpoint:
             )
         self.path = path
         self.manifest = manifest
-        is_far = is_remote(path)
-        self._reader = open_reader(manifest.kvstore, root, by_file=not is_far)
+        self.is_remote = is_remote(path)
+        self._reader = open_reader(manifest.kvstore, root, by_file=not self.is_remote)
         self._root = root
-        self._in_flight = REMOTE_IN_FLIGHT_NBYTES if is_far else LOCAL_IN_FLIGHT_NBYTES
+        self._in_flight = REMOTE_IN_FLIGHT_NBYTES if self.is_remote else LOCAL_IN_FLIGHT_NBYTES
         self._block_digests = BlockDigests(manifest, root)
         self.tensors: Mapping[str, TensorInfo] = _Described(manifest.arrays)
 
@@ -395,7 +395,7 @@ class Checkpoint:
             data = self._reader.finish_span(read.handle, entry.path, part.box, part.rows.nbytes)
             memory = from_span(entry, part, data)
             boxes = entry.blocks.cut(Region.full(memory.shape))
-            digests = [bytes_digest(as_bytes(memory[box.slices()]).data) for box in boxes]
+            digest, digests = 0, [bytes_digest(as_bytes(memory[box.slices()]).data) for box in boxes]
         self._validate(read, digest, digests)
         if read.handle is not None and not read.is_direct:
             for (_, of_box, _), target in zip(part.uses, read.targets, strict=True):
@@ -477,10 +477,12 @@ def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
     return region.ndim == len(shape) and Region.full(shape).contains(region)
 
 
-def _chunk_reads(entry: ArrayEntry, wanted: Sequence[tuple[Region, np.ndarray[Any, Any]]]) -> Iterator[ChunkRead]:
-    """Yield the reads for some regions of a tensor, each with memory of its shape."""
-    for part in _parts_of(entry, tuple(region for region, _ in wanted)):
-        yield ChunkRead(entry, part, [cut(wanted[position][1], of_region) for position, _, of_region in part.uses])
+def _chunk_reads(entry: ArrayEntry, wanted: Sequence[tuple[Region, np.ndarray[Any, Any]]]) -> list[ChunkRead]:
+    """Return the reads for some regions of a tensor, each with memory of its shape."""
+    return [
+        ChunkRead(entry, part, [cut(wanted[position][1], of_region) for position, _, of_region in part.uses])
+        for part in _parts_of(entry, tuple([region for region, _ in wanted]))
+    ]
 
 
 def open_checkpoint(path: str | Location) -> Checkpoint:

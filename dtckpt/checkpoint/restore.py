@@ -49,7 +49,6 @@ from dtckpt.layout import UNSHARDED, Layout
 from dtckpt.mesh import Mesh
 from dtckpt.region import Region
 from dtckpt.storage.locations import Location
-from dtckpt.storage.mounts import is_remote
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
@@ -141,16 +140,24 @@ class Filling:
 
     def report(self, checkpoint: Checkpoint) -> RestoreReport:
         """Say what will be done."""
-        pairs = [(self.renamed.get(name, name), checkpoint.entry(name), leaf) for name, leaf in self.leaves]
-        saved = [(name, entry.shape, entry.dtype, leaf) for name, entry, leaf in pairs]
+        restored: list[str] = []
+        reshaped: list[Reshaped] = []
+        cast: list[Cast] = []
+        for source, leaf in self.leaves:
+            name, kind = self.renamed.get(source, source), checkpoint.entry(source).kind
+            restored.append(name)
+            if kind.grid.shape != leaf.shape:
+                reshaped.append(Reshaped(name, kind.grid.shape, leaf.shape))
+            if kind.dtype != leaf.dtype:
+                cast.append(Cast(name, kind.dtype, leaf.dtype))
         return RestoreReport(
             path=checkpoint.path,
-            restored=tuple(name for name, *_ in saved),
+            restored=tuple(restored),
             missing=tuple(self.missing),
             defaulted=tuple(self.defaulted),
             unexpected=tuple(self.unexpected),
-            reshaped=tuple(Reshaped(name, shape, leaf.shape) for name, shape, _, leaf in saved if shape != leaf.shape),
-            cast=tuple(Cast(name, dtype, leaf.dtype) for name, _, dtype, leaf in saved if dtype != leaf.dtype),
+            reshaped=tuple(reshaped),
+            cast=tuple(cast),
             renamed=dict(self.renamed),
         )
 
@@ -197,7 +204,7 @@ def _run_once(
         with uncollected():
             apart, tied = split_tied(filling.leaves)
             validate_apart(apart)
-        is_shared = is_remote(path) if options.read_once is None else options.read_once
+        is_shared = checkpoint.is_remote if options.read_once is None else options.read_once
         shared = shareable(checkpoint, apart) if is_shared and len(rounds.participants) > 1 else []
         opened.append((checkpoint, filling, apart, tied, shared))
         if phases.is_shown:  # it costs about as much as a plan
@@ -412,18 +419,18 @@ class _Matcher:
 
     def visit(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
         """Plan one node; what it returns gives, after the reads, the node's new value."""
-        where = "/".join(path)
         kind, content = next(iter(node.items()))
         if is_tensor(target):
             if kind != "tensor":
+                where = "/".join(path)
                 raise TensorNotFoundError(f"the checkpoint has a {kind} at {where!r}; the target wants a tensor")
             self.wanted.add(content)
             self.leaves.append((content, as_leaf(target)))
             return lambda: target
         if isinstance(target, Mapping):
-            return self._visit_dict(target, self._expect(node, ("dict",), "dict", where), path)
+            return self._visit_dict(target, self._expect(node, ("dict",), "dict", path), path)
         if isinstance(target, list | tuple):
-            return self._visit_sequence(target, self._expect(node, ("list", "tuple"), "sequence", where), path)
+            return self._visit_sequence(target, self._expect(node, ("list", "tuple"), "sequence", path), path)
         if isinstance(target, Stateful):
             state = target.state_dict()
             renewed = self.visit(state, node, path)
@@ -443,7 +450,7 @@ class _Matcher:
         self.leaves.extend((name, as_leaf(tensor)) for name, tensor in new.items())
         return lambda: trees.build(node, new.__getitem__)
 
-    def _expect(self, node: trees.Node, kinds: tuple[str, ...], wanted: str, where: str) -> Any:
+    def _expect(self, node: trees.Node, kinds: tuple[str, ...], wanted: str, path: tuple[str, ...]) -> Any:
         kind, content = next(iter(node.items()))
         if self._is_renamed and kind == "dict" and "list" in kinds:
             # A new name does not say which kind of container it leads through.
@@ -453,6 +460,7 @@ class _Matcher:
         if self._is_renamed and kind in ("list", "tuple") and "dict" in kinds:
             return list(enumerate(content))
         if kind not in kinds:
+            where = "/".join(path)
             raise TensorNotFoundError(f"the checkpoint has a {kind} at {where!r}; the target wants a {wanted}")
         return content
 

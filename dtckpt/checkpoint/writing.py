@@ -22,7 +22,7 @@ from dtckpt.format.content import content_digest
 from dtckpt.format.digest import as_bytes, bytes_digest, documents_digest
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import ChunkGrid
-from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME, ArrayEntry, Manifest
+from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME, ArrayEntry, ArrayKind, Manifest
 from dtckpt.layout import Layout
 from dtckpt.planning.save_plan import KEPT_STRUCTURES, NO_CLIENT, SavePlan, TensorPlan
 from dtckpt.region import Region
@@ -321,6 +321,7 @@ def _entries(plan: SavePlan, root: Folder, announced: Mapping[int, int]) -> Iter
         for copy in chunk_list.copies:
             copies.setdefault((copy.tensor, copy.box), {}).setdefault(copy.digest, []).append(client)
     _validate_copies(plan, copies)
+    kinds: dict[tuple[Any, ...], ArrayKind] = {}
     for item, chunks, share in zip(plan.tensors, pairwise(plan.starts.tolist()), contents.tolist(), strict=True):
         itemsize = DTYPES[item.spec.stored_dtype].itemsize
         content = content_digest(share, item.grid.shape, itemsize) if has_content else None
@@ -329,19 +330,13 @@ def _entries(plan: SavePlan, root: Folder, announced: Mapping[int, int]) -> Iter
                 f"tensor {item.spec.name!r} would not hold what it held before; got content {content:016x}, expected "
                 f"{item.spec.content:016x}; nothing was committed"
             )
-        yield ArrayEntry(
-            name=item.spec.name,
-            path=item.path,
-            dtype=item.spec.dtype,
-            stored_dtype=item.spec.stored_dtype,
-            grid=item.grid,
-            digests=digests[slice(*chunks)],
-            writers=item.owners,
-            layout=item.spec.layout,
-            missing=frozenset(item.missing if NO_CLIENT in owners else ()),
-            content=content,
-            codec=item.spec.codec,
-        )
+        missing = frozenset(item.missing if NO_CLIENT in owners else ())
+        spec = item.spec
+        facts = spec.dtype, spec.stored_dtype, item.grid, item.owners.tobytes(), spec.layout, missing, spec.codec
+        kind = kinds.get(facts)
+        if kind is None:
+            kind = kinds[facts] = ArrayKind(*facts[:3], item.owners, *facts[4:])
+        yield ArrayEntry(spec.name, item.path, kind, digests[slice(*chunks)], content)
 
 
 def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[int, Sequence[int]]]) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, groupby
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,65 +37,119 @@ KVSTORES = ("ocdbt", "zarr")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ArrayKind:
+    """What tensors have in common that differ in name, path and content only; entries of a model share a few.
+
+    Args:
+        dtype: The tensor's element type.
+        stored_dtype: Element type on storage.
+        grid: Shape and chunk grid.
+        writers: Per chunk, row-major: the client that wrote it (-1 where missing).
+        layout: Layout at the time of the save, if the tensor was on a mesh.
+        missing: Row-major numbers of the chunks that were not saved.
+        codec: How chunks are compressed; see `dtckpt.format.codecs`.
+
+    Attributes:
+        itemsize: Bytes of one stored element.
+        blocks: How chunks are cut into blocks.
+        has_readable_blocks: Whether a block can be read alone, by its place in the stored chunk.
+    """
+
+    dtype: str
+    stored_dtype: str
+    grid: ChunkGrid
+    writers: npt.NDArray[np.int32]
+    layout: Layout | None = None
+    missing: frozenset[int] = frozenset()
+    codec: str = NO_CODEC
+    itemsize: int = field(init=False)
+    blocks: Blocks = field(init=False)
+    has_readable_blocks: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        itemsize = validate_dtype(self.stored_dtype).itemsize
+        object.__setattr__(self, "itemsize", itemsize)
+        object.__setattr__(self, "blocks", Blocks.of(self.grid, itemsize))
+        object.__setattr__(self, "has_readable_blocks", self.codec == NO_CODEC)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ArrayEntry:
     """One tensor of a checkpoint.
 
     Args:
         name: Tensor name.
         path: Array path below the root of the key-value store.
-        dtype: The tensor's element type.
-        stored_dtype: Element type on storage.
-        grid: Shape and chunk grid.
+        kind: What it has in common with others; every fact of it is one of the entry, too.
         digests: Per chunk, row-major; see `dtckpt.format.digest`.
-        writers: Per chunk, row-major: the client that wrote it (-1 where missing).
-        layout: Layout at the time of the save, if the tensor was on a mesh.
-        missing: Row-major numbers of the chunks that were not saved.
         content: Content digest; see `dtckpt.format.content`.
-        codec: How chunks are compressed; see `dtckpt.format.codecs`.
     """
 
     name: str
     path: str
-    dtype: str
-    stored_dtype: str
-    grid: ChunkGrid
+    kind: ArrayKind
     digests: npt.NDArray[np.uint64]
-    writers: npt.NDArray[np.int32]
-    layout: Layout | None = None
-    missing: frozenset[int] = frozenset()
     content: int | None = None
-    codec: str = NO_CODEC
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Global shape."""
-        return self.grid.shape
+        return self.kind.grid.shape
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """What is equal for tensors that differ in name, path and content only."""
-        placed = self.writers.tobytes(), self.missing, self.layout
-        return self.grid, self.dtype, self.stored_dtype, self.codec, placed
+    def dtype(self) -> str:
+        """The tensor's element type."""
+        return self.kind.dtype
+
+    @property
+    def stored_dtype(self) -> str:
+        """Element type on storage."""
+        return self.kind.stored_dtype
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """Shape and chunk grid."""
+        return self.kind.grid
+
+    @property
+    def writers(self) -> npt.NDArray[np.int32]:
+        """Per chunk, row-major: the client that wrote it (-1 where missing)."""
+        return self.kind.writers
+
+    @property
+    def layout(self) -> Layout | None:
+        """Layout at the time of the save, if the tensor was on a mesh."""
+        return self.kind.layout
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """Row-major numbers of the chunks that were not saved."""
+        return self.kind.missing
+
+    @property
+    def codec(self) -> str:
+        """How chunks are compressed."""
+        return self.kind.codec
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one stored element."""
+        return self.kind.itemsize
+
+    @property
+    def blocks(self) -> Blocks:
+        """How chunks are cut into blocks."""
+        return self.kind.blocks
+
+    @property
+    def has_readable_blocks(self) -> bool:
+        """Whether a block can be read alone, by its place in the stored chunk."""
+        return self.kind.has_readable_blocks
 
     @property
     def stored_nbytes(self) -> int:
         """Bytes of the elements on storage, before compression."""
         return math.prod(self.shape) * self.itemsize
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one stored element."""
-        return validate_dtype(self.stored_dtype).itemsize
-
-    @property
-    def blocks(self) -> Blocks:
-        """How chunks are cut into blocks."""
-        return Blocks.of(self.grid, self.itemsize)
-
-    @property
-    def has_readable_blocks(self) -> bool:
-        """Whether a block can be read alone, by its place in the stored chunk."""
-        return self.codec == NO_CODEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +201,14 @@ class Manifest:
             clients=sorted(self.costs),
             phases=phases_to_proto(self.costs),
         )
-        kinds: dict[tuple[object, ...], bytes] = {}
+        kinds: dict[ArrayKind, bytes] = {}
         for name in sorted(self.arrays):
             entry = self.arrays[name]
             digests: list[int] = entry.digests.tolist()
             tensor = message.tensors.add(name=name, path=entry.path, digests=digests, content=entry.content)
             kind = kinds.get(entry.kind)
             if kind is None:
-                kind = kinds[entry.kind] = _kind_proto(entry, meshes).SerializeToString()
+                kind = kinds[entry.kind] = _kind_proto(entry.kind, meshes).SerializeToString()
             tensor.MergeFromString(kind)
         message.meshes.extend(mesh.portable().as_proto() for mesh in meshes)
         payload = message.SerializeToString(deterministic=True)
@@ -192,7 +245,7 @@ class Manifest:
         try:
             message = checkpoint_pb2.Manifest.FromString(envelope.manifest)
             meshes = [Mesh.from_proto(mesh) for mesh in message.meshes]
-            kinds: dict[bytes, dict[str, Any]] = {}
+            kinds: dict[bytes, ArrayKind] = {}
             # Made from all at once: an array of its own for each tensor would take as long as all else.
             digests = np.fromiter(chain.from_iterable(tensor.digests for tensor in message.tensors), np.uint64)
             ends = accumulate(len(tensor.digests) for tensor in message.tensors)
@@ -256,24 +309,24 @@ def costs_from_proto(clients: Sequence[int], phases: Iterable[checkpoint_pb2.Pha
     return costs
 
 
-def _kind_proto(entry: ArrayEntry, meshes: dict[Mesh, int]) -> checkpoint_pb2.TensorEntry:
-    """Return what the manifest says of all tensors of an entry's kind."""
+def _kind_proto(kind: ArrayKind, meshes: dict[Mesh, int]) -> checkpoint_pb2.TensorEntry:
+    """Return what the manifest says of all tensors of a kind."""
     message = checkpoint_pb2.TensorEntry(
-        shape=entry.shape,
-        dtype=entry.dtype,
-        stored_dtype="" if entry.stored_dtype == entry.dtype else entry.stored_dtype,
-        chunk_shape=entry.grid.chunk_shape,
+        shape=kind.grid.shape,
+        dtype=kind.dtype,
+        stored_dtype="" if kind.stored_dtype == kind.dtype else kind.stored_dtype,
+        chunk_shape=kind.grid.chunk_shape,
         writers=[
             checkpoint_pb2.WriterRun(client=client, count=len(list(run)))
-            for client, run in groupby(max(0, writer) for writer in entry.writers.tolist())
+            for client, run in groupby(max(0, writer) for writer in kind.writers.tolist())
         ],
-        missing=sorted(entry.missing),
-        codec=checkpoint_pb2.Codec.Value(f"CODEC_{entry.codec.upper()}"),
+        missing=sorted(kind.missing),
+        codec=checkpoint_pb2.Codec.Value(f"CODEC_{kind.codec.upper()}"),
     )
-    if entry.layout is not None:
-        position = meshes.setdefault(entry.layout.mesh, len(meshes))
+    if kind.layout is not None:
+        position = meshes.setdefault(kind.layout.mesh, len(meshes))
         message.layout.mesh = position
-        message.layout.sharding_specs.extend(entry.layout.as_proto().sharding_specs)
+        message.layout.sharding_specs.extend(kind.layout.as_proto().sharding_specs)
     return message
 
 
@@ -281,7 +334,7 @@ def _entry(
     message: checkpoint_pb2.TensorEntry,
     digests: npt.NDArray[np.uint64],
     meshes: Sequence[Mesh],
-    kinds: dict[bytes, dict[str, Any]],
+    kinds: dict[bytes, ArrayKind],
 ) -> ArrayEntry:
     """Read a tensor; ``kinds`` are those that were read before, by what is left of a message without its own facts."""
     name, path = message.name, message.path
@@ -294,15 +347,12 @@ def _entry(
     kind = kinds.get(key)
     if kind is None:
         kind = kinds[key] = _kind(message, name, digests.size, meshes)
-    if digests.size != kind["grid"].num_chunks:
-        raise ValueError(
-            f"tensor {name!r} has {digests.size} digests, expected those of {kind['grid'].num_chunks} chunks"
-        )
-    return ArrayEntry(name=name, path=path, digests=digests, content=content, **kind)
+    if digests.size != kind.grid.num_chunks:
+        raise ValueError(f"tensor {name!r} has {digests.size} digests, expected those of {kind.grid.num_chunks} chunks")
+    return ArrayEntry(name, path, kind, digests, content)
 
 
-def _kind(message: checkpoint_pb2.TensorEntry, name: str, num_digests: int, meshes: Sequence[Mesh]) -> dict[str, Any]:
-    """Return what a tensor has in common with others of its kind, as fields of their entries."""
+def _kind(message: checkpoint_pb2.TensorEntry, name: str, num_digests: int, meshes: Sequence[Mesh]) -> ArrayKind:
     grid = ChunkGrid(tuple(message.shape), tuple(message.chunk_shape))
     missing = frozenset(message.missing)
     if any(chunk > max(1, size) for chunk, size in zip(grid.chunk_shape, grid.shape, strict=True)):
@@ -329,12 +379,12 @@ def _kind(message: checkpoint_pb2.TensorEntry, name: str, num_digests: int, mesh
         layout = Layout(specs, meshes[message.layout.mesh])
         if layout.rank != len(grid.shape):
             raise ValueError(f"layout of tensor {name!r} has rank {layout.rank}, expected {len(grid.shape)}")
-    return {
-        "dtype": message.dtype,
-        "stored_dtype": message.stored_dtype or message.dtype,
-        "grid": grid,
-        "writers": writers,
-        "layout": layout,
-        "missing": missing,
-        "codec": CODECS[message.codec],
-    }
+    return ArrayKind(
+        dtype=message.dtype,
+        stored_dtype=message.stored_dtype or message.dtype,
+        grid=grid,
+        writers=writers,
+        layout=layout,
+        missing=missing,
+        codec=CODECS[message.codec],
+    )

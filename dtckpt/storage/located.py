@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -176,6 +177,9 @@ class _Leaf:
     places: dict[bytes, str] | None = None
 
 
+_first_key = attrgetter("first")
+
+
 class DatabaseFiles:
     """Values of an OCDBT database, whose tree TensorStore decodes. Thread-safe.
 
@@ -246,7 +250,8 @@ class DatabaseFiles:
             self._leaves = self._leaves_below(node, b"", b"") if node else []
         if not self._leaves:
             return None
-        leaf = self._leaves[max(0, bisect_right(self._leaves, key, key=lambda leaf: leaf.first) - 1)]
+        at = bisect_right(self._leaves, key, key=_first_key) if len(self._leaves) > 1 else 1
+        leaf = self._leaves[max(0, at - 1)]
         if leaf.places is None:
             self._learn(leaf, self._dump(leaf.node)["entries"])
         return (leaf.places or {}).get(key[len(leaf.prefix) :]) if key.startswith(leaf.prefix) else None

@@ -37,5 +37,10 @@ def is_remote(path: str | Location) -> bool:
     except OSError:
         return False
     # The last mount at a place hides those before.
-    types = {Path(place.encode().decode("unicode_escape")): kind for place, kind in mounts}
-    return next((types[place] not in LOCAL_TYPES for place in (where, *where.parents) if place in types), False)
+    types = {_unescaped(place): kind for place, kind in mounts}
+    places = map(str, (where, *where.parents))
+    return next((types[place] not in LOCAL_TYPES for place in places if place in types), False)
+
+
+def _unescaped(place: str) -> str:
+    return place.encode().decode("unicode_escape") if "\\" in place else place

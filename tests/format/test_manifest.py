@@ -10,7 +10,7 @@ from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
 from dtckpt.format.codecs import CODECS
 from dtckpt.format.digest import bytes_digest
 from dtckpt.format.grid import ChunkGrid
-from dtckpt.format.manifest import FORMAT_VERSION, ArrayEntry, Manifest, PhaseCost
+from dtckpt.format.manifest import FORMAT_VERSION, ArrayEntry, ArrayKind, Manifest, PhaseCost
 from dtckpt.format.names import array_paths
 from dtckpt.layout import Layout
 
@@ -24,19 +24,17 @@ def entries(draw, name):
     random = np.random.default_rng(draw(st.integers(0, 99)))
     writers = np.sort(random.integers(0, 3, count)).astype(np.int32)
     writers[sorted(missing)] = -1
-    return ArrayEntry(
-        name=name,
-        path=array_paths([name])[name],
+    kind = ArrayKind(
         dtype=draw(dtype_names),
         stored_dtype=draw(dtype_names),
         grid=grid,
-        digests=random.integers(0, 2**64, count, np.uint64),
         writers=writers,
         layout=draw(st.none() | meshes().flatmap(lambda mesh: layouts(mesh, len(shape)))),
         missing=missing,
-        content=draw(st.none() | st.integers(0, 2**64 - 1)),
         codec=draw(st.sampled_from(CODECS)),
     )
+    digests = random.integers(0, 2**64, count, np.uint64)
+    return ArrayEntry(name, array_paths([name])[name], kind, digests, draw(st.none() | st.integers(0, 2**64 - 1)))
 
 
 @st.composite
@@ -95,16 +93,8 @@ def test_bytes_and_back(manifest):
 def sample():
     grid = ChunkGrid((4, 6), (2, 3))
     layout = Layout(["x", ("y",)], abstract_mesh({"x": 2, "y": 2}))
-    entry = ArrayEntry(
-        name="w",
-        path="w",
-        dtype="float32",
-        stored_dtype="bfloat16",
-        grid=grid,
-        digests=np.arange(1, 5, dtype=np.uint64) << np.uint64(40),
-        writers=np.array([0, 0, 1, 1], np.int32),
-        layout=layout,
-    )
+    kind = ArrayKind("float32", "bfloat16", grid, np.array([0, 0, 1, 1], np.int32), layout)
+    entry = ArrayEntry("w", "w", kind, np.arange(1, 5, dtype=np.uint64) << np.uint64(40))
     return Manifest(kvstore="zarr", arrays={"w": entry}, tree=b'{"dict":[]}', job="j", num_clients=2, attempt="0-1-a")
 
 
