@@ -11,9 +11,12 @@ from states import bits_of, packed, tensor_of
 
 import dtckpt
 from dtckpt import Layout, Region, RestoreOptions, SaveOptions, abstract_mesh
+from dtckpt.checkpoint import block_digests
 from dtckpt.errors import CheckpointCorruptError
-from dtckpt.format.manifest import BLOCKS_NAME
+from dtckpt.format.grid import ChunkGrid
+from dtckpt.format.manifest import BLOCKS_NAME, ArrayEntry, ArrayKind, Manifest
 from dtckpt.storage.arrays import ArrayReader
+from dtckpt.storage.folders import LocalFolder
 from dtckpt.storage.located import StoredValue
 
 KVSTORES = ("ocdbt", "zarr")
@@ -159,3 +162,47 @@ def test_damaged_digests_of_blocks(large, tmp_path):
                     failed += "block digests" in str(error)
             assert failed
         file.write_bytes(data)
+
+
+@st.composite
+def manifests(draw):
+    """Tensors of several chunks, some of one block only, by several writers, some not saved."""
+    arrays = {}
+    for number in range(draw(st.integers(0, 4))):
+        shape = (draw(st.integers(0, 40)), draw(st.sampled_from([16, 1 << 15])))
+        grid = ChunkGrid(shape, (draw(st.integers(1, 20)), draw(st.sampled_from([16, 1 << 14]))))
+        writers = np.array(draw(st.lists(st.integers(-1, 2), min_size=grid.num_chunks, max_size=grid.num_chunks)))
+        kind = ArrayKind("float32", "float32", grid, writers.astype(np.int32))
+        arrays[f"t{number}"] = ArrayEntry(f"t{number}", f"t{number}", kind, np.zeros(grid.num_chunks, np.uint64))
+    return Manifest(kvstore="ocdbt", arrays=arrays)
+
+
+@given(manifests())
+def test_where_block_digests_stand(manifest):
+    starts, ends = block_digests._places(manifest)
+    found = {}
+    for name, entry in manifest.arrays.items():
+        for number, writer in enumerate(entry.writers.tolist()):
+            count = entry.blocks.count(entry.grid.region(entry.grid.index(number)).shape)
+            if count > 1:
+                assert starts[name][number] == found.get(writer, 0)
+                found[writer] = found.get(writer, 0) + count
+    assert {writer: end for writer, end in ends.items() if end} == found
+
+
+def test_block_digests_are_read_by_the_page(large, monkeypatch):
+    reads = []
+    read = LocalFolder.read
+    monkeypatch.setattr(LocalFolder, "read", lambda *args: reads.append(args[1]) or read(*args))
+    with dtckpt.open_checkpoint(large) as checkpoint:
+        for row in range(0, 4096, 64):
+            assert checkpoint.read("w", Region((row, 0), (1, 1024))).equal(WHOLE[row : row + 1])
+    assert reads.count(BLOCKS_NAME) <= 2
+
+
+def test_block_digests_that_cross_a_page(large, monkeypatch):
+    monkeypatch.setattr(block_digests, "PAGE_NBYTES", 40)
+    with dtckpt.open_checkpoint(large) as checkpoint:
+        for name in ("w", "odd"):
+            for row in range(0, 1000, 50):
+                assert checkpoint.read(name, Region((row, 0), (3, 7))).equal(WHOLE[row : row + 3, :7])
