@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from awscrt.checksums import combine_crc64nvme, crc64nvme
 
-from dtckpt.format.digest import as_bytes
+from dtckpt.format.digest import as_bytes, buffer_of
 from dtckpt.region import Region
 
 _ONES = 2**64 - 1
@@ -67,9 +67,9 @@ def content_share(elements: np.ndarray[Any, Any], shape: tuple[int, ...], region
         filled = np.zeros(whole.shape, elements.dtype)
         filled[region.relative_to(whole).slices()] = elements
         return content_share(filled, shape, whole)
-    data = as_bytes(elements)
     if not runs.lattice:
-        return _shifted(crc64nvme(data.data, _ONES) ^ _ONES, runs.behind_last)
+        return _shifted(crc64nvme(buffer_of(elements), _ONES) ^ _ONES, runs.behind_last)
+    data = as_bytes(elements)
     if runs.behind:
         return functools.reduce(operator.xor, map(_shifted, _crcs(data, runs.nbytes), runs.behind))
     shares = _many_crcs(data, runs.nbytes).reshape([size for size, _ in runs.lattice])
@@ -86,7 +86,13 @@ def content_digest(share: int, shape: tuple[int, ...], itemsize: int) -> int:
         shape: The tensor's global shape.
         itemsize: Bytes of a stored element.
     """
-    return share ^ _shifted(_ONES, itemsize * math.prod(shape)) ^ _ONES
+    return share ^ _frame(itemsize * math.prod(shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _frame(nbytes: int) -> int:
+    """Return what the CRC's beginning and its last inversion add to a message."""
+    return _shifted(_ONES, nbytes) ^ _ONES
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ def digest_chunk(
 ) -> tuple[int, list[int]]:
     """Return the digest of one chunk and those of its blocks (none, if it is one block itself)."""
     if blocks.count(elements.shape) <= 1:
-        return digest_of_data(name, index, as_bytes(elements).data), []
+        return digest_of_data(name, index, buffer_of(elements)), []
     if elements.flags.c_contiguous:
         # The dims before the one that is cut are one element long, so blocks follow each other.
         data = as_bytes(elements).data
@@ -113,8 +113,12 @@ def as_bytes(elements: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def buffer_of(elements: np.ndarray[Any, Any]) -> memoryview:
-    """Return the memory of contiguous elements; numpy lends none of types that it lacks, but for their bytes."""
-    return elements.data if elements.dtype.isbuiltin == 1 else as_bytes(elements).data
+    """Return elements as a buffer, in C order (a copy only where they are not contiguous).
+
+    numpy lends no memory of types that it lacks, but for their bytes.
+    """
+    is_lent = elements.flags.c_contiguous and elements.dtype.isbuiltin == 1
+    return elements.data if is_lent else as_bytes(elements).data
 
 
 def documents_digest(documents: Mapping[str, bytes]) -> int:
