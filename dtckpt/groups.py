@@ -53,6 +53,11 @@ def rank() -> int | None:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
 
 
+def size() -> int:
+    """Return how many clients the default process group has; 1 if there is no such group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def backend_of(device_type: str) -> str:
     """Return the backend for a kind of devices: what the default group has for it, else NCCL on CUDA, else Gloo."""
     return _world_backends().get(device_type) or _BACKENDS.get(device_type, _DEFAULT_BACKEND)

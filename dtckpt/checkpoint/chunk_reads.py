@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,8 +61,8 @@ def is_small(read: ChunkRead) -> bool:
     )
 
 
-class Scratch:
-    """Memory for some blocks after the others, which stays in the processor's cache."""
+class Scratch(threading.local):
+    """Memory for some blocks after the others, which stays in the processor's cache: of each thread its own."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import length_hint
@@ -15,49 +14,29 @@ import torch
 
 from dtckpt import host_memory
 from dtckpt.checkpoint.block_digests import BlockDigests
-from dtckpt.checkpoint.chunk_reads import BlockReader, ChunkRead, Scratch, convert, cut, from_span, is_small
 from dtckpt.checkpoint.leaves import host_array, torch_dtype
+from dtckpt.checkpoint.region_reads import RegionReader, parts_of
 from dtckpt.checkpoint.verifying import Progress, VerifyReport, verify
 from dtckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
-    RegionError,
-    RegionNotFoundError,
     StorageError,
     TensorNotFoundError,
     capped,
 )
 from dtckpt.format import tree as trees
-from dtckpt.format.digest import as_bytes, buffer_of, bytes_digest, digest_chunk, digest_of_data, documents_digest
-from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.digest import documents_digest
 from dtckpt.format.manifest import MANIFEST_NAME, ArrayEntry, Manifest
 from dtckpt.layout import Layout
-from dtckpt.planning.read_plan import PartRead, plan_reads
 from dtckpt.region import Region
-from dtckpt.storage.arrays import stored_empty
 from dtckpt.storage.chunks import open_reader
 from dtckpt.storage.failures import translated
 from dtckpt.storage.folders import Folder
-from dtckpt.storage.located import StoredValue, read_run, runs_of
 from dtckpt.storage.locations import Location, location_of
 from dtckpt.storage.mounts import is_remote
 from dtckpt.storage.places import place_of
-
-LOCAL_IN_FLIGHT_NBYTES = 8 << 20
-"""Chunks being read at one time from this machine's storage, or two larger ones.
-
-More would be slower: what is read is still in the processor's cache when it is digested and delivered.
-"""
-REMOTE_IN_FLIGHT_NBYTES = 64 << 20
-"""Chunks being read at one time from other storage, which takes long to answer."""
-MAX_IN_FLIGHT = 256
-"""Chunks being read at one time, however small: each may have a file open."""
-MAX_SMALL = 4096
-"""Small chunks that are looked up together."""
-ANNOUNCED_NBYTES = 64 << 10
-"""What is read from a file of this machine is announced to the system before, if it is so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +128,7 @@ class TensorInfo:
 
     def read_nbytes(self, region: Region) -> int:
         """Return the bytes, before compression, that a read of a region takes from storage: all blocks that meet it."""
-        return sum(part.nbytes for part in _parts_of(self._entry, (region,)))
+        return sum(part.nbytes for part in parts_of(self._entry, (region,)))
 
 
 class _Described(Mapping[str, TensorInfo]):
@@ -195,8 +174,8 @@ class Checkpoint:
         self.is_remote = is_remote(path)
         self._reader = open_reader(manifest.kvstore, root, by_file=not self.is_remote)
         self._root = root
-        self._in_flight = REMOTE_IN_FLIGHT_NBYTES if self.is_remote else LOCAL_IN_FLIGHT_NBYTES
         self._block_digests = BlockDigests(manifest, root)
+        self._regions = RegionReader(path, root, self._reader, self._block_digests, is_remote=self.is_remote)
         self.tensors: Mapping[str, TensorInfo] = _Described(manifest.arrays)
 
     def __repr__(self) -> str:
@@ -295,127 +274,12 @@ class Checkpoint:
         Returns:
             The bytes read from storage.
         """
-        nbytes = in_flight = 0
-        limit, fewest = (self._in_flight, 2) if max_in_flight is None else (max_in_flight, 1)
-        pending: deque[ChunkRead] = deque()
-        scratch = Scratch()
         self._reader.expect(length_hint(requests))
-
-        def counted(read: int) -> None:
-            nonlocal nbytes
-            nbytes += read
-            count(read)
-
+        wanted = ((self.entry(name), parts) for name, parts in requests)
         try:
-            for read in self._but_small(requests, counted):
-                while len(pending) == MAX_IN_FLIGHT or (
-                    len(pending) >= fewest and in_flight + read.part.nbytes > limit
-                ):
-                    in_flight -= self._finish(pending.popleft(), scratch, counted)
-                self._start(read)
-                pending.append(read)
-                in_flight += read.part.nbytes
-            while pending:
-                self._finish(pending.popleft(), scratch, counted)
+            return self._regions.read(wanted, max_in_flight, count)
         except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
-        finally:
-            # After a failure nothing may go on writing into the caller's memory.
-            for read in pending:
-                if read.handle is not None:
-                    read.handle.exception()
-        return nbytes
-
-    def _but_small(
-        self,
-        requests: Iterable[tuple[str, Sequence[tuple[Region, np.ndarray[Any, Any]]]]],
-        count: Callable[[int], object],
-    ) -> Iterator[ChunkRead]:
-        """Read what is small, many chunks at a time; yield the other reads."""
-        small: list[ChunkRead] = []
-        for name, wanted in requests:
-            for read in _chunk_reads(self.entry(name), wanted):
-                if not is_small(read):
-                    yield read
-                    continue
-                small.append(read)
-                if len(small) == MAX_SMALL:
-                    yield from self._read_small(small, count)
-                    small = []
-        yield from self._read_small(small, count)
-
-    def _read_small(self, reads: Sequence[ChunkRead], count: Callable[[int], object]) -> Iterator[ChunkRead]:
-        """Read small chunks straight to where they are wanted; yield those that lie in no file with others."""
-        found: list[tuple[ChunkRead, StoredValue]] = []
-        located = self._reader.locate_small([(read.entry.path, read.part.index) for read in reads])
-        for read, value in zip(reads, located, strict=True):
-            if value is None:
-                yield read
-            else:
-                found.append((read, value))
-        for run in runs_of([value for _, value in found], [read.part.nbytes for read, _ in found]):
-            reads, values = zip(*(found[position] for position in run), strict=True)
-            arrays = [read.targets[0] for read in reads]
-            with translated(
-                "read {} small chunks, of {!r} first", self._root, len(run), reads[0].entry.name, is_read=True
-            ):
-                read_run(values, arrays)
-            for read, array in zip(reads, arrays, strict=True):
-                self._validate(read, digest_of_data(read.entry.name, read.part.index, buffer_of(array)), [])
-            count(sum([read.part.nbytes for read in reads]))
-
-    def _start(self, read: ChunkRead) -> None:
-        entry, part = read.entry, read.part
-        if entry.has_readable_blocks:
-            read.value = self._reader.locate(entry.path, part.index, part.nbytes)
-        if read.value is not None:
-            if part.nbytes >= ANNOUNCED_NBYTES:
-                read.value.announce(part.rows.start, part.rows.start + part.rows.nbytes)
-            return
-        if not part.is_whole:
-            stop = part.rows.start + part.rows.nbytes
-            read.handle = self._reader.start_span(entry.path, part.index, part.rows.start, stop)
-            return
-        first, *more = read.targets
-        is_fit = first.shape == part.box.shape and first.dtype == DTYPES[entry.stored_dtype]
-        read.is_direct = is_fit and first.flags.aligned and not more
-        read.memory = first if read.is_direct else stored_empty(entry.stored_dtype, part.box.shape)
-        read.handle = self._reader.start(entry, part.chunk, read.memory)
-
-    def _finish(self, read: ChunkRead, scratch: Scratch, count: Callable[[int], object]) -> int:
-        """Wait for one chunk, verify it, and deliver it; return its bytes."""
-        entry, part, memory = read.entry, read.part, read.memory
-        if read.value is not None:
-            with translated("read {} of array {!r}", self._root, part.box, entry.path, is_read=True):
-                digest, digests = BlockReader(read, read.value, scratch).run()
-        elif part.is_whole:
-            self._reader.finish(read.handle, entry.path, part.chunk)
-            digest, digests = digest_chunk(entry.name, part.index, memory, entry.blocks)
-        else:
-            data = self._reader.finish_span(read.handle, entry.path, part.box, part.rows.nbytes)
-            memory = from_span(entry, part, data)
-            boxes = entry.blocks.cut(Region.full(memory.shape))
-            digest, digests = 0, [bytes_digest(as_bytes(memory[box.slices()]).data) for box in boxes]
-        self._validate(read, digest, digests)
-        if read.handle is not None and not read.is_direct:
-            for (_, of_box, _), target in zip(part.uses, read.targets, strict=True):
-                convert(cut(memory, of_box), target)
-        read.value = None  # a file of its own closes then
-        count(part.nbytes)
-        return part.nbytes
-
-    def _validate(self, read: ChunkRead, digest: int, digests: list[int]) -> None:
-        """Compare the digest of a chunk, or those of the blocks that were read."""
-        entry, part = read.entry, read.part
-        if part.is_whole:
-            is_sound = digest == int(entry.digests[part.number])
-        else:
-            is_sound = digests == self.block_digests(entry, part.number)[part.blocks.start : part.blocks.stop]
-        if not is_sound:
-            raise CheckpointCorruptError(
-                f"chunk {part.chunk} of tensor {entry.name!r} in {self.path} is damaged: its digest does not match "
-                f"(written by client {int(entry.writers[part.number])}); restore another checkpoint"
-            )
 
     def validate_documents(self) -> None:
         """Check every ``zarr.json``, which only other readers need.
@@ -457,32 +321,6 @@ class Checkpoint:
             CheckpointConflictError: A save replaced the checkpoint meanwhile.
         """
         return verify(self, threads=threads, progress=progress)
-
-
-def _parts_of(entry: ArrayEntry, regions: tuple[Region, ...]) -> Iterable[PartRead]:
-    """Return what must be read, chunk by chunk, for some regions of a tensor."""
-    try:
-        parts = plan_reads(entry.grid, entry.itemsize, regions, by_blocks=entry.has_readable_blocks)
-    except RegionError:
-        outside = next(region for region in regions if not _is_inside(region, entry.shape))
-        raise RegionError(f"region {outside} is outside tensor {entry.name!r} of shape {entry.shape}") from None
-    if entry.missing and (lost := next((part.chunk for part in parts if part.number in entry.missing), None)):
-        raise RegionNotFoundError(
-            f"tensor {entry.name!r} was saved in part, without {lost}; read a region that was saved"
-        )
-    return parts
-
-
-def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
-    return region.ndim == len(shape) and Region.full(shape).contains(region)
-
-
-def _chunk_reads(entry: ArrayEntry, wanted: Sequence[tuple[Region, np.ndarray[Any, Any]]]) -> list[ChunkRead]:
-    """Return the reads for some regions of a tensor, each with memory of its shape."""
-    return [
-        ChunkRead(entry, part, [cut(wanted[position][1], of_region) for position, _, of_region in part.uses])
-        for part in _parts_of(entry, tuple([region for region, _ in wanted]))
-    ]
 
 
 def open_checkpoint(path: str | Location) -> Checkpoint:

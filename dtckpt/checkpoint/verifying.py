@@ -132,7 +132,7 @@ def _check(checkpoint: Checkpoint, entry: ArrayEntry, number: int) -> _Checked:
     content = 0
     damages: list[Damage] = []
     try:
-        checkpoint.read_into(entry.name, region, elements)
+        checkpoint.read_into(entry.name, region, elements, max_in_flight=elements.nbytes)
         if entry.content is not None:
             content = content_share(elements, entry.shape, region)
     except (CheckpointCorruptError, StorageError) as error:

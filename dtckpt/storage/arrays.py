@@ -405,7 +405,7 @@ class ArrayReader:
             files = self._value_files()
             return None if files is None else files.find(key_of(path, index), nbytes)
 
-    def locate_small(self, places: Iterable[tuple[str, Sequence[int]]]) -> list[StoredValue | None]:
+    def locate_small(self, places: Sequence[tuple[str, Sequence[int]]]) -> list[StoredValue | None]:
         """Return where small chunks lie that share files with others, as `locate`; None for the others.
 
         Args:
@@ -415,8 +415,10 @@ class ArrayReader:
             CheckpointCorruptError: The database that holds them is damaged.
             StorageError: Storage refused.
         """
-        keys = [key_of(path, index) for path, index in places]
-        with translated("find {} chunks", self._where, len(keys), is_read=True):
+        if not places:
+            return []
+        keys, (first, _) = [key_of(path, index) for path, index in places], places[0]
+        with translated("find {} chunks, of array {!r} first", self._where, len(keys), first, is_read=True):
             files = self._value_files()
             return [None] * len(keys) if files is None else files.find_small(keys)
 

@@ -145,7 +145,7 @@ class ChunkReader:
     def locate(self, path: str, index: Sequence[int], nbytes: int) -> None:
         """As `ArrayReader.locate`: what fsspec reads lies in no file that is known."""
 
-    def locate_small(self, places: Iterable[tuple[str, Sequence[int]]]) -> list[None]:
+    def locate_small(self, places: Sequence[tuple[str, Sequence[int]]]) -> list[None]:
         """As `ArrayReader.locate_small`: nor does that."""
         return [None for _ in places]
 

@@ -169,10 +169,10 @@ def manifests(draw):
     """Tensors of several chunks, some of one block only, by several writers, some not saved."""
     arrays = {}
     for number in range(draw(st.integers(0, 4))):
-        shape = (draw(st.integers(0, 40)), draw(st.sampled_from([16, 1 << 15])))
-        grid = ChunkGrid(shape, (draw(st.integers(1, 20)), draw(st.sampled_from([16, 1 << 14]))))
-        writers = np.array(draw(st.lists(st.integers(-1, 2), min_size=grid.num_chunks, max_size=grid.num_chunks)))
-        kind = ArrayKind("float32", "float32", grid, writers.astype(np.int32))
+        columns, cut = draw(st.sampled_from([(16, 16), (1 << 15, 1 << 14), (1 << 15, 1 << 15)]))
+        grid = ChunkGrid((draw(st.integers(0, 40)), columns), (draw(st.integers(1, 20)), cut))
+        writers = np.random.default_rng(draw(st.integers(0, 99))).integers(-1, 3, grid.num_chunks).astype(np.int32)
+        kind = ArrayKind("float32", "float32", grid, writers)
         arrays[f"t{number}"] = ArrayEntry(f"t{number}", f"t{number}", kind, np.zeros(grid.num_chunks, np.uint64))
     return Manifest(kvstore="ocdbt", arrays=arrays)
 

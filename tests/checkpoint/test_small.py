@@ -3,6 +3,7 @@
 import itertools
 import os
 import resource
+import threading
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from states import bits_of, tensor_of
 
 import dtckpt
 from dtckpt import Region, RestoreOptions, SaveOptions
+from dtckpt.checkpoint import region_reads
 from dtckpt.checkpoint.chunk_reads import COPIED_NBYTES, is_slow
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.dtypes import DTYPES
@@ -183,3 +185,52 @@ def test_parts_of_small_tensors_and_other_dtypes(tmp_path):
         assert columns[name].equal(tensor)
     with dtckpt.open_checkpoint(tmp_path / "s") as checkpoint:
         assert checkpoint.read("t7", Region((3, 2), (5, 6))).equal(tree["t7"][3:8, 2:8])
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request, monkeypatch):
+    """Threads that read large chunks, whatever this machine has."""
+    monkeypatch.setattr(region_reads, "_spare_threads", lambda: request.param)
+    monkeypatch.setattr(region_reads, "LARGE_NBYTES", 1 << 10)
+    return request.param
+
+
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+def test_large_and_small_chunks_beside_each_other(threads, kvstore, tmp_path):
+    tree = {f"t{number}": torch.randn(number * 7 % 300 + 1, 257) for number in range(100)}
+    dtckpt.save(tmp_path / "s", tree, options=SaveOptions(kvstore=kvstore, chunk_nbytes=64 << 10))
+    target = emptied(tree)
+    dtckpt.restore(tmp_path / "s", target)
+    assert_same(tree, target)
+    columns = {name: torch.zeros(257, tensor.shape[0]).t() for name, tensor in tree.items()}
+    reports = []
+    dtckpt.restore(tmp_path / "s", columns, options=RestoreOptions(report=reports.append))
+    assert_same(tree, columns)
+    assert reports[0].phases["read"].nbytes == sum(tensor.nbytes for tensor in tree.values())
+
+
+def test_damage_ends_all_reads(threads, tmp_path, monkeypatch):
+    """When the error is raised, nothing writes into the target any more, and no thread is left."""
+    tree = {f"t{number:02}": torch.full((256, 257), float(number)) for number in range(40)}
+    dtckpt.save(tmp_path / "s", tree, options=SaveOptions(kvstore="zarr"))
+    file = tmp_path / "s" / "t07" / "c" / "0" / "0"
+    data = bytearray(file.read_bytes())
+    data[1000] ^= 1
+    file.write_bytes(data)
+    under_way = []
+    read_into = located.StoredValue.read_into
+
+    def noted(self, memory, start):
+        under_way.append(1)
+        try:
+            read_into(self, memory, start)
+        finally:
+            under_way.pop()
+
+    monkeypatch.setattr(located.StoredValue, "read_into", noted)
+    before = set(threading.enumerate())
+    for _ in range(10):
+        with pytest.raises(CheckpointCorruptError, match="'t07'"):
+            dtckpt.restore(tmp_path / "s", emptied(tree))
+        assert not under_way
+        assert set(threading.enumerate()) == before
