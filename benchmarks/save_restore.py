@@ -190,6 +190,9 @@ def save_all(clock: Clock, folder: Path, source: State, *, fsync: bool) -> None:
         path = _safetensors(folder)
         saves.append((label, SAFETENSORS, path, lambda: save_safetensors(folder, source.parts, fsync=fsync)))
     for what, who, path, work in saves:
+        # Before pages are freed, or the machine may take them back while what somebody else wrote goes to the disk.
+        os.sync()
+        dist.barrier()
         remove(path)
         clock.time(what, who, work)
     for who in (DCP, PLAIN):

@@ -150,7 +150,7 @@ class ArrayWriter:
         self._context = open_context()
         self._is_database = kind == "ocdbt"
         self._folder = root / client_folder(client) if self._is_database else root
-        self._kvstore = _kvstore(kind, self._folder, to_write=True)
+        self._base: Any = None
         self._is_durable = is_durable
         self._keys: list[str] = []
         self._arrays: dict[str, Any] = {}
@@ -213,16 +213,21 @@ class ArrayWriter:
     def _values(self) -> Any:
         """Return the key-value store as the transaction sees it."""
         if self._store is None:
-            store = ts.KvStore.open(self._kvstore, context=self._context).result()
+            store = self._open_base()
             self._store = store.with_transaction(self._transaction) if self._transaction else store
         return self._store
 
     def _open(self, array: StoredArray) -> Any:
         if array.path not in self._arrays:
-            self._arrays[array.path] = _open_array(
-                self._kvstore, array, self._context, store_data_equal_to_fill_value=True
-            )
+            self._arrays[array.path] = _open_array(self._open_base(), array, self._context, to_write=True)
         return self._arrays[array.path]
+
+    def _open_base(self) -> Any:
+        if self._base is None:
+            kind = "ocdbt" if self._is_database else "zarr"
+            spec = _kvstore(kind, self._folder, to_write=True)
+            self._base = ts.KvStore.open(spec, context=self._context).result()
+        return self._base
 
     def commit(self) -> None:
         """Wait until everything is written, and durable if that is wanted. Blocks: on storage."""
@@ -251,15 +256,17 @@ class ArrayWriter:
             write.exception()
 
 
-def _open_array(kvstore: Mapping[str, Any], array: StoredArray, context: Any, **options: Any) -> Any:
+def _open_array(store: Any, array: StoredArray, context: Any, *, to_write: bool = False) -> Any:
     """Open an array whose metadata is known, without reading it."""
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {**kvstore, "path": f"{kvstore.get('path', '')}{array.path}/"},
-        "metadata": array_metadata(array.grid, array.stored_dtype, array.codec),
-        **options,
-    }
-    return ts.open(spec, open=True, assume_metadata=True, context=context).result()
+    spec = _array_spec(array.grid, array.stored_dtype, array.codec, to_write=to_write)
+    return ts.open(spec, kvstore=store / f"{array.path}/", open=True, assume_metadata=True, context=context).result()
+
+
+@lru_cache(maxsize=256)
+def _array_spec(grid: ChunkGrid, stored_dtype: str, codec: str, *, to_write: bool) -> Any:
+    """Return what is the same for all arrays of a kind: to parse it takes longer than to open one."""
+    how = {"store_data_equal_to_fill_value": True} if to_write else {"fill_missing_data_reads": False}
+    return ts.Spec({"driver": "zarr3", "metadata": array_metadata(grid, stored_dtype, codec), **how})
 
 
 def documents(arrays: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -435,8 +442,7 @@ class ArrayReader:
             if key is not None:
                 return _SmallRead(self._open_store().read(key), into)
             if array.path not in self._arrays:
-                opened = _open_array(self._kvstore, array, self._context, fill_missing_data_reads=False)
-                self._arrays[array.path] = opened
+                self._arrays[array.path] = _open_array(self._open_store(), array, self._context)
             opened = self._arrays[array.path]
             source = opened[region.slices()].translate_to[(0,) * region.ndim] if region.ndim else opened
             return ts.array(into, context=self._context).write(source)
