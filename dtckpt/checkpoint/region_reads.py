@@ -42,8 +42,6 @@ MAX_SMALL = 4096
 """Small chunks that are looked up together."""
 ANNOUNCED_NBYTES = 64 << 10
 """What is read from a file of this machine is announced to the system before, if it is so long."""
-
-
 MAX_THREADS = 4
 """Large chunks that are read from this machine's files at one time, if there are cores for it."""
 LARGE_NBYTES = 1 << 20
@@ -107,8 +105,8 @@ class RegionReader:
 
         def finish() -> None:
             nonlocal in_flight
-            _, finished = pending.popleft()
-            read = finished()
+            read = pending[0][1]()
+            pending.popleft()
             in_flight -= read
             counted(read)
 
