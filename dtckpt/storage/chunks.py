@@ -146,7 +146,7 @@ class ChunkReader:
         """As `ArrayReader.locate`: what fsspec reads lies in no file that is known."""
 
     def locate_small(self, places: Sequence[tuple[str, Sequence[int]]]) -> list[None]:
-        """As `ArrayReader.locate_small`: nor does that."""
+        """As `ArrayReader.locate_small`: what fsspec reads lies in no file that is known."""
         return [None for _ in places]
 
     def start(self, array: StoredArray, region: Region, into: np.ndarray[Any, Any]) -> Any:
