@@ -112,7 +112,7 @@ class Call:
         self.count = self._job.next(self._group)
         self._board: Board | None = None
         self._next_look = 0.0
-        self._looking = threading.Lock()
+        self._looking, self._registering = threading.Lock(), threading.Lock()
         self._late: DtckptError | None = None
 
     @contextmanager
@@ -163,17 +163,22 @@ class Call:
         """As `look`, if others want something of a call that this client has left, and wait for it in vain."""
         with self._looking:
             board = self._board or Board(self._group, self.count, self._plan)
-            state = board.read()
-            if state["errors"] or state["wanted"].keys() - {_described(self._changes)}:
+            state, own = board.read(), _described(self._changes)
+            if state["errors"] or state["wanted"].keys() - {own}:
+                # At once: when others hear that this client is here, they may be done with this call, and then it is
+                # done with its present one and asks what it has heard, while this thread still goes along.
+                state["wanted"].setdefault(own, dist.get_rank())
+                self._late = _odd(state)
                 self._register().advance()
-                self._late = _odd(board.read())
 
     def _register(self) -> Board:
         """Say what this client wants, once."""
-        if self._board is None:
-            self._board = Board(self._group, self.count, self._plan)
-            self._board.want(_described(self._changes))
-        return self._board
+        with self._registering:
+            if self._board is None:
+                board = Board(self._group, self.count, self._plan)
+                board.want(_described(self._changes))
+                self._board = board
+            return self._board
 
 
 def look_back(group: Group) -> None:

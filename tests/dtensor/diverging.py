@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -47,9 +49,24 @@ def ask(wish: str, after: int = 0, *, late: Sequence[int] = ()) -> list[tuple[st
     return _results(tensor, [WISHES[wish], [Shard(1)], [Replicate()]], after, late)
 
 
-def ask_on_grid(wish: str = "columns", after: int = 0, *, late: Sequence[int] = ()) -> list[tuple[str, str] | bool]:
-    """As `ask`, on a grid of clients."""
+def ask_on_grid(
+    wish: str = "columns", after: int = 0, *, late: Sequence[int] = (), slow: Sequence[int] = ()
+) -> list[tuple[str, str] | bool]:
+    """As `ask`, on a grid of clients.
+
+    Args:
+        wish: See `ask`.
+        after: See `ask`.
+        late: See `ask`.
+        slow: Clients whose watcher, when it has taken part in what others want, goes on only after all these calls.
+    """
     client = dtckpt.client_id()
+    if client in slow:
+        has_asked = threading.Event()
+        with patch.object(divergence.Board, "advance", _slow(divergence.Board.advance, has_asked)):
+            seen = ask_on_grid(wish, after, late=late)
+            has_asked.set()
+            return seen
     mesh = cluster_mesh({"a0": 2, "a1": 2}, 4, client)
     layout = dtckpt.Layout(["a0", "a1"], mesh)
     local = WHOLE[layout.region(client, WHOLE.shape).slices()].clone()
@@ -66,6 +83,17 @@ def ask_of_terms(wish: str = "whole", after: int = 0) -> list[tuple[str, str] | 
     tensor = DTensor.from_local(WHOLE + 1 if client < 2 else -torch.ones_like(WHOLE), mesh, [Partial(), Partial("min")])
     whole = [Replicate(), Replicate()]
     return _results(tensor, [{"whole": whole, "dim too large": [Shard(5), Shard(1)]}[wish], whole], after)
+
+
+def _slow(advance: Callable[[Any], bool], has_asked: threading.Event) -> Callable[[Any], bool]:
+    def advance_and_wait(board: Any) -> bool:
+        known = len(board._known)
+        is_all = advance(board)
+        if len(board._known) > known and threading.current_thread().name == "dtckpt-divergence":
+            has_asked.wait(10)
+        return is_all
+
+    return advance_and_wait
 
 
 def _results(

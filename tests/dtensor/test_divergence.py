@@ -56,14 +56,16 @@ def test_different_wishes_are_an_error_on_all(pool, wishes):
     assert "clients want different things" in errors[0][1]
 
 
+@pytest.mark.parametrize("slow", [(), (0,), (0, 2)])
 @pytest.mark.parametrize("odd", ["everything", "dim too large"])
-def test_clients_that_need_nothing_of_the_odd_one_come_back_for_it(pool, odd):
+def test_clients_that_need_nothing_of_the_odd_one_come_back_for_it(pool, odd, slow):
     """Over one axis of a grid two clients are done without the other two, one of which waits for all."""
     answers = pool.run(
         diverging.ask_on_grid,
         clients=4,
         group=True,
         by_client={client: (odd,) if client == 1 else () for client in range(4)},
+        slow=slow,
     )
     assert [answer.trace for answer in answers] == [""] * 4
     errors = errors_in([answer.value for answer in answers])
