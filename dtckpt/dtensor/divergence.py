@@ -402,13 +402,19 @@ def _look_after_all() -> None:
             try:
                 now[number].look(time.monotonic())
             except Exception as error:  # the store or a peer is gone: the wait itself ends with that
-                observing.LOG.warning("cannot look whether clients want the same: %s", error)
+                _say_unless_over("cannot look whether clients want the same: %s", error)
         seen = set(now)
         for board in list(_unsettled):
             try:
                 is_over = board.is_settled()
-            except Exception as error:  # as above; or the process group has ended meanwhile
-                observing.LOG.warning("cannot look after clients that were late: %s", error)
+            except Exception as error:  # as above
+                _say_unless_over("cannot look after clients that were late: %s", error)
                 is_over = True
             if is_over:
                 _unsettled.remove(board)
+
+
+def _say_unless_over(text: str, error: Exception) -> None:
+    """Warn of what went wrong, but if the process group has ended meanwhile: then nobody waits any more."""
+    if dist.is_initialized():
+        observing.LOG.warning(text, error)
