@@ -234,13 +234,18 @@ def _make_group(task: Task) -> None:
 
     job, port = task.store or ("", 0)
     store = dist.PrefixStore(job, dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
-    dist.init_process_group(
-        task.backend,
-        store=store,
-        rank=int(task.environment["RANK"]),
-        world_size=int(task.environment["WORLD_SIZE"]),
-        timeout=timedelta(seconds=30),
-    )
+    rank, clients = (int(task.environment[name]) for name in ("RANK", "WORLD_SIZE"))
+    timeout = timedelta(seconds=30)
+    try:
+        dist.init_process_group(task.backend, store=store, rank=rank, world_size=clients, timeout=timeout)
+        # A case that exchanges nothing may be over, and its connections with it, before the last client has all of its.
+        store.set(f"here/{rank}", "")
+        store.wait([f"here/{client}" for client in range(clients)], timeout)
+    except BaseException:
+        dist.distributed_c10d._world.group_count = (
+            0  # names the next one; a group that came to be resets it when it goes
+        )
+        raise
 
 
 def _tidy_up() -> None:
