@@ -225,6 +225,7 @@ class Verdict(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
+    CUT_OFF_FIELD_NUMBER: _builtins.int
     state: Global___BarrierState.ValueType
     @_builtins.property
     def failure(self) -> Global___Failure:
@@ -234,20 +235,51 @@ class Verdict(_message.Message):
     def payloads(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]:
         """PASSED only, and only if asked for"""
 
+    @_builtins.property
+    def cut_off(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """PASSED only: tasks whose arrival got through at a later try only"""
+
     def __init__(
         self,
         *,
         state: Global___BarrierState.ValueType = ...,
         failure: Global___Failure | None = ...,
         payloads: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
+        cut_off: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "payloads", b"payloads", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_off", b"cut_off", "failure", b"failure", "payloads", b"payloads", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+
+@_typing.final
+class Report(_message.Message):
+    """Where a task is. Its operations come one after the other, so of their calls all up to num_ended have ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: _builtins.int
+    NUM_ENDED_FIELD_NUMBER: _builtins.int
+    operation: _builtins.str
+    """it is in; "": in none, or in the first round of one"""
+    num_ended: _builtins.int
+    """number of the latest of its operations' calls that has ended, with a verdict or without"""
+    def __init__(
+        self,
+        *,
+        operation: _builtins.str = ...,
+        num_ended: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_ended", b"num_ended", "operation", b"operation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Report: _TypeAlias = Report  # noqa: Y015
 
 @_typing.final
 class RegisterRequest(_message.Message):
@@ -258,6 +290,7 @@ class RegisterRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     JOB_NAME_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     num_clients: _builtins.int
     attempt: _builtins.int
     host: _builtins.str
@@ -265,6 +298,8 @@ class RegisterRequest(_message.Message):
     """how task and device names call the job; those that say so must agree; "": as the others"""
     @_builtins.property
     def task(self) -> Global___TaskIdentity: ...
+    @_builtins.property
+    def report(self) -> Global___Report: ...
     def __init__(
         self,
         *,
@@ -273,10 +308,11 @@ class RegisterRequest(_message.Message):
         attempt: _builtins.int = ...,
         host: _builtins.str = ...,
         job_name: _builtins.str = ...,
+        report: Global___Report | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "host", b"host", "job_name", b"job_name", "num_clients", b"num_clients", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "host", b"host", "job_name", b"job_name", "num_clients", b"num_clients", "report", b"report", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -317,19 +353,23 @@ class HeartbeatRequest(_message.Message):
 
     TASK_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def task(self) -> Global___TaskIdentity: ...
     @_builtins.property
     def progress(self) -> Global___Progress: ...
+    @_builtins.property
+    def report(self) -> Global___Report: ...
     def __init__(
         self,
         *,
         task: Global___TaskIdentity | None = ...,
         progress: Global___Progress | None = ...,
+        report: Global___Report | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "report", b"report", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "report", b"report", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -366,6 +406,7 @@ class HeartbeatStreamRequest(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     ARRIVAL_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     @_builtins.property
     def task(self) -> Global___TaskIdentity: ...
@@ -377,6 +418,8 @@ class HeartbeatStreamRequest(_message.Message):
         heartbeats go on.
         """
 
+    @_builtins.property
+    def report(self) -> Global___Report: ...
     def __init__(
         self,
         *,
@@ -384,10 +427,11 @@ class HeartbeatStreamRequest(_message.Message):
         progress: Global___Progress | None = ...,
         sequence: _builtins.int = ...,
         arrival: Global___ArriveRequest | None = ...,
+        report: Global___Report | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "progress", b"progress", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "progress", b"progress", "report", b"report", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "progress", b"progress", "sequence", b"sequence", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "progress", b"progress", "report", b"report", "sequence", b"sequence", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -440,12 +484,12 @@ class Notice(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
     PARTICIPANTS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """of a barrier that failed, whether or not the client has arrived there; "": the task is fenced"""
-    generation: _builtins.int
+    """Of a barrier inside an operation that failed, whether or not the client has arrived there; "": the task is fenced."""
+    operation: _builtins.str
     @_builtins.property
     def participants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty: all tasks of the job"""
@@ -456,13 +500,13 @@ class Notice(_message.Message):
         self,
         *,
         name: _builtins.str = ...,
-        generation: _builtins.int = ...,
+        operation: _builtins.str = ...,
         participants: _abc.Iterable[_builtins.int] | None = ...,
         failure: Global___Failure | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "generation", b"generation", "name", b"name", "participants", b"participants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "name", b"name", "operation", b"operation", "participants", b"participants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -508,20 +552,37 @@ class ArriveRequest(_message.Message):
 
     TASK_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
     PARTICIPANTS_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     VOTE_FIELD_NUMBER: _builtins.int
     COLLECT_FIELD_NUMBER: _builtins.int
     MAX_WAIT_S_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    IS_CERTAIN_FIELD_NUMBER: _builtins.int
+    IS_AGAIN_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    WAS_CUT_OFF_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """1 to 256 bytes"""
-    generation: _builtins.int
+    call: _builtins.int
+    """of the task, above 0, the same when it is repeated; a new call has a greater number"""
     timeout_s: _builtins.float
     collect: _builtins.bool
     """return the payloads with a verdict"""
     max_wait_s: _builtins.float
     """wait for the verdict, as Await does; 0 returns at once"""
+    operation: _builtins.str
+    """The operation that the barrier belongs to: the id of its first barrier; "": this is the first one; unset: none."""
+    position: _builtins.str
+    """which round of the name this is for the task; a late arrival has that of a failed round"""
+    is_certain: _builtins.bool
+    """a task that skipped rounds would have another position"""
+    is_again: _builtins.bool
+    """the call had arrived already when the coordinator was restarted"""
+    was_cut_off: _builtins.bool
+    """an earlier try of the call was not answered"""
     @_builtins.property
     def task(self) -> Global___TaskIdentity: ...
     @_builtins.property
@@ -530,23 +591,33 @@ class ArriveRequest(_message.Message):
 
     @_builtins.property
     def vote(self) -> Global___Vote: ...
+    @_builtins.property
+    def report(self) -> Global___Report: ...
     def __init__(
         self,
         *,
         task: Global___TaskIdentity | None = ...,
         name: _builtins.str = ...,
-        generation: _builtins.int = ...,
+        call: _builtins.int = ...,
         participants: _abc.Iterable[_builtins.int] | None = ...,
         timeout_s: _builtins.float = ...,
         vote: Global___Vote | None = ...,
         collect: _builtins.bool = ...,
         max_wait_s: _builtins.float = ...,
+        operation: _builtins.str | None = ...,
+        position: _builtins.str = ...,
+        is_certain: _builtins.bool = ...,
+        is_again: _builtins.bool = ...,
+        report: Global___Report | None = ...,
+        was_cut_off: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task", "vote", b"vote"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_operation", b"_operation", "operation", b"operation", "report", b"report", "task", b"task", "vote", b"vote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collect", b"collect", "generation", b"generation", "max_wait_s", b"max_wait_s", "name", b"name", "participants", b"participants", "task", b"task", "timeout_s", b"timeout_s", "vote", b"vote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_operation", b"_operation", "call", b"call", "collect", b"collect", "is_again", b"is_again", "is_certain", b"is_certain", "max_wait_s", b"max_wait_s", "name", b"name", "operation", b"operation", "participants", b"participants", "position", b"position", "report", b"report", "task", b"task", "timeout_s", b"timeout_s", "vote", b"vote", "was_cut_off", b"was_cut_off"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__operation: _TypeAlias = _typing.Literal["operation"]  # noqa: Y015
+    _WhichOneofArgType__operation: _TypeAlias = _typing.Literal["_operation", b"_operation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__operation) -> _WhichOneofReturnType__operation | None: ...
 
 Global___ArriveRequest: _TypeAlias = ArriveRequest  # noqa: Y015
 
@@ -557,9 +628,12 @@ class ArriveResponse(_message.Message):
     COORDINATOR_INCARNATION_FIELD_NUMBER: _builtins.int
     BARRIER_ID_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     coordinator_incarnation: _builtins.int
     barrier_id: _builtins.str
-    """for Await, Cancel and GetBarrier; valid for one life of the coordinator"""
+    """for Await, Cancel and GetBarrier in one life of the coordinator; as operation for ever"""
+    generation: _builtins.int
+    """which round of the name it is, as the coordinator counts them"""
     @_builtins.property
     def verdict(self) -> Global___Verdict: ...
     def __init__(
@@ -568,10 +642,11 @@ class ArriveResponse(_message.Message):
         coordinator_incarnation: _builtins.int = ...,
         barrier_id: _builtins.str = ...,
         verdict: Global___Verdict | None = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier_id", b"barrier_id", "coordinator_incarnation", b"coordinator_incarnation", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier_id", b"barrier_id", "coordinator_incarnation", b"coordinator_incarnation", "generation", b"generation", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -114,8 +114,9 @@ class CoordinatorServicer:
 
     def Arrive(self, request, context):
         """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first
-        arrival fixes participants and topic, the earliest deadline counts. A late arrival gets the stored verdict. Arrivals
-        are kept by (task, incarnation), never counted. On the heartbeat stream it costs a third.
+        arrival opens a round and fixes participants and topic, the earliest deadline counts. The same call again gets its
+        round's stored verdict. Arrivals are kept by (task, incarnation, call), never counted. On the heartbeat stream it
+        costs a third.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,8 +52,9 @@ class CoordinatorStub:
     """
     Arrive: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ArriveRequest, _coordinator_pb2.ArriveResponse]
     """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first
-    arrival fixes participants and topic, the earliest deadline counts. A late arrival gets the stored verdict. Arrivals
-    are kept by (task, incarnation), never counted. On the heartbeat stream it costs a third.
+    arrival opens a round and fixes participants and topic, the earliest deadline counts. The same call again gets its
+    round's stored verdict. Arrivals are kept by (task, incarnation, call), never counted. On the heartbeat stream it
+    costs a third.
     """
     Await: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AwaitRequest, _coordinator_pb2.AwaitResponse]
     """Waits for the verdict, for at most max_wait_s (30); returns OPEN when there is none yet."""
@@ -80,8 +81,9 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """
     Arrive: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ArriveRequest, _coordinator_pb2.ArriveResponse]  # type: ignore[assignment]
     """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first
-    arrival fixes participants and topic, the earliest deadline counts. A late arrival gets the stored verdict. Arrivals
-    are kept by (task, incarnation), never counted. On the heartbeat stream it costs a third.
+    arrival opens a round and fixes participants and topic, the earliest deadline counts. The same call again gets its
+    round's stored verdict. Arrivals are kept by (task, incarnation, call), never counted. On the heartbeat stream it
+    costs a third.
     """
     Await: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AwaitRequest, _coordinator_pb2.AwaitResponse]  # type: ignore[assignment]
     """Waits for the verdict, for at most max_wait_s (30); returns OPEN when there is none yet."""
@@ -129,8 +131,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ArriveResponse, _abc.Awaitable[_coordinator_pb2.ArriveResponse]]:
         """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first
-        arrival fixes participants and topic, the earliest deadline counts. A late arrival gets the stored verdict. Arrivals
-        are kept by (task, incarnation), never counted. On the heartbeat stream it costs a third.
+        arrival opens a round and fixes participants and topic, the earliest deadline counts. The same call again gets its
+        round's stored verdict. Arrivals are kept by (task, incarnation, call), never counted. On the heartbeat stream it
+        costs a third.
         """
 
     @_abc_1.abstractmethod

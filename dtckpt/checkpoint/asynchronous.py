@@ -22,7 +22,9 @@ _memory = StagingMemory()
 """Only the one save in flight uses it."""
 
 
-def save_async(path: str | Location, tree: Any, *, options: SaveOptions | None = None) -> SaveHandle:
+def save_async(
+    path: str | Location, tree: Any, *, options: SaveOptions | None = None, step: int | None = None
+) -> SaveHandle:
     """Save a state tree in the background; returns when it is copied to host memory and all clients agree on it.
 
     Whatever happens to the tensors afterwards does not change what is saved. The host memory is kept for the next
@@ -42,6 +44,7 @@ def save_async(path: str | Location, tree: Any, *, options: SaveOptions | None =
         path: As for `dtckpt.save`.
         tree: As for `dtckpt.save`.
         options: See `SaveOptions`.
+        step: As for `dtckpt.save`.
 
     Raises:
         CoordinationError: The save in flight did not end in time.
@@ -60,7 +63,11 @@ def save_async(path: str | Location, tree: Any, *, options: SaveOptions | None =
     coordination = current_coordination()
     options = options or SaveOptions()
     return start_save(
-        path, lambda: state_of_tree(tree, options, coordination), options=options, coordination=coordination
+        path,
+        lambda: state_of_tree(tree, options, coordination),
+        options=options,
+        coordination=coordination,
+        step=step,
     )
 
 
@@ -72,6 +79,7 @@ def start_save(
     coordination: Coordination,
     extra_files: Mapping[str, bytes] | None = None,
     then: Callable[[SaveHandle], object] = lambda _: None,
+    step: int | None = None,
 ) -> SaveHandle:
     """Run the save protocol, from the first barrier on in the background. Collective and errors: as `save_async`.
 
@@ -82,6 +90,7 @@ def start_save(
         coordination: The way to the other clients.
         extra_files: Files, by name, that the leader adds to the checkpoint.
         then: Called in the background when the save has ended, well or not.
+        step: As for `dtckpt.save`.
     """
     start = time.monotonic()
 
@@ -89,7 +98,7 @@ def start_save(
         phases = attempt.rounds.phases
         return _memory.stage(state, plan, client, with_copies=options.check_replicas, count=phases.count)
 
-    attempt = Attempt(path, collect, options, coordination, stage=stage, extra_files=extra_files)
+    attempt = Attempt(path, collect, options, coordination, stage=stage, extra_files=extra_files, step=step)
     with ExitStack() as holding:
         turn = in_flight.take_turn(options.timeout_s)
         holding.callback(turn.release)

@@ -231,6 +231,7 @@ class CheckpointManager:
             coordination=coordination,
             extra_files=files,
             then=lambda handle: self._tidy_up(step) if is_leader and handle.is_committed else None,
+            step=step,
         )
         self._schedule.note_saved(step)
         if not self.options.is_async:
@@ -294,7 +295,8 @@ class CheckpointManager:
         def read(path: Location) -> Any:
             return restore(path, target, mesh=mesh, layouts=layouts, options=options)
 
-        found = restore_newest_valid(self._folders, rounds, step, read, self._pin)
+        with rounds.exclusive():
+            found = restore_newest_valid(self._folders, rounds, step, read, self._pin)
         self._damaged.update(found.skipped)
         return found
 

@@ -88,7 +88,9 @@ def restore_newest_valid(
     skipped: dict[int, str] = {}
     while (chosen := _choose(folders, rounds, step, skipped)) is not None:
         outcome = _Outcome()
-        answers = rounds.run("restored", functools.partial(_try, folders.path(chosen), read, pin(chosen), outcome))
+        work = functools.partial(_try, folders.path(chosen), read, pin(chosen), outcome)
+        with rounds.around():
+            answers = rounds.run("restored", work)
         reasons = [f"client {client}: {text.decode()}" for client, text in sorted(answers.items()) if text]
         if not reasons:
             return RestoredStep(chosen, outcome.tree, skipped)

@@ -1,22 +1,36 @@
-"""Collective work in rounds: each client does its part, then all agree at a barrier whether everyone's went well."""
+"""Collective work in rounds: each client does its part, then all agree at a barrier whether everyone's went well.
+
+The first round of an operation gives it its identity; the later ones belong to it (`dtckpt.barriers`). An operation
+inside another one, such as a restore inside a manager's, takes all of its rounds inside that one.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import ContextVar
+from time import monotonic
 from typing import TypeVar
 
 from dtckpt.checkpoint.phases import BARRIER, Phases
-from dtckpt.coordination import Coordination, Progress, Vote
-from dtckpt.errors import CoordinationError, DtckptError, MeshError
+from dtckpt.coordination import Coordination, Member, Operation, Position, Progress, Verdict, Vote
+from dtckpt.coordination.ordinals import NBYTES, Ordinal, Standing
+from dtckpt.coordination.process import calls_of
+from dtckpt.coordination.protocol import ANYWHERE, BEGIN
+from dtckpt.errors import CoordinationError, DtckptError, MeshError, SaveDisagreementError
 from dtckpt.format.digest import bytes_digest
 
 T = TypeVar("T")
 
+LEAST_WAIT_S = 0.001
 _running = threading.Lock()
+_outer: ContextVar[Rounds | None] = ContextVar("_outer", default=None)
+"""The operation that this thread is inside of."""
 
 
 def _forget_parent() -> None:
@@ -25,6 +39,12 @@ def _forget_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_parent)
+
+
+@functools.cache
+def standing_of(member: Member, operation: str, participants: tuple[int, ...]) -> Standing:  # noqa: ARG001  its key
+    """Return which operation of a kind a client is at, in the life of its process, whatever connections it uses."""
+    return Standing(operation)
 
 
 class Rounds:
@@ -44,7 +64,7 @@ class Rounds:
         self, coordination: Coordination, operation: str, timeout_s: float, participants: Sequence[int] | None = None
     ) -> None:
         self._coordination = coordination
-        self._operation = operation
+        self._name = operation
         self._timeout_s = timeout_s
         self.client = coordination.member.client
         everyone = range(coordination.member.num_clients)
@@ -59,7 +79,15 @@ class Rounds:
         # Groups of clients that share no member may save at the same time; each has barriers of its own.
         is_everyone = self.participants == tuple(everyone)
         self._group = "" if is_everyone else f"#{bytes_digest(repr(self.participants).encode()):016x}"
+        self._outer = _outer.get()
+        self._operation = BEGIN if self._outer is None else self._outer.operation
+        self._used: Counter[str] = Counter() if self._outer is None else self._outer._used
         self.phases = Phases(operation, self.client, coordination.heartbeat)
+
+    @property
+    def operation(self) -> Operation:
+        """The operation that the next round belongs to; `BEGIN` before the first."""
+        return self._operation
 
     @property
     def is_leader(self) -> bool:
@@ -81,19 +109,65 @@ class Rounds:
         Raises:
             CoordinationError: Another thread's did not end in time.
         """
-        if len(self.participants) == 1:
+        if len(self.participants) == 1 or self._outer is not None:
             yield
             return
         if not _running.acquire(timeout=self._timeout_s):
             raise CoordinationError(
-                f"{self._operation} cannot begin: another thread's save or restore did not end in {self._timeout_s:g} s"
+                f"{self._name} cannot begin: another thread's save or restore did not end in {self._timeout_s:g} s"
             )
         held = _running
         try:
             yield
         finally:
             held.release()
+            calls_of(self._coordination.member).leave_operation()
             self._coordination.heartbeat(Progress())
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Have operations that this thread runs inside take place inside this one, which has begun."""
+        token = _outer.set(self if len(self.participants) > 1 else None)
+        try:
+            yield
+        finally:
+            _outer.reset(token)
+
+    def begin(
+        self,
+        name: str,
+        work: Callable[[], bytes | None],
+        *,
+        step: int | None = None,
+        phase: str = "",
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Mapping[int, bytes]:
+        """Run the first round of an operation that all clients must be at alike; arguments and result as of `run`.
+
+        Args:
+            name: Name of the round.
+            work: This client's part.
+            step: Which operation this is, from 0 on; default: as many as this process has begun.
+            phase: What the part is measured as.
+            meanwhile: What to do while the others are waited for.
+
+        Raises:
+            SaveDisagreementError: Clients are at different operations; see `dtckpt.coordination.ordinals`.
+        """
+        if len(self.participants) == 1:
+            return self.run(name, work, phase=phase, meanwhile=meanwhile)
+        standing = standing_of(self._coordination.member, self._name, self.participants)
+        ordinal = standing.advance(step)
+
+        def meet(vote: Vote) -> Mapping[int, bytes]:
+            def once(timeout_s: float) -> Verdict:
+                self._operation = BEGIN
+                calls_of(self._coordination.member).leave_operation()
+                return self._meet(name, vote, ordinal.position, timeout_s)
+
+            return meet_alike(once, standing, self.client, self._timeout_s)
+
+        return self._round(name, lambda: ordinal.to_bytes() + (work() or b""), meet, phase, meanwhile)
 
     def run(
         self,
@@ -118,6 +192,16 @@ class Rounds:
         Returns:
             What every participant's part returned.
         """
+        return self._round(name, work, lambda vote: self._meet(name, vote).payloads, phase, meanwhile)
+
+    def _round(
+        self,
+        name: str,
+        work: Callable[[], bytes | None],
+        meet: Callable[[Vote], Mapping[int, bytes]],
+        phase: str,
+        meanwhile: Callable[[], object] | None,
+    ) -> Mapping[int, bytes]:
         self.phases.enter(name)
         failure: BaseException | None = None
         payload = b""
@@ -136,23 +220,63 @@ class Rounds:
             vote = Vote(payload=payload) if failure is None else Vote.of_error(failure)
             met = None
             if meanwhile is not None and failure is None:
-                met = _begin(lambda: self._meet(name, vote))
+                met = _begin(lambda: meet(vote))
                 meanwhile()
             with self.phases.measure(BARRIER):
-                return self._meet(name, vote) if met is None else met.result()
+                return meet(vote) if met is None else met.result()
         except DtckptError as verdict:
             if failure is not None and not isinstance(failure, Exception):
                 raise failure from verdict
             raise verdict from failure
 
-    def _meet(self, name: str, vote: Vote) -> Mapping[int, bytes]:
-        return self._coordination.barrier(
-            f"{self._operation}/{name}{self._group}",
+    def _meet(self, name: str, vote: Vote, position: Position = ANYWHERE, timeout_s: float | None = None) -> Verdict:
+        full_name = f"{self._name}/{name}{self._group}"
+        if self._operation.id:
+            self._used[full_name] += 1  # inside one operation all clients go through the same rounds
+            if self._used[full_name] > 1:
+                full_name += f".{self._used[full_name]}"
+        verdict = self._coordination.barrier(
+            full_name,
             vote,
-            timeout_s=self._timeout_s,
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
             participants=self.participants,
             collect=True,
-        ).payloads
+            operation=self._operation,
+            position=position,
+        )
+        self._operation = verdict.operation
+        return verdict
+
+
+def meet_alike(
+    meet: Callable[[float], Verdict],
+    standing: Standing,
+    client: int,
+    timeout_s: float,
+    error: type[DtckptError] = SaveDisagreementError,
+) -> Mapping[int, bytes]:
+    """Meet until all clients are at the same operation; return the payloads, without the ordinals in front of them.
+
+    Args:
+        meet: Meets once, within so many seconds; each client's payload begins with its `Ordinal`.
+        standing: Which operation this client is at.
+        client: This client.
+        timeout_s: Longest wait in all.
+        error: Raised where clients are at different operations.
+    """
+    deadline = monotonic() + timeout_s
+    try:
+        while True:
+            verdict = meet(max(deadline - monotonic(), LEAST_WAIT_S))
+            ordinals = {each: Ordinal.from_bytes(data) for each, data in verdict.payloads.items()}
+            found = standing.settle(ordinals, client, cut_off=verdict.cut_off)
+            if found.is_same:
+                return {each: data[NBYTES:] for each, data in verdict.payloads.items()}
+            if not found.others_wait or client in found.behind:
+                raise error(found.message, is_verdict=True)
+    except BaseException as failure:
+        standing.note_failure(has_verdict=getattr(failure, "is_verdict", False))
+        raise
 
 
 def _begin(work: Callable[[], T]) -> Future[T]:

@@ -24,7 +24,7 @@ from dtckpt.checkpoint.rounds import Rounds
 from dtckpt.checkpoint.uncollected import uncollected
 from dtckpt.checkpoint.writing import ClientWriter, Source, merge_clients, remove_working_files
 from dtckpt.coordination import Coordination, current_coordination
-from dtckpt.errors import CheckpointError, SliceError
+from dtckpt.errors import CheckpointError, ConfigError, SliceError
 from dtckpt.format import tree as trees
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.manifest import Manifest, PhaseCost
@@ -93,7 +93,7 @@ class State:
     max_pending_nbytes: int | None = None
 
 
-def save(path: str | Location, tree: Any, *, options: SaveOptions | None = None) -> SaveReport:
+def save(path: str | Location, tree: Any, *, options: SaveOptions | None = None, step: int | None = None) -> SaveReport:
     """Save a state tree as the checkpoint at ``path``.
 
     Collective: Over all clients of the job, which pass the same tree; barriers ``save/begin``, ``save/written`` and
@@ -110,13 +110,18 @@ def save(path: str | Location, tree: Any, *, options: SaveOptions | None = None)
             bool, int, float, str, bytes (the same on every client), and objects with ``state_dict()`` and
             ``load_state_dict()``.
         options: See `SaveOptions`.
+        step: Which save this is, from 0 on: the step of the training run. Clients compare it, so that what one of them
+            began alone, or skipped, is never joined to another step of the others. Default: they compare how many saves
+            each has begun, which tells the same as long as clients do not skip saves while others go on without them.
 
     Raises:
         CheckpointExistsError: There is something at the path (and no consent to replace a checkpoint).
         TreeError: The tree holds something that cannot be saved.
         TensorNameError: A key cannot be part of a tensor's name.
         DTypeError: A tensor's dtype cannot be stored.
-        SaveDisagreementError: Clients save different things.
+        SaveDisagreementError: Clients save different things, or are at different saves. Nothing is written then, and
+            the next save finds them level.
+        ConfigError: The step is none.
         ClientLostError: A client died.
         BarrierTimeoutError: A client did not arrive in time.
         StorageError: Storage refused; `StorageFullError` and `StoragePermissionError` are its common cases.
@@ -131,7 +136,11 @@ def save(path: str | Location, tree: Any, *, options: SaveOptions | None = None)
     coordination = current_coordination()
     options = options or SaveOptions()
     return save_state(
-        path, lambda: state_of_tree(tree, options, coordination), options=options, coordination=coordination
+        path,
+        lambda: state_of_tree(tree, options, coordination),
+        options=options,
+        coordination=coordination,
+        step=step,
     )
 
 
@@ -272,6 +281,7 @@ def save_state(
     options: SaveOptions | None = None,
     coordination: Coordination | None = None,
     participants: Sequence[int] | None = None,
+    step: int | None = None,
 ) -> SaveReport:
     """Run the save protocol. Collective and errors: as `save`, over ``participants``.
 
@@ -281,13 +291,19 @@ def save_state(
         options: See `SaveOptions`.
         coordination: The way to the other clients; default: that of this process.
         participants: The clients that save; default: all of the job.
+        step: Which save this is; see `save`.
     """
     options = options or SaveOptions()
     in_flight.wait(options.timeout_s)
-    attempt = Attempt(path, collect, options, coordination or current_coordination(), participants)
+    attempt = Attempt(path, collect, options, coordination or current_coordination(), participants, step=step)
     with attempt.rounds.exclusive():
         attempt.begin()
         return attempt.complete()
+
+
+def is_step(step: object) -> bool:
+    """Whether clients can compare this as a step."""
+    return type(step) is int and 0 <= step < 1 << 63
 
 
 Stage = Callable[[State, SavePlan, int], State]
@@ -307,6 +323,7 @@ class Attempt:
         participants: The clients that save; default: all of the job.
         stage: Makes the state independent of its tensors, before `begin` returns; default: it stays as it is.
         extra_files: Files, by name, that the leader adds to the checkpoint; ``collect`` may still change them.
+        step: Which save this is; see `save`.
     """
 
     def __init__(
@@ -319,8 +336,10 @@ class Attempt:
         *,
         stage: Stage | None = None,
         extra_files: Mapping[str, bytes] | None = None,
+        step: int | None = None,
     ) -> None:
         self._path = path
+        self._step = step
         self._collect = collect
         self._options = options
         self._member = coordination.member
@@ -340,7 +359,13 @@ class Attempt:
         """Plan, agree with the other clients on what is saved, and stage. Collective: barrier ``save/begin``."""
         self._phases.begin(self._path, is_shown=self._options.progress and self.rounds.client == 0)
         with self._tidy():
-            payloads = self.rounds.run("begin", self._prepare, phase="plan", meanwhile=self._stage_state)
+            payloads = self.rounds.begin(
+                "begin",
+                self._prepare,
+                step=self._step if is_step(self._step) else None,
+                phase="plan",
+                meanwhile=self._stage_state,
+            )
             _, plan = self._begun[0]
             validate_agreement(payloads, plan)
             self._token = Summary.from_bytes(payloads[self.rounds.leader]).token
@@ -357,6 +382,8 @@ class Attempt:
 
     def _prepare(self) -> bytes:
         in_flight.raise_unseen()
+        if self._step is not None and not is_step(self._step):
+            raise ConfigError(f"a step must be a whole number from 0 to 2^63 - 1; got {self._step!r}")
         self._place = place = places.place_of(location_of(self._path))
         state = self._collect()
         plan = kept_plan(state.specs, self._options.chunk_nbytes)

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dtckpt.coordination import Vote, current_coordination
+from dtckpt.checkpoint.rounds import meet_alike, standing_of
+from dtckpt.coordination import Verdict, Vote, current_coordination
 from dtckpt.errors import BarrierConflictError, ConfigError, DtckptError
+
+DECISION = "decision whether to save"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,24 +101,30 @@ class Schedule:
     def _agree(self, step: int, is_due: Callable[[], bool]) -> bool:
         """Take client 0's decision, and everybody's signals; if client 0 cannot decide, all raise why."""
         coordination, failure = current_coordination(), None
+        member = coordination.member
+        standing = standing_of(member, DECISION, ())
+        ordinal = standing.advance(step)
         try:
-            vote = Vote(payload=json.dumps([step, is_due(), self._signalled.is_set()]).encode())
+            payload = ordinal.to_bytes() + json.dumps([is_due(), self._signalled.is_set()]).encode()
+            vote = Vote(payload=payload)
         except Exception as error:
-            if coordination.member.num_clients == 1:
+            if member.num_clients == 1:
                 raise
             failure, vote = error, Vote.of_error(error)
-        try:
+
+        def meet(timeout_s: float) -> Verdict:
             # Straight to the barrier: a round would report its phase in the place of that of a save in flight.
-            verdict = coordination.barrier("manager/decide", vote, timeout_s=self._timeout_s, collect=True)
+            position = ordinal.position
+            return coordination.barrier("manager/decide", vote, timeout_s=timeout_s, collect=True, position=position)
+
+        try:
+            payloads = meet_alike(meet, standing, member.client, self._timeout_s, BarrierConflictError)
         except DtckptError as error:
             raise error from failure
-        answers = {client: json.loads(data) for client, data in sorted(verdict.payloads.items())}
-        steps = {client: answer[0] for client, answer in answers.items()}
-        if len(set(steps.values())) > 1:
-            raise BarrierConflictError(f"clients ask whether to save different steps; got {steps} by client")
-        is_news = not self.reached_preemption and any(answer[2] for answer in answers.values())
+        answers = {client: json.loads(data) for client, data in sorted(payloads.items())}
+        is_news = not self.reached_preemption and any(answer[1] for answer in answers.values())
         self.reached_preemption |= is_news
-        return bool(answers[0][1]) or (is_news and step != self._saved_step)
+        return bool(answers[0][0]) or (is_news and step != self._saved_step)
 
     @contextmanager
     def preemption(self, *signals: int) -> Iterator[None]:

@@ -13,15 +13,26 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from torch._C._distributed_c10d import HashStore
 
 from dtckpt import errors
-from dtckpt.coordination import process, rules
+from dtckpt.coordination import rules
 from dtckpt.coordination.process_group import ProcessGroupCoordination, from_environment
-from dtckpt.coordination.protocol import YES, Coordination, JobStatus, Member, Progress, Verdict, Vote
+from dtckpt.coordination.protocol import (
+    ANYWHERE,
+    YES,
+    Coordination,
+    JobStatus,
+    Member,
+    Operation,
+    Position,
+    Progress,
+    Verdict,
+    Vote,
+)
 from dtckpt.coordination.remote import GrpcCoordination
 from dtckpt.coordination.rules import Decision
 
@@ -29,7 +40,7 @@ logger = logging.getLogger("dtckpt.coordination")
 
 FALLBACKS = ("process_group",)
 KEPT_DECISIONS = 16
-"""Verdicts that a client could write down for others; who lacks one is at most one barrier of each name behind."""
+"""Verdicts that a client could write down for others: of each name the latest, as nobody is further behind."""
 GIVE_UP_TIMEOUTS = 2
 """After so many heartbeat timeouts without an answer the coordinator is given up."""
 _KEY = "fallback"
@@ -49,7 +60,7 @@ class FallbackCoordination:
         self._secondary = secondary
         self._reason = ""
         self._lock = threading.Lock()
-        self._decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
+        self._decisions: OrderedDict[tuple[str, str | None, tuple[int, ...]], Decision] = OrderedDict()
         self._progress = Progress()
         self._watching: threading.Thread | None = None
         self._leaving = threading.Event()
@@ -98,13 +109,17 @@ class FallbackCoordination:
             self._reason = reason
         logger.warning("from now on all clients meet at the store of torch.distributed: %s", reason)
         self._primary.abandon(f"the clients have left the coordinator: {reason}")
-        for decision in list(self._decisions):
+        for decision in list(self._decisions.values()):
             self._publish(decision)
         self._secondary.heartbeat(self._progress)
         self._secondary.register()
 
     def _note(self, decision: Decision) -> None:
-        self._decisions.append(decision)
+        key = decision.name, decision.operation, decision.participants
+        self._decisions.pop(key, None)
+        self._decisions[key] = decision
+        while len(self._decisions) > KEPT_DECISIONS:
+            self._decisions.popitem(last=False)
         if self._reason:
             self._publish(decision)
 
@@ -157,6 +172,8 @@ class FallbackCoordination:
         timeout_s: float,
         participants: Sequence[int] | None = None,
         collect: bool = False,
+        operation: Operation | None = None,
+        position: Position = ANYWHERE,
     ) -> Verdict:
         """Meet as `Coordination.barrier` says.
 
@@ -164,18 +181,35 @@ class FallbackCoordination:
         """
         members = rules.validate_barrier(self.member, name, timeout_s, participants)
         self.register()
-        generation = process.generation(self.member, name, members)
+        moved_from: str | None = None
         if not self._reason:
             try:
                 return self._primary.barrier(
-                    name, vote, timeout_s=timeout_s, participants=participants, collect=collect
+                    name,
+                    vote,
+                    timeout_s=timeout_s,
+                    participants=participants,
+                    collect=collect,
+                    operation=operation,
+                    position=position,
                 )
             except errors.CoordinatorUnavailableError as error:
-                if process.generation(self.member, name, members) != generation:
-                    raise  # it is the verdict: another client voted so
+                if getattr(error, "is_verdict", False):
+                    raise  # another client voted so
                 if not self._reason:
                     self._give_up(error)
-        return self._secondary.barrier(name, vote, timeout_s=timeout_s, participants=participants, collect=collect)
+                latest = self._decisions.get((name, None if operation is None else operation.id, members))
+                moved_from = "" if latest is None else latest.round_id
+        return self._secondary.barrier(
+            name,
+            vote,
+            timeout_s=timeout_s,
+            participants=participants,
+            collect=collect,
+            operation=operation,
+            position=position,
+            moved_from=moved_from,
+        )
 
     def leave(self) -> None:
         with self._lock:

@@ -8,7 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dtckpt.coordination.protocol import YES, Coordination, JobStatus, Member, Progress, Verdict, Vote
+from dtckpt.coordination.protocol import (
+    ANYWHERE,
+    YES,
+    Coordination,
+    JobStatus,
+    Member,
+    Operation,
+    Position,
+    Progress,
+    Verdict,
+    Vote,
+)
 
 T = TypeVar("T")
 
@@ -80,10 +91,20 @@ class FaultyCoordination:
         timeout_s: float,
         participants: Sequence[int] | None = None,
         collect: bool = False,
+        operation: Operation | None = None,
+        position: Position = ANYWHERE,
     ) -> Verdict:
         return self._inject(
             "barrier",
-            lambda: self._inner.barrier(name, vote, timeout_s=timeout_s, participants=participants, collect=collect),
+            lambda: self._inner.barrier(
+                name,
+                vote,
+                timeout_s=timeout_s,
+                participants=participants,
+                collect=collect,
+                operation=operation,
+                position=position,
+            ),
         )
 
     def leave(self) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from dtckpt.coordination import process
 from dtckpt.coordination.protocol import (
+    ANYWHERE,
+    BEGIN,
     DEFAULT_HEARTBEAT_TIMEOUT_S,
     YES,
     JobStatus,
     Member,
+    Operation,
+    Position,
     Progress,
     TaskStatus,
     Verdict,
@@ -29,6 +34,7 @@ class LocalCoordination:
         self.heartbeat_timeout_s = DEFAULT_HEARTBEAT_TIMEOUT_S
         self._progress = Progress()
         self._state = "unknown"
+        self._num_rounds: Counter[str] = Counter()
 
     def register(self) -> None:
         self._state = "registered"
@@ -44,15 +50,19 @@ class LocalCoordination:
         timeout_s: float,
         participants: Sequence[int] | None = None,
         collect: bool = False,
+        operation: Operation | None = None,
+        position: Position = ANYWHERE,  # noqa: ARG002  nobody can be late
     ) -> Verdict:
         validate_barrier(self.member, name, timeout_s, participants)
         self.register()
-        members = (self.member.client,)
-        generation = process.generation(self.member, name, members)
-        process.end_generation(self.member, name, members, generation)
+        generation = self._num_rounds[name]
+        self._num_rounds[name] += 1
         if not vote.ok:
             voted_no(self.member.client, vote).raise_failure()
-        return Verdict(name, generation, {self.member.client: vote.payload} if collect else {})
+        if operation is not None and not operation.id:
+            operation = Operation(f"{self.member.incarnation:x}-{name}-{generation}")
+        payloads = {self.member.client: vote.payload} if collect else {}
+        return Verdict(name, generation, payloads, operation or BEGIN)
 
     def leave(self) -> None:
         self._state = "left"

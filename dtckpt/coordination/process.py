@@ -1,6 +1,6 @@
-"""What belongs to the life of this process and outlives a connection: its incarnation and its generation counts.
+"""State that belongs to the life of this process and outlives a connection: its incarnation, and its calls.
 
-A client that leaves and connects again is still the same process to the others, so it must not begin counting anew.
+A client that leaves and connects again is still the same process to the others, so it must not begin anew.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import functools
 import os
 import secrets
 import threading
-from collections import Counter
+from dataclasses import dataclass
 
 from dtckpt.coordination.protocol import Member
 
 _lock = threading.Lock()
-_generations: Counter[tuple[Member, str, tuple[int, ...] | None]] = Counter()
+_calls: dict[Member, Calls] = {}
 
 
 def _forget_parent() -> None:
@@ -35,21 +35,62 @@ def _incarnation(_pid: int) -> int:
     return secrets.randbits(63) or 1
 
 
-def _key(member: Member, name: str, participants: tuple[int, ...]) -> tuple[Member, str, tuple[int, ...] | None]:
-    # One entry per name ever used: "everyone" must not cost a tuple of thousands each time.
-    return member, name, participants if len(participants) < member.num_clients else None
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where a client is, as it tells with heartbeats and arrivals.
+
+    Operations of a process come one after the other, so of their calls all up to ``num_ended`` have ended.
+
+    Args:
+        operation: Id of the operation that the client is in; "": in none, or in the first round of one.
+        num_ended: Number of the latest of its operations' calls that has ended, with a verdict or without.
+        waits_at: Name of the first round in which it waits, if it does.
+    """
+
+    operation: str = ""
+    num_ended: int = 0
+    waits_at: str = ""
 
 
-def generation(member: Member, name: str, participants: tuple[int, ...]) -> int:
-    """Return how many barriers of this name and these participants the member has seen decided."""
+class Calls:
+    """The calls of one client to barriers, in this life of its process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._report = Report()
+
+    @property
+    def report(self) -> Report:
+        """Where the client is now."""
+        return self._report
+
+    def begin(self) -> int:
+        """Return the number of a new call: greater than that of each one before."""
+        with self._lock:
+            self._num_calls += 1
+            return self._num_calls
+
+    def wait_at(self, name: str) -> None:
+        """Note that the client waits in an operation's first round."""
+        with self._lock:
+            self._report = Report(self._report.operation, self._report.num_ended, name)
+
+    def end(self, call: int, operation: str) -> None:
+        """Note that a call of an operation has ended, and which operation the client is in then ("": in none)."""
+        with self._lock:
+            self._report = Report(operation, max(call, self._report.num_ended))
+
+    def leave_operation(self) -> None:
+        """Note that the client is in no operation any more."""
+        with self._lock:
+            self._report = Report("", self._report.num_ended)
+
+
+def calls_of(member: Member) -> Calls:
+    """Return the calls of a client; all its connections share them."""
     with _lock:
-        return _generations[_key(member, name, participants)]
-
-
-def end_generation(member: Member, name: str, participants: tuple[int, ...], ended: int) -> None:
-    """Note that generation ``ended`` is decided. Repeating it, as two threads at one barrier do, changes nothing."""
-    with _lock:
-        _generations[_key(member, name, participants)] = ended + 1
+        return _calls.setdefault(member, Calls())
 
 
 def pause(wake: threading.Event, leaving: threading.Event, interval_s: float) -> bool:

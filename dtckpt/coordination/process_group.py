@@ -1,12 +1,7 @@
 """Coordination over the key-value store of `torch.distributed`; the default under torchrun.
 
 Only store keys are used, no collectives: a collective of a process group neither says who is missing nor mixes with
-other threads. The keys of a barrier (name, participants, generation) are
-
-``open``       per name: claim of the first arrival; agreeing with it is what being at the same barrier means
-``arrived/i``  client i's incarnation and payload
-``count``      only a hint when to look whether all have arrived
-``verdict``    written with compare-and-set, so the first decision is everyone's
+other threads. `dtckpt.coordination.store_rounds` has the keys of barriers.
 
 A no-voter writes the verdict *before* its arrival, so "all have arrived" without a verdict means that all votes were
 ok. Whoever arrives last declares the pass. The first to arrive watches everyone's heartbeats, the others watch only
@@ -18,8 +13,6 @@ loss is the verdict and nobody has to take over.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import logging
 import os
@@ -28,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 from urllib.parse import quote
@@ -37,21 +30,27 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from dtckpt import errors
+from dtckpt import barriers, errors
 from dtckpt.coordination import process, rules
+from dtckpt.coordination.process import Report
 from dtckpt.coordination.protocol import (
+    ANYWHERE,
+    BEGIN,
     DEFAULT_HEARTBEAT_TIMEOUT_S,
     YES,
     BarrierStatus,
     JobStatus,
     Member,
+    Operation,
+    Position,
     Progress,
     TaskStatus,
     Verdict,
     Vote,
 )
-from dtckpt.coordination.rules import Claim, Decision, Outcome
+from dtckpt.coordination.rules import Decision, Outcome
 from dtckpt.coordination.store import Link, StoreCalls, StoreSilentError
+from dtckpt.coordination.store_rounds import Arrival, Joined, Meeting, Round, StoreRounds
 
 logger = logging.getLogger("dtckpt.coordination")
 T = TypeVar("T")
@@ -60,12 +59,12 @@ MAX_POLLS_PER_S = 10_000
 """Polls of all clients together; a TCPStore answers several times as many."""
 POLL_S = 0.005
 """Between two polls of a client that has waited for long: first they come faster, as most barriers are soon passed."""
+GOODBYE_S = 1.0
+"""How long a client that leaves waits until the store has taken its goodbye; nothing depends on it."""
 KEPT_BARRIERS = 16
 """A client removes its keys of a barrier after this many later ones."""
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 NEVER_REGISTERED = "-"
-ELSEWHERE = "*"
-"""Stands for the incarnation of a client that arrived where the barrier was decided; see `publish`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +75,7 @@ class _Beat:
     count: int = 0
     state: str = "registered"
     progress: Progress = field(default_factory=Progress)
+    report: Report = field(default_factory=Report)
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -85,36 +85,8 @@ class _Beat:
         if text == NEVER_REGISTERED:
             return None
         fields = json.loads(text)
-        return cls(**{**fields, "progress": Progress(**fields["progress"])})
-
-
-@dataclass(frozen=True, slots=True)
-class _Meeting:
-    """One barrier as one client takes part in it, and the keys where it takes place."""
-
-    name: str
-    claim: Claim
-    timeout_s: float
-    vote: Vote
-    collect: bool
-
-    @property
-    def open_key(self) -> str:
-        # quote() leaves no "/" in a name, so no name can reach into the keys of another.
-        return f"barrier/{quote(self.name, safe='')}/open"
-
-    @property
-    def key(self) -> str:
-        members = hashlib.sha256(json.dumps(self.claim.participants).encode()).hexdigest()[:16]
-        return f"barrier/{quote(self.name, safe='')}/{members}.{self.claim.generation}"
-
-    @property
-    def verdict_key(self) -> str:
-        return f"{self.key}/verdict"
-
-    def arrival_keys(self, *clients: int) -> list[str]:
-        key = self.key
-        return [f"{key}/arrived/{client}" for client in clients or self.claim.participants]
+        progress, report = Progress(**fields["progress"]), Report(**fields["report"])
+        return cls(**{**fields, "progress": progress, "report": report})
 
 
 class ProcessGroupCoordination:
@@ -126,6 +98,7 @@ class ProcessGroupCoordination:
         heartbeat_timeout_s: Silence after which a client is lost; the same for all clients.
         host_client: The client whose process hosts the store, or None if no client does. That client leaves last.
         clock: Monotonic seconds.
+        wall_clock: Seconds since the epoch.
     """
 
     def __init__(
@@ -136,19 +109,23 @@ class ProcessGroupCoordination:
         heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
         host_client: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.member = member
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self._host_client = host_client
         self._clock = clock
+        self._wall_clock = wall_clock
+        self._rounds = StoreRounds(member, heartbeat_timeout_s, wall_clock)
+        self._own_calls = process.calls_of(member)
         prefix = f"dtckpt/{quote(member.job, safe='')}/{member.attempt}/"
         self._calls = StoreCalls(store, prefix, silence_s=heartbeat_timeout_s, clock=clock)
         self._tick_s = min(heartbeat_timeout_s / 10, 0.25)
         self._least_poll_s = min(member.num_clients / MAX_POLLS_PER_S, 0.25)
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._finished: deque[_Meeting] = deque()
-        self._open: list[_Meeting] = []
+        self._finished: deque[Round] = deque()
+        self._open: dict[int, Round | None] = {}  # by call
         self._seen: dict[int, tuple[str, float]] = {}
         self._beat = _Beat(member.incarnation)
         self._progress = Progress()
@@ -171,7 +148,7 @@ class ProcessGroupCoordination:
         self._raise_if_fenced()
 
     def _claim_place(self, link: Link) -> _Beat:
-        mine = _Beat(self.member.incarnation)
+        mine = _Beat(self.member.incarnation, report=self._own_calls.report)
         deadline = self._clock() + self.heartbeat_timeout_s
         found = holder = link.set_if(_beat_key(self.member.client), "", mine.dump())
         while found != mine.dump():
@@ -191,9 +168,12 @@ class ProcessGroupCoordination:
 
     def _send_heartbeats(self) -> None:
         link = self._calls.open_link()
+        others = [client for client in range(self.member.num_clients) if client != self.member.client]
         try:
             while not process.pause(self._wake, self._leaving, self.heartbeat_timeout_s / 6):
                 self._send(link, "registered")
+                if self._host_client == self.member.client:
+                    self._observe(link, others)  # it leaves last, and must know by then who is lost
             self._send(link, "left")
         except errors.FencedError as error:
             self._fenced = error.message
@@ -202,7 +182,7 @@ class ProcessGroupCoordination:
             logger.warning("%s stops sending heartbeats: %s", self._who(), error)
 
     def _send(self, link: Link, state: str) -> None:
-        beat = _Beat(self.member.incarnation, self._beat.count + 1, state, self._progress)
+        beat = _Beat(self.member.incarnation, self._beat.count + 1, state, self._progress, self._own_calls.report)
         if link.set_if(_beat_key(self.member.client), self._beat.dump(), beat.dump()) != beat.dump():
             raise errors.FencedError(f"another process has taken the place of {self._who()}")
         self._beat = beat
@@ -224,7 +204,7 @@ class ProcessGroupCoordination:
             return
         self._leaving.set()
         self._wake.set()
-        beating.join(self.heartbeat_timeout_s)
+        beating.join(GOODBYE_S)
         if self._host_client == self.member.client:
             # The store dies with this process, and the others may still be reading a verdict from it.
             self._run(self._wait_for_others_to_leave)
@@ -249,123 +229,152 @@ class ProcessGroupCoordination:
         timeout_s: float,
         participants: Sequence[int] | None = None,
         collect: bool = False,
+        operation: Operation | None = None,
+        position: Position = ANYWHERE,
+        moved_from: str | None = None,
     ) -> Verdict:
+        """Meet as `Coordination.barrier` says.
+
+        Args:
+            moved_from: For a barrier that was begun at a coordinator: id of the latest round of its name that the
+                client was told about there.
+        """
         members = rules.validate_barrier(self.member, name, timeout_s, participants)
         self.register()
-        generation = process.generation(self.member, name, members)
-        claim = Claim(generation, members, vote.topic, self.member.client)
-        meeting = _Meeting(name, claim, timeout_s, vote, collect)
+        call = self._own_calls.begin()
+        meeting = Meeting(name, operation, position, members, timeout_s, vote, collect, call, moved_from)
         with self._lock:
-            self._open.append(meeting)
+            self._open[call] = None
+        if operation == BEGIN:
+            self._own_calls.wait_at(name)
+        begun = BEGIN
         try:
-            outcome, payloads = self._run(lambda link: self._meet(link, meeting))
+            round_, outcome, arrivals = self._run(lambda link: self._meet(link, meeting))
+            if operation is not None and not outcome.code:
+                calls = {client: arrival.call for client, arrival in arrivals.items()}
+                begun = operation if operation.id else Operation(round_.claim.round_id, calls)
         finally:
+            if operation is not None:
+                self._own_calls.end(call, operation.id or begun.id)
             with self._lock:
-                self._open.remove(meeting)
-        # Only a known verdict ends the generation: a call that raised before may be repeated and is the same barrier.
-        process.end_generation(self.member, name, members, generation)
+                del self._open[call]
         outcome.raise_failure()
-        return Verdict(name, generation, payloads)
-
-    def _meet(self, link: Link, meeting: _Meeting) -> tuple[Outcome, dict[int, bytes]]:
-        outcome = self._stored(link, meeting)
-        if outcome is None:
-            outcome = self._arrive_and_wait(link, meeting)
-        elif not outcome.code:
-            self._check_own_arrival(link, meeting, link.get(*meeting.arrival_keys(self.member.client)))
-        payloads = {}
-        if meeting.collect and not outcome.code:
-            arrivals = link.read(*meeting.arrival_keys())
-            if ELSEWHERE in arrivals:
-                text = f"barrier {meeting.name!r} passed elsewhere, and nobody there asked for the payloads"
-                raise errors.BarrierConflictError(text)
-            for client, arrival in zip(meeting.claim.participants, arrivals, strict=True):
-                payloads[client] = base64.b64decode(arrival.partition(" ")[2])
-        self._forget_old(link, meeting)
-        return outcome, payloads
-
-    def _arrive_and_wait(self, link: Link, meeting: _Meeting) -> Outcome:
-        deadline = self._clock() + meeting.timeout_s
-        first = self._join(link, meeting)
-        if isinstance(first, Outcome):
-            return first
-        if not meeting.vote.ok:
-            return self._decide(link, meeting, rules.voted_no(self.member.client, meeting.vote))
-        arrival = f"{self.member.incarnation} {base64.b64encode(meeting.vote.payload).decode()}"
-        (key,) = meeting.arrival_keys(self.member.client)
-        self._check_own_arrival(link, meeting, link.set_if(key, "", arrival))
-        is_last = link.add(f"{meeting.key}/count") >= len(meeting.claim.participants)
-        if is_last and link.has(*meeting.arrival_keys()):
-            return self._decide(link, meeting, rules.PASSED)
-        return self._wait(link, meeting, deadline, first)
-
-    def _join(self, link: Link, meeting: _Meeting) -> int | Outcome:
-        """Agree with the first arrival on what this barrier is; return its client, or the failure."""
-        mine = meeting.claim.dump()
-        found = link.set_if(meeting.open_key, "", mine)
-        while found != mine:
-            theirs = Claim.load(found)
-            failure = rules.conflict(meeting.name, meeting.claim, theirs)
-            if failure is None:
-                return theirs.client
-            other = replace(meeting, claim=theirs)
-            if other.key == meeting.key:
-                return self._decide(link, meeting, failure)
-            is_behind = (
-                theirs.participants == meeting.claim.participants and theirs.generation > meeting.claim.generation
+        payloads = {client: arrival.payload for client, arrival in arrivals.items()} if collect else {}
+        if None in payloads.values():
+            raise errors.BarrierConflictError(
+                f"barrier {name!r} passed elsewhere, and nobody there asked for the payloads"
             )
-            if is_behind or not link.has(other.verdict_key):
-                self._decide(link, other, failure)
-                return self._decide(link, meeting, failure)
-            found = link.set_if(meeting.open_key, found, mine)
-        return self.member.client
+        known = {client: payload or b"" for client, payload in payloads.items()}
+        return Verdict(name, round_.claim.generation, known, begun)
 
-    def _wait(self, link: Link, meeting: _Meeting, deadline: float, first: int) -> Outcome:
-        is_first = first == self.member.client
-        watched = meeting.claim.participants if is_first else (first,)
+    def _meet(self, link: Link, meeting: Meeting) -> tuple[Round, Outcome, dict[int, Arrival]]:
+        """Join a round and wait for its verdict; return them, with the arrivals where the call needs them."""
+        begin = self._clock()
+        joined = self._rounds.join(link, meeting)
+        round_, outcome = joined.round, joined.outcome
+        if outcome is None and not meeting.vote.ok:
+            outcome = self._rounds.decide(link, round_, rules.voted_no(self.member.client, meeting.vote))
+        if outcome is None:
+            with self._lock:
+                self._open[meeting.call] = round_
+            outcome = self._rounds.arrive(link, joined, meeting) or self._wait(link, joined, meeting, begin)
+        elif outcome.code and not round_.operation:
+            self._rounds.note_told(link, round_, meeting)
+        needs_arrivals = not outcome.code and (meeting.collect or meeting.operation == BEGIN)
+        arrivals = self._rounds.arrivals(link, round_) if needs_arrivals else {}
+        self._forget_old(link, round_)
+        return round_, outcome, arrivals
+
+    def _wait(self, link: Link, joined: Joined, meeting: Meeting, begin: float) -> Outcome:
+        round_, former = joined.round, joined.former
+        is_first = round_.claim.client == self.member.client
+        watched = meeting.participants if is_first else (round_.claim.client,)
         # The others give the first a moment, so that at the deadline one client looks who is missing, not all.
-        deadline += 0.0 if is_first else self._tick_s
-        next_look, begin = 0.0, self._clock()
-        next_log = begin + rules.STILL_WAITING_S
-        while (outcome := self._stored(link, meeting)) is None:
-            self._raise_if_fenced()
+        deadline = begin + meeting.timeout_s + (0.0 if is_first else self._tick_s)
+        late_until = begin + barriers.grace_s(self.heartbeat_timeout_s)
+        next_look, now = 0.0, self._clock()
+        next_log = now + rules.STILL_WAITING_S
+        seen: dict[int, str] = {}
+        while (outcome := self._rounds.verdict(link, round_)) is None:
             now = self._clock()
-            if link.abandoned.is_set():
-                text = f"barrier {meeting.name!r}: {self._who()} was interrupted while it waited"
-                return self._decide(link, meeting, rules.failed(errors.BarrierCancelledError, text))
+            self._raise_if_fenced()
+            if link.abandoned.is_set():  # interrupted: nobody should wait for this client
+                who = f"barrier {meeting.name!r}: {self._who()} was interrupted while it waited"
+                return self._rounds.decide(link, round_, rules.failed(errors.BarrierCancelledError, who))
             if now >= next_look:
                 next_look = now + self._tick_s
-                if is_first and link.has(*meeting.arrival_keys()):
-                    return self._decide(link, meeting, rules.PASSED)
                 if lost := self._find_lost(link, watched):
-                    return self._decide(link, meeting, rules.lost(meeting.name, lost))
+                    return self._rounds.decide(link, round_, rules.lost(meeting.name, lost))
+                if meeting.operation is not None and (
+                    failure := self._find_elsewhere(link, round_, meeting, watched, seen)
+                ):
+                    return self._rounds.decide(link, round_, failure)
+            if former is not None and now >= late_until:
+                if self._rounds.are_all_late(link, round_):
+                    age_s = max(self._wall_clock() - former.decided_at - (now - begin), 0.0)
+                    return self._rounds.decide(link, round_, rules.came_late(meeting.name, age_s, former))
+                former = None
             if now >= deadline:
                 late = rules.timed_out(
-                    meeting.name, meeting.timeout_s, len(meeting.claim.participants), self._missing(link, meeting)
+                    meeting.name, meeting.timeout_s, len(meeting.participants), self._missing(link, round_)
                 )
-                return self._decide(link, meeting, late)
+                return self._rounds.decide(link, round_, late)
             if is_first and now >= next_log:
                 next_log = now + rules.STILL_WAITING_S
-                missing = self._missing(link, meeting)
+                missing = self._missing(link, round_)
                 logger.warning("barrier %r: still waiting for %s", meeting.name, errors.capped(missing.values()))
             link.abandoned.wait(max(self._least_poll_s, min((now - begin) / 8, POLL_S)))
         return outcome
 
+    def _find_elsewhere(
+        self, link: Link, round_: Round, meeting: Meeting, watched: Sequence[int], seen: dict[int, str]
+    ) -> Outcome | None:
+        """Return the failure of a round for which a watched client will not come, or has given up waiting.
+
+        Args:
+            link: The store.
+            round_: An open round of an operation.
+            meeting: This client's call there.
+            watched: Whom to look at.
+            seen: The heartbeat of each that has been looked at; those that have not changed are passed over.
+        """
+        for client in watched:
+            text = self._seen[client][0] if client in self._seen else NEVER_REGISTERED
+            beat = _Beat.load(text)
+            if client == self.member.client or beat is None or seen.get(client) == text:
+                continue
+            seen[client] = text
+            report = beat.report
+            stored = link.get(*round_.arrival_keys(client))
+            if stored is not None:
+                if Arrival.load(stored).call <= report.num_ended:
+                    return rules.gave_up(meeting.name, self._who(client))
+            elif round_.operation:
+                begun = meeting.operation.calls.get(client, 0) if meeting.operation else 0
+                if report.operation != round_.operation and report.num_ended >= begun:
+                    return rules.is_elsewhere(meeting.name, self._who(client))
+            elif report.waits_at and (failure := self._find_deadlock(link, round_, client, report.waits_at)):
+                return failure
+        return None
+
+    def _find_deadlock(self, link: Link, round_: Round, client: int, name: str) -> Outcome | None:
+        """Fail a round in which a client, whom this one waits for, waits for this one; return the failure."""
+        other = self._rounds.latest(link, name, "") if name != round_.name else None
+        if other is None or self.member.client not in other.claim.participants:
+            return None
+        if link.has(*other.arrival_keys(self.member.client)) or not link.has(*other.arrival_keys(client)):
+            return None
+        failure = rules.wait_for_each_other(self._who(), round_.name, self._who(client), name)
+        decided = self._rounds.decide(link, other, failure)
+        return failure if decided.message == failure.message else None
+
     def publish(self, decision: Decision) -> None:
-        """Write down how a barrier ended elsewhere, for clients that come here to ask; what is here already stands.
+        """Write down how a round ended elsewhere, for clients that come here to ask.
 
         Raises:
             CoordinationError: The store cannot be reached.
         """
-        claim = Claim(decision.generation, decision.participants, b"", self.member.client)
-        self._run(lambda link: self._write_down(link, _Meeting(decision.name, claim, 0.0, YES, False), decision))
-
-    def _write_down(self, link: Link, meeting: _Meeting, decision: Decision) -> None:
-        if not decision.outcome.code:  # who reads the verdict reads the arrivals next, so they come first
-            for client, key in zip(decision.participants, meeting.arrival_keys(), strict=True):
-                payload = None if decision.payloads is None else base64.b64encode(decision.payloads[client]).decode()
-                link.set_if(key, "", ELSEWHERE if payload is None else f"{ELSEWHERE} {payload}")
-        self._decide(link, meeting, decision.outcome)
+        self._run(lambda link: self._rounds.publish(link, decision))
 
     def settle(self, name: str, text: str) -> str:
         """Settle a question of the whole job once for all; return the answer, which an earlier caller may have given.
@@ -379,41 +388,18 @@ class ProcessGroupCoordination:
         """Return the answer to a question of the whole job, "" if there is none. Raises as `settle`."""
         return self._run(lambda link: link.get(f"settled/{name}")) or ""
 
-    def _stored(self, link: Link, meeting: _Meeting) -> Outcome | None:
-        text = link.get(meeting.verdict_key)
-        return None if text is None else Outcome.load(text)
-
-    def _decide(self, link: Link, meeting: _Meeting, outcome: Outcome) -> Outcome:
-        """Propose a verdict and return the one that counts: whichever was stored first."""
-        return Outcome.load(link.set_if(meeting.verdict_key, "", outcome.dump()))
-
-    def _check_own_arrival(self, link: Link, meeting: _Meeting, arrival: str | None) -> None:
-        """Refuse to stand on the arrival of an earlier life of this client."""
-        if (arrival or "").partition(" ")[0] not in (str(self.member.incarnation), ELSEWHERE):
-            failure = rules.restarted(meeting.name, meeting.claim.generation, self._who())
-            self._decide(link, meeting, failure)
-            failure.raise_failure()
-
-    def _missing(self, link: Link, meeting: _Meeting) -> dict[int, str]:
+    def _missing(self, link: Link, round_: Round) -> dict[int, str]:
         """Return how to call each participant that has not arrived."""
-        missing = [client for client in meeting.claim.participants if not link.has(*meeting.arrival_keys(client))]
+        missing = [client for client in round_.claim.participants if not link.has(*round_.arrival_keys(client))]
         self._observe(link, missing)
         return {client: self._who(client) + self._last_seen(client) for client in missing}
 
-    def _forget_old(self, link: Link, meeting: _Meeting) -> None:
-        """Remove keys of a barrier that nobody can still be reading: the own and, as first participant, the shared."""
+    def _forget_old(self, link: Link, round_: Round) -> None:
         with self._lock:
-            self._finished.append(meeting)
+            self._finished.append(round_)
             old = self._finished.popleft() if len(self._finished) > KEPT_BARRIERS else None
-        if old is None:
-            return
-        link.delete(*old.arrival_keys(self.member.client))
-        if self.member.client == old.claim.participants[0]:
-            claim = link.get(old.open_key)
-            if claim and replace(old, claim=Claim.load(claim)).key == old.key:
-                link.set_if(old.open_key, claim, "")  # without its verdict the barrier would look open
-            link.delete(old.verdict_key)
-            link.delete(f"{old.key}/count")
+        if old is not None:
+            self._rounds.forget(link, old)
 
     # --- observing the others ---------------------------------------------------------------------------------
 
@@ -469,12 +455,12 @@ class ProcessGroupCoordination:
             else:
                 tasks.append(TaskStatus(client, state, beat.incarnation, age, beat.progress, name=name))
         with self._lock:
-            meetings = list(self._open)
-        barriers = [
-            BarrierStatus(m.name, m.claim.generation, len(m.claim.participants), tuple(self._missing(link, m)))
-            for m in meetings
+            open_rounds = [round_ for round_ in self._open.values() if round_ is not None]
+        waiting = [
+            BarrierStatus(r.name, r.claim.generation, len(r.claim.participants), tuple(self._missing(link, r)))
+            for r in open_rounds
         ]
-        return JobStatus(self.member.job, self.member.num_clients, tuple(tasks), tuple(barriers))
+        return JobStatus(self.member.job, self.member.num_clients, tuple(tasks), tuple(waiting))
 
     # --- the store --------------------------------------------------------------------------------------------
 

@@ -5,17 +5,17 @@ reason at once instead of waiting for a deadline. All implementations keep the s
 
 * A barrier passes when every participant has arrived with an ok vote and the same topic.
 * The verdict is decided once, is the same for everyone, and stays: late and repeated arrivals get the stored one.
-* An arrival belongs to one incarnation of one client. Nothing is decided by counting.
+* An arrival belongs to one call of one incarnation of one client. Nothing is decided by counting.
 * A client that is silent for longer than the heartbeat timeout is lost, and so is every open barrier it belongs to.
   Silence is judged by the observer's monotonic clock. A client that never registered is not lost but missing.
-* Names may be used again: each client counts generations by (name, participants). One name is one open barrier.
+* Names may be used again. Whoever keeps the barrier numbers the rounds of a name; `dtckpt.barriers` has the rules.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from dtckpt import errors
@@ -50,12 +50,12 @@ class Vote:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        for field, value, limit in (
+        for what, value, limit in (
             ("payload", self.payload, MAX_PAYLOAD_BYTES),
             ("topic", self.topic, MAX_TOPIC_BYTES),
         ):
             if len(value) > limit:
-                raise errors.ConfigError(f"vote's {field} is too long: got {len(value)} bytes, at most {limit} fit")
+                raise errors.ConfigError(f"vote's {what} is too long: got {len(value)} bytes, at most {limit} fit")
         object.__setattr__(self, "code", printable(self.code)[:64])
         object.__setattr__(self, "reason", printable(self.reason))
 
@@ -70,12 +70,56 @@ YES = Vote()
 
 
 @dataclass(frozen=True, slots=True)
+class Operation:
+    """What several barriers belong to: a save, a restore. A client is in one operation at a time.
+
+    The keeper of the barriers makes the id at the operation's first barrier, to which clients come with `BEGIN`.
+
+    Args:
+        id: The same for all participants; "": not begun.
+        calls: Number of the call with which each participant began; empty where the keeper knows them.
+    """
+
+    id: str = ""
+    calls: Mapping[int, int] = field(default_factory=dict, compare=False)
+
+
+BEGIN = Operation()
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Which round of a name this is for the client, as far as it can tell; see `dtckpt.barriers`.
+
+    Args:
+        text: Keepers compare it for equality only. At most `MAX_NAME_BYTES`.
+        is_certain: Whether a client that skipped rounds would have another text.
+    """
+
+    text: str = ""
+    is_certain: bool = False
+
+
+ANYWHERE = Position()
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
-    """A passed barrier. ``payloads`` is filled for callers that asked with ``collect=True``."""
+    """A passed barrier.
+
+    Args:
+        name: Of the barrier.
+        generation: Which round of the name it was, as its keeper counts them.
+        payloads: By client, for callers that asked with ``collect=True``.
+        operation: The operation that has begun, or goes on, with it.
+        cut_off: The clients whose arrival got through at a later try only.
+    """
 
     name: str
     generation: int
     payloads: Mapping[int, bytes]
+    operation: Operation = BEGIN
+    cut_off: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +265,28 @@ class Coordination(Protocol):
         timeout_s: float,
         participants: Sequence[int] | None = None,
         collect: bool = False,
+        operation: Operation | None = None,
+        position: Position = ANYWHERE,
     ) -> Verdict:
         """Wait until all participants (default: all clients) have arrived.
 
-        Collective: Over ``participants``. Returns for all, or raises the same error class and text for all.
+        Collective: Over ``participants``. Returns for all, or raises the same error class and text for all. An error
+        that is the barrier's verdict has an attribute ``is_verdict``; another one leaves open how the round ended.
         Blocks: At most about ``timeout_s``; the shortest timeout among those that arrived decides.
+
+        Args:
+            name: 1 to `MAX_NAME_BYTES` bytes of UTF-8.
+            vote: What this client says.
+            timeout_s: Seconds.
+            participants: Ids of the clients that take part.
+            collect: Whether to return everyone's payload.
+            operation: The operation that the barrier belongs to; `BEGIN` at its first one. None: it stands alone.
+            position: Tells late arrivals from new ones.
 
         Raises:
             ConfigError: The arguments cannot be used (this caller only).
-            BarrierConflictError: This client is no participant (this caller only); or topics, participants or
-                generations differ.
+            BarrierConflictError: This client is no participant (this caller only); or topics or participants differ,
+                or a participant is in another operation.
             BarrierTimeoutError: The clients in ``missing`` did not arrive in time.
             ClientLostError: The clients in ``clients`` fell silent or left.
             BarrierCancelledError: A participant was interrupted while it waited.

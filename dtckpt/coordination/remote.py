@@ -24,12 +24,14 @@ import grpc
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
+from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.coordination import process, rules
 from dtckpt.coordination.access import PLAINTEXT, Access
 from dtckpt.coordination.beating import HeartbeatStream
 from dtckpt.coordination.calls import (
     CALL_TIMEOUT_S,
     LAST_BACKOFF_S,
+    REPEATED,
     Caller,
     HeldError,
     UnknownError,
@@ -39,10 +41,13 @@ from dtckpt.coordination.calls import (
 )
 from dtckpt.coordination.observer import job_status
 from dtckpt.coordination.protocol import (
+    ANYWHERE,
     DEFAULT_HEARTBEAT_TIMEOUT_S,
     YES,
     JobStatus,
     Member,
+    Operation,
+    Position,
     Progress,
     Verdict,
     Vote,
@@ -57,7 +62,7 @@ FIRST_WAIT_S = 5.0
 GOODBYE_S = 1.0
 """How long a client that leaves waits for each answer; nothing depends on them."""
 KEPT_FAILURES = 64
-"""Barriers that failed before this client arrived there, as far as it was told."""
+"""Barriers of operations that failed before this client arrived there, as far as it was told."""
 MAX_SKIPPED_BEATS = 31
 """A stream that is refused again and again is tried after ever more beats, up to so many."""
 
@@ -104,7 +109,8 @@ class GrpcCoordination(Caller):
         self._leaving = threading.Event()
         self._wake = threading.Event()
         self._stream: HeartbeatStream | None = None
-        self._failures: OrderedDict[tuple[str, int, tuple[int, ...]], pb.Failure] = OrderedDict()
+        self._failures: OrderedDict[tuple[str, str, tuple[int, ...]], pb.Failure] = OrderedDict()
+        self._calls = process.calls_of(member)
 
     # --- registration and heartbeats --------------------------------------------------------------------------
 
@@ -130,6 +136,7 @@ class GrpcCoordination(Caller):
             attempt=self.member.attempt,
             host=socket.gethostname(),
             job_name=self.member.job_name,
+            report=self._report(),
         )
         held: HeldError | None = None
         for pause_s in backoffs():
@@ -181,14 +188,20 @@ class GrpcCoordination(Caller):
 
     def _stream_beat(self, sequence: int) -> pb.HeartbeatStreamRequest:
         progress = _progress_proto(self._progress)
-        return pb.HeartbeatStreamRequest(task=self._identity, progress=progress, sequence=sequence)
+        return pb.HeartbeatStreamRequest(
+            task=self._identity, progress=progress, sequence=sequence, report=self._report()
+        )
+
+    def _report(self) -> pb.Report:
+        report = self._calls.report
+        return pb.Report(operation=report.operation, num_ended=report.num_ended)
 
     def _hear(self, response: pb.HeartbeatStreamResponse) -> None:
         """Note what the coordinator tells unasked."""
         notice = response.notice
         if notice.name:
             logger.info("barrier %r failed: %s", notice.name, notice.failure.message)
-            self._failures[notice.name, notice.generation, tuple(notice.participants)] = notice.failure
+            self._failures[notice.name, notice.operation, tuple(notice.participants)] = notice.failure
             while len(self._failures) > KEPT_FAILURES:
                 self._failures.popitem(last=False)
         elif response.HasField("notice"):
@@ -202,7 +215,8 @@ class GrpcCoordination(Caller):
 
     def _beat(self) -> None:
         """Send one heartbeat by a call of its own, or say why it did not get through."""
-        request = pb.HeartbeatRequest(task=self._identity, progress=_progress_proto(self._progress))
+        progress = _progress_proto(self._progress)
+        request = pb.HeartbeatRequest(task=self._identity, progress=progress, report=self._report())
         try:
             try:
                 self._once(lambda stub, t: stub.Heartbeat(request, timeout=t), self._interval_s)
@@ -270,56 +284,71 @@ class GrpcCoordination(Caller):
         timeout_s: float,
         participants: Sequence[int] | None = None,
         collect: bool = False,
+        operation: Operation | None = None,
+        position: Position = ANYWHERE,
     ) -> Verdict:
         members = rules.validate_barrier(self.member, name, timeout_s, participants)
         self.register()
-        generation = process.generation(self.member, name, members)
+        call = self._calls.begin()
         request = pb.ArriveRequest(
             task=self._identity,
             name=name,
-            generation=generation,
+            call=call,
             participants=() if len(members) == self.member.num_clients else members,
             timeout_s=timeout_s,
             vote=pb.Vote(ok=vote.ok, payload=vote.payload, topic=vote.topic, code=vote.code, reason=vote.reason),
             collect=collect,
+            operation=None if operation is None else operation.id,
+            position=position.text,
+            is_certain=position.is_certain,
         )
-        told = self._failures.get((name, generation, tuple(request.participants)))
-        verdict = pb.Verdict(failure=told) if told else self._meet(request, self._clock() + timeout_s)
-        # Only a known verdict ends the generation: a call that raised before may be repeated and is the same barrier.
-        process.end_generation(self.member, name, members, generation)
-        failure = verdict.failure
+        told = self._failures.get((name, request.operation, tuple(request.participants)))
+        begun = ""
+        try:
+            answer = self._meet(request, self._clock() + timeout_s) if told is None else _failed(told)
+            if not answer.verdict.HasField("failure"):
+                begun = request.operation or answer.barrier_id
+        finally:
+            if operation is not None:
+                self._calls.end(call, operation.id or begun)
+        failure = answer.verdict.failure
         outcome = Outcome(failure.code, failure.message, tuple(failure.clients), tuple(failure.missing))
-        payloads = dict(verdict.payloads)
+        payloads = dict(answer.verdict.payloads)
         if self.on_decision is not None:
-            self.on_decision(Decision(name, generation, members, outcome, payloads if collect else None))
+            of = None if operation is None else operation.id
+            kept = payloads if collect else None
+            self.on_decision(Decision(name, of, members, answer.barrier_id, outcome, kept))
         if self.member.client in failure.clients:
             self._beat()  # it was taken for lost: whoever hears of that shall find it alive again
         outcome.raise_failure()
-        return Verdict(name, generation, payloads)
+        cut_off = tuple(answer.verdict.cut_off)
+        return Verdict(name, answer.generation, payloads, Operation(begun), cut_off)
 
-    def _meet(self, request: pb.ArriveRequest, deadline: float) -> pb.Verdict:
+    def _meet(self, request: pb.ArriveRequest, deadline: float) -> pb.ArriveResponse:
         try:
             return self._meet_until_decided(request, deadline)
         except KeyboardInterrupt:
             self._cancel(request)
             raise
 
-    def _meet_until_decided(self, request: pb.ArriveRequest, deadline: float) -> pb.Verdict:
+    def _meet_until_decided(self, request: pb.ArriveRequest, deadline: float) -> pb.ArriveResponse:
         """Arrive and wait, again and again if the coordinator forgets us, until there is a verdict."""
         next_log = self._clock() + rules.STILL_WAITING_S
         request.max_wait_s = min(FIRST_WAIT_S, rules.STILL_WAITING_S, self.max_wait_s)
         limit_s = request.max_wait_s + CALL_TIMEOUT_S
+        arrived: pb.ArriveResponse | None = None
         for pause_s in backoffs():
             try:
                 until = deadline + CALL_TIMEOUT_S
                 self._shorten(request, deadline)
                 arrived = self._arrive_on_stream(request, min(limit_s, until - self._clock())) or self._call(
-                    lambda stub, t: stub.Arrive(self._shorten(request, deadline), timeout=t), until, limit_s
+                    lambda stub, t: self._arrive(stub, request, deadline, t), until, limit_s
                 )
-                if arrived.verdict.state != pb.BARRIER_STATE_OPEN:
-                    return arrived.verdict
-                return self._await(request, arrived.barrier_id, deadline, next_log)
+                if arrived.verdict.state == pb.BARRIER_STATE_OPEN:
+                    arrived.verdict.CopyFrom(self._await(request, arrived.barrier_id, deadline, next_log))
+                return arrived
             except UnknownError:
+                request.is_again |= arrived is not None
                 time.sleep(pause_s)
                 self._announce(deadline + CALL_TIMEOUT_S)
         raise AssertionError("backoffs never end")
@@ -329,6 +358,15 @@ class GrpcCoordination(Caller):
         left_s = math.ceil(10 * (deadline - self._clock())) / 10
         request.timeout_s = min(request.timeout_s, max(left_s, 0.1))
         return request
+
+    def _arrive(
+        self, stub: pb_grpc.CoordinatorStub, request: pb.ArriveRequest, deadline: float, timeout_s: float
+    ) -> pb.ArriveResponse:
+        try:
+            return stub.Arrive(self._shorten(request, deadline), timeout=timeout_s)
+        except grpc.RpcError as error:
+            request.was_cut_off |= error.code() in REPEATED
+            raise
 
     def _arrive_on_stream(self, request: pb.ArriveRequest, limit_s: float) -> pb.ArriveResponse | None:
         """Arrive as it costs the coordinator least; return None if that cannot be done, or may not have been."""
@@ -379,6 +417,10 @@ class GrpcCoordination(Caller):
 
     def _who(self) -> str:
         return rules.task_name(self.member.job, self.member.client)
+
+
+def _failed(failure: pb.Failure) -> pb.ArriveResponse:
+    return pb.ArriveResponse(verdict=pb.Verdict(state=pb.BARRIER_STATE_FAILED, failure=failure))
 
 
 def _progress_proto(progress: Progress) -> pb.Progress:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from dtckpt import errors
+from dtckpt import barriers, errors
 from dtckpt.coordination.protocol import MAX_NAME_BYTES, Member, Progress, Vote, printable
 
 
@@ -19,6 +19,8 @@ class Outcome:
     message: str = ""
     clients: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
+    decided_at: float = 0.0
+    """Seconds since the epoch; only what depends on more than a second is judged by it."""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -26,22 +28,33 @@ class Outcome:
     @classmethod
     def load(cls, text: str) -> Outcome:
         fields = json.loads(text)
-        return cls(fields["code"], fields["message"], tuple(fields["clients"]), tuple(fields["missing"]))
+        return cls(**{**fields, "clients": tuple(fields["clients"]), "missing": tuple(fields["missing"])})
 
     def raise_failure(self) -> None:
         """Raise the error of a failed barrier; return for a passed one."""
         if self.code:
             facts = {"clients": self.clients, "missing": self.missing}
-            raise errors.from_wire(self.code, self.message, **{name: ids for name, ids in facts.items() if ids})
+            known = {name: ids for name, ids in facts.items() if ids}
+            raise errors.from_wire(self.code, self.message, is_verdict=True, **known)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How one barrier ended. ``payloads`` is None for who did not ask for them."""
+    """How one round ended.
+
+    Args:
+        name: Of the barrier.
+        operation: The operation that it belongs to; "": this is its first round. None: it stands alone.
+        participants: The clients that took part.
+        round_id: What its keeper calls it.
+        outcome: The verdict.
+        payloads: By client; None for a client that did not ask for them.
+    """
 
     name: str
-    generation: int
+    operation: str | None
     participants: tuple[int, ...]
+    round_id: str
     outcome: Outcome
     payloads: Mapping[int, bytes] | None
 
@@ -51,9 +64,11 @@ STILL_WAITING_S = 30.0
 """How often a waiting client says for whom it waits."""
 
 
-def failed(cls: type[errors.DtckptError], message: str, **facts: tuple[int, ...]) -> Outcome:
+def failed(
+    cls: type[errors.DtckptError], message: str, *, clients: tuple[int, ...] = (), missing: tuple[int, ...] = ()
+) -> Outcome:
     """Return the outcome that makes everyone raise ``cls(message)``."""
-    return Outcome(code=cls.__name__, message=printable(message), **facts)
+    return Outcome(cls.__name__, printable(message), clients, missing)
 
 
 def voted_no(client: int, vote: Vote) -> Outcome:
@@ -91,10 +106,42 @@ def timed_out(name: str, timeout_s: float, num_participants: int, missing: Mappi
     return failed(errors.BarrierTimeoutError, text, missing=tuple(missing))
 
 
-def restarted(name: str, generation: int, who: str) -> Outcome:
-    """Return the outcome of a barrier at which an earlier life of the client has arrived."""
-    text = f"barrier {name!r}: {who} was restarted and is behind: an earlier process arrived at generation {generation}"
-    return failed(errors.BarrierConflictError, f"{text}; restart the whole job with a higher attempt")
+def came_late(name: str, age_s: float, former: Outcome) -> Outcome:
+    """Return the outcome of a round at which only clients arrived that had missed an earlier one."""
+    return replace(former, message=printable(barriers.came_late(name, age_s, former.message)))
+
+
+def gave_up(name: str, who: str) -> Outcome:
+    """Return the outcome of a round in which a client stopped to wait without having heard a verdict."""
+    return failed(errors.BarrierCancelledError, barriers.gave_up(name, who))
+
+
+def is_elsewhere(name: str, who: str) -> Outcome:
+    """Return the outcome of an operation's round that waits for a client which has left the operation."""
+    return failed(errors.BarrierConflictError, barriers.is_elsewhere(name, who))
+
+
+def wait_for_each_other(first: str, first_name: str, second: str, second_name: str) -> Outcome:
+    """Return the outcome of two rounds which each wait for a client that waits in the other."""
+    return failed(errors.BarrierConflictError, barriers.wait_for_each_other(first, first_name, second, second_name))
+
+
+def topics_differ(name: str, first: tuple[int, bytes], other: tuple[int, bytes]) -> Outcome:
+    """Return the outcome of a round to which two clients came for different topics."""
+    (client, topic), (late_client, late_topic) = first, other
+    text = (
+        f"topics differ: client {client} came for {topic.hex() or 'none'}, "
+        f"client {late_client} for {late_topic.hex() or 'none'}"
+    )
+    return failed(errors.BarrierConflictError, f"barrier {name!r}: {text}")
+
+
+def participants_differ(name: str, first: tuple[int, Sequence[int]], other: tuple[int, Sequence[int]]) -> Outcome:
+    """Return the outcome of a round to which two clients came with different participants."""
+    (client, theirs), (late_client, ours) = first, other
+    extra = [errors.capped(sorted(more)) or "no one" for more in (set(theirs) - set(ours), set(ours) - set(theirs))]
+    text = f"participants differ: client {client} also expects {extra[0]}, client {late_client} also expects {extra[1]}"
+    return failed(errors.BarrierConflictError, f"barrier {name!r}: {text}")
 
 
 def validate_barrier(
@@ -127,47 +174,3 @@ def validate_barrier(
             f"barrier {name!r}: client {member.client} is not a participant; participants are {errors.capped(members)}"
         )
     return members
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What the first arrival says a barrier is; every later one must agree with it."""
-
-    generation: int
-    participants: tuple[int, ...]
-    topic: bytes
-    client: int
-
-    def dump(self) -> str:
-        return json.dumps({**asdict(self), "topic": self.topic.hex()})
-
-    @classmethod
-    def load(cls, text: str) -> Claim:
-        fields = json.loads(text)
-        topic = bytes.fromhex(fields["topic"])
-        return cls(fields["generation"], tuple(fields["participants"]), topic, fields["client"])
-
-
-def conflict(name: str, mine: Claim, theirs: Claim) -> Outcome | None:
-    """Return the failure of an open barrier when an arrival does not agree with the first one."""
-    if mine.participants != theirs.participants:
-        ours, others = set(mine.participants), set(theirs.participants)
-        extra = [errors.capped(sorted(more)) or "no one" for more in (others - ours, ours - others)]
-        text = (
-            f"participants differ: client {theirs.client} also expects {extra[0]}, "
-            f"client {mine.client} also expects {extra[1]}"
-        )
-    elif mine.generation != theirs.generation:
-        ahead, behind = (mine, theirs) if mine.generation > theirs.generation else (theirs, mine)
-        text = (
-            f"client {ahead.client} is ahead: it is at generation {ahead.generation}, "
-            f"client {behind.client} at generation {behind.generation}; was one of them restarted?"
-        )
-    elif mine.topic != theirs.topic:
-        text = (
-            f"topics differ: client {theirs.client} came for {theirs.topic.hex() or 'none'}, "
-            f"client {mine.client} for {mine.topic.hex() or 'none'}"
-        )
-    else:
-        return None
-    return failed(errors.BarrierConflictError, f"barrier {name!r}: {text}")

@@ -25,6 +25,22 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    """Where a task is, as it tells; its operations come one after the other.
+
+    Args:
+        operation: Id of the operation that it is in; empty: in none, or in the first barrier of one.
+        num_ended: Number of the latest of its operations' calls that has ended, with a verdict or without.
+    """
+
+    operation: str = ""
+    num_ended: int = 0
+
+
+NOWHERE = Report()
+
+
+@dataclass(frozen=True, slots=True)
 class Register:
     """A task wants its place in its job, or renews it.
 
@@ -43,6 +59,7 @@ class Register:
     attempt: int = 0
     host: str = ""
     job_name: str = ""
+    report: Report = NOWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +73,7 @@ class Heartbeat:
 
     who: Identity
     progress: Progress = Progress()  # noqa: RUF009  immutable
+    report: Report = NOWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +85,29 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """A task arrives at a barrier, with its vote. Idempotent.
+    """A task arrives at a barrier, with its vote. Idempotent by the number of its call.
 
     Args:
+        call: Number of the task's call, above 0; a new call has a greater one.
         participants: Empty for all tasks of the job.
+        operation: The operation that the barrier belongs to; empty: this is its first one. None: it stands alone.
+        position: Which round of the name this is for the task, as far as it can tell.
+        is_certain: Whether a task that skipped rounds would have another position.
+        is_again: Whether the call has arrived at an earlier life of the coordinator.
+        was_cut_off: Whether an earlier try of the call was not answered.
+        report: Where the task is.
 
     Refused with:
         UnknownError: The task is not registered.
         FencedError: The task's place is taken.
         ConfigError: The arrival makes no sense.
-        BarrierConflictError: The task is no participant, or an earlier life of it arrived.
+        BarrierConflictError: The task is no participant.
         LimitError: The job has too many open barriers.
     """
 
     who: Identity
     name: str
-    generation: int
+    call: int
     participants: tuple[int, ...]
     timeout_s: float
     ok: bool = True
@@ -90,6 +115,12 @@ class Arrive:
     topic: bytes = b""
     code: str = ""
     reason: str = ""
+    operation: str | None = None
+    position: str = ""
+    is_certain: bool = False
+    is_again: bool = False
+    was_cut_off: bool = False
+    report: Report = NOWHERE
 
     def members(self, num_clients: int) -> tuple[int, ...]:
         """Check the arrival and return who takes part, sorted.
@@ -100,11 +131,15 @@ class Arrive:
         """
         for what, size, limit in (
             ("name", len(self.name.encode()), MAX_NAME_BYTES),
+            ("operation", len((self.operation or "").encode()), MAX_NAME_BYTES),
+            ("position", len(self.position.encode()), MAX_NAME_BYTES),
             ("topic", len(self.topic), MAX_TOPIC_BYTES),
             ("payload", len(self.payload), MAX_PAYLOAD_BYTES),
         ):
             if size > limit:
                 raise errors.ConfigError(f"barrier's {what} is too long: got {size} bytes, at most {limit} fit")
+        if not self.call:
+            raise errors.ConfigError(f"barrier {self.name!r}: the call has no number; got 0, expected one above it")
         if not self.name or not 0 < self.timeout_s <= MAX_TIMEOUT_S or math.isnan(self.timeout_s):
             raise errors.ConfigError(
                 f"barrier {self.name!r} with timeout {self.timeout_s} s: expected a name and a positive number of "

@@ -11,14 +11,27 @@ coordinator grants it a full heartbeat timeout from then on.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from dtckpt import errors
+from dtckpt import barriers, errors
 from dtckpt_server import texts
-from dtckpt_server.events import MAX_NAME_BYTES, Arrive, Cancel, Event, Heartbeat, Identity, Leave, Register, Tick
+from dtckpt_server.events import (
+    MAX_NAME_BYTES,
+    Arrive,
+    Cancel,
+    Event,
+    Heartbeat,
+    Identity,
+    Leave,
+    Register,
+    Report,
+    Tick,
+)
 from dtckpt_server.texts import Failure, Progress, task_name
 
 REGISTERED, SUSPECT, LOST, LEFT, FENCED = "REGISTERED", "SUSPECT", "LOST", "LEFT", "FENCED"
@@ -32,6 +45,8 @@ KEPT_VERDICTS = 10_000
 KEPT_VERDICTS_S = 3600.0
 KEPT_PAYLOAD_BYTES = 256 << 20
 """Payloads of decided barriers; beyond this the oldest are dropped, their verdicts stay."""
+KEPT_CALLS = 16
+"""Of each task: calls that may be repeated and then get the round that they had joined."""
 SOME = 8
 """How many tasks a text for people names."""
 MAX_PAUSE_S = 1.0
@@ -63,15 +78,24 @@ class Task:
     progress: Progress = Progress()  # noqa: RUF009  immutable
     progressed_at: float = 0.0  # when it last reported another progress
     rival: tuple[int, float] = (0, 0.0)  # incarnation that wants this place, and since when
+    report: Report = Report()  # noqa: RUF009  immutable
+    calls: OrderedDict[int, Barrier] = field(default_factory=OrderedDict)
+
+    def note_call(self, call: int, barrier: Barrier) -> None:
+        """Keep which round a call joined."""
+        self.calls[call] = barrier
+        if len(self.calls) > KEPT_CALLS:
+            self.calls.popitem(last=False)
 
 
-Key = tuple[str, int, tuple[int, ...]]
-"""Name, generation and participants; none stand for all clients, as thousands would be hashed at every arrival."""
+_K = TypeVar("_K")
+Key = tuple[str, str | None, tuple[int, ...]]
+"""Name, operation and participants; none stand for all clients, as thousands would be hashed at every arrival."""
 
 
 @dataclass(slots=True)
 class Barrier:
-    """One generation of one barrier name. The verdict is set once."""
+    """One round of a barrier's name. The verdict is set once."""
 
     barrier_id: str
     key: Key
@@ -80,12 +104,16 @@ class Barrier:
     generation: int
     participants: tuple[int, ...]
     first: int
+    position: str
     topic: bytes
     opened_at: float
     timeout_s: float
     deadline: float
     last_arrival_at: float
-    arrived: dict[int, int] = field(default_factory=dict)  # task -> incarnation
+    arrived: dict[int, int] = field(default_factory=dict)  # task -> number of its call
+    former: Barrier | None = None  # failed round for which all who are here may be late
+    cut_off: set[int] = field(default_factory=set)  # tasks whose arrival got through at a later try only
+    is_again: bool = False  # a call is here that had arrived in an earlier life of the coordinator
     payloads: dict[int, bytes] = field(default_factory=dict)
     decided_at: float | None = None
     failure: Failure | None = None
@@ -99,8 +127,18 @@ class Barrier:
     def is_passed(self) -> bool:
         return self.decided_at is not None and self.failure is None
 
+    @property
+    def operation(self) -> str | None:
+        return self.key[1]
+
     def missing(self) -> list[int]:
         return [task for task in self.participants if task not in self.arrived]
+
+    def waits_for(self, task: int) -> bool:
+        """Whether this round is open and lacks the task."""
+        place = bisect.bisect_left(self.participants, task)
+        is_participant = place < len(self.participants) and self.participants[place] == task
+        return self.is_open and is_participant and task not in self.arrived
 
 
 @dataclass(slots=True)
@@ -112,9 +150,11 @@ class Job:
     attempt: int
     job_name: str
     tasks: dict[int, Task] = field(default_factory=dict)
-    barriers: dict[Key, Barrier] = field(default_factory=dict)
     open: dict[str, Barrier] = field(default_factory=dict)  # by barrier_id
-    latest: dict[str, Barrier] = field(default_factory=dict)  # by name
+    latest: dict[Key, Barrier] = field(default_factory=dict)
+    named: dict[str, Barrier] = field(default_factory=dict)  # latest of each name, whoever takes part
+    missed: dict[tuple[Key, str], Barrier] = field(default_factory=dict)  # latest failed first round of each position
+    broken: dict[tuple[int, ...], Barrier] = field(default_factory=dict)  # of operations that an earlier life began
     num_heartbeats: int = 0
 
     @property
@@ -224,12 +264,14 @@ class Rules:
         task = job.tasks.get(who.task)
         if task is not None and task.incarnation == who.incarnation:
             self._revive(job, task, now)
+            self._note_report(job, task, event.report, now)
             return
         if task is not None and task.state in ALIVE:
             self._refuse_rival(job, task, who.incarnation, now)
         if task is not None and task.state == LOST:
             self._tell_fenced(job, task, _replaced(job.name, task.number))
-        task = job.tasks[who.task] = Task(who.task, who.incarnation, attempt, event.host, now, progressed_at=now)
+        task = Task(who.task, who.incarnation, attempt, event.host, now, progressed_at=now, report=event.report)
+        job.tasks[who.task] = task
         self._log_task("registered", job, task, f"registered from {task.host or 'an unnamed host'}, attempt {attempt}")
 
     def _job_for(self, event: Register, job_name: str, now: float) -> Job:
@@ -262,8 +304,8 @@ class Rules:
             task.state = FENCED
             self._tell_fenced(job, task, _superseded(job.name, task.number, attempt))
         job.tasks = {number: task for number, task in job.tasks.items() if number < num_clients}
-        job.barriers.clear()
-        job.latest.clear()
+        for kept in (job.latest, job.named, job.missed, job.broken):
+            kept.clear()
         job.attempt, job.num_clients, job.job_name = attempt, num_clients, job_name
 
     def _refuse_rival(self, job: Job, task: Task, incarnation: int, now: float) -> None:
@@ -300,6 +342,7 @@ class Rules:
     def _heartbeat(self, event: Heartbeat, now: float) -> None:
         job, task = self._task(event.who)
         self._revive(job, task, now)
+        self._note_report(job, task, event.report, now)
         job.num_heartbeats += 1
         if event.progress != task.progress:
             task.progress, task.progressed_at = event.progress, now
@@ -320,31 +363,58 @@ class Rules:
         who = arrival.who
         job, task = self._task(who)
         self._revive(job, task, now)
-        participants = arrival.members(job.num_clients)
-        some = participants if len(participants) < job.num_clients else ()
-        key = arrival.name, arrival.generation, some
-        barrier = job.barriers.get(key)
-        if barrier is None:
-            barrier = self._open(job, arrival, key, participants, now)
-        if barrier.failure is None and barrier.arrived.get(who.task, who.incarnation) != who.incarnation:
-            failure = texts.restarted(arrival.name, arrival.generation, task_name(job.name, who.task))
-            self._decide(barrier, failure, now)
-            raise errors.BarrierConflictError(failure.message)
-        if not barrier.is_open:
+        self._note_report(job, task, arrival.report, now)
+        barrier = task.calls.get(arrival.call)
+        if barrier is not None and barrier.barrier_id in self._barriers:
             return barrier
-        if arrival.topic != barrier.topic:
+        barrier = self._round_for(job, task, arrival, now)
+        task.note_call(arrival.call, barrier)
+        if barrier.is_open and arrival.topic != barrier.topic:
             failure = texts.topics_differ(arrival.name, barrier.first, barrier.topic, who.task, arrival.topic)
             self._decide(barrier, failure, now)
-        elif not arrival.ok:
+        elif barrier.is_open and not arrival.ok:
             self._decide(barrier, texts.voted_no(who.task, arrival.code, arrival.reason), now)
-        else:
+        elif barrier.is_open:
             self._admit(job, barrier, arrival, now)
+        if not barrier.is_open:
+            barrier.arrived.setdefault(who.task, arrival.call)  # so it is not told again
+        return barrier
+
+    def _round_for(self, job: Job, task: Task, arrival: Arrive, now: float) -> Barrier:
+        """Return the round that a new call joins, or that it is late for; see `dtckpt.barriers`."""
+        participants = arrival.members(job.num_clients)
+        key = arrival.name, arrival.operation, participants if len(participants) < job.num_clients else ()
+        latest = job.latest.get(key)
+        if arrival.operation:
+            return latest or self._open(job, arrival, key, participants, now)
+        if arrival.is_again and key[2] in job.broken:
+            return job.broken[key[2]]
+        missed = job.missed.get((key, arrival.position))
+        if missed is not None and task.number in missed.arrived:
+            missed = None
+        if missed is not None and missed.decided_at is not None:
+            is_certain = arrival.is_certain or arrival.is_again or arrival.was_cut_off
+            age_s = now - missed.decided_at
+            if barriers.is_late(is_certain=is_certain, age_s=age_s, heartbeat_timeout_s=self.heartbeat_timeout_s):
+                return missed
+        if latest is not None and latest.is_open and task.number in latest.arrived:
+            # The call that had arrived was given up by the task, which now comes anew.
+            self._decide(latest, texts.gave_up(latest.name, task_name(job.name, task.number)), now)
+        barrier = latest if latest is not None and latest.is_open else None
+        if barrier is None:
+            barrier = self._open(job, arrival, key, participants, now)
+            barrier.former = missed
+        elif missed is None:
+            barrier.former = None
+        barrier.is_again |= arrival.is_again
         return barrier
 
     def _admit(self, job: Job, barrier: Barrier, arrival: Arrive, now: float) -> None:
-        barrier.arrived[arrival.who.task] = arrival.who.incarnation
+        barrier.arrived[arrival.who.task] = arrival.call
         barrier.last_arrival_at = now
         barrier.payloads[arrival.who.task] = arrival.payload
+        if arrival.is_again or arrival.was_cut_off:
+            barrier.cut_off.add(arrival.who.task)
         if now + arrival.timeout_s < barrier.deadline:
             barrier.deadline, barrier.timeout_s = now + arrival.timeout_s, arrival.timeout_s
         if len(barrier.arrived) == len(barrier.participants):
@@ -352,27 +422,86 @@ class Rules:
         elif len(barrier.arrived) == 1 and (gone := self._gone(job, barrier.participants, now)):
             # Looked up for the first arrival only: whoever goes later fails the barrier by going.
             self._decide(barrier, texts.lost(barrier.name, gone), now)
+        elif barrier.operation is not None:
+            self._find_deadlock(job, barrier, arrival.who.task, now)
 
     def _open(self, job: Job, arrival: Arrive, key: Key, participants: tuple[int, ...], now: float) -> Barrier:
-        """Open a barrier; it is born failed if the name's latest contradicts it."""
+        """Open a round; it is born failed if the name is open with other participants."""
         if len(job.open) >= MAX_OPEN_BARRIERS:
             raise LimitError(f"barrier {arrival.name!r}: job {job.name!r} already has {len(job.open)} open barriers")
         self._serial += 1
-        deadline = now + arrival.timeout_s
+        deadline, latest = now + arrival.timeout_s, job.latest.get(key)
         barrier = Barrier(
-            f"{self.incarnation:x}-{self._serial}", key, job.name, arrival.name, arrival.generation, participants,
-            arrival.who.task, arrival.topic, now, arrival.timeout_s, deadline, now,
+            f"{self.incarnation:x}-{self._serial}", key, job.name, arrival.name,
+            latest.generation + 1 if latest else 0, participants,
+            arrival.who.task, arrival.position, arrival.topic, now, arrival.timeout_s, deadline, now,
         )  # fmt: skip
-        before = job.latest.get(arrival.name)
-        job.barriers[key] = job.open[barrier.barrier_id] = self._barriers[barrier.barrier_id] = barrier
-        is_behind = before and before.participants == participants and before.generation > arrival.generation
-        if before is not None and (before.is_open or is_behind):
-            failure = _contradiction(before, barrier)
+        before = job.named.get(arrival.name)
+        job.open[barrier.barrier_id] = self._barriers[barrier.barrier_id] = barrier
+        job.latest[key] = job.named[arrival.name] = barrier
+        if before is not None and before.is_open and before.participants != participants:
+            failure = texts.participants_differ(
+                barrier.name, before.first, before.participants, barrier.first, barrier.participants
+            )
             self._decide(before, failure, now)
             self._decide(barrier, failure, now)
-        if not is_behind:
-            job.latest[arrival.name] = barrier
         return barrier
+
+    def _end_late(self, barrier: Barrier, now: float) -> None:
+        """Tell tasks that nobody has joined of the round that they had missed."""
+        former = barrier.former
+        assert former is not None and former.failure is not None and former.decided_at is not None  # noqa: S101, PT018
+        if now >= barrier.opened_at + barriers.grace_s(self.heartbeat_timeout_s):
+            age_s = barrier.opened_at - former.decided_at
+            self._decide(barrier, texts.came_late(barrier.name, age_s, former.failure), now)
+
+    # --- where tasks are ----------------------------------------------------------------------------------------
+
+    def _note_report(self, job: Job, task: Task, report: Report, now: float) -> None:
+        """Fail what waits for a task that is known to be elsewhere."""
+        if report == task.report or report.num_ended < task.report.num_ended:
+            return
+        task.report = report
+        for barrier in [barrier for barrier in job.open.values() if barrier.operation is not None]:
+            call = barrier.arrived.get(task.number)
+            if call is not None and call <= report.num_ended:
+                self._decide(barrier, texts.gave_up(barrier.name, task_name(job.name, task.number)), now)
+            elif barrier.operation and barrier.waits_for(task.number) and self._is_elsewhere(barrier, task):
+                self._fail_operation(job, barrier, task, now)
+
+    def _is_elsewhere(self, barrier: Barrier, task: Task) -> bool:
+        """Whether a task that a round waits for has left the round's operation, or will never hear that it began.
+
+        What an earlier life of the coordinator began, it also told; a task that is not in it then will never be.
+        """
+        begun = self._barriers.get(barrier.operation or "")
+        call = begun.arrived.get(task.number, 0) if begun is not None else 0
+        return task.report.operation != barrier.operation and task.report.num_ended >= call
+
+    def _fail_operation(self, job: Job, barrier: Barrier, task: Task, now: float) -> None:
+        failure = texts.is_elsewhere(barrier.name, task_name(job.name, task.number))
+        self._decide(barrier, failure, now)
+        if barrier.operation not in self._barriers:  # then calls of the same operation may still wait to begin it
+            job.broken[barrier.key[2]] = barrier
+            for other in [other for other in job.open.values() if other.is_again and other.key[2] == barrier.key[2]]:
+                self._decide(other, failure, now)
+
+    def _find_deadlock(self, job: Job, barrier: Barrier, number: int, now: float) -> None:
+        """Fail a round that waits for a task which waits elsewhere for this one, or which is elsewhere for good."""
+        if barrier.operation:
+            for absent in barrier.missing():
+                task = job.tasks.get(absent)
+                if task is not None and task.state in ALIVE and self._is_elsewhere(barrier, task):
+                    self._fail_operation(job, barrier, task, now)
+                    return
+        for other in [other for other in job.open.values() if other.operation == "" and other.waits_for(number)]:
+            if (waiting := next((task for task in other.arrived if barrier.waits_for(task)), None)) is not None:
+                failure = texts.wait_for_each_other(
+                    task_name(job.name, number), barrier.name, task_name(job.name, waiting), other.name
+                )
+                self._decide(other, failure, now)
+                self._decide(barrier, failure, now)
+                return
 
     def _cancel(self, event: Cancel, now: float) -> None:
         who = event.who
@@ -437,6 +566,8 @@ class Rules:
         if failure:
             barrier.payloads.clear()
             self._effects.failed.append(barrier)
+            if not barrier.operation:
+                self.jobs[barrier.job].missed[barrier.key, barrier.position] = barrier
         elif nbytes := sum(map(len, barrier.payloads.values())):
             self._payloads[barrier.barrier_id] = nbytes
             self._payload_bytes += nbytes
@@ -468,6 +599,8 @@ class Rules:
                     self._log_task("suspect", job, task, f"is suspect: silent for {silent_s:.1f} s")
             if lost:
                 self._fail_without(job, lost, now)
+            for barrier in [barrier for barrier in job.open.values() if barrier.former is not None]:
+                self._end_late(barrier, now)
             for barrier in [barrier for barrier in job.open.values() if now >= barrier.deadline]:
                 missing = self.waiting_for(barrier, now)
                 late = texts.timed_out(barrier.name, barrier.timeout_s, len(barrier.participants), missing)
@@ -489,10 +622,14 @@ class Rules:
             del self._decided[oldest.barrier_id], self._barriers[oldest.barrier_id]
             self._payload_bytes -= self._payloads.pop(oldest.barrier_id, 0)
             job = self.jobs.get(oldest.job)
-            if job and job.barriers.get(oldest.key) is oldest:
-                del job.barriers[oldest.key]
-            if job and job.latest.get(oldest.name) is oldest:
-                del job.latest[oldest.name]
+            if job is not None:
+                _remove(job.latest, oldest.key, oldest)
+                _remove(job.named, oldest.name, oldest)
+                _remove(job.missed, (oldest.key, oldest.position), oldest)
+                _remove(job.broken, oldest.key[2], oldest)
+            oldest.arrived.clear()  # tasks may still keep it, by its calls
+            oldest.payloads.clear()
+            oldest.former = None
 
     def _forget_jobs(self, now: float) -> None:
         """Remove jobs whose tasks have all been gone for as long as verdicts are kept."""
@@ -500,7 +637,7 @@ class Rules:
             is_over = all(
                 task.state not in ALIVE and now - task.heard_at > KEPT_VERDICTS_S for task in job.tasks.values()
             )
-            if is_over and not job.open and not job.barriers:
+            if is_over and not job.open and not job.named:
                 del self.jobs[job.name]
                 self._log("job_over", f"job {job.name!r} is over", job=job.name)
 
@@ -537,10 +674,6 @@ def _replaced(job: str, number: int) -> str:
     return f"another process has taken the place of {task_name(job, number)}"
 
 
-def _contradiction(before: Barrier, after: Barrier) -> Failure:
-    """Return why two barriers of one name cannot both be."""
-    if before.participants != after.participants:
-        return texts.participants_differ(after.name, before.first, before.participants, after.first, after.participants)
-    old, new = (before.first, before.generation), (after.first, after.generation)
-    ahead, behind = (new, old) if after.generation > before.generation else (old, new)
-    return texts.generations_differ(after.name, ahead, behind)
+def _remove(kept: dict[_K, Barrier], key: _K, barrier: Barrier) -> None:
+    if kept.get(key) is barrier:
+        del kept[key]

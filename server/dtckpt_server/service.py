@@ -24,7 +24,18 @@ from dtckpt import __version__, errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt_server import rules
-from dtckpt_server.events import MAX_NAME_BYTES, Arrive, Cancel, Event, Heartbeat, Identity, Leave, Register, Tick
+from dtckpt_server.events import (
+    MAX_NAME_BYTES,
+    Arrive,
+    Cancel,
+    Event,
+    Heartbeat,
+    Identity,
+    Leave,
+    Register,
+    Report,
+    Tick,
+)
 from dtckpt_server.metrics import Metrics
 from dtckpt_server.refusals import Refusal
 from dtckpt_server.rules import Barrier, Effects, Job, Rules
@@ -152,13 +163,18 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         return effects
 
     def _notify(self, barrier: Barrier) -> None:
-        """Tell the participants of a failed barrier, also those that have not arrived or cannot ask just now."""
+        """Tell the participants of an operation that one of its barriers has failed, also those that are not there yet.
+
+        Who comes to an operation's first barrier, or to one that stands alone, may mean the next round.
+        """
+        if not barrier.operation:
+            return
         is_everyone = len(barrier.participants) == self.rules.jobs[barrier.job].num_clients
         if barrier.failure is None or (len(barrier.participants) > MAX_TOLD_PARTICIPANTS and not is_everyone):
             return
         notice = pb.Notice(
             name=barrier.name,
-            generation=barrier.generation,
+            operation=barrier.operation,
             participants=() if is_everyone else barrier.participants,
             failure=_failure(barrier.failure),
         )
@@ -220,7 +236,8 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         self._refuse_if(self._is_draining)
         who = _identity(request.task)
-        self._apply(Register(who, request.num_clients, request.attempt, request.host[:256], request.job_name))
+        report = _report(request.report)
+        self._apply(Register(who, request.num_clients, request.attempt, request.host[:256], request.job_name, report))
         return pb.RegisterResponse(
             coordinator_incarnation=self.rules.incarnation,
             heartbeat_timeout_s=self.rules.heartbeat_timeout_s,
@@ -230,7 +247,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
 
     @_answers
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
-        self._apply(Heartbeat(_identity(request.task), _progress(request.progress)))
+        self._apply(Heartbeat(_identity(request.task), _progress(request.progress), _report(request.report)))
         return pb.HeartbeatResponse(coordinator_incarnation=self.rules.incarnation, draining=self._is_draining)
 
     async def HeartbeatStream(  # type: ignore[override]  # it writes to its stream itself, which the stubs do not know
@@ -248,7 +265,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
                     if who not in (None, speaker) or (has_arrival and request.arrival.task != request.task):
                         raise errors.ConfigError("a heartbeat stream is for one task; open another for another task")
                     if who is None or not has_arrival:  # an arrival is a sign of life, too
-                        self._apply(Heartbeat(speaker, _progress(request.progress)))
+                        self._apply(Heartbeat(speaker, _progress(request.progress), _report(request.report)))
                     if who is None:
                         who = speaker
                         self._streams.add(who, stream)
@@ -318,7 +335,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         arrival = Arrive(
             who=_identity(request.task),
             name=request.name,
-            generation=request.generation,
+            call=request.call,
             participants=tuple(request.participants),
             timeout_s=request.timeout_s,
             ok=vote.ok,
@@ -326,6 +343,12 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             topic=vote.topic,
             code=vote.code,
             reason=vote.reason,
+            operation=request.operation if request.HasField("operation") else None,
+            position=request.position,
+            is_certain=request.is_certain,
+            is_again=request.is_again,
+            was_cut_off=request.was_cut_off,
+            report=_report(request.report),
         )
         barrier = self._apply(arrival).barrier
         assert barrier is not None  # noqa: S101  an arrival that is not refused has one
@@ -335,8 +358,8 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
 
     def _has_begun(self, request: pb.ArriveRequest) -> bool:
         job = self.rules.jobs.get(request.task.job)
-        latest = job.latest.get(request.name) if job else None
-        return latest is not None and latest.generation == request.generation
+        latest = job.named.get(request.name) if job else None
+        return bool(request.operation) or (latest is not None and latest.is_open)
 
     @_answers
     async def Await(self, request: pb.AwaitRequest, context: Any) -> pb.AwaitResponse:
@@ -438,6 +461,10 @@ def _progress(progress: pb.Progress) -> Progress:
     return Progress(progress.phase[:256], progress.step, progress.bytes_done, progress.bytes_total)
 
 
+def _report(report: pb.Report) -> Report:
+    return Report(report.operation, report.num_ended)
+
+
 def _failure(failure: Failure) -> pb.Failure:
     return pb.Failure(
         cause=pb.Failure.Cause.Value(f"CAUSE_{failure.cause}"),
@@ -483,7 +510,10 @@ class Answers:
             verdict = _verdict(barrier, collect=collect)
             self._key, self._packed = key, b""
             self._answer = pb.ArriveResponse(
-                coordinator_incarnation=incarnation, barrier_id=barrier.barrier_id, verdict=verdict
+                coordinator_incarnation=incarnation,
+                barrier_id=barrier.barrier_id,
+                verdict=verdict,
+                generation=barrier.generation,
             )
         return self._answer
 
@@ -493,6 +523,7 @@ def _verdict(barrier: Barrier, *, collect: bool) -> pb.Verdict:
         state=_state(barrier),
         failure=_failure(barrier.failure) if barrier.failure else None,
         payloads=barrier.payloads if collect and barrier.is_passed else {},
+        cut_off=sorted(barrier.cut_off) if barrier.is_passed else (),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dtckpt import errors
+from dtckpt import barriers, errors
 
 UNCHANGED_S = 10.0
 """From when on it is said how long a task's progress has not changed."""
@@ -79,9 +79,23 @@ def fenced(name: str, job: str, attempt: int) -> Failure:
     return _failure("FENCED", errors.FencedError, f"barrier {name!r}: attempt {attempt} of job {job!r} has begun")
 
 
-def restarted(name: str, generation: int, who: str) -> Failure:
-    text = f"barrier {name!r}: {who} was restarted and is behind: an earlier process arrived at generation {generation}"
-    return _failure("CONFLICT", errors.BarrierConflictError, f"{text}; restart the whole job with a higher attempt")
+def came_late(name: str, age_s: float, former: Failure) -> Failure:
+    """Return the failure of a round at which only tasks arrived that had missed an earlier one."""
+    message = barriers.came_late(name, age_s, former.message)[: errors.MAX_MESSAGE_CHARS]
+    return Failure(former.cause, former.code, message, former.clients, former.missing)
+
+
+def gave_up(name: str, who: str) -> Failure:
+    return _failure("CANCELLED", errors.BarrierCancelledError, barriers.gave_up(name, who))
+
+
+def is_elsewhere(name: str, who: str) -> Failure:
+    return _failure("CONFLICT", errors.BarrierConflictError, barriers.is_elsewhere(name, who))
+
+
+def wait_for_each_other(first: str, first_name: str, second: str, second_name: str) -> Failure:
+    text = barriers.wait_for_each_other(first, first_name, second, second_name)
+    return _failure("CONFLICT", errors.BarrierConflictError, text)
 
 
 def topics_differ(name: str, first: int, first_topic: bytes, task: int, topic: bytes) -> Failure:
@@ -95,13 +109,4 @@ def topics_differ(name: str, first: int, first_topic: bytes, task: int, topic: b
 def participants_differ(name: str, first: int, theirs: Sequence[int], task: int, ours: Sequence[int]) -> Failure:
     extra = [errors.capped(sorted(more)) or "no one" for more in (set(theirs) - set(ours), set(ours) - set(theirs))]
     text = f"participants differ: client {first} also expects {extra[0]}, client {task} also expects {extra[1]}"
-    return _failure("CONFLICT", errors.BarrierConflictError, f"barrier {name!r}: {text}")
-
-
-def generations_differ(name: str, ahead: tuple[int, int], behind: tuple[int, int]) -> Failure:
-    """``ahead`` and ``behind`` are (task, generation)."""
-    text = (
-        f"client {ahead[0]} is ahead: it is at generation {ahead[1]}, client {behind[0]} at generation {behind[1]}; "
-        "was one of them restarted?"
-    )
     return _failure("CONFLICT", errors.BarrierConflictError, f"barrier {name!r}: {text}")

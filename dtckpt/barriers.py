@@ -1,0 +1,65 @@
+"""What every keeper of barriers says and decides alike: the coordinator, and clients that meet at a store.
+
+A barrier's *name* may be used again and again; one use of it is a *round*. Its keeper opens and numbers the rounds:
+
+* A call that comes while a round is open joins it; else it opens the next one. A client never counts rounds.
+* A call has a number of its own, drawn by its process. The same call again gets the round that it had joined, with its
+  stored verdict. A new call never gets the verdict of a round that another call of its client has joined.
+* The id of an operation's first round *is* the operation's identity. Its later rounds carry that id, so each of them
+  takes place once, and a client that comes late gets its verdict.
+* A client tells with its heartbeats which operation it is in and which of its calls have ended. A round that waits for
+  a client which is known to be elsewhere fails at once.
+
+One question is left: a first round has failed without client B, and then B comes. Is B late for that round, or has it
+skipped it and come for the next one? Where B's position (its step, or the ordinal of its call) is another one, it is
+not late. Where the position is the same and certain, it is. Where it is the same by count only, B may have skipped one:
+a young failure is told to it at once; after an old one B waits, for `grace_s` at most, whether others come to a new
+round, and is told the old failure if none does.
+
+Pure: no clock, no I/O. Imports nothing that the coordinator's image lacks.
+"""
+
+from __future__ import annotations
+
+LONGEST_GRACE_S = 1.0
+
+
+def grace_s(heartbeat_timeout_s: float) -> float:
+    """Return how long a client that may be late waits for others: one heartbeat interval, at most a second."""
+    return min(heartbeat_timeout_s / 6, LONGEST_GRACE_S)
+
+
+def is_late(*, is_certain: bool, age_s: float, heartbeat_timeout_s: float) -> bool:
+    """Whether a client that comes with the position of a failed round, in which it was missing, came for that one.
+
+    Args:
+        is_certain: Whether the position is more than a count: a step was given, or the client was cut off.
+        age_s: Seconds since the round failed.
+        heartbeat_timeout_s: The job's.
+    """
+    return is_certain or age_s < grace_s(heartbeat_timeout_s)
+
+
+def came_late(name: str, age_s: float, message: str) -> str:
+    """Return the error of clients that nobody joined: it tells of an earlier round."""
+    return (
+        f"barrier {name!r}: the others had given up {age_s:.1f} s before this client came; that round failed: {message}"
+    )
+
+
+def gave_up(name: str, who: str) -> str:
+    """Return the error of a round in which a client stopped to wait without having heard a verdict."""
+    return f"barrier {name!r}: {who} has given up waiting: it was cut off, interrupted, or its own time was over"
+
+
+def is_elsewhere(name: str, who: str) -> str:
+    """Return the error of an operation's round that waits for a client which is not in the operation (any more)."""
+    return f"barrier {name!r}: {who} is not in this operation any more: it gave it up, or never heard that it had begun"
+
+
+def wait_for_each_other(first: str, first_name: str, second: str, second_name: str) -> str:
+    """Return the error of two rounds which each wait for a client that waits in the other."""
+    return (
+        f"{first} waits at {first_name!r}, {second} at {second_name!r}, each for the other; all clients must call the "
+        "same operations in the same order"
+    )

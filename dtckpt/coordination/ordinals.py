@@ -1,0 +1,188 @@
+"""Which operation each client is at, and whether all are at the same one. Pure.
+
+Clients that come to the first round of an operation compare their ordinals before anything is done: the step, where
+all give one; else the ordinal of the call in the life of each process. Where they differ there are two explanations:
+
+* A client *skipped* an operation, or gave one up alone, and all are at the same point of their programs. Then all fail
+  once and take the highest ordinal, so that the next operation finds them level.
+* A client is *behind*: it was cut off while the others gave operations up and went on. Its count is right. Then it
+  fails, at each of its operations that the others have given up, while the others wait until it has caught up. To level
+  the counts here would join different steps.
+
+A client knows whether it was cut off: a call of it ended without a verdict. Steps tell by themselves, once the same
+clients are behind a second time. So does waiting: where a client that was waited for came no closer, it had skipped.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dtckpt.coordination.protocol import Position
+from dtckpt.errors import capped
+
+_FORMAT = struct.Struct("<QqQ?")
+NBYTES = _FORMAT.size
+NO_STEP = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Ordinal:
+    """Which operation of its kind a client is at.
+
+    Args:
+        number: Of the call, from 1 on, in the life of the process.
+        step: Of the training run, from 0 on; None: not said.
+        was_cut_off: Whether a call of the client ended without a verdict since all were level.
+        waited_gap: How far others were behind when this client waited for them in vain; 0: it did not.
+    """
+
+    number: int
+    step: int | None = None
+    was_cut_off: bool = False
+    waited_gap: int = 0
+
+    @property
+    def position(self) -> Position:
+        """What keepers of barriers tell late arrivals by."""
+        text = f"#{self.number}" if self.step is None else f"step {self.step}"
+        return Position(text, is_certain=self.step is not None or self.was_cut_off)
+
+    def to_bytes(self) -> bytes:
+        """Return `NBYTES` bytes."""
+        step = NO_STEP if self.step is None else self.step
+        return _FORMAT.pack(self.number, step, self.waited_gap, self.was_cut_off)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Ordinal:
+        """Read the first `NBYTES` bytes."""
+        number, step, waited_gap, was_cut_off = _FORMAT.unpack_from(data)
+        return cls(number, None if step == NO_STEP else step, was_cut_off, waited_gap)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How the ordinals of all clients compare.
+
+    Args:
+        behind: The clients that are behind the others; none: all are at one operation.
+        gap: How far the last of them is behind.
+        others_wait: Whether the others wait for them; else all fail and are level.
+        message: What differs.
+    """
+
+    behind: frozenset[int] = frozenset()
+    gap: int = 0
+    others_wait: bool = False
+    message: str = ""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all clients are at one operation."""
+        return not self.message
+
+
+SAME = Comparison()
+
+
+def compare(ordinals: Mapping[int, Ordinal], operation: str, last_behind: frozenset[int] = frozenset()) -> Comparison:
+    """Compare the ordinals of all clients; every client comes to the same result.
+
+    Args:
+        ordinals: By client.
+        operation: What the clients do: ``save`` or the like.
+        last_behind: The clients that were behind when ordinals were compared before.
+    """
+    steps = {client: ordinal.step for client, ordinal in ordinals.items()}
+    given = {client: step for client, step in steps.items() if step is not None}
+    if given and len(given) < len(steps):
+        silent = capped(f"client {client}" for client in sorted(set(steps) - set(given)))
+        return Comparison(message=f"{silent} gave no step, the others did; pass step= on every client or on none")
+    places = given or {client: ordinal.number for client, ordinal in ordinals.items()}
+    newest = max(places.values())
+    behind = frozenset(client for client, place in places.items() if place < newest)
+    if not behind:
+        return SAME
+    gap = newest - min(places.values())
+    if given:
+        others_wait = behind <= last_behind
+    else:
+        others_wait = any(ordinals[client].was_cut_off for client in behind)
+        waited = max(ordinal.waited_gap for ordinal in ordinals.values())
+        if others_wait and waited and gap >= waited:
+            return SAME  # it came no closer while it was waited for, so it had skipped some
+    return Comparison(behind, gap, others_wait, _describe(places, operation, bool(given), others_wait))
+
+
+def _describe(places: Mapping[int, int], operation: str, are_steps: bool, others_wait: bool) -> str:
+    (usual, _), *_ = Counter(sorted(places.values(), reverse=True)).most_common(1)
+    odd = {client: place for client, place in places.items() if place != usual}
+    if are_steps:
+        text = f"{_listed(odd, lambda place: f'is at step {place}')}, the others at step {usual}"
+    else:
+        told = _listed(odd, lambda place: f"is at its {_nth(place)} {operation}")
+        text = f"{told}, the others at their {_nth(usual)}"
+    if others_wait:
+        return f"{text}: those who are behind come to what the others have given up, and have to catch up"
+    return f"{text}: a client skipped one, gave one up alone, or was restarted; nothing was done, and all are level now"
+
+
+def _listed(odd: Mapping[int, int], tell: Callable[[int], str]) -> str:
+    return capped(f"client {client} {tell(place)}" for client, place in sorted(odd.items()))
+
+
+def _nth(number: int) -> str:
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+class Standing:
+    """The ordinals of one client at one kind of operation, in the life of its process.
+
+    Args:
+        operation: What the clients do, for messages.
+    """
+
+    def __init__(self, operation: str) -> None:
+        self._operation = operation
+        self._number = 0
+        self._was_cut_off = False
+        self._waited_gap = 0
+        self._last_behind: frozenset[int] = frozenset()
+        self._waiting_gap = 0
+
+    def advance(self, step: int | None = None) -> Ordinal:
+        """Return the ordinal of the next operation."""
+        self._number += 1
+        self._waiting_gap = 0
+        return Ordinal(self._number, step, self._was_cut_off, self._waited_gap)
+
+    def settle(self, ordinals: Mapping[int, Ordinal], client: int, *, cut_off: Sequence[int] = ()) -> Comparison:
+        """Compare the ordinals of all clients, and take the consequences for this one.
+
+        Args:
+            ordinals: By client.
+            client: This client.
+            cut_off: Clients whose arrival got through at a later try only.
+        """
+        ordinals = {
+            each: replace(ordinal, was_cut_off=ordinal.was_cut_off or each in cut_off)
+            for each, ordinal in ordinals.items()
+        }
+        found = compare(ordinals, self._operation, self._last_behind)
+        self._last_behind = found.behind
+        if found.is_same or not found.others_wait:
+            self._number = max(ordinal.number for ordinal in ordinals.values())
+            self._was_cut_off, self._waited_gap = False, 0
+        elif client not in found.behind:
+            self._waiting_gap = (
+                self._waiting_gap or found.gap
+            )  # of the first meeting: each further one brings it closer
+        return found
+
+    def note_failure(self, *, has_verdict: bool) -> None:
+        """Note that an operation's first round failed."""
+        self._was_cut_off |= not has_verdict
+        self._waited_gap = self._waiting_gap or self._waited_gap
