@@ -275,7 +275,7 @@ def meet_alike(
             if not found.others_wait or client in found.behind:
                 raise error(found.message, is_verdict=True)
     except BaseException as failure:
-        standing.note_failure(has_verdict=getattr(failure, "is_verdict", False))
+        standing.note_failure(failure, client)
         raise
 
 

@@ -9,8 +9,9 @@ all give one; else the ordinal of the call in the life of each process. Where th
   fails, at each of its operations that the others have given up, while the others wait until it has caught up. To level
   the counts here would join different steps.
 
-A client knows whether it was cut off: a call of it ended without a verdict. Steps tell by themselves, once the same
-clients are behind a second time. So does waiting: where a client that was waited for came no closer, it had skipped.
+A client knows whether it was cut off: a call of it ended without a verdict, or with one that names it as gone. Steps
+tell by themselves, once the same clients are behind a second time. So does waiting: where a client that was waited for
+came no closer, it had skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Ordinal:
     Args:
         number: Of the call, from 1 on, in the life of the process.
         step: Of the training run, from 0 on; None: not said.
-        was_cut_off: Whether a call of the client ended without a verdict since all were level.
+        was_cut_off: Whether the others have gone on without the client, as far as it knows, since all were level.
         waited_gap: How far others were behind when this client waited for them in vain; 0: it did not.
     """
 
@@ -182,7 +183,11 @@ class Standing:
             )  # of the first meeting: each further one brings it closer
         return found
 
-    def note_failure(self, *, has_verdict: bool) -> None:
-        """Note that an operation's first round failed."""
-        self._was_cut_off |= not has_verdict
+    def note_failure(self, error: BaseException, client: int) -> None:
+        """Note that an operation's first round failed for this client.
+
+        It was cut off if that is no verdict, or one that names this client as lost or missing: the others have gone on.
+        """
+        absent = (*getattr(error, "clients", ()), *getattr(error, "missing", ()))
+        self._was_cut_off |= not getattr(error, "is_verdict", False) or client in absent
         self._waited_gap = self._waiting_gap or self._waited_gap

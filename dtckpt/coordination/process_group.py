@@ -116,7 +116,7 @@ class ProcessGroupCoordination:
         self._host_client = host_client
         self._clock = clock
         self._wall_clock = wall_clock
-        self._rounds = StoreRounds(member, heartbeat_timeout_s, wall_clock)
+        self._rounds = StoreRounds(member, wall_clock)
         self._own_calls = process.calls_of(member)
         prefix = f"dtckpt/{quote(member.job, safe='')}/{member.attempt}/"
         self._calls = StoreCalls(store, prefix, silence_s=heartbeat_timeout_s, clock=clock)

@@ -392,10 +392,9 @@ class Rules:
         missed = job.missed.get((key, arrival.position))
         if missed is not None and task.number in missed.arrived:
             missed = None
-        if missed is not None and missed.decided_at is not None:
+        if missed is not None and missed.failure is not None:
             is_certain = arrival.is_certain or arrival.is_again or arrival.was_cut_off
-            age_s = now - missed.decided_at
-            if barriers.is_late(is_certain=is_certain, age_s=age_s, heartbeat_timeout_s=self.heartbeat_timeout_s):
+            if barriers.is_late(task.number, is_certain=is_certain, absent=missed.failure.absent):
                 return missed
         if latest is not None and latest.is_open and task.number in latest.arrived:
             # The call that had arrived was given up by the task, which now comes anew.
