@@ -82,6 +82,7 @@ class Rounds:
         self._outer = _outer.get()
         self._operation = BEGIN if self._outer is None else self._outer.operation
         self._used: Counter[str] = Counter() if self._outer is None else self._outer._used
+        self._standing: Standing | None = None
         self.phases = Phases(operation, self.client, coordination.heartbeat)
 
     @property
@@ -156,7 +157,7 @@ class Rounds:
         """
         if len(self.participants) == 1:
             return self.run(name, work, phase=phase, meanwhile=meanwhile)
-        standing = standing_of(self._coordination.member, self._name, self.participants)
+        standing = self._standing = standing_of(self._coordination.member, self._name, self.participants)
         ordinal = standing.advance(step)
 
         def meet(vote: Vote) -> Mapping[int, bytes]:
@@ -235,15 +236,20 @@ class Rounds:
             self._used[full_name] += 1  # inside one operation all clients go through the same rounds
             if self._used[full_name] > 1:
                 full_name += f".{self._used[full_name]}"
-        verdict = self._coordination.barrier(
-            full_name,
-            vote,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
-            participants=self.participants,
-            collect=True,
-            operation=self._operation,
-            position=position,
-        )
+        try:
+            verdict = self._coordination.barrier(
+                full_name,
+                vote,
+                timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+                participants=self.participants,
+                collect=True,
+                operation=self._operation,
+                position=position,
+            )
+        except BaseException as error:
+            if self._standing is not None:
+                self._standing.note_failure(error, self.client)
+            raise
         self._operation = verdict.operation
         return verdict
 
@@ -265,18 +271,14 @@ def meet_alike(
         error: Raised where clients are at different operations.
     """
     deadline = monotonic() + timeout_s
-    try:
-        while True:
-            verdict = meet(max(deadline - monotonic(), LEAST_WAIT_S))
-            ordinals = {each: Ordinal.from_bytes(data) for each, data in verdict.payloads.items()}
-            found = standing.settle(ordinals, client, cut_off=verdict.cut_off)
-            if found.is_same:
-                return {each: data[NBYTES:] for each, data in verdict.payloads.items()}
-            if not found.others_wait or client in found.behind:
-                raise error(found.message, is_verdict=True)
-    except BaseException as failure:
-        standing.note_failure(failure, client)
-        raise
+    while True:
+        verdict = meet(max(deadline - monotonic(), LEAST_WAIT_S))
+        ordinals = {each: Ordinal.from_bytes(data) for each, data in verdict.payloads.items()}
+        found = standing.settle(ordinals, client, cut_off=verdict.cut_off)
+        if found.is_same:
+            return {each: data[NBYTES:] for each, data in verdict.payloads.items()}
+        if not found.others_wait or client in found.behind:
+            raise error(found.message, is_verdict=True)
 
 
 def _begin(work: Callable[[], T]) -> Future[T]:

@@ -115,7 +115,13 @@ class Schedule:
         def meet(timeout_s: float) -> Verdict:
             # Straight to the barrier: a round would report its phase in the place of that of a save in flight.
             position = ordinal.position
-            return coordination.barrier("manager/decide", vote, timeout_s=timeout_s, collect=True, position=position)
+            try:
+                return coordination.barrier(
+                    "manager/decide", vote, timeout_s=timeout_s, collect=True, position=position
+                )
+            except BaseException as error:
+                standing.note_failure(error, member.client)
+                raise
 
         try:
             payloads = meet_alike(meet, standing, member.client, self._timeout_s, BarrierConflictError)

@@ -9,9 +9,9 @@ all give one; else the ordinal of the call in the life of each process. Where th
   fails, at each of its operations that the others have given up, while the others wait until it has caught up. To level
   the counts here would join different steps.
 
-A client knows whether it was cut off: a call of it ended without a verdict, or with one that names it as gone. Steps
-tell by themselves, once the same clients are behind a second time. So does waiting: where a client that was waited for
-came no closer, it had skipped.
+A client knows whether it or the others went on alone: a call of it ended without a verdict, or with one that names it
+as gone. Then counts are right. Steps tell by themselves, once the same clients are behind a second time. So does
+waiting: where a client that was waited for came no closer, it had skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Ordinal:
     Args:
         number: Of the call, from 1 on, in the life of the process.
         step: Of the training run, from 0 on; None: not said.
-        was_cut_off: Whether the others have gone on without the client, as far as it knows, since all were level.
+        was_cut_off: Whether it has gone on without the others, or they without it, since all were level.
         waited_gap: How far others were behind when this client waited for them in vain; 0: it did not.
     """
 
@@ -110,7 +110,7 @@ def compare(ordinals: Mapping[int, Ordinal], operation: str, last_behind: frozen
     if given:
         others_wait = behind <= last_behind
     else:
-        others_wait = any(ordinals[client].was_cut_off for client in behind)
+        others_wait = any(ordinal.was_cut_off for ordinal in ordinals.values())
         waited = max(ordinal.waited_gap for ordinal in ordinals.values())
         if others_wait and waited and gap >= waited:
             return SAME  # it came no closer while it was waited for, so it had skipped some
@@ -184,9 +184,10 @@ class Standing:
         return found
 
     def note_failure(self, error: BaseException, client: int) -> None:
-        """Note that an operation's first round failed for this client.
+        """Note how an operation failed for this client.
 
-        It was cut off if that is no verdict, or one that names this client as lost or missing: the others have gone on.
+        It was cut off if that is no verdict, or one that names this client as lost or missing: it has gone on without
+        the others, or they without it.
         """
         absent = (*getattr(error, "clients", ()), *getattr(error, "missing", ()))
         self._was_cut_off |= not getattr(error, "is_verdict", False) or client in absent
