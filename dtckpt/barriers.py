@@ -12,9 +12,9 @@ A barrier's *name* may be used again and again; one use of it is a *round*. Its 
 
 One question is left: a first round has failed without client B, and then B comes. Is B late for that round, or has it
 skipped it and come for the next one? Where B's position (its step, or the ordinal of its call) is another one, it is
-not late. Where the position is the same and certain, it is; and where the round failed for another reason than that B
-was missing, for then B had no time to come. Else B may have skipped one: it waits, for `grace_s` at most, whether
-others come to a new round, and is told the old failure if none does.
+not late. Where the position is the same and certain, it is; and where the round did not time out waiting for B, for
+then B had no time to come, or was lost. Else B may have skipped one: it waits, for `grace_s` at most, whether others
+come to a new round, and is told the old failure if none does.
 
 Pure: no clock, no I/O. Imports nothing that the coordinator's image lacks.
 """
@@ -31,15 +31,15 @@ def grace_s(heartbeat_timeout_s: float) -> float:
     return min(heartbeat_timeout_s / 6, LONGEST_GRACE_S)
 
 
-def is_late(client: int, *, is_certain: bool, absent: Collection[int]) -> bool:
+def is_late(client: int, *, is_certain: bool, missing: Collection[int]) -> bool:
     """Whether a client that comes with the position of a failed round, where it had not arrived, came for that one.
 
     Args:
         client: The client.
-        is_certain: Whether the position is more than a count: a step was given, or the client was cut off.
-        absent: The clients for whose absence the round failed.
+        is_certain: Whether the position is more than a count.
+        missing: The clients that had not arrived when the round timed out; empty if it failed otherwise.
     """
-    return is_certain or client not in absent
+    return is_certain or client not in missing
 
 
 def came_late(name: str, age_s: float, message: str) -> str:

@@ -27,7 +27,6 @@ from dtckpt.format.digest import bytes_digest
 
 T = TypeVar("T")
 
-LEAST_WAIT_S = 0.001
 _running = threading.Lock()
 _outer: ContextVar[Rounds | None] = ContextVar("_outer", default=None)
 """The operation that this thread is inside of."""
@@ -161,12 +160,12 @@ class Rounds:
         ordinal = standing.advance(step)
 
         def meet(vote: Vote) -> Mapping[int, bytes]:
-            def once(timeout_s: float) -> Verdict:
+            def once() -> Verdict:
                 self._operation = BEGIN
                 calls_of(self._coordination.member).leave_operation()
-                return self._meet(name, vote, ordinal.position, timeout_s)
+                return self._meet(name, vote, ordinal.position)
 
-            return meet_alike(once, standing, self.client, self._timeout_s)
+            return meet_alike(once, standing, self.client)
 
         return self._round(name, lambda: ordinal.to_bytes() + (work() or b""), meet, phase, meanwhile)
 
@@ -230,17 +229,18 @@ class Rounds:
                 raise failure from verdict
             raise verdict from failure
 
-    def _meet(self, name: str, vote: Vote, position: Position = ANYWHERE, timeout_s: float | None = None) -> Verdict:
+    def _meet(self, name: str, vote: Vote, position: Position = ANYWHERE) -> Verdict:
         full_name = f"{self._name}/{name}{self._group}"
         if self._operation.id:
             self._used[full_name] += 1  # inside one operation all clients go through the same rounds
             if self._used[full_name] > 1:
                 full_name += f".{self._used[full_name]}"
+        begun = monotonic()
         try:
             verdict = self._coordination.barrier(
                 full_name,
                 vote,
-                timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+                timeout_s=self._timeout_s,
                 participants=self.participants,
                 collect=True,
                 operation=self._operation,
@@ -248,31 +248,28 @@ class Rounds:
             )
         except BaseException as error:
             if self._standing is not None:
-                self._standing.note_failure(error, self.client)
+                self._standing.note_failure(error, self.client, monotonic() - begun)
             raise
         self._operation = verdict.operation
         return verdict
 
 
 def meet_alike(
-    meet: Callable[[float], Verdict],
+    meet: Callable[[], Verdict],
     standing: Standing,
     client: int,
-    timeout_s: float,
     error: type[DtckptError] = SaveDisagreementError,
 ) -> Mapping[int, bytes]:
     """Meet until all clients are at the same operation; return the payloads, without the ordinals in front of them.
 
     Args:
-        meet: Meets once, within so many seconds; each client's payload begins with its `Ordinal`.
+        meet: Meets once; each client's payload begins with its `Ordinal`.
         standing: Which operation this client is at.
         client: This client.
-        timeout_s: Longest wait in all.
         error: Raised where clients are at different operations.
     """
-    deadline = monotonic() + timeout_s
     while True:
-        verdict = meet(max(deadline - monotonic(), LEAST_WAIT_S))
+        verdict = meet()
         ordinals = {each: Ordinal.from_bytes(data) for each, data in verdict.payloads.items()}
         found = standing.settle(ordinals, client, cut_off=verdict.cut_off)
         if found.is_same:

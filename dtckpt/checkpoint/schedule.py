@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import monotonic
 
 from dtckpt.checkpoint.rounds import meet_alike, standing_of
 from dtckpt.coordination import Verdict, Vote, current_coordination
@@ -112,19 +113,19 @@ class Schedule:
                 raise
             failure, vote = error, Vote.of_error(error)
 
-        def meet(timeout_s: float) -> Verdict:
+        def meet() -> Verdict:
             # Straight to the barrier: a round would report its phase in the place of that of a save in flight.
-            position = ordinal.position
+            begun = monotonic()
             try:
                 return coordination.barrier(
-                    "manager/decide", vote, timeout_s=timeout_s, collect=True, position=position
+                    "manager/decide", vote, timeout_s=self._timeout_s, collect=True, position=ordinal.position
                 )
             except BaseException as error:
-                standing.note_failure(error, member.client)
+                standing.note_failure(error, member.client, monotonic() - begun)
                 raise
 
         try:
-            payloads = meet_alike(meet, standing, member.client, self._timeout_s, BarrierConflictError)
+            payloads = meet_alike(meet, standing, member.client, BarrierConflictError)
         except DtckptError as error:
             raise error from failure
         answers = {client: json.loads(data) for client, data in sorted(payloads.items())}

@@ -27,6 +27,8 @@ from dtckpt.errors import capped
 _FORMAT = struct.Struct("<QqQ?")
 NBYTES = _FORMAT.size
 NO_STEP = -1
+LEAST_VAIN_WAIT_S = 2.0
+"""To have waited for less, and in vain, says nothing: the others may just be slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Ordinal:
     def position(self) -> Position:
         """What keepers of barriers tell late arrivals by."""
         text = f"#{self.number}" if self.step is None else f"step {self.step}"
-        return Position(text, is_certain=self.step is not None or self.was_cut_off)
+        return Position(text, is_certain=self.step is not None)
 
     def to_bytes(self) -> bytes:
         """Return `NBYTES` bytes."""
@@ -177,18 +179,24 @@ class Standing:
         if found.is_same or not found.others_wait:
             self._number = max(ordinal.number for ordinal in ordinals.values())
             self._was_cut_off, self._waited_gap = False, 0
-        elif client not in found.behind:
-            self._waiting_gap = (
-                self._waiting_gap or found.gap
-            )  # of the first meeting: each further one brings it closer
+        else:
+            self._was_cut_off = True  # whoever knows it: until all are level again
+        if found.others_wait and client not in found.behind:
+            self._waiting_gap = self._waiting_gap or found.gap  # of the first meeting: each further one is closer
         return found
 
-    def note_failure(self, error: BaseException, client: int) -> None:
-        """Note how an operation failed for this client.
+    def note_failure(self, error: BaseException, client: int, waited_s: float) -> None:
+        """Note how a round of an operation failed for this client.
 
         It was cut off if that is no verdict, or one that names this client as lost or missing: it has gone on without
         the others, or they without it.
+
+        Args:
+            error: What the barrier raised.
+            client: This client.
+            waited_s: Seconds that it waited there.
         """
         absent = (*getattr(error, "clients", ()), *getattr(error, "missing", ()))
         self._was_cut_off |= not getattr(error, "is_verdict", False) or client in absent
-        self._waited_gap = self._waiting_gap or self._waited_gap
+        if waited_s >= LEAST_VAIN_WAIT_S:
+            self._waited_gap = self._waiting_gap or self._waited_gap

@@ -22,11 +22,6 @@ class Outcome:
     decided_at: float = 0.0
     """Seconds since the epoch, for messages."""
 
-    @property
-    def absent(self) -> tuple[int, ...]:
-        """The clients for whose absence the round failed."""
-        return self.clients or self.missing
-
     def dump(self) -> str:
         return json.dumps(asdict(self))
 

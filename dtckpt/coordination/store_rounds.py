@@ -236,7 +236,7 @@ class StoreRounds:
                 continue
             if (failure := self.verdict(link, missed)) is None:
                 continue
-            if barriers.is_late(me, is_certain=meeting.position.is_certain, absent=failure.absent):
+            if barriers.is_late(me, is_certain=meeting.position.is_certain, missing=failure.missing):
                 return Joined(missed, failure)
             return Joined(missed, None, failure)
         return None

@@ -393,8 +393,7 @@ class Rules:
         if missed is not None and task.number in missed.arrived:
             missed = None
         if missed is not None and missed.failure is not None:
-            is_certain = arrival.is_certain or arrival.is_again or arrival.was_cut_off
-            if barriers.is_late(task.number, is_certain=is_certain, absent=missed.failure.absent):
+            if barriers.is_late(task.number, is_certain=arrival.is_certain, missing=missed.failure.missing):
                 return missed
         if latest is not None and latest.is_open and task.number in latest.arrived:
             # The call that had arrived was given up by the task, which now comes anew.

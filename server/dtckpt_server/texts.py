@@ -36,11 +36,6 @@ class Failure:
     clients: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
 
-    @property
-    def absent(self) -> tuple[int, ...]:
-        """The tasks for whose absence the barrier failed."""
-        return self.clients or self.missing
-
 
 def _failure(cause: str, cls: type[errors.DtckptError], message: str, **facts: tuple[int, ...]) -> Failure:
     return Failure(cause, cls.__name__, message[: errors.MAX_MESSAGE_CHARS], **facts)

@@ -129,7 +129,7 @@ class World:
         self.now = 0.0
         self.clients = [Client(number) for number in range(job.num_clients)]
         self.commits: list[tuple[int, ...]] = []
-        self.healed_at = 0.0
+        self.last_fault_step = 0
         self.trace: list[str] = []
         self._rows: dict[str, dict[int, int]] = {}
         self._lives = itertools.count(1)
@@ -253,14 +253,14 @@ class World:
         for fault in struck:
             self.trace.append(f"{self.now:7.2f} {fault}")
             if fault.kind in ("skip", "raise"):
-                self.healed_at = max(self.healed_at, self.now)
+                self._note_fault()
             else:
                 self.after(fault.delay_s, lambda fault=fault: self._fault(client, fault))
         return struck
 
     def _fault(self, client: Client, fault: Fault) -> None:
         def heal() -> None:
-            self.healed_at = max(self.healed_at, self.now)
+            self._note_fault()
             if fault.kind == "cut":
                 client.is_cut -= 1
             elif fault.kind == "restart" and self.rules is None:
@@ -289,20 +289,19 @@ class World:
                 client.is_impatient = True
             case "freeze":
                 client.frozen_until = self.now + fault.seconds
-        self.healed_at = max(self.healed_at, self.now)
+        self._note_fault()
         if fault.kind in ("cut", "restart", "reborn", "freeze"):
             self.after(fault.seconds, heal)
 
     def _save(self, client: Client, step: int, *, is_fit: bool) -> Play:
         calls, standing = client.calls, client.standing
         ordinal = standing.advance(step if self.job.gives_step else None)
+        begun = self.now
         try:
-            deadline = self.now + TIMEOUT_S
             while True:
+                begun = self.now
                 calls.leave_operation()
-                barrier = yield from self._barrier(
-                    client, "save/begin", "", deadline - self.now, ordinal=ordinal, is_ok=is_fit
-                )
+                barrier = yield from self._barrier(client, "save/begin", "", TIMEOUT_S, ordinal=ordinal, is_ok=is_fit)
                 ordinals = {task: Ordinal.from_bytes(data) for task, data in barrier.payloads.items()}
                 found = standing.settle(ordinals, client.number, cut_off=sorted(barrier.cut_off))
                 if found.is_same:
@@ -310,7 +309,7 @@ class World:
                 if not found.others_wait or client.number in found.behind:
                     raise DisagreementError(found.message)
         except (VerdictError, NoVerdictError, KeyboardInterrupt) as error:
-            standing.note_failure(error, client.number)
+            standing.note_failure(error, client.number, self.now - begun)
             raise
         operation = barrier.barrier_id
         try:
@@ -323,7 +322,7 @@ class World:
                 self.commits.append(tuple(rows.get(number, -1) for number in range(self.job.num_clients)))
             yield from self._barrier(client, "save/merged", operation, TIMEOUT_S)
         except (VerdictError, NoVerdictError, KeyboardInterrupt) as error:
-            standing.note_failure(error, client.number)
+            standing.note_failure(error, client.number, self.now - begun)
             raise
         finally:
             calls.leave_operation()
@@ -399,6 +398,10 @@ class World:
     def mixed(self) -> list[tuple[int, ...]]:
         """Return commits that join rows of different steps, or lack some."""
         return [rows for rows in self.commits if len(set(rows)) > 1]
+
+    def _note_fault(self) -> None:
+        """Note how far clients had come when a fault began or ended."""
+        self.last_fault_step = max(client.step for client in self.clients)
 
     def failures_after(self, step: int) -> list[int]:
         """Return the steps after this one that not all clients saved."""
