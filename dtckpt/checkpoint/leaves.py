@@ -13,7 +13,7 @@ import torch
 from dtckpt import interop
 from dtckpt.dtensor import DTensor, DVariable
 from dtckpt.errors import DTypeError, LayoutError
-from dtckpt.format.dtypes import DTYPES, validate_dtype
+from dtckpt.format.dtypes import DTYPES, UNCONVERTED, validate_dtype
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.region import Region
@@ -95,6 +95,11 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def state_of_object(value: Any) -> Any:
+    """Return the state of a stateful object, and any other value itself."""
+    return value.state_dict() if isinstance(value, Stateful) else value
+
+
 def mesh_of(value: Any) -> Mesh | None:
     """Return the mesh that a tensor is on; None for a plain one."""
     if interop.is_torch_dtensor(value):
@@ -163,7 +168,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 _BITS = {
-    dtype: torch.int16 if dtype.itemsize == 2 else torch.uint8
+    dtype: getattr(torch, f"uint{8 * dtype.itemsize}")
     for name, dtype in _TORCH_DTYPES.items()
-    if DTYPES[name].isbuiltin != 1
+    if DTYPES[name].isbuiltin != 1 or name in UNCONVERTED
 }

@@ -44,7 +44,7 @@ from dtckpt.errors import (
     capped,
 )
 from dtckpt.format import tree as trees
-from dtckpt.format.dtypes import is_lossless
+from dtckpt.format.dtypes import is_convertible, is_lossless
 from dtckpt.layout import UNSHARDED, Layout
 from dtckpt.mesh import Mesh
 from dtckpt.region import Region
@@ -274,6 +274,12 @@ def _validate_report(report: RestoreReport, options: RestoreOptions) -> None:
         raise ShapeMismatchError(
             f"tensor {first.name!r} has another shape; got {first.target} in the target, expected {first.saved}"
             f"{_others(more)}"
+        )
+    unconverted = [cast for cast in report.cast if not is_convertible(cast.saved, cast.target)]
+    if unconverted:
+        raise DTypeError(
+            f"tensor {unconverted[0].name!r} cannot be converted; got {unconverted[0].target} in the target, saved as "
+            f"{unconverted[0].saved}{_others(unconverted[1:])}; restore it as {unconverted[0].saved} and convert it then"
         )
     refused = [
         cast

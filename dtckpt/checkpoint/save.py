@@ -16,7 +16,7 @@ import torch
 from dtckpt.checkpoint import in_flight
 from dtckpt.checkpoint.agreement import Summary, Written, validate_agreement
 from dtckpt.checkpoint.comparing import Copy
-from dtckpt.checkpoint.leaves import Stateful, as_leaf, host_array, is_tensor
+from dtckpt.checkpoint.leaves import as_leaf, host_array, is_tensor, state_of_object
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.phases import find_slow
 from dtckpt.checkpoint.rounding import StoredDtypes
@@ -137,24 +137,9 @@ def save(path: str | Location, tree: Any, *, options: SaveOptions | None = None)
 
 def state_of_tree(tree: Any, options: SaveOptions, coordination: Coordination) -> State:
     """Describe a state tree for a save over all clients."""
-    leaves, structure = trees.flatten(expand_stateful(tree), is_tensor)
+    leaves, structure = trees.flatten(tree, is_tensor, state_of_object)
     entries = [(name, value, "") for name, value in leaves.items()]
     return state_of(entries, options, clients=range(coordination.member.num_clients), tree=trees.dump(structure))
-
-
-def expand_stateful(tree: Any, depth: int = 0) -> Any:
-    """Replace every stateful object in a tree by its state."""
-    if isinstance(tree, torch.Tensor) or depth > trees.MAX_DEPTH:
-        return tree  # what is too deep is refused, by path, when the tree is flattened
-    if isinstance(tree, Mapping):
-        return {key: expand_stateful(child, depth + 1) for key, child in tree.items()}
-    if isinstance(tree, list | tuple):
-        # A named tuple comes back as a plain one; its class could not be named without running its code.
-        children = [expand_stateful(child, depth + 1) for child in tree]
-        return children if isinstance(tree, list) else tuple(children)
-    if isinstance(tree, Stateful):
-        return expand_stateful(tree.state_dict(), depth + 1)
-    return tree
 
 
 def state_of(
