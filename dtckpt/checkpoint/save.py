@@ -16,7 +16,7 @@ import torch
 from dtckpt.checkpoint import in_flight
 from dtckpt.checkpoint.agreement import Summary, Written, validate_agreement
 from dtckpt.checkpoint.comparing import Copy
-from dtckpt.checkpoint.leaves import as_leaf, host_array, is_tensor, state_of_object
+from dtckpt.checkpoint.leaves import as_leaf, host_array, is_tensor, state_of_object, validate_mode
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.phases import find_slow
 from dtckpt.checkpoint.rounding import StoredDtypes
@@ -157,8 +157,9 @@ def state_of(
         clients: Who holds a copy of the plain tensors.
         tree: Structure and plain values as JSON.
     """
+    validate_mode()
     with uncollected():
-        leaves = [as_leaf(tensor) for _, tensor, _ in entries]
+        leaves = [as_leaf(tensor, name) for name, tensor, _ in entries]
         structure = tuple(
             (name, leaf.shape, leaf.dtype, leaf.save_as_bf16, leaf.layout, slice_text)
             for (name, _, slice_text), leaf in zip(entries, leaves, strict=True)

@@ -143,7 +143,7 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def refusal(value: Any, where: str) -> TreeError:
+def refusal(value: Any, where: str, verb: str = "save") -> TreeError:
     """Return the error for an object that a tree cannot hold, with the cure for the common ones."""
     plain = next((base for base in (str, bytes, bool, int, float, complex) if isinstance(value, base)), None)
     container = next((base for base in (dict, list, tuple, set, frozenset) if isinstance(value, base)), None)
@@ -162,4 +162,4 @@ def refusal(value: Any, where: str) -> TreeError:
             "numpy's scalars), a container (dict, list, tuple, deque, SimpleNamespace and the like, a named tuple, a "
             "dataclass), or an object with state_dict() and load_state_dict()"
         )
-    return TreeError(f"cannot save {type(value).__name__} at {where!r}: {cure}")
+    return TreeError(f"cannot {verb} {type(value).__name__} at {where!r}: {cure}")

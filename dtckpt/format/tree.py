@@ -229,12 +229,11 @@ def tensor_names(node: Node) -> list[str]:
 
 
 def _find_names(node: Node, found: list[str]) -> None:
-    opened = items_of(node)
-    if opened is not None:
+    if "tensor" in node:
+        found.append(node["tensor"])
+    elif (opened := items_of(node)) is not None:
         for _, below in opened[1]:
             _find_names(below, found)
-    elif "tensor" in node:
-        found.append(node["tensor"])
 
 
 def values(node: Node) -> Iterator[tuple[str, Any]]:
