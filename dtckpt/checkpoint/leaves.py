@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
-from torch.nn.parameter import UninitializedTensorMixin, is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from dtckpt import interop
 from dtckpt.dtensor import DTensor, DVariable
@@ -171,8 +171,9 @@ def _is_dense(memory: torch.Tensor) -> bool:
 
 @cache
 def _is_plain_class(kind: type[torch.Tensor]) -> bool:
-    """Whether the elements of a class's tensors are those in their memory: its operators are those of `torch.Tensor`."""
-    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not issubclass(kind, UninitializedTensorMixin)
+    """Whether tensors of a class have their elements in memory: its operators are those of `torch.Tensor`."""
+    has_shape = not issubclass(kind, UninitializedParameter | UninitializedBuffer)
+    return has_shape and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def _cure(memory: torch.Tensor) -> str:

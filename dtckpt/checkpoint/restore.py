@@ -277,11 +277,11 @@ def _validate_report(report: RestoreReport, options: RestoreOptions) -> None:
             f"tensor {first.name!r} has another shape; got {first.target} in the target, expected {first.saved}"
             f"{_others(more)}"
         )
-    unconverted = [cast for cast in report.cast if not is_convertible(cast.saved, cast.target)]
-    if unconverted:
+    fixed = [cast for cast in report.cast if not is_convertible(cast.saved, cast.target)]
+    if fixed:
         raise DTypeError(
-            f"tensor {unconverted[0].name!r} cannot be converted; got {unconverted[0].target} in the target, saved as "
-            f"{unconverted[0].saved}{_others(unconverted[1:])}; restore it as {unconverted[0].saved} and convert it then"
+            f"tensor {fixed[0].name!r} cannot be converted; got {fixed[0].target} in the target, saved as "
+            f"{fixed[0].saved}{_others(fixed[1:])}; restore it as {fixed[0].saved} and convert it then"
         )
     refused = [
         cast

@@ -76,7 +76,7 @@ def _make_deque(maxlen: int | None, items: list[Any]) -> deque[Any]:
 def _stand_in(name: str, fields: tuple[str, ...]) -> Any:
     """Return a class of named tuples. Names that cannot be are replaced: Python makes code of them."""
     is_name = name.isidentifier() and not keyword.iskeyword(name)
-    return namedtuple(name if is_name else "namedtuple", fields, rename=True)  # noqa: PYI024
+    return namedtuple(name if is_name else "namedtuple", fields, rename=True)
 
 
 CONTAINERS: dict[str, Container] = {

@@ -25,7 +25,7 @@ Node = dict[str, Any]
 MAX_INT_BITS = 8192
 """Largest int; longer decimal numbers are refused by Python's own parser."""
 
-_NUMPY_TYPES = {
+NUMPY_TYPES = {
     name: np.dtype(name).type
     for name in (
         "bool",
@@ -81,6 +81,10 @@ def _encode_float(value: float, where: str) -> Node:  # noqa: ARG001
     return {"value": value} if math.isfinite(value) else {"float": repr(value)}
 
 
+def _encode_scalar(value: np.generic, where: str) -> Node:
+    return {"numpy": [value.dtype.name, encode_value(value.item(), where)]}
+
+
 def _encode_set(value: set[Any] | frozenset[Any], where: str) -> Node:
     return {type(value).__name__: sorted((encode_hashable(item, where) for item in value), key=json.dumps)}
 
@@ -95,10 +99,7 @@ _ENCODERS: dict[type, Callable[[Any, str], Node]] = {
         "range": [encode_value(bound, where)["value"] for bound in (value.start, value.stop, value.step)]
     },
     torch.Size: lambda value, _: {"torch.Size": list(value)},
-    **{
-        kind: lambda value, where, name=name: {"numpy": [name, encode_value(value.item(), where)]}
-        for name, kind in _NUMPY_TYPES.items()
-    },
+    **dict.fromkeys(NUMPY_TYPES.values(), _encode_scalar),
     set: _encode_set,
     frozenset: _encode_set,
 }
@@ -125,8 +126,10 @@ def decode_hashable(node: Any) -> Any:
 
 
 def _decode_json(content: Any) -> Any:
-    if isinstance(content, list | dict):
-        raise ValueError("a plain value is no list and no object")  # noqa: TRY004  (`decode_value` names the damage)
+    if type(content) not in (type(None), bool, int, float, str):
+        raise TypeError("expected null, a boolean, a number or a string")
+    if type(content) is int and content.bit_length() > MAX_INT_BITS:
+        raise ValueError(f"got an int of {content.bit_length()} bits, expected at most {MAX_INT_BITS}")
     return content
 
 
@@ -135,9 +138,9 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "float": lambda text: float(text.strip()),
     "bytes": lambda text: base64.b64decode(text, validate=True),
     "complex": lambda parts: complex(*(float(text.strip()) for text in parts)),
-    "range": lambda bounds: range(*bounds),
+    "range": lambda bounds: range(*map(_decode_json, bounds)),
     "torch.Size": torch.Size,
-    "numpy": lambda pair: _NUMPY_TYPES[pair[0]](decode_hashable(pair[1])),
+    "numpy": lambda pair: NUMPY_TYPES[pair[0]](decode_hashable(pair[1])),
     "set": lambda items: set(map(decode_hashable, items)),
     "frozenset": lambda items: frozenset(map(decode_hashable, items)),
 }

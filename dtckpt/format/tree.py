@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TensorNameError, TreeError
+from dtckpt.format import plain_values
 from dtckpt.format.containers import CONTAINERS, name_of
 from dtckpt.format.plain_values import (
-    Node,
     decode_hashable,
     decode_value,
     encode_hashable,
@@ -26,6 +26,8 @@ from dtckpt.format.plain_values import (
     is_plain,
     refusal,
 )
+
+Node = plain_values.Node
 
 MAX_DEPTH = 64
 """Deepest nesting; also what stops a tree that contains itself."""
@@ -77,11 +79,12 @@ class _Flattening:
             return encode_value(value, where)
         if (state := self.state_of(value)) is not value:
             return self.visit(state, where, depth + 1)
-        if (name := name_of(value)) is None:
+        kind = name_of(value)
+        if kind is None:
             raise refusal(value, where)
-        container = CONTAINERS[name]
+        container = CONTAINERS[kind]
         items = container.base(container.items(value))
-        return {"type": [name, container.argument(value, where), self._items(items, where, depth)]}
+        return {"type": [kind, container.argument(value, where), self._items(items, where, depth)]}
 
     def _items(self, items: Any, where: str, depth: int) -> Node:
         kind, prefix = type(items), f"{where}/" if depth else ""
@@ -93,9 +96,7 @@ class _Flattening:
                 ]
             }
         return {
-            kind.__name__: [
-                self.visit(child, f"{prefix}{position}", depth + 1) for position, child in enumerate(items)
-            ]
+            kind.__name__: [self.visit(child, f"{prefix}{position}", depth + 1) for position, child in enumerate(items)]
         }
 
 

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from dtckpt.errors import DTypeError
-from dtckpt.format.dtypes import DTYPES, UNCONVERTED, fill_value, is_convertible, is_floating, is_lossless, validate_dtype
+from dtckpt.format.dtypes import (
+    DTYPES,
+    UNCONVERTED,
+    fill_value,
+    is_convertible,
+    is_floating,
+    is_lossless,
+    validate_dtype,
+)
 
 NUMBERS = [name for name in DTYPES if name not in UNCONVERTED]
 SMALL = [name for name in NUMBERS if DTYPES[name].itemsize <= 2]
