@@ -76,8 +76,9 @@ def restore(
     """Restore a checkpoint, into any layout on any mesh, whatever it was saved from.
 
     With ``target``, tensors and DTensors of that tree are filled in place, plain values in its dicts and lists are
-    replaced, stateful objects get their state. Without, the saved tree comes back, with plain CPU tensors, or with
-    new DTensors where ``mesh`` or ``layouts`` say so.
+    replaced, stateful objects get their state; containers keep their classes, and named tuples and dataclasses take
+    fields by name. Without, the saved tree comes back, with plain CPU tensors, or with new DTensors where ``mesh`` or
+    ``layouts`` say so; named tuples and dataclasses have stand-ins then (docs/checkpointing.md).
 
     Every client reads only the chunks that meet its regions, straight into the destination, and verifies them; or its
     part of what several clients need, and hands it on (`RestoreOptions.read_once`).
@@ -102,7 +103,9 @@ def restore(
         TensorNotFoundError: The target asks for something that the checkpoint lacks.
         UnexpectedTensorError: The checkpoint has something that the target does not ask for.
         ShapeMismatchError: A tensor's shape differs.
-        DTypeError: A dtype conversion is not allowed by ``options.cast``.
+        DTypeError: A dtype conversion is not allowed by ``options.cast``, or a tensor of the target is not dense
+            memory of its own.
+        TreeError: The target holds something that cannot be filled.
         CheckpointCorruptError: Stored bytes are not the bytes that were saved.
     """
     options = options or RestoreOptions()

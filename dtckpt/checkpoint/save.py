@@ -106,16 +106,16 @@ def save(path: str | Location, tree: Any, *, options: SaveOptions | None = None)
 
     Args:
         path: Directory of the checkpoint, whose parents are made; or a URL.
-        tree: Nested dicts, lists and tuples of DTensors (also PyTorch's), tensors (a copy on every client), None,
-            bool, int, float, str, bytes (the same on every client), and objects with ``state_dict()`` and
-            ``load_state_dict()``.
+        tree: Nested containers of DTensors (also PyTorch's), tensors (a copy on every client), plain values (the same
+            on every client), and objects with ``state_dict()`` and ``load_state_dict()``. Containers are dicts, lists,
+            tuples, those of `collections`, namespaces, named tuples and dataclasses; see docs/checkpointing.md.
         options: See `SaveOptions`.
 
     Raises:
         CheckpointExistsError: There is something at the path (and no consent to replace a checkpoint).
         TreeError: The tree holds something that cannot be saved.
         TensorNameError: A key cannot be part of a tensor's name.
-        DTypeError: A tensor's dtype cannot be stored.
+        DTypeError: A tensor's dtype cannot be stored, or the tensor is not dense memory of its own.
         SaveDisagreementError: Clients save different things.
         ClientLostError: A client died.
         BarrierTimeoutError: A client did not arrive in time.
