@@ -98,9 +98,14 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def is_stateful(value: object) -> bool:
+    """Whether a value gives and takes a state: an object, not the class of such."""
+    return isinstance(value, Stateful) and not isinstance(value, type)
+
+
 def state_of_object(value: Any) -> Any:
     """Return the state of a stateful object, and any other value itself."""
-    return value.state_dict() if isinstance(value, Stateful) else value
+    return value.state_dict() if is_stateful(value) else value
 
 
 def mesh_of(value: Any) -> Mesh | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dtckpt import host_memory
-from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, is_tensor
+from dtckpt.checkpoint.leaves import Leaf, as_leaf, is_stateful, is_tensor
 from dtckpt.checkpoint.reader import Checkpoint
 from dtckpt.errors import ShapeMismatchError, TensorNotFoundError, TreeError
 from dtckpt.format import tree as trees
@@ -37,7 +37,7 @@ def tensors_of(target: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def _is_stateful(target: Any) -> bool:
-    return type(target) not in (dict, list, tuple) and not is_plain(target) and isinstance(target, Stateful)
+    return type(target) not in (dict, list, tuple) and not is_plain(target) and is_stateful(target)
 
 
 def _items_of(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:

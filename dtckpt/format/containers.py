@@ -9,6 +9,7 @@ which they fill those of a restore's target. Without one they come back as stand
 from __future__ import annotations
 
 import dataclasses
+import enum
 import keyword
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Mapping
@@ -106,6 +107,8 @@ def name_of(value: Any) -> str | None:
     """Return the name of an object's kind of container; None for all else."""
     if (name := _NAMES.get(type(value))) is not None:
         return name
+    if isinstance(value, enum.Enum):
+        return None
     if isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make"):
         return "namedtuple"
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, *_BUILTIN)):

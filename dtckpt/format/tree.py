@@ -64,7 +64,9 @@ class _Flattening:
     state_of: Callable[[Any], Any]
     leaves: dict[str, Any] = field(default_factory=dict)
 
-    def visit(self, value: Any, where: str, depth: int) -> Node:
+    def visit(self, value: Any, prefix: str, depth: int) -> Node:
+        """Return the node of a value; ``prefix`` is its path, with a ``/`` behind each key."""
+        where = prefix[:-1]
         if depth > MAX_DEPTH:
             raise TreeError(f"state tree is deeper than {MAX_DEPTH} levels at {where[:200]!r}; does it contain itself?")
         if self.is_leaf(value):
@@ -74,36 +76,38 @@ class _Flattening:
             self.leaves[name] = value
             return {"tensor": name}
         if type(value) in _BASES:
-            return self._items(value, where, depth)
+            return self._items(value, prefix, depth)
         if is_plain(value):
             return encode_value(value, where)
         if (state := self.state_of(value)) is not value:
-            return self.visit(state, where, depth + 1)
+            return self.visit(state, prefix, depth + 1)
         kind = name_of(value)
         if kind is None:
             raise refusal(value, where)
         container = CONTAINERS[kind]
         items = container.base(container.items(value))
-        return {"type": [kind, container.argument(value, where), self._items(items, where, depth)]}
+        return {"type": [kind, container.argument(value, where), self._items(items, prefix, depth)]}
 
-    def _items(self, items: Any, where: str, depth: int) -> Node:
-        kind, prefix = type(items), f"{where}/" if depth else ""
+    def _items(self, items: Any, prefix: str, depth: int) -> Node:
+        kind = type(items)
         if kind is dict:
             return {
                 "dict": [
-                    [_encode_key(key, where), self.visit(child, f"{prefix}{key}", depth + 1)]
+                    [_encode_key(key, prefix), self.visit(child, f"{prefix}{key}/", depth + 1)]
                     for key, child in items.items()
                 ]
             }
         return {
-            kind.__name__: [self.visit(child, f"{prefix}{position}", depth + 1) for position, child in enumerate(items)]
+            kind.__name__: [
+                self.visit(child, f"{prefix}{position}/", depth + 1) for position, child in enumerate(items)
+            ]
         }
 
 
-def _encode_key(key: Any, where: str) -> str | int | Node:
+def _encode_key(key: Any, prefix: str) -> str | int | Node:
     if type(key) is str:
         return key
-    node = encode_hashable(key, where)
+    node = encode_hashable(key, prefix[:-1])
     return key if type(key) is int else node
 
 
@@ -219,7 +223,7 @@ def _with_items(container: Node, keys: Mapping[str, Any], children: Mapping[str,
     if kind != "dict" and list(keys) == list(children):
         return {kind: list(children.values())}
     same = keys if kind == "dict" else {}
-    return {"dict": [[_encode_key(same.get(key, key), key), child] for key, child in children.items()]}
+    return {"dict": [[_encode_key(same.get(key, key), ""), child] for key, child in children.items()]}
 
 
 def tensor_names(node: Node) -> list[str]:

@@ -422,6 +422,18 @@ def test_stateful_objects_give_and_take_their_state(tmp_path):
         assert "model/0.weight" in checkpoint.tensors
 
 
+def test_a_stateful_root(tmp_path):
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    path = saved(tmp_path, model)
+    assert list(dtckpt.restore(path)) == ["weight", "bias"]
+    with dtckpt.open_checkpoint(path) as checkpoint:
+        assert sorted(checkpoint.tensors) == ["bias", "weight"]
+    assert dtckpt.restore(path, other) is other
+    assert other.weight.equal(model.weight)
+    with pytest.raises(TreeError, match="cannot save type at 'class'"):
+        dtckpt.save(tmp_path / "t", {"class": torch.nn.Linear})
+
+
 def test_an_optimizer_that_has_no_state_yet(tmp_path):
     def trained(steps):
         torch.manual_seed(0)

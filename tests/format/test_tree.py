@@ -156,6 +156,10 @@ class Color(enum.IntEnum):
     RED = 1
 
 
+class Corner(namedtuple("Corner", "x y"), enum.Enum):
+    LEFT = 0, 1
+
+
 @dataclass
 class Config(dict):
     width: int = 1
@@ -174,6 +178,7 @@ class Config(dict):
         (np.longdouble(1), r"pass its item\(\)"),
         (np.ones(2), r"pass torch.from_numpy\(array\)"),
         (Color.RED, "pass its value or its name"),
+        (Corner.LEFT, "pass its value or its name"),
         (pathlib.Path("x"), "expected a tensor, a plain value"),
         (bytearray(b"x"), "expected a tensor, a plain value"),
         (Config, "expected a tensor, a plain value"),
