@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from dtckpt import interop
@@ -134,9 +135,8 @@ def as_leaf(value: torch.Tensor, name: str) -> Leaf:
         layout, components = value.layout, value.components
     else:
         layout, components = None, (value,)
-    for memory in components:
-        if not _is_dense(memory):
-            raise DTypeError(f"tensor {name!r}: only dense tensors with data can be stored; {_cure(memory)}")
+    if not all(map(_is_dense, components)):
+        components = tuple(_dense(memory, name) for memory in components)
     devices = () if layout is None else layout.mesh.record.local_device_ids
     shape = tuple(value.shape)
     try:
@@ -145,6 +145,15 @@ def as_leaf(value: torch.Tensor, name: str) -> Leaf:
         raise DTypeError(f"tensor {name!r}: {error.message}; convert it, or pass a view() as integers") from None
     save_as_bf16 = isinstance(value, DVariable) and value.save_as_bf16
     return Leaf(shape, dtype, layout, regions, components, save_as_bf16)
+
+
+def _dense(memory: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a tensor's memory, when the collective that fills it is done; refuse what has none."""
+    if isinstance(memory, AsyncCollectiveTensor):
+        memory = memory.wait()
+    if not _is_dense(memory):
+        raise DTypeError(f"tensor {name!r}: only dense tensors with data can be stored; {_cure(memory)}")
+    return memory
 
 
 def validate_mode() -> None:

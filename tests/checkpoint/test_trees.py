@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import tensor_of
 from torch._subclasses import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import dtckpt
@@ -314,6 +315,11 @@ def test_tensors_are_their_values_shape_and_dtype(tmp_path):
     del tree["expanded"]
     target = {name: tensor.detach().clone() if name == "again" else tensor for name, tensor in tree.items()}
     assert dtckpt.restore(saved(tmp_path / "two", tree), target)["parameter"] is tree["parameter"]
+
+
+def test_results_of_collectives_are_waited_for(tmp_path):
+    pending = AsyncCollectiveTensor(torch.ones(2))
+    assert dtckpt.restore(saved(tmp_path, {"a": pending}))["a"].tolist() == [1, 1]
 
 
 def fake():
