@@ -28,6 +28,12 @@ def tensor_of(name: str, shape: Sequence[int], dtype: str) -> torch.Tensor:
     return data.view(kind).reshape(tuple(shape)) if len(bits) else torch.empty(tuple(shape), dtype=kind)
 
 
+def zeros_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return zeros of a tensor's shape and dtype; torch fills few of the microscaling dtypes."""
+    zeros = torch.zeros((*tensor.shape, tensor.itemsize), dtype=torch.uint8)
+    return zeros.view(tensor.dtype).reshape(tensor.shape)
+
+
 def bits_of(tensor: torch.Tensor) -> bytes:
     """Return shape, dtype and bits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)

@@ -16,9 +16,9 @@ from dtckpt import groups
 from dtckpt.checkpoint.block_digests import BlockDigests
 from dtckpt.checkpoint.chunk_reads import BlockReader, ChunkRead, Scratch, convert, cut, from_span, is_small
 from dtckpt.config import Config
-from dtckpt.errors import CheckpointCorruptError, ConfigError, RegionError, RegionNotFoundError
+from dtckpt.errors import CheckpointCorruptError, ConfigError, DTypeError, RegionError, RegionNotFoundError
 from dtckpt.format.digest import as_bytes, buffer_of, bytes_digest, digest_chunk, digest_of_data
-from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.dtypes import DTYPES, UNCONVERTED
 from dtckpt.format.manifest import ArrayEntry
 from dtckpt.planning.read_plan import PartRead, plan_reads
 from dtckpt.region import Region
@@ -248,7 +248,17 @@ def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
 
 
 def _chunk_reads(entry: ArrayEntry, wanted: Wanted) -> list[ChunkRead]:
-    """Return the reads for some regions of a tensor, each with memory of its shape."""
+    """Return the reads for some regions of a tensor, each with memory of its shape.
+
+    Raises:
+        DTypeError: The memory is of another dtype, and the tensor's is not converted.
+    """
+    wanted_dtype = DTYPES[entry.kind.dtype]
+    if entry.kind.dtype in UNCONVERTED and any(memory.dtype != wanted_dtype for _, memory in wanted):
+        raise DTypeError(
+            f"tensor {entry.name!r} of dtype {entry.kind.dtype} is not converted; got memory of "
+            f"{wanted[0][1].dtype}, expected {wanted_dtype}"
+        )
     return [
         ChunkRead(entry, part, [cut(wanted[position][1], of_region) for position, _, of_region in part.uses])
         for part in parts_of(entry, tuple([region for region, _ in wanted]))

@@ -79,7 +79,7 @@ def array_metadata(
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(grid.shape),
-        "data_type": stored_dtype,
+        "data_type": DTYPES[stored_dtype].name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": fill_value(stored_dtype),
