@@ -392,9 +392,12 @@ class Rules:
         missed = job.missed.get((key, arrival.position))
         if missed is not None and task.number in missed.arrived:
             missed = None
-        if missed is not None and missed.failure is not None:
-            if barriers.is_late(task.number, is_certain=arrival.is_certain, missing=missed.failure.missing):
-                return missed
+        if (
+            missed is not None
+            and missed.failure is not None
+            and barriers.is_late(task.number, is_certain=arrival.is_certain, missing=missed.failure.missing)
+        ):
+            return missed
         if latest is not None and latest.is_open and task.number in latest.arrived:
             # The call that had arrived was given up by the task, which now comes anew.
             self._decide(latest, texts.gave_up(latest.name, task_name(job.name, task.number)), now)

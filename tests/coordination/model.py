@@ -423,7 +423,7 @@ def random_job(draw: random.Random) -> Job:
             draw.randrange(num_clients),
             draw.randrange(2, 7),
             draw.choice((0.0, 0.02, 0.05, 0.1, 0.3)) * (0.5 + draw.random()),
-            draw.choice((0.1, 0.5, 1.5, 3.0, 5.0)),
+            draw.choice((0.1, 0.5, 1.5, 3.0, 5.0, 9.0)),
         )
         for _ in range(draw.choice((1, 1, 2, 3, 5)))
     )
