@@ -135,7 +135,7 @@ def unless_none(call):
 def test_refusals_on_a_stream_are_the_same_errors(clients, monkeypatch, change, error, message):
     together(clients, at("b"))
     no_calls(monkeypatch, *clients)
-    given = {"task": clients[0]._identity, "name": "b", "generation": 1, "timeout_s": 20, "vote": pb.Vote(ok=True)}
+    given = {"task": clients[0]._identity, "name": "b", "call": 7, "timeout_s": 20, "vote": pb.Vote(ok=True)}
     with pytest.raises(error, match=message):
         clients[0]._arrive_on_stream(pb.ArriveRequest(**given | change), 20.0)
     assert is_streaming(clients[0])
@@ -153,7 +153,7 @@ def test_arrival_whose_stream_breaks_is_repeated_by_a_call(clients):
 
 
 def test_arrival_that_has_no_room_is_repeated_by_a_call(server, clients, monkeypatch):
-    arrival = pb.ArriveRequest(task=clients[0]._identity, name="b", timeout_s=20, vote=pb.Vote(ok=True))
+    arrival = pb.ArriveRequest(task=clients[0]._identity, name="b", call=1, timeout_s=20, vote=pb.Vote(ok=True))
     monkeypatch.setattr(server._service._calls, "_num_taken", server._service._calls._limit)
     assert clients[0]._arrive_on_stream(arrival, 20.0) is None
     waiting = Running(clients[:1], at("b"))
@@ -261,7 +261,7 @@ def raw_stream(stub, task, arrivals):
 
 def arrivals_of(task, count):
     who = identity(task, task + 1)
-    arrival = pb.ArriveRequest(task=who, name="b", timeout_s=20, vote=pb.Vote(ok=True), max_wait_s=20)
+    arrival = pb.ArriveRequest(task=who, name="b", call=1, timeout_s=20, vote=pb.Vote(ok=True), max_wait_s=20)
     return [pb.HeartbeatStreamRequest(task=who, sequence=2 + n, arrival=arrival) for n in range(count)]
 
 
@@ -319,7 +319,7 @@ def test_stream_that_ends_leaves_no_arrival_behind(server, how):
 def test_arrival_is_of_the_streams_task(server):
     """Whoever may speak for a job's task on a stream may not speak for an other job's in its arrivals."""
     beat = pb.HeartbeatStreamRequest(task=identity(0, 1), sequence=1)
-    foreign = pb.ArriveRequest(task=identity(1, 2), name="b", timeout_s=5, vote=pb.Vote(ok=True))
+    foreign = pb.ArriveRequest(task=identity(1, 2), name="b", call=1, timeout_s=5, vote=pb.Vote(ok=True))
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = pb_grpc.CoordinatorStub(channel)
         for task in range(2):
