@@ -6,7 +6,7 @@ import pytest
 from dtckpt_server import rules as server_rules
 from dtckpt_server.events import Cancel, Heartbeat, Register, Report
 
-from dtckpt import barriers
+from dtckpt import barriers, errors
 
 from .test_rules import TIMEOUT_S, World
 
@@ -157,6 +157,26 @@ def test_client_that_waits_is_told_that_the_other_came_anew_before_it_came(pair)
     earlier = pair.arrive(0)
     pair.arrive(0)
     assert pair.arrive(1) is earlier
+
+
+def test_call_that_was_overtaken_disturbs_nobody(pair):
+    """The network may deliver it when its client has long come anew."""
+    later = pair.arrive(0, call=8)
+    with pytest.raises(errors.BarrierConflictError, match="has given up waiting"):
+        pair.arrive(0, call=7)
+    assert pair.arrive(1) is later
+    assert later.is_passed
+    with pytest.raises(errors.BarrierConflictError, match="has given up waiting"):
+        pair.arrive(0, call=7)
+
+
+@pytest.mark.parametrize("operation", ["", "old-1"])
+def test_call_that_has_ended_does_not_arrive(pair, operation):
+    """Else an operation would begin, or go on, with a client that is not there."""
+    pair.tell(0, "", 7)
+    with pytest.raises(errors.BarrierConflictError, match="has given up waiting"):
+        pair.arrive(0, call=7, operation=operation)
+    assert pair.arrive(0, call=8, operation="").is_open
 
 
 def test_rounds_of_different_participants_are_numbered_apart(world):
