@@ -159,14 +159,17 @@ def test_repeated_call_gets_the_verdict_and_another_life_does_not():
     assert again.is_passed
 
 
-def test_call_whose_round_is_forgotten_is_a_new_one(world, monkeypatch):
+def test_call_whose_round_is_forgotten_is_a_new_one_or_is_over(world, monkeypatch):
     monkeypatch.setattr(server_rules, "KEPT_VERDICTS", 1)
-    for first in (10, 20, 30):
+    for call in (10, 20, 30):
         for task in range(3):
-            passed = world.arrive(task, call=first + task)
+            passed = world.arrive(task, call=call)
     assert passed.generation == 2
-    again = world.arrive(1, call=11)
-    assert (again.is_open, again.generation) == (True, 3)
+    with pytest.raises(errors.BarrierConflictError, match="client 1 .* has given up waiting"):
+        world.arrive(1, call=20)
+    world.arrive(0, name="other", call=31, ok=False)
+    again = world.arrive(1, call=30)
+    assert (again.is_open, again.generation) == (True, 0)
 
 
 def test_job_that_all_have_left_begins_anew():
@@ -203,8 +206,8 @@ def test_clients_that_have_all_left_may_come_back():
         world.leave(task)
     world.register(0, 1)
     assert world.arrive(0, call=7) is passed  # the stored verdict
-    assert world.arrive(0).generation == 1
-    assert world.arrive(1).is_passed
+    assert world.arrive(0, call=8).generation == 1
+    assert world.arrive(1, call=8).is_passed
 
 
 def test_job_of_which_not_all_came_does_not_begin_anew():

@@ -272,19 +272,24 @@ def test_late_arrival(raw, ok):
 
 
 def test_late_arrival_when_the_verdict_is_forgotten(raw, monkeypatch):
-    """It is taken for a new one, and meets the others in their next round."""
+    """A call that its client has left behind is refused; another one meets the others in their next round."""
     monkeypatch.setattr(rules, "KEPT_VERDICTS", 1)
     for task in range(NUM_CLIENTS):
         raw.register(task)
-    for first in (10, 20, 30):
+    for call in (10, 20, 30):
         for task in range(NUM_CLIENTS):
-            raw.arrive(task, call=first + task)
-    late = [raw.arrive(1, call=11) for _ in range(2)]
+            raw.arrive(task, call=call)
+    code, text = raw.refusal(raw.arrive, 1, call=10)
+    assert code == CODES.FAILED_PRECONDITION
+    assert "client 1" in text
+    assert "has given up waiting" in text
+    raw.arrive(0, "other", call=31, vote=pb.Vote())
+    late = [raw.arrive(1, call=30) for _ in range(2)]
     assert late[0] == late[1]
-    assert (late[0].verdict.state, late[0].generation) == (pb.BARRIER_STATE_OPEN, 3)
+    assert late[0].verdict.state == pb.BARRIER_STATE_OPEN
     for task in (0, 2):
-        raw.arrive(task)
-    assert raw.arrive(1, call=11).verdict.state == pb.BARRIER_STATE_PASSED
+        raw.arrive(task, call=32)
+    assert raw.arrive(1, call=30).verdict.state == pb.BARRIER_STATE_PASSED
 
 
 def test_job_runs_again(port, job, clients):
