@@ -91,7 +91,7 @@ class Raw:
     def tasks(self):
         return self.stub.GetJob(pb.GetJobRequest(job=self.job), timeout=5).tasks
 
-    def refusal(self, call, *args, **kwargs):
+    def refusal(self, call, /, *args, **kwargs):
         """Return the status with which a call is refused."""
         with pytest.raises(grpc.RpcError) as refused:
             call(*args, **kwargs)
