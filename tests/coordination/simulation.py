@@ -118,6 +118,8 @@ class Simulation:
         self.rules, effects = apply(self.rules, event, self.now)
         if not isinstance(event, Tick | Register | Leave):
             self._only_the_holder_is_heard(event.who, effects)
+        if isinstance(event, Heartbeat | Arrive) and self._is_holder(event.who):
+            self._told(event.who, event.report)  # also by an arrival that is refused
         if effects.refusal is None:
             self._note(event, effects)
         for barrier_id in effects.decided:
@@ -132,8 +134,10 @@ class Simulation:
         return effects
 
     def _only_the_holder_is_heard(self, who: Identity, effects: Effects) -> None:
-        is_holder = self._holders.get((who.job, who.task)) == who.incarnation
-        assert is_holder or effects.refusal is not None, f"{who} is fenced or unknown, and is heard"
+        assert self._is_holder(who) or effects.refusal is not None, f"{who} is fenced or unknown, and is heard"
+
+    def _is_holder(self, who: Identity) -> bool:
+        return self._holders.get((who.job, who.task)) == who.incarnation
 
     def _note(self, event: Event, effects: Effects) -> None:
         match event:
@@ -153,10 +157,7 @@ class Simulation:
                 self._holders = {**kept, (who.job, who.task): who.incarnation}
             case Leave(who) if self._holders.get((who.job, who.task)) == who.incarnation:
                 del self._holders[who.job, who.task]
-            case Heartbeat(who):
-                self._told(who, event.report)
             case Arrive(who):
-                self._told(who, event.report)
                 barrier_id = effects.barrier.barrier_id
                 if event.ok:
                     self._votes[barrier_id].add((who.task, who.incarnation, event.topic))
