@@ -289,7 +289,9 @@ def random_event(simulation: Simulation, draw: random.Random) -> Event:
     if kind < 0.55 and arrivals:
         return replace(draw.choice(arrivals), report=report, was_cut_off=draw.random() < 0.5)
     is_waiting = bool(arrivals) and simulation.is_open(arrivals[-1])
-    return Heartbeat(who, report=report) if is_waiting and draw.random() < 0.95 else random_arrival(simulation, who, draw)
+    return (
+        Heartbeat(who, report=report) if is_waiting and draw.random() < 0.95 else random_arrival(simulation, who, draw)
+    )
 
 
 def random_arrival(simulation: Simulation, who: Identity, draw: random.Random) -> Event:
@@ -305,7 +307,9 @@ def random_arrival(simulation: Simulation, who: Identity, draw: random.Random) -
     begun = simulation.callers[who].report.operation
     if begun and draw.random() < 0.8:
         places = [("save/planned", begun), ("save/written", begun)]
-    waiting = [barrier for barrier in simulation.open.values() if barrier.job == who.job and barrier.waits_for(who.task)]
+    waiting = [
+        barrier for barrier in simulation.open.values() if barrier.job == who.job and barrier.waits_for(who.task)
+    ]
     if waiting and draw.random() < 0.9:
         places = [(barrier.name, barrier.operation) for barrier in waiting]
     name, operation = draw.choice(places)
