@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
@@ -234,18 +235,19 @@ class Client:
     def __init__(self, stub: pb_grpc.CoordinatorAsyncStub, task: int) -> None:
         self._stub = stub
         self._who = who(task)
+        self._calls = itertools.count(1)
         self._stream = stub.HeartbeatStream(timeout=STREAM_S)
 
     async def begin(self) -> None:
         await self._stream.write(pb.HeartbeatStreamRequest(task=self._who, sequence=1))
         await self._stream.read()
 
-    async def meet(self, name: str, generation: int = 0, *, collect: bool = False) -> float:
+    async def meet(self, name: str, *, collect: bool = False) -> float:
         """Arrive and wait; return when the verdict came."""
         arrival = pb.ArriveRequest(
             task=self._who,
             name=name,
-            generation=generation,
+            call=next(self._calls),
             timeout_s=LIMIT_S,
             vote=pb.Vote(ok=True, payload=bytes(64) if collect else b""),
             collect=collect,
@@ -276,9 +278,7 @@ async def barriers(num_clients: int, rounds: int, *, collect: bool) -> float:
         async with stubs(server.port) as many:
             await register_all(many, num_clients)
             clients = await begin_all(many, num_clients)
-            return await rounds_of(
-                rounds, num_clients, lambda task, number: clients[task].meet("b", number, collect=collect)
-            )
+            return await rounds_of(rounds, num_clients, lambda task, _: clients[task].meet("b", collect=collect))
 
 
 # --- a client that dies, and memory -------------------------------------------------------------------------
@@ -292,7 +292,7 @@ async def detection(num_waiters: int, timeout_s: float, rounds: int) -> tuple[li
         async with stubs(server.port) as many:
             await register_all(many, num_waiters + 1)
             clients = await begin_all(many, num_waiters)
-            for generation in range(rounds):
+            for _ in range(rounds):
                 await register_all(many, num_waiters + 1)
 
                 async def keep_beating() -> None:
@@ -306,7 +306,7 @@ async def detection(num_waiters: int, timeout_s: float, rounds: int) -> tuple[li
                 beating = asyncio.create_task(keep_beating())
                 silent_since = time.monotonic()
                 await many[0].Heartbeat(pb.HeartbeatRequest(task=who(dead)), timeout=5)
-                told = await asyncio.gather(*(client.meet("b", generation) for client in clients))
+                told = await asyncio.gather(*(client.meet("b") for client in clients))
                 beating.cancel()
                 known.append(min(told) - silent_since)
                 spread.append(max(told) - min(told))

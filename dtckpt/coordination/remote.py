@@ -306,8 +306,8 @@ class GrpcCoordination(Caller):
         begun = ""
         try:
             answer = self._meet(request, self._clock() + timeout_s) if told is None else _failed(told)
-            if not answer.verdict.HasField("failure"):
-                begun = request.operation or answer.barrier_id
+            if operation is not None and not answer.verdict.HasField("failure"):
+                begun = operation.id or answer.barrier_id
         finally:
             if operation is not None:
                 self._calls.end(call, operation.id or begun)

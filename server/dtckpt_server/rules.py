@@ -272,6 +272,7 @@ class Rules:
             self._tell_fenced(job, task, _replaced(job.name, task.number))
         task = Task(who.task, who.incarnation, attempt, event.host, now, progressed_at=now, report=event.report)
         job.tasks[who.task] = task
+        self._fail_waits_for(job, task, now)
         self._log_task("registered", job, task, f"registered from {task.host or 'an unnamed host'}, attempt {attempt}")
 
     def _job_for(self, event: Register, job_name: str, now: float) -> Job:
@@ -385,6 +386,10 @@ class Rules:
         participants = arrival.members(job.num_clients)
         key = arrival.name, arrival.operation, participants if len(participants) < job.num_clients else ()
         latest = job.latest.get(key)
+        joined = 0 if latest is None else latest.arrived.get(task.number, 0)
+        if arrival.call < joined or (arrival.operation is not None and arrival.call <= task.report.num_ended):
+            # The message was overtaken: its client has gone on, and waits for no answer.
+            raise errors.BarrierConflictError(barriers.gave_up(arrival.name, task_name(job.name, task.number)))
         if arrival.operation:
             return latest or self._open(job, arrival, key, participants, now)
         if arrival.is_again and key[2] in job.broken:
@@ -459,13 +464,15 @@ class Rules:
     # --- where tasks are ----------------------------------------------------------------------------------------
 
     def _note_report(self, job: Job, task: Task, report: Report, now: float) -> None:
-        """Fail what waits for a task that is known to be elsewhere."""
-        if report == task.report or report.num_ended < task.report.num_ended:
-            return
-        task.report = report
+        if report != task.report and report.num_ended >= task.report.num_ended:
+            task.report = report
+            self._fail_waits_for(job, task, now)
+
+    def _fail_waits_for(self, job: Job, task: Task, now: float) -> None:
+        """Fail what waits for a task in vain, as it is known to be elsewhere."""
         for barrier in [barrier for barrier in job.open.values() if barrier.operation is not None]:
             call = barrier.arrived.get(task.number)
-            if call is not None and call <= report.num_ended:
+            if call is not None and call <= task.report.num_ended:
                 self._decide(barrier, texts.gave_up(barrier.name, task_name(job.name, task.number)), now)
             elif barrier.operation and barrier.waits_for(task.number) and self._is_elsewhere(barrier, task):
                 self._fail_operation(job, barrier, task, now)

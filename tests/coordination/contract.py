@@ -7,19 +7,25 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from dtckpt import errors
-from dtckpt.coordination import Coordination, Progress, Verdict, Vote, rules
+from dtckpt import barriers, errors
+from dtckpt.coordination import Coordination, Operation, Position, Progress, Verdict, Vote, rules
+from dtckpt.coordination.process import calls_of
+from dtckpt.coordination.protocol import BEGIN
 
 TIMEOUT_S = 20.0
 """Of barriers that are expected to end earlier."""
 HEARTBEAT_S = 1.0
+AT_ONCE_S = 5.0
+"""Far less than `TIMEOUT_S`, and more than heartbeats take to tell on a busy machine."""
 TASK = r"client {0} \(.+/{0}\)"
+FIRST, SECOND = Position("step 1", is_certain=True), Position("step 2", is_certain=True)
+"""Of clients that shall be late for nothing but what they came for, however slow the machine is."""
 
 
 @dataclass
@@ -69,6 +75,18 @@ def together(clients: Iterable[Coordination], call: Callable[[Coordination], Any
 def at(name: str, **options: Any) -> Callable[[Coordination], Verdict]:
     options = {"timeout_s": TIMEOUT_S, **options}
     return lambda client: client.barrier(name, **options)
+
+
+def begin(clients: Iterable[Coordination], name: str = "save/begin", **options: Any) -> dict[int, Operation]:
+    """Begin an operation; return it as each client knows it."""
+    results = together(clients, at(name, operation=BEGIN, **options))
+    assert not any(result.error for result in results.values()), results
+    return {client: result.value.operation for client, result in results.items()}
+
+
+def inside(operations: Mapping[int, Operation], name: str, **options: Any) -> Callable[[Coordination], Verdict]:
+    """Return a call to a later round of an operation."""
+    return lambda client: at(name, operation=operations[client.member.client], **options)(client)
 
 
 def wait_until(condition: Callable[[], object], within_s: float = 10.0) -> None:
@@ -134,22 +152,22 @@ class CoordinationContract:
 
         def call(client):
             vote = Vote.of_error(error) if client.member.client == failing else Vote()
-            return client.barrier("b", vote, timeout_s=TIMEOUT_S)
+            return client.barrier("b", vote, timeout_s=TIMEOUT_S, position=FIRST)
 
         same_error(together(clients, call), errors.StorageFullError, rf"^client {failing}: no space left on /data$")
 
     def test_foreign_error_is_client_failed(self, clients):
         vote = Vote.of_error(OSError("disk \udcff gone"))
-        results = together(clients, lambda c: c.barrier("b", vote, timeout_s=TIMEOUT_S))
+        results = together(clients, at("b", vote=vote, position=FIRST))
         same_error(results, errors.ClientFailedError, r"client \d: OSError: disk \\udcff gone")
 
     def test_next_generation_works_after_a_failure(self, clients):
-        together(clients, lambda c: c.barrier("b", Vote(ok=False), timeout_s=TIMEOUT_S))
-        results = together(clients, at("b"))
+        together(clients, at("b", vote=Vote(ok=False), position=FIRST))
+        results = together(clients, at("b", position=SECOND))
         assert [result.value.generation for result in results.values()] == [1] * len(clients), results
 
     def test_long_reasons_are_capped(self, clients):
-        results = together(clients, lambda c: c.barrier("b", Vote(ok=False, reason="ü" * 10**6), timeout_s=TIMEOUT_S))
+        results = together(clients, at("b", vote=Vote(ok=False, reason="ü" * 10**6), position=FIRST))
         error = same_error(results, errors.ClientFailedError, "client .: ü+")
         assert len(str(error)) <= errors.MAX_MESSAGE_CHARS
 
@@ -196,6 +214,30 @@ class CoordinationContract:
         results = together(clients, at("b"))
         assert [result.value.generation for result in results.values()] == [1] * len(clients), results
 
+    def test_operation_has_an_identity(self, clients):
+        """All know the same one, its later rounds carry it, and the next operation has another."""
+        ids = set()
+        for _ in range(3):
+            operations = begin(clients)
+            ids |= {operation.id for operation in operations.values()}
+            for name in ("save/planned", "save/written"):
+                results = together(clients, inside(operations, name))
+                assert {client: result.value.operation for client, result in results.items()} == operations
+        assert len(ids) == 3
+        assert "" not in ids
+
+    def test_round_that_stands_alone_has_no_operation(self, clients):
+        operations = begin(clients)
+        results = together(clients, at("save/written"))
+        assert {result.value.operation for result in results.values()} == {BEGIN}
+        assert not any(result.error for result in together(clients, inside(operations, "save/written")).values())
+
+    def test_operation_that_failed_to_begin_is_none(self, clients):
+        failed = together(clients, at("save/begin", vote=Vote(ok=False), operation=BEGIN, position=FIRST))
+        same_error(failed, errors.ClientFailedError, "voted no")
+        assert {calls_of(client.member).report.operation for client in clients} == {""}
+        begin(clients, position=SECOND)
+
     def test_status_shows_progress(self, clients):
         together(clients, lambda client: client.register())
         clients[0].heartbeat(Progress("write", 12, 3, 4))
@@ -213,9 +255,11 @@ class ManyClientsContract(CoordinationContract):
         raise NotImplementedError
 
     def test_topics_must_be_equal(self, clients):
-        results = together(
-            clients, lambda c: c.barrier("b", Vote(topic=b"%d" % (c.member.client % 2)), timeout_s=TIMEOUT_S)
-        )
+        def call(client):
+            vote = Vote(topic=b"%d" % (client.member.client % 2))
+            return client.barrier("b", vote, timeout_s=TIMEOUT_S, position=FIRST)
+
+        results = together(clients, call)
         same_error(results, errors.BarrierConflictError, "^barrier 'b': topics differ: client . came for 3., client .")
 
     def test_participants_must_be_equal(self, clients):
@@ -253,11 +297,42 @@ class ManyClientsContract(CoordinationContract):
         same_error(results, errors.BarrierTimeoutError, "missing client 2 .*, which never registered")
 
     def test_late_arrival_gets_the_stored_verdict(self, clients):
-        early = together(clients[:2], at("b", timeout_s=0.3))
-        late = together(clients[2:], at("b"))
+        early = together(clients[:2], at("b", timeout_s=0.3, position=FIRST))
+        late = together(clients[2:], at("b", position=FIRST))
         same_error({**early, **late}, errors.BarrierTimeoutError, "missing client 2")
         assert late[2].seconds < 1.0
-        assert not any(result.error for result in together(clients, at("b")).values())
+        results = together(clients, at("b", position=SECOND))
+        assert [result.value.generation for result in results.values()] == [1] * len(clients), results
+
+    def test_arrival_at_another_position_is_not_late(self, clients):
+        together(clients[:2], at("b", timeout_s=0.3, position=FIRST))
+        waiting = Running(clients[2:], at("b", position=SECOND))
+        wait_until(lambda: clients[2].status().barriers)
+        results = {**together(clients[:2], at("b", position=SECOND)), **waiting.results()}
+        assert not any(result.error for result in results.values()), results
+
+    def test_late_arrival_that_may_be_a_new_one_waits_for_the_grace(self, clients, monkeypatch):
+        """Alone, it is told the old failure then."""
+        monkeypatch.setattr(barriers, "is_late", lambda **_: False)  # as if much time had passed
+        together(clients[:2], at("b", timeout_s=0.3))
+        late = together(clients[2:], at("b"))
+        error = same_error(
+            late,
+            errors.BarrierTimeoutError,
+            r"^barrier 'b': the others had given up \d+\.\d s before this client came; that round failed: "
+            rf"barrier 'b' timed out after 0.3 s: 2/3 arrived, missing {TASK.format(2)}",
+        )
+        assert error.missing == (2,)
+        assert barriers.grace_s(HEARTBEAT_S) <= late[2].seconds < AT_ONCE_S
+
+    def test_late_arrival_that_others_join_takes_part(self, clients, monkeypatch):
+        monkeypatch.setattr(barriers, "is_late", lambda **_: False)
+        monkeypatch.setattr(barriers, "grace_s", lambda _: TIMEOUT_S)
+        together(clients[:2], at("b", timeout_s=0.3))
+        late = Running(clients[2:], at("b"))
+        wait_until(lambda: clients[2].status().barriers)
+        results = {**together(clients[:2], at("b")), **late.results()}
+        assert [result.value.generation for result in results.values()] == [1] * len(clients), results
 
     def test_no_vote_ends_the_wait_at_once(self, clients):
         start = time.monotonic()
@@ -266,10 +341,64 @@ class ManyClientsContract(CoordinationContract):
         assert time.monotonic() - start < 2.0
 
     def test_same_barrier_twice_at_once_is_one_arrival(self, clients):
-        """Two threads of one client must not complete a barrier of two."""
-        twice = [Running(clients[:1], at("b", timeout_s=0.5, participants=[0, 1])) for _ in range(2)]
-        for running in twice:
-            same_error(running.results(), errors.BarrierTimeoutError, "1/2 arrived")
+        """Two threads of one client must not complete a barrier of two; the earlier call is told."""
+        earlier = Running(clients[:1], at("b", participants=[0, 1]))
+        wait_until(lambda: clients[0].status().barriers)
+        later = Running(clients[:1], at("b", timeout_s=0.5, participants=[0, 1]))
+        expected = f"^barrier 'b': {TASK.format(0)} has given up waiting"
+        same_error(earlier.results(), errors.BarrierCancelledError, expected)
+        same_error(later.results(), errors.BarrierTimeoutError, "1/2 arrived")
+
+    def test_client_that_comes_anew_meets_the_others(self, clients):
+        given_up = Running(clients[:1], at("b"))
+        wait_until(lambda: clients[0].status().barriers)
+        again = Running(clients[:1], at("b", position=SECOND))
+        same_error(given_up.results(), errors.BarrierCancelledError, "has given up waiting")
+        results = {**together(clients[1:], at("b", position=SECOND)), **again.results()}
+        assert not any(result.error for result in results.values()), results
+
+    def test_round_of_an_operation_takes_place_once(self, clients):
+        """Whoever comes late gets its verdict, also by a second call."""
+        operations = begin(clients)
+        early = together(clients[:1], inside(operations, "save/written", vote=Vote(ok=False, reason="full")))
+        for late in (clients[1:], clients[1:], clients[:1]):
+            results = together(late, inside(operations, "save/written"))
+            same_error({**early, **results}, errors.ClientFailedError, "^client 0: full$")
+        again = begin(clients)
+        assert not any(result.error for result in together(clients, inside(again, "save/written")).values())
+
+    def test_round_does_not_wait_for_a_client_that_leaves_the_operation(self, clients):
+        operations = begin(clients)
+        waiting = Running(clients[:2], inside(operations, "save/written"))
+        wait_until(lambda: [barrier.missing for barrier in clients[0].status().barriers] == [(2,)])
+        calls_of(clients[2].member).leave_operation()
+        results = waiting.results()
+        expected = f"^barrier 'save/written': {TASK.format(2)} is not in this operation any more"
+        same_error(results, errors.BarrierConflictError, expected)
+        assert max(result.seconds for result in results.values()) < AT_ONCE_S
+
+    @pytest.mark.parametrize("name", ["restore/begin", "save/written"])
+    def test_round_of_an_operation_does_not_outlast_a_call_that_was_given_up(self, clients, name):
+        operations = begin(clients) if name == "save/written" else dict.fromkeys(range(3), BEGIN)
+        given_up = Running(clients[2:], inside(operations, name))
+        wait_until(lambda: [barrier.missing for barrier in clients[2].status().barriers] == [(0, 1)])
+        waiting = Running(clients[:1], inside(operations, name))
+        wait_until(lambda: [barrier.missing for barrier in clients[0].status().barriers] == [(1,)])
+        calls_of(clients[2].member).end(1000, "")
+        results = {**waiting.results(), **given_up.results()}
+        expected = f"^barrier '{name}': {TASK.format(2)} has given up waiting"
+        same_error(results, errors.BarrierCancelledError, expected)
+        assert max(result.seconds for result in results.values()) < AT_ONCE_S
+
+    def test_operations_that_wait_for_each_other_fail_at_once(self, clients):
+        """Each client waits for the other one in another operation's first round."""
+        save = Running(clients[:1], at("save/begin", operation=BEGIN, participants=[0, 1]))
+        wait_until(lambda: clients[0].status().barriers)
+        restore = Running(clients[1:2], at("restore/begin", operation=BEGIN, participants=[0, 1]))
+        for results in (save.results(), restore.results()):
+            expected = r"^client . \(.*\) waits at '.+/begin', client . \(.*\) at '.+/begin', each for the other"
+            same_error(results, errors.BarrierConflictError, expected)
+            assert max(result.seconds for result in results.values()) < AT_ONCE_S
 
     @pytest.mark.parametrize("silent", [0, 2])
     def test_lost_client_is_named(self, clients, silent):
@@ -347,12 +476,12 @@ class ManyClientsContract(CoordinationContract):
         with pytest.raises(errors.FencedError, match="is another live process"):
             rival.register()
 
-    def test_restarted_client_takes_its_place_and_does_not_pass_old_barriers(self, clients):
+    def test_restarted_client_takes_its_place_and_meets_the_others_in_their_next_round(self, clients):
         together(clients, at("b"))
         self.silence(clients[2])
         reborn = self.make(self.num_clients, clients[0].member.job)[2]
         reborn.register()
-        with pytest.raises(errors.BarrierConflictError, match="was restarted and is behind"):
-            reborn.barrier("b", timeout_s=TIMEOUT_S)
+        results = together([*clients[:2], reborn], at("b"))
+        assert [result.value.generation for result in results.values()] == [1] * len(clients), results
         assert clients[0].status().tasks[2].incarnation == reborn.member.incarnation
         reborn.leave()

@@ -71,7 +71,7 @@ def request(method, draw):
         if message.HasField("arrival") and kind > 0.2:
             message.arrival.task.CopyFrom(message.task)
         if message.HasField("arrival") and kind > 0.5:
-            message.arrival.MergeFrom(pb.ArriveRequest(name="fuzz", timeout_s=0.01))
+            message.arrival.MergeFrom(pb.ArriveRequest(name="fuzz", call=draw.randrange(1, 1000), timeout_s=0.01))
             message.arrival.ClearField("participants")
             message.arrival.vote.payload = b""
         return message.SerializeToString()

@@ -1,6 +1,7 @@
 """What an operator sees of the coordinator: metrics, the status page, log lines, and how it ends."""
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -42,6 +43,7 @@ class World:
         self.now = 100.0
         self.rules = Rules(TIMEOUT_S, incarnation=0xC0)
         self.metrics = Metrics(lambda: self.rules, "1.2.3", lambda: self.now)
+        self.calls = itertools.count(1)
 
     def happen(self, event):
         self.rules, effects = apply(self.rules, event, self.now)
@@ -53,7 +55,7 @@ class World:
             self.happen(events.Register(events.Identity(job, task, task + 1), num_clients, **options))
 
     def arrive(self, task, name="save/begin", job="job", **options):
-        arrival = {"generation": 0, "participants": (), "timeout_s": 60.0, **options}
+        arrival = {"call": next(self.calls), "participants": (), "timeout_s": 60.0, **options}
         return self.happen(events.Arrive(events.Identity(job, task, task + 1), name, **arrival))
 
     def value(self, name, **labels):
@@ -105,7 +107,7 @@ def test_barriers(world):
     assert world.value("barriers_total", job="job", kind="user", outcome="timeout") == 1
     assert world.value("barrier_duration_seconds_sum", kind="user") == 6
     assert world.value("barrier_skew_seconds_sum", kind="user") == 0
-    world.arrive(0, "save/begin", generation=1, ok=False, reason="no")
+    world.arrive(0, "save/begin", ok=False, reason="no")
     assert world.value("barriers_total", job="job", kind="save_begin", outcome="vote") == 1
 
 
@@ -309,7 +311,7 @@ def test_refusals_are_told_but_do_not_flood(caplog):
 
 
 def arrival(task, name="b"):
-    return pb.ArriveRequest(task=identity(task), name=name, timeout_s=20, vote=pb.Vote(ok=True))
+    return pb.ArriveRequest(task=identity(task), name=name, call=1, timeout_s=20, vote=pb.Vote(ok=True))
 
 
 def identity(task):

@@ -135,7 +135,9 @@ def test_slow_reader_costs_a_bounded_number_of_bytes(monkeypatch):
         stream = Stream(context)
         for number in range(8):
             vote = pb.Vote(ok=True, payload=bytes(4096))
-            arrival = pb.ArriveRequest(task=WHO, name=f"b{number}", timeout_s=9, vote=vote, collect=True)
+            arrival = pb.ArriveRequest(
+                task=WHO, name=f"b{number}", call=number + 1, timeout_s=9, vote=vote, collect=True
+            )
             request = pb.HeartbeatStreamRequest(task=WHO, sequence=number + 1, arrival=arrival)
             stream.spawn(service._answer_arrival(request, stream, context))
         await asyncio.sleep(0)

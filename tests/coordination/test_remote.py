@@ -268,7 +268,7 @@ def test_status_codes(stub):
     assert code(stub.Register, rival) == codes.ABORTED
     stub.Heartbeat(pb.HeartbeatRequest(task=identity("c")), timeout=5)
     assert code(stub.Register, rival) == codes.FAILED_PRECONDITION
-    too_long = pb.ArriveRequest(task=identity("c"), name="x" * 257, timeout_s=1)
+    too_long = pb.ArriveRequest(task=identity("c"), name="x" * 257, call=1, timeout_s=1)
     assert code(stub.Arrive, too_long) == codes.INVALID_ARGUMENT
     stub.Leave(pb.LeaveRequest(task=identity("c")), timeout=5)
 
@@ -294,7 +294,7 @@ def test_heartbeat_stream(stub):
 def test_cancel_and_look_in(stub):
     for task in range(2):
         stub.Register(pb.RegisterRequest(task=identity("look", task), num_clients=2), timeout=5)
-    arrival = pb.ArriveRequest(task=identity("look"), name="b", timeout_s=20, vote=pb.Vote(ok=True))
+    arrival = pb.ArriveRequest(task=identity("look"), name="b", call=1, timeout_s=20, vote=pb.Vote(ok=True))
     barrier_id = stub.Arrive(arrival, timeout=5).barrier_id
     job = stub.GetJob(pb.GetJobRequest(job="look"), timeout=5)
     assert [(barrier.name, list(barrier.missing)) for barrier in job.open_barriers] == [("b", [1])]
@@ -317,7 +317,7 @@ def test_one_waiter_that_goes_away_leaves_the_others_waiting(port, stub):
         stub.Register(pb.RegisterRequest(task=identity("gone", task), num_clients=3), timeout=5)
     barrier_id = ""
     for task in range(2):
-        arrival = pb.ArriveRequest(task=identity("gone", task), name="b", timeout_s=20, vote=pb.Vote(ok=True))
+        arrival = pb.ArriveRequest(task=identity("gone", task), name="b", call=1, timeout_s=20, vote=pb.Vote(ok=True))
         barrier_id = stub.Arrive(arrival, timeout=5).barrier_id
     request = pb.AwaitRequest(barrier_id=barrier_id, task=identity("gone"), max_wait_s=20)
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=(("grpc.use_local_subchannel_pool", 1),)) as short_lived:
@@ -325,7 +325,7 @@ def test_one_waiter_that_goes_away_leaves_the_others_waiting(port, stub):
         staying = stub.Await.future(request, timeout=20)
         stub.ListJobs(pb.ListJobsRequest(), timeout=5)
         leaving.cancel()
-    last = pb.ArriveRequest(task=identity("gone", 2), name="b", timeout_s=20, vote=pb.Vote(ok=True))
+    last = pb.ArriveRequest(task=identity("gone", 2), name="b", call=1, timeout_s=20, vote=pb.Vote(ok=True))
     assert stub.Arrive(last, timeout=5).verdict.state == pb.BARRIER_STATE_PASSED
     assert staying.result().verdict.state == pb.BARRIER_STATE_PASSED
 
@@ -455,7 +455,7 @@ def test_burst_of_arrivals():
         ready.append(task)
         while len(ready) < num_clients:
             await asyncio.sleep(0.01)
-        arrival = pb.ArriveRequest(task=who, name="b", timeout_s=60, vote=pb.Vote(ok=True))
+        arrival = pb.ArriveRequest(task=who, name="b", call=1, timeout_s=60, vote=pb.Vote(ok=True))
         arrived = await stub.Arrive(arrival, timeout=60)
         if arrived.verdict.state != pb.BARRIER_STATE_OPEN:
             return arrived.verdict.state

@@ -1,5 +1,6 @@
 """The coordinator's rules, without gRPC and with a clock of our own."""
 
+import itertools
 import tracemalloc
 
 import pytest
@@ -21,6 +22,7 @@ class World:
         self.now = 100.0
         self.rules = Rules(TIMEOUT_S, incarnation=0xC0)
         self.num_clients = num_clients
+        self.calls = itertools.count(1)
 
     def who(self, task, incarnation=None, job="job"):
         return Identity(job, task, incarnation or task + 1)
@@ -43,8 +45,10 @@ class World:
     def leave(self, task):
         return self.happen(Leave(self.who(task)))
 
-    def arrival(self, task, name="b", generation=0, participants=(), timeout_s=60.0, incarnation=None, **vote):
-        return Arrive(self.who(task, incarnation), name, generation, tuple(participants), timeout_s, **vote)
+    def arrival(self, task, name="b", call=0, participants=(), timeout_s=60.0, incarnation=None, **options):
+        """Return an arrival by a new call, unless the number of one is given."""
+        call = call or next(self.calls)
+        return Arrive(self.who(task, incarnation), name, call, tuple(participants), timeout_s, **options)
 
     def arrive(self, task, *args, **kwargs):
         return self.happen(self.arrival(task, *args, **kwargs)).barrier
@@ -78,8 +82,9 @@ def test_passes_when_all_have_arrived(world):
 
 
 def test_repeated_arrival_counts_once(world):
-    for _ in range(5):
-        assert world.arrive(0).is_open
+    arrived = [world.arrive(0, call=7) for _ in range(5)]
+    assert all(barrier is arrived[0] for barrier in arrived)
+    assert arrived[0].is_open
 
 
 def test_silence_makes_suspect_then_lost(world):
@@ -111,7 +116,7 @@ def test_late_arrival_of_a_lost_task_brings_it_back(world):
     world.arrive(0)
     world.pass_time(TIMEOUT_S + TICK_S, beating=(0, 2))
     assert world.arrive(1).failure.code == "ClientLostError"
-    assert world.arrive(0, generation=1).is_open
+    assert world.arrive(0).is_open
 
 
 def test_time_without_listening_is_not_held_against_tasks(world):
@@ -141,23 +146,30 @@ def test_thousands_of_missing_names_fit_a_message():
     assert len(barrier.failure.message) < 4000
 
 
-def test_late_arrival_gets_the_verdict_unless_it_is_another_life(world):
-    for task in range(3):
-        world.arrive(task)
-    assert world.arrive(1).is_passed
+def test_repeated_call_gets_the_verdict_and_another_life_does_not():
+    world = World(2)
+    world.register(0, 1)
+    passed = [world.arrive(task, call=7 + task) for task in range(2)]
+    assert world.arrive(1, call=8) is passed[0]
     world.leave(1)
     world.register(1, incarnation=77)
-    with pytest.raises(errors.BarrierConflictError, match="was restarted and is behind"):
-        world.arrive(1, incarnation=77)
+    again = world.arrive(1, call=8, incarnation=77)
+    assert (again.is_open, again.generation) == (True, 1)
+    assert world.arrive(0) is again
+    assert again.is_passed
 
 
-def test_forgotten_generation_is_behind(world, monkeypatch):
+def test_call_whose_round_is_forgotten_is_a_new_one_or_is_over(world, monkeypatch):
     monkeypatch.setattr(server_rules, "KEPT_VERDICTS", 1)
-    for generation in range(3):
+    for call in (10, 20, 30):
         for task in range(3):
-            world.arrive(task, generation=generation)
-    behind = world.arrive(1, generation=0)
-    assert "client 0 is ahead: it is at generation 2, client 1 at generation 0" in behind.failure.message
+            passed = world.arrive(task, call=call)
+    assert passed.generation == 2
+    with pytest.raises(errors.BarrierConflictError, match="client 1 .* has given up waiting"):
+        world.arrive(1, call=20)
+    world.arrive(0, name="other", call=31, ok=False)
+    again = world.arrive(1, call=30)
+    assert (again.is_open, again.generation) == (True, 0)
 
 
 def test_job_that_all_have_left_begins_anew():
@@ -169,15 +181,15 @@ def test_job_that_all_have_left_begins_anew():
     assert barrier.is_passed
     world.leave(0)
     world.register(0, incarnation=7)  # the other one is still there
-    with pytest.raises(errors.BarrierConflictError, match="was restarted and is behind"):
-        world.arrive(0, incarnation=7)
+    begun = world.arrive(0, incarnation=7)
+    assert (begun.is_open, begun.generation) == (True, 1)
     world.happen(Leave(world.who(0, 7)))
     world.leave(1)
     world.num_clients = 3
     for task in range(3):
         world.register(task, incarnation=10 + task)
         again = world.arrive(task, incarnation=10 + task)
-    assert again.is_passed
+    assert (again.is_passed, again.generation) == (True, 0)
     assert again.barrier_id != barrier.barrier_id
     world.rules.barrier("job", barrier.barrier_id)  # verdicts of the last run are still kept
     with pytest.raises(server_rules.HeldError):
@@ -189,31 +201,24 @@ def test_clients_that_have_all_left_may_come_back():
     world = World(2)
     world.register(0, 1)
     for task in range(2):
-        world.arrive(task)
+        passed = world.arrive(task, call=7)
     for task in range(2):
         world.leave(task)
     world.register(0, 1)
-    assert world.arrive(0).is_passed  # the stored verdict
-    assert not world.arrive(0, generation=1).is_passed
-    assert world.arrive(1, generation=1).is_passed
+    assert world.arrive(0, call=7) is passed  # the stored verdict
+    assert world.arrive(0, call=8).generation == 1
+    assert world.arrive(1, call=8).is_passed
 
 
 def test_job_of_which_not_all_came_does_not_begin_anew():
     """Who comes late is told what was decided without it."""
     world = World(2)
     world.register(0)
-    failed = world.arrive(0, timeout_s=1.0)
+    failed = world.arrive(0, timeout_s=1.0, position="step 1")
     world.pass_time(2.0, beating=(0,))
     world.leave(0)
     world.register(1)
-    assert world.arrive(1) is failed
-
-
-def test_open_generation_behind_fails_both(world):
-    ahead = world.arrive(0, generation=5)
-    behind = world.arrive(1, generation=0)
-    assert ahead.failure == behind.failure
-    assert "client 0 is ahead: it is at generation 5, client 1 at generation 0" in ahead.failure.message
+    assert world.arrive(1, position="step 1", is_certain=True) is failed
 
 
 def test_recovery_window_is_a_full_timeout_for_each_task():
@@ -231,9 +236,14 @@ def test_verdicts_payloads_and_jobs_do_not_pile_up(world, monkeypatch):
     for step in range(1000):
         for task in range(3):
             world.arrive(task, name=f"step {step}", payload=b"x" * 1000)
-    job = world.rules.jobs["job"]
-    assert len(job.barriers) == len(job.latest) == len(world.rules._barriers) == 50
-    assert sum(len(payload) for b in job.barriers.values() for payload in b.payloads.values()) <= 10_000
+    job, kept = world.rules.jobs["job"], world.rules._barriers
+    assert len(job.latest) == len(job.named) == len(kept) == 50
+    assert sum(len(payload) for barrier in kept.values() for payload in barrier.payloads.values()) <= 10_000
+    for step in range(1000):
+        world.arrive(0, position=f"step {step}", ok=False)
+    assert len(job.missed) == len(kept) == 50
+    assert (len(job.latest), len(job.named)) == (1, 1)
+    assert max(len(task.calls) for task in job.tasks.values()) == server_rules.KEPT_CALLS
     assert not job.open
     for task in range(3):
         world.leave(task)

@@ -231,7 +231,7 @@ def requests(job):
     return {
         "Register": pb.RegisterRequest(task=who, num_clients=1),
         "Heartbeat": pb.HeartbeatRequest(task=who),
-        "Arrive": pb.ArriveRequest(task=who, name="b", timeout_s=10, vote=pb.Vote(ok=True)),
+        "Arrive": pb.ArriveRequest(task=who, name="b", call=1, timeout_s=10, vote=pb.Vote(ok=True)),
         "Await": pb.AwaitRequest(task=who, barrier_id="x"),
         "Cancel": pb.CancelRequest(task=who, barrier_id="x"),
         "Leave": pb.LeaveRequest(task=who),

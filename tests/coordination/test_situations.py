@@ -3,6 +3,7 @@
 Those who misbehave are `Raw` clients, which do what they are told and nothing by themselves.
 """
 
+import itertools
 import secrets
 
 import grpc
@@ -12,7 +13,7 @@ from dtckpt_server import rules
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.coordination import Member, Progress, Vote
+from dtckpt.coordination import Member, Position, Progress, Vote
 from dtckpt.coordination.remote import GrpcCoordination
 
 from .contract import HEARTBEAT_S, Running, at, leave_all, same_error, together, wait_until
@@ -57,6 +58,7 @@ class Raw:
     def __init__(self, channel, job):
         self.stub = pb_grpc.CoordinatorStub(channel)
         self.job = job
+        self.calls = itertools.count(1)
 
     def who(self, task, incarnation=None):
         return pb.TaskIdentity(job=self.job, task=task, incarnation=incarnation or task + 1)
@@ -69,10 +71,16 @@ class Raw:
         request = pb.HeartbeatRequest(task=self.who(task, incarnation), progress=pb.Progress(**progress))
         return self.stub.Heartbeat(request, timeout=5)
 
-    def arrive(self, task, name="b", generation=0, participants=(), timeout_s=20.0, incarnation=None):
-        who, vote = self.who(task, incarnation), pb.Vote(ok=True)
+    def arrive(self, task, name="b", call=0, participants=(), timeout_s=20.0, incarnation=None, vote=None, **options):
+        """Arrive by a new call, unless the number of one is given."""
         request = pb.ArriveRequest(
-            task=who, name=name, generation=generation, participants=participants, timeout_s=timeout_s, vote=vote
+            task=self.who(task, incarnation),
+            name=name,
+            call=call or next(self.calls),
+            participants=participants,
+            timeout_s=timeout_s,
+            vote=vote or pb.Vote(ok=True),
+            **options,
         )
         return self.stub.Arrive(request, timeout=5)
 
@@ -83,7 +91,7 @@ class Raw:
     def tasks(self):
         return self.stub.GetJob(pb.GetJobRequest(job=self.job), timeout=5).tasks
 
-    def refusal(self, call, *args, **kwargs):
+    def refusal(self, call, /, *args, **kwargs):
         """Return the status with which a call is refused."""
         with pytest.raises(grpc.RpcError) as refused:
             call(*args, **kwargs)
@@ -154,20 +162,33 @@ def test_client_restarts_while_the_old_one_is_connected(port, job, raw, clients)
 def test_same_client_registers_again(raw):
     """The lease is renewed, whatever it does otherwise goes on."""
     raw.register(0)
-    arrived = raw.arrive(0)
+    arrived = raw.arrive(0, call=7)
     raw.register(0)
-    assert raw.arrive(0).barrier_id == arrived.barrier_id
+    assert raw.arrive(0, call=7) == arrived
     assert raw.tasks()[0].incarnation == 1
 
 
-def test_same_task_arrives_twice(raw, clients):
-    """It counts once, however often it arrives and waits, and every call gets the verdict."""
+def test_same_call_arrives_twice(raw, clients):
+    """It counts once, however often it arrives and waits, and every time it gets the verdict."""
     raw.register(2)
-    ids = {raw.arrive(2).barrier_id for _ in range(5)}
+    ids = {raw.arrive(2, call=7).barrier_id for _ in range(5)}
     assert len(ids) == 1
     calls = [raw.wait(2, *ids) for _ in range(3)]
     assert not any(result.error for result in together(clients[:2], at("b")).values())
     assert {call.result().verdict.state for call in calls} == {pb.BARRIER_STATE_PASSED}
+
+
+def test_two_calls_of_one_task_arrive(raw, clients):
+    """The earlier one is given up, and told so; the later one counts."""
+    raw.register(2)
+    earlier, later = raw.arrive(2), raw.arrive(2)
+    given_up = raw.wait(2, earlier.barrier_id).result().verdict.failure
+    assert given_up.cause == pb.Failure.CAUSE_CANCELLED
+    assert given_up.message.startswith(f"barrier 'b': client 2 ({raw.job}/2) has given up waiting")
+    waiting = raw.wait(2, later.barrier_id)
+    position = Position("next", is_certain=True)  # or the others would be told of the round that failed without them
+    assert not any(result.error for result in together(clients[:2], at("b", position=position)).values())
+    assert waiting.result().verdict.state == pb.BARRIER_STATE_PASSED
 
 
 @pytest.mark.parametrize("max_wait_s", [0.0, -1.0, float("nan"), 0.1])
@@ -235,34 +256,40 @@ def test_caller_is_no_participant(raw, clients):
 
 @pytest.mark.parametrize("ok", [True, False], ids=["passed", "failed"])
 def test_late_arrival(raw, ok):
-    """It gets the stored verdict, again and again."""
+    """It gets the stored verdict; the same call gets it again and again."""
     for task in range(NUM_CLIENTS):
         raw.register(task)
         raw.beat(task)
-    who = raw.who(0)
+    where = {"position": "step 7", "is_certain": True}
     if not ok:
-        no = pb.ArriveRequest(task=who, name="b", timeout_s=20, vote=pb.Vote(code="StorageFullError", reason="full"))
-        raw.stub.Arrive(no, timeout=5)
+        raw.arrive(0, call=100, vote=pb.Vote(code="StorageFullError", reason="full"), **where)
     for task in range(NUM_CLIENTS):
-        raw.arrive(task)
-    verdicts = [raw.arrive(task).verdict for task in (2, 1, 0, 2)]
+        raw.arrive(task, call=100 + task, **where)
+    verdicts = [raw.arrive(task, call=100 + task, **where).verdict for task in (2, 1, 0, 2)]
     assert all(verdict == verdicts[0] for verdict in verdicts)
     assert verdicts[0].state == (pb.BARRIER_STATE_PASSED if ok else pb.BARRIER_STATE_FAILED)
     assert verdicts[0].failure.message == ("" if ok else "client 0: full")
 
 
 def test_late_arrival_when_the_verdict_is_forgotten(raw, monkeypatch):
-    """It learns that it is behind, by what is still known of later generations."""
+    """A call that its client has left behind is refused; another one meets the others in their next round."""
     monkeypatch.setattr(rules, "KEPT_VERDICTS", 1)
     for task in range(NUM_CLIENTS):
         raw.register(task)
-    for generation in range(3):
+    for call in (10, 20, 30):
         for task in range(NUM_CLIENTS):
-            raw.arrive(task, generation=generation)
-    verdicts = [raw.arrive(1, generation=0).verdict for _ in range(2)]
-    assert verdicts[0] == verdicts[1]
-    assert verdicts[0].failure.cause == pb.Failure.CAUSE_CONFLICT
-    assert "client 0 is ahead: it is at generation 2, client 1 at generation 0" in verdicts[0].failure.message
+            raw.arrive(task, call=call)
+    code, text = raw.refusal(raw.arrive, 1, call=10)
+    assert code == CODES.FAILED_PRECONDITION
+    assert "client 1" in text
+    assert "has given up waiting" in text
+    raw.arrive(0, "other", call=31, vote=pb.Vote())
+    late = [raw.arrive(1, call=30) for _ in range(2)]
+    assert late[0] == late[1]
+    assert late[0].verdict.state == pb.BARRIER_STATE_OPEN
+    for task in (0, 2):
+        raw.arrive(task, call=32)
+    assert raw.arrive(1, call=30).verdict.state == pb.BARRIER_STATE_PASSED
 
 
 def test_job_runs_again(port, job, clients):
@@ -275,15 +302,17 @@ def test_job_runs_again(port, job, clients):
     leave_all(again)
 
 
-def test_generation_is_behind_or_ahead(raw):
-    """Both sides learn who is where; the answer is a verdict, not an error of the server."""
+def test_operations_wait_for_each_other(raw):
+    """Both sides learn who waits where; the answer is a verdict, not an error of the server."""
     raw.register(0)
     raw.register(1)
-    waiting = raw.wait(0, raw.arrive(0, generation=5).barrier_id)
-    behind = raw.arrive(1, generation=3).verdict
-    assert waiting.result().verdict.failure == behind.failure
-    assert behind.failure.cause == pb.Failure.CAUSE_CONFLICT
-    assert "client 0 is ahead: it is at generation 5, client 1 at generation 3" in behind.failure.message
+    waiting = raw.wait(0, raw.arrive(0, "save/begin", operation="").barrier_id)
+    second = raw.arrive(1, "restore/begin", operation="").verdict
+    assert waiting.result().verdict.failure == second.failure
+    assert second.failure.cause == pb.Failure.CAUSE_CONFLICT
+    assert second.failure.message.startswith(
+        f"client 1 ({raw.job}/1) waits at 'restore/begin', client 0 ({raw.job}/0) at 'save/begin', each for the other"
+    )
 
 
 def test_coordinator_restarts(job):

@@ -17,9 +17,10 @@ from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.coordination import Member, Progress, Vote, calls, remote
 from dtckpt.coordination.beating import HeartbeatStream
+from dtckpt.coordination.protocol import BEGIN
 from dtckpt.coordination.remote import GrpcCoordination
 
-from .contract import Running, at, leave_all, same_error, together, wait_until
+from .contract import FIRST, SECOND, Running, at, begin, inside, leave_all, same_error, together, wait_until
 from .savers import proxy
 from .servers import running_server, server_in_thread, server_process
 
@@ -64,25 +65,37 @@ def test_new_phase_goes_on_the_stream(clients, monkeypatch):
     wait_until(lambda: clients[0]._stream.num_answers == before + 1)
 
 
-def test_client_that_is_on_its_way_is_told_of_a_failure(clients):
+def test_client_that_is_on_its_way_is_told_of_a_failure(server, clients):
     """By an other's no-vote, and by a cancellation; it does not ask the coordinator any more."""
-    same_error(together(clients[:1], lambda c: c.barrier("b", Vote(ok=False), timeout_s=20)), errors.DtckptError, "0")
+    operations = begin(clients)
+    no = inside(operations, "b", vote=Vote(ok=False))
+    same_error(together(clients[:1], no), errors.DtckptError, "0")
     wait_until(lambda: len(clients[1]._failures) == 1)
-    waiting = Running(clients[:1], at("c", participants=[1, 0]))
+    waiting = Running(clients[:1], inside(operations, "c", participants=[1, 0]))
     wait_until(lambda: clients[0].status().barriers)
-    cancel = pb.ArriveRequest(task=clients[0]._identity, name="c", timeout_s=20, vote=pb.Vote(ok=True))
-    clients[0]._cancel(cancel)
+    (barrier,) = server._service.rules.jobs["job"].open.values()
+    clients[0]._cancel(pb.ArriveRequest(task=clients[0]._identity, name="c", call=barrier.arrived[0], timeout_s=20))
     expected = r"^barrier 'c': client 0 \(job/0\) was interrupted while it waited$"
     same_error(waiting.results(), errors.BarrierCancelledError, expected)
     wait_until(lambda: len(clients[1]._failures) == 2)
     clients[1]._meet = lambda *_: pytest.fail("it asked")
     with pytest.raises(errors.ClientFailedError, match="client 0: voted no"):
-        clients[1].barrier("b", timeout_s=20)
+        inside(operations, "b")(clients[1])
     with pytest.raises(errors.BarrierCancelledError, match=expected):
-        clients[1].barrier("c", timeout_s=20)
+        inside(operations, "c")(clients[1])
     del clients[1]._meet
-    passed = together(clients, at("b"))
-    assert [result.value.generation for result in passed.values()] == [1, 1]
+    again = begin(clients)
+    assert not any(result.error for result in together(clients, inside(again, "b")).values())
+
+
+def test_nobody_is_told_of_rounds_that_may_not_be_its_own(clients):
+    """Whoever comes to a first round, or to a barrier that stands alone, may come for the next one."""
+    together(clients[:1], at("alone", vote=Vote(ok=False), position=FIRST))
+    together(clients[:1], at("save/begin", vote=Vote(ok=False), operation=BEGIN, position=FIRST))
+    operations = begin(clients, position=SECOND)
+    together(clients[:1], inside(operations, "save/written", vote=Vote(ok=False)))
+    wait_until(lambda: clients[1]._failures)
+    assert [name for name, _, _ in clients[1]._failures] == ["save/written"]
 
 
 def no_calls(monkeypatch, *clients):
@@ -135,7 +148,7 @@ def unless_none(call):
 def test_refusals_on_a_stream_are_the_same_errors(clients, monkeypatch, change, error, message):
     together(clients, at("b"))
     no_calls(monkeypatch, *clients)
-    given = {"task": clients[0]._identity, "name": "b", "generation": 1, "timeout_s": 20, "vote": pb.Vote(ok=True)}
+    given = {"task": clients[0]._identity, "name": "b", "call": 7, "timeout_s": 20, "vote": pb.Vote(ok=True)}
     with pytest.raises(error, match=message):
         clients[0]._arrive_on_stream(pb.ArriveRequest(**given | change), 20.0)
     assert is_streaming(clients[0])
@@ -153,7 +166,7 @@ def test_arrival_whose_stream_breaks_is_repeated_by_a_call(clients):
 
 
 def test_arrival_that_has_no_room_is_repeated_by_a_call(server, clients, monkeypatch):
-    arrival = pb.ArriveRequest(task=clients[0]._identity, name="b", timeout_s=20, vote=pb.Vote(ok=True))
+    arrival = pb.ArriveRequest(task=clients[0]._identity, name="b", call=1, timeout_s=20, vote=pb.Vote(ok=True))
     monkeypatch.setattr(server._service._calls, "_num_taken", server._service._calls._limit)
     assert clients[0]._arrive_on_stream(arrival, 20.0) is None
     waiting = Running(clients[:1], at("b"))
@@ -261,7 +274,7 @@ def raw_stream(stub, task, arrivals):
 
 def arrivals_of(task, count):
     who = identity(task, task + 1)
-    arrival = pb.ArriveRequest(task=who, name="b", timeout_s=20, vote=pb.Vote(ok=True), max_wait_s=20)
+    arrival = pb.ArriveRequest(task=who, name="b", call=1, timeout_s=20, vote=pb.Vote(ok=True), max_wait_s=20)
     return [pb.HeartbeatStreamRequest(task=who, sequence=2 + n, arrival=arrival) for n in range(count)]
 
 
@@ -319,7 +332,7 @@ def test_stream_that_ends_leaves_no_arrival_behind(server, how):
 def test_arrival_is_of_the_streams_task(server):
     """Whoever may speak for a job's task on a stream may not speak for an other job's in its arrivals."""
     beat = pb.HeartbeatStreamRequest(task=identity(0, 1), sequence=1)
-    foreign = pb.ArriveRequest(task=identity(1, 2), name="b", timeout_s=5, vote=pb.Vote(ok=True))
+    foreign = pb.ArriveRequest(task=identity(1, 2), name="b", call=1, timeout_s=5, vote=pb.Vote(ok=True))
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = pb_grpc.CoordinatorStub(channel)
         for task in range(2):
@@ -338,9 +351,10 @@ def test_subset_is_told_and_nobody_else(server):
     for client in clients:
         client.register()
         wait_until(lambda client=client: is_streaming(client))
-    together(clients[:1], lambda c: c.barrier("b", Vote(ok=False), timeout_s=20, participants=[0, 2]))
+    operations = begin([clients[0], clients[2]], participants=[0, 2])
+    together(clients[:1], inside(operations, "b", vote=Vote(ok=False), participants=[0, 2]))
     wait_until(lambda: clients[2]._failures)
-    assert list(clients[2]._failures) == [("b", 0, (0, 2))]
+    assert list(clients[2]._failures) == [("b", operations[0].id, (0, 2))]
     assert not clients[1]._failures
     leave_all(clients)
 
@@ -394,10 +408,11 @@ def test_verdict_arrives_although_the_coordinator_died_of_it():
         clients = clients_at(server.port, 2)
         clients[1].register()
         wait_until(lambda: is_streaming(clients[1]))
-        together(clients[:1], lambda c: c.barrier("b", Vote(ok=False, reason="disk full"), timeout_s=20))
+        operations = begin(clients)
+        together(clients[:1], inside(operations, "save/written", vote=Vote(ok=False, reason="disk full")))
         wait_until(lambda: clients[1]._failures)
         server.kill()
-        late = together(clients[1:], at("b"))
+        late = together(clients[1:], inside(operations, "save/written"))
         same_error(late, errors.ClientFailedError, "^client 0: disk full$")
         assert late[1].seconds < 5.0
         leave_all(clients)

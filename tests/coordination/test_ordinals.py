@@ -1,0 +1,298 @@
+"""Which operation each client is at: comparisons as pure values, and clients that go on after them."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtckpt.coordination.ordinals import NBYTES, SAME, Comparison, Ordinal, Standing, compare
+from dtckpt.coordination.protocol import Position
+
+LEVEL = "a client skipped one, gave one up alone, or was restarted; nothing was done, and all are level now"
+BEHIND = "those who are behind come to what the others have given up, and have to catch up"
+
+
+def numbers(*given: int, **options: bool | int) -> dict[int, Ordinal]:
+    return {client: Ordinal(number, **options) for client, number in enumerate(given)}
+
+
+def steps(*given: int | None) -> dict[int, Ordinal]:
+    return {client: Ordinal(1, step) for client, step in enumerate(given)}
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ordinal",
+    [
+        Ordinal(1),
+        Ordinal(2**63, step=0),
+        Ordinal(7, step=2**62, was_cut_off=True),
+        Ordinal(7, was_cut_off=True, waited_gap=2**40),
+    ],
+)
+def test_goes_over_the_wire(ordinal):
+    data = ordinal.to_bytes()
+    assert len(data) == NBYTES
+    assert Ordinal.from_bytes(data + b"and what the client has to say") == ordinal
+
+
+@pytest.mark.parametrize(
+    ("ordinal", "position"),
+    [
+        (Ordinal(7), Position("#7", is_certain=False)),
+        (Ordinal(7, was_cut_off=True), Position("#7", is_certain=True)),
+        (Ordinal(7, step=12), Position("step 12", is_certain=True)),
+        (Ordinal(7, step=0), Position("step 0", is_certain=True)),
+    ],
+)
+def test_position_is_certain_where_it_is_more_than_a_count(ordinal, position):
+    assert ordinal.position == position
+
+
+# --- comparisons ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ordinals", [numbers(3), numbers(3, 3, 3), steps(0, 0), steps(7, 7, 7)])
+def test_same(ordinals):
+    assert compare(ordinals, "save") == SAME
+    assert SAME.is_same
+
+
+def test_steps_count_whatever_the_numbers_are():
+    assert compare({0: Ordinal(1, step=5), 1: Ordinal(9, step=5)}, "save").is_same
+
+
+def test_client_that_skipped_one_makes_all_fail():
+    expected = f"client 1 is at its 7th save, the others at their 8th: {LEVEL}"
+    assert compare(numbers(8, 7, 8), "save") == Comparison(frozenset({1}), 1, others_wait=False, message=expected)
+
+
+def test_client_that_was_cut_off_is_waited_for():
+    ordinals = numbers(8, 8) | {2: Ordinal(5, was_cut_off=True)}
+    expected = f"client 2 is at its 5th save, the others at their 8th: {BEHIND}"
+    assert compare(ordinals, "save") == Comparison(frozenset({2}), 3, others_wait=True, message=expected)
+
+
+def test_client_that_was_cut_off_and_is_ahead_is_not_waited_for():
+    """The count of the others may be wrong; all get level."""
+    found = compare({0: Ordinal(8, was_cut_off=True), 1: Ordinal(7)}, "save")
+    assert (found.behind, found.others_wait) == (frozenset({1}), False)
+
+
+@pytest.mark.parametrize(("gap", "is_same"), [(1, False), (2, True), (3, True)])
+def test_client_that_was_waited_for_in_vain_had_skipped(gap, is_same):
+    """It was two behind when the others began to wait: if it came no closer, its count is wrong."""
+    ordinals = {0: Ordinal(8, waited_gap=2), 1: Ordinal(8 - gap, was_cut_off=True)}
+    found = compare(ordinals, "save")
+    assert found.is_same == is_same
+    assert is_same or found.others_wait
+
+
+def test_clients_whose_steps_differ_fail_once_and_are_waited_for_then():
+    first = compare(steps(12, 12, 10), "save")
+    assert first == Comparison(
+        frozenset({2}), 2, others_wait=False, message=f"client 2 is at step 10, the others at step 12: {LEVEL}"
+    )
+    again = compare(steps(13, 13, 11), "save", last_behind=first.behind)
+    assert again.others_wait
+    assert again.message == f"client 2 is at step 11, the others at step 13: {BEHIND}"
+
+
+def test_other_clients_behind_are_not_waited_for_at_once():
+    assert not compare(steps(13, 10, 11), "save", last_behind=frozenset({2})).others_wait
+
+
+def test_step_on_some_clients_only():
+    found = compare(steps(3, None, 3, None), "save")
+    assert found == Comparison(
+        message="client 1, client 3 gave no step, the others did; pass step= on every client or on none"
+    )
+    assert not found.is_same
+    assert not found.others_wait
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ((1, 2, 2), "client 0 is at its 1st save, the others at their 2nd"),
+        ((3, 2, 2), "client 0 is at its 3rd save, the others at their 2nd"),
+        ((11, 12, 13, 13), "client 0 is at its 11th save, client 1 is at its 12th save, the others at their 13th"),
+        ((21, 22), "client 0 is at its 21st save, the others at their 22nd"),
+        ((112, 101, 101), "client 0 is at its 112th save, the others at their 101st"),
+        ((7, 8, 7, 8), "client 0 is at its 7th save, client 2 is at its 7th save, the others at their 8th"),
+    ],
+)
+def test_message_names_the_odd_ones(given, told):
+    assert compare(numbers(*given), "save").message == f"{told}: {LEVEL}"
+
+
+def test_message_of_many_is_capped():
+    message = compare(numbers(*[7] * 500, *[8] * 501), "save").message
+    assert "more" in message
+    assert len(message) < 1000
+
+
+# --- clients that go on -----------------------------------------------------------------------------------------------
+
+
+class Clients:
+    """Clients that call the same operation again and again."""
+
+    def __init__(self, num_clients: int) -> None:
+        self.standings = [Standing("save") for _ in range(num_clients)]
+        self.waiting: dict[int, Ordinal] = {}
+
+    def skip(self, *clients: int) -> None:
+        """Let clients come to an operation that the others do not come to, and hear its failure."""
+        for client in clients:
+            self.standings[client].advance()
+            self.standings[client].note_failure(has_verdict=True)
+
+    def give_up(self, client: int) -> None:
+        """Let a client come to an operation and be cut off from it."""
+        self.standings[client].advance()
+        self.standings[client].note_failure(has_verdict=False)
+
+    def meet(self, *given: int | None) -> list[str]:
+        """Let all come to their next operation, if they do not wait at one; return what each is told, "" for success.
+
+        Args:
+            given: Steps, of clients that give one.
+        """
+        ordinals = {
+            client: self.waiting.get(client) or standing.advance(given[client] if given else None)
+            for client, standing in enumerate(self.standings)
+        }
+        ordinals = {client: Ordinal.from_bytes(ordinal.to_bytes()) for client, ordinal in ordinals.items()}
+        found = {client: standing.settle(ordinals, client) for client, standing in enumerate(self.standings)}
+        assert len(set(map(str, found.values()))) == 1, "all come to the same result"
+        told = found[0]
+        self.waiting = {}
+        answers = []
+        for client, standing in enumerate(self.standings):
+            if told.others_wait and client not in told.behind:
+                self.waiting[client] = ordinals[client]
+                answers.append("waits")
+                continue
+            if not told.is_same:
+                standing.note_failure(has_verdict=True)
+            answers.append(told.message)
+        return answers
+
+    def stop_waiting(self) -> None:
+        """Let the time of those be over who wait."""
+        for client in self.waiting:
+            self.standings[client].note_failure(has_verdict=True)
+        self.waiting = {}
+
+
+@pytest.mark.parametrize("num_skipped", [1, 2, 5])
+def test_one_failure_levels_clients_of_which_one_skipped(num_skipped):
+    clients = Clients(3)
+    assert clients.meet() == ["", "", ""]
+    for _ in range(num_skipped):
+        clients.skip(0, 2)
+    first, second, third = clients.meet()
+    assert first == second == third
+    assert first.startswith("client 1 is at its 2nd save, the others at their ")
+    assert first.endswith(LEVEL)
+    for _ in range(3):
+        assert clients.meet() == ["", "", ""]
+
+
+def test_client_that_was_cut_off_catches_up_while_the_others_wait():
+    """It fails at what the others have given up, and is not levelled: its count is right."""
+    clients = Clients(3)
+    clients.meet()
+    clients.give_up(2)
+    clients.skip(0, 1)
+    clients.skip(0, 1)
+    clients.skip(0, 1)
+    told = [clients.meet() for _ in range(3)]
+    for answers, place in zip(told[:2], ("3rd", "4th"), strict=True):
+        assert answers[:2] == ["waits", "waits"]
+        assert answers[2] == f"client 2 is at its {place} save, the others at their 5th: {BEHIND}"
+    assert told[2] == ["", "", ""]
+    assert not any(standing.advance().was_cut_off for standing in clients.standings)
+
+
+def test_client_that_was_cut_off_and_skipped_costs_two_failures():
+    """The others wait in vain, once; then it is known that its count is wrong."""
+    clients = Clients(2)
+    clients.meet()
+    clients.give_up(1)  # both come to it
+    clients.skip(0)
+    clients.skip(0)  # client 1 does not come to this one
+    assert clients.meet()[0] == "waits"
+    clients.stop_waiting()
+    # Both are at the same point of their programs, and stay so: the gap does not close.
+    assert clients.meet() == ["", ""]
+    assert clients.meet() == ["", ""]
+    assert [standing.advance() for standing in clients.standings] == [Ordinal(7)] * 2
+
+
+def test_waiting_is_over_when_the_other_has_come():
+    """A later gap is judged by itself."""
+    clients = Clients(2)
+    clients.give_up(1)
+    clients.skip(0)
+    clients.skip(0)
+    assert clients.meet()[0] == "waits"
+    assert clients.meet() == ["", ""]
+    clients.give_up(1)
+    clients.skip(0)
+    clients.skip(0)
+    assert clients.meet()[0] == "waits"
+
+
+def test_clients_that_heard_at_a_later_try_are_cut_off():
+    """As the coordinator tells all; what the client itself knows comes too late for its ordinal."""
+    standings = [Standing("save") for _ in range(2)]
+    ordinals = {client: standing.advance() for client, standing in enumerate(standings)}
+    ordinals[0] = Ordinal(ordinals[0].number + 1)
+    found = [standing.settle(ordinals, client, cut_off=(1,)) for client, standing in enumerate(standings)]
+    assert found[0] == found[1]
+    assert found[0].others_wait
+
+
+def test_chase_with_steps():
+    """The one that is behind fails at its steps, while the others wait, until it has come to theirs."""
+    clients = Clients(2)
+    assert clients.meet(1, 1) == ["", ""]
+    expected = f"client 1 is at step 2, the others at step 5: {LEVEL}"
+    assert clients.meet(5, 2) == [expected, expected]
+    assert clients.meet(6, 3) == ["waits", f"client 1 is at step 3, the others at step 6: {BEHIND}"]
+    assert clients.meet(6, 4)[0] == "waits"
+    assert clients.meet(6, 5)[0] == "waits"
+    assert clients.meet(6, 6) == ["", ""]
+    assert clients.meet(7, 7) == ["", ""]
+
+
+def test_steps_of_clients_of_which_one_skipped_go_on_together():
+    clients = Clients(2)
+    clients.meet(1, 1)
+    clients.standings[0].advance(2)
+    clients.standings[0].note_failure(has_verdict=True)
+    assert clients.meet(3, 3) == ["", ""]
+
+
+def test_step_on_one_client_only_levels_the_numbers():
+    clients = Clients(2)
+    clients.skip(0)
+    (first, second) = clients.meet(1, None)
+    assert first == second == "client 1 gave no step, the others did; pass step= on every client or on none"
+    assert clients.meet() == ["", ""]
+
+
+def test_failures_with_a_verdict_cut_nobody_off():
+    standing = Standing("save")
+    standing.advance()
+    standing.note_failure(has_verdict=True)
+    assert standing.advance() == Ordinal(2)
+    standing.note_failure(has_verdict=False)
+    assert standing.advance() == Ordinal(3, was_cut_off=True)
+    standing.note_failure(has_verdict=True)
+    assert standing.advance() == Ordinal(4, was_cut_off=True)
+    standing.settle({0: Ordinal(4, was_cut_off=True)}, 0)
+    assert standing.advance() == Ordinal(5)
