@@ -111,6 +111,8 @@ class GrpcCoordination(Caller):
         self._stream: HeartbeatStream | None = None
         self._failures: OrderedDict[tuple[str, str, tuple[int, ...]], pb.Failure] = OrderedDict()
         self._calls = process.calls_of(member)
+        self._was_forgotten = False
+        """Whether the coordinator has lost its state since the last arrival, and with it what became of this client."""
 
     # --- registration and heartbeats --------------------------------------------------------------------------
 
@@ -222,6 +224,7 @@ class GrpcCoordination(Caller):
                 self._once(lambda stub, t: stub.Heartbeat(request, timeout=t), self._interval_s)
             except UnknownError:
                 logger.warning("the coordinator at %s does not know %s; registering again", self._address, self._who())
+                self._was_forgotten = True
                 self._announce(self._clock() + self._interval_s)
         except errors.FencedError as error:
             self._fence(error.message)
@@ -301,7 +304,9 @@ class GrpcCoordination(Caller):
             operation=None if operation is None else operation.id,
             position=position.text,
             is_certain=position.is_certain,
+            was_cut_off=self._was_forgotten,
         )
+        self._was_forgotten = False
         told = self._failures.get((name, request.operation, tuple(request.participants)))
         begun = ""
         try:
@@ -349,6 +354,7 @@ class GrpcCoordination(Caller):
                 return arrived
             except UnknownError:
                 request.is_again |= arrived is not None
+                request.was_cut_off = True
                 time.sleep(pause_s)
                 self._announce(deadline + CALL_TIMEOUT_S)
         raise AssertionError("backoffs never end")

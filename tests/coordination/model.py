@@ -106,6 +106,7 @@ class Client:
     step: int = 0
     interrupts: bool = False
     loses: int = 0
+    was_forgotten: bool = False
     doubles: int = 0
     is_impatient: bool = False
     outcomes: dict[int, str] = field(default_factory=dict)
@@ -216,6 +217,7 @@ class World:
         if self._reaches(client):
             effects = self._send(Heartbeat(self._who(client), report=self._report(client)))
             if isinstance(effects.refusal, server_rules.UnknownError):
+                client.was_forgotten = True
                 self._register(client)
 
     def _register(self, client: Client) -> bool:
@@ -341,7 +343,8 @@ class World:
         calls = client.calls  # of this life: the end of it may come when the next has begun
         call, begun = calls.begin(), ""
         timeout_s = max(0.5 if client.is_impatient else timeout_s, 0.1)
-        deadline, was_cut_off, is_again, barrier, life = self.now + timeout_s, False, False, None, None
+        deadline, is_again, barrier, life = self.now + timeout_s, False, None, None
+        was_cut_off, client.was_forgotten = client.was_forgotten, False
         try:
             while True:
                 if client.interrupts:
@@ -373,6 +376,7 @@ class World:
                         self._send(arrival)
                     if effects.refusal is not None:
                         if isinstance(effects.refusal, server_rules.UnknownError):
+                            was_cut_off = True
                             self._register(client)
                         yield RETRY_S * self.draw.random()
                         continue

@@ -208,7 +208,7 @@ class Simulation:
             self.operations[who.job].append(barrier_id)
 
     def _nobody_waits_for_who_is_elsewhere(self) -> None:
-        for barrier_id, barrier in self.open.items():
+        for barrier_id in self.open:
             (job, _, operation, participants), _ = self._rounds[barrier_id]
             if operation is None:
                 continue
