@@ -11,29 +11,47 @@ coordinator grants it a full heartbeat timeout from then on.
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from dtckpt import errors
 from dtckpt_server import texts
-from dtckpt_server.events import MAX_NAME_BYTES, Arrive, Cancel, Event, Heartbeat, Identity, Leave, Register, Tick
-from dtckpt_server.texts import Failure, Progress, task_name
-
-REGISTERED, SUSPECT, LOST, LEFT, FENCED = "REGISTERED", "SUSPECT", "LOST", "LEFT", "FENCED"
-ALIVE = (REGISTERED, SUSPECT)
+from dtckpt_server.events import (
+    MAX_NAME_BYTES,
+    Arrive,
+    Cancel,
+    Event,
+    Heartbeat,
+    Identity,
+    Leave,
+    Members,
+    Register,
+    Tick,
+)
+from dtckpt_server.memory import (
+    ARRIVAL_NBYTES,
+    BARRIER_NBYTES,
+    KEPT_VERDICTS_S,
+    PARTICIPANT_NBYTES,
+    TASK_NBYTES,
+    LimitError,
+    Memory,
+)
+from dtckpt_server.tasks import ALIVE, FENCED, LEFT, LOST, REGISTERED, SUSPECT, Task, Tasks
+from dtckpt_server.texts import Failure, task_name
 
 MAX_CLIENTS = 100_000
 MAX_JOBS = 10_000
 MAX_OPEN_BARRIERS = 1000
 """Per job."""
-KEPT_VERDICTS = 10_000
-KEPT_VERDICTS_S = 3600.0
-KEPT_PAYLOAD_BYTES = 256 << 20
-"""Payloads of decided barriers; beyond this the oldest are dropped, their verdicts stay."""
 SOME = 8
 """How many tasks a text for people names."""
+MAX_NAMED = 10_000
+"""How many tasks a failure names for programs."""
+MAX_JOBS_LOOKED_AT, MAX_JUDGED, MAX_JUDGED_OF_JOB = 2000, 256, 32
+"""How many jobs one `Tick` looks at, and how many tasks and barriers it judges, in all and of a job."""
 MAX_PAUSE_S = 1.0
 """A longer time without a `Tick` was spent not listening, and is not held against the tasks."""
 
@@ -44,25 +62,6 @@ class UnknownError(errors.CoordinationError):
 
 class HeldError(errors.FencedError):
     """Another incarnation holds the place, and it is not known yet whether it is alive."""
-
-
-class LimitError(errors.CoordinationError):
-    """A limit of the coordinator is reached."""
-
-
-@dataclass(slots=True)
-class Task:
-    """One place in a job and the process that has it."""
-
-    number: int
-    incarnation: int
-    attempt: int
-    host: str
-    heard_at: float
-    state: str = REGISTERED
-    progress: Progress = Progress()  # noqa: RUF009  immutable
-    progressed_at: float = 0.0  # when it last reported another progress
-    rival: tuple[int, float] = (0, 0.0)  # incarnation that wants this place, and since when
 
 
 Key = tuple[str, int, tuple[int, ...]]
@@ -78,7 +77,7 @@ class Barrier:
     job: str
     name: str
     generation: int
-    participants: tuple[int, ...]
+    participants: Sequence[int]
     first: int
     topic: bytes
     opened_at: float
@@ -90,6 +89,8 @@ class Barrier:
     decided_at: float | None = None
     failure: Failure | None = None
     payloads_dropped: bool = False
+    nbytes: int = 0  # as counted, without the payloads
+    payload_nbytes: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -99,8 +100,18 @@ class Barrier:
     def is_passed(self) -> bool:
         return self.decided_at is not None and self.failure is None
 
-    def missing(self) -> list[int]:
-        return [task for task in self.participants if task not in self.arrived]
+    @property
+    def serial(self) -> int:
+        """Its number among all barriers of this life of the coordinator."""
+        return int(self.barrier_id.rpartition("-")[2])
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.participants) - len(self.arrived)
+
+    def missing(self, limit: int) -> list[int]:
+        """Return the first participants that have not arrived. Looks at no others but those that have."""
+        return list(islice((task for task in self.participants if task not in self.arrived), limit))
 
 
 @dataclass(slots=True)
@@ -111,16 +122,28 @@ class Job:
     num_clients: int
     attempt: int
     job_name: str
-    tasks: dict[int, Task] = field(default_factory=dict)
+    tasks: Tasks = field(default_factory=Tasks)
     barriers: dict[Key, Barrier] = field(default_factory=dict)
     open: dict[str, Barrier] = field(default_factory=dict)  # by barrier_id
     latest: dict[str, Barrier] = field(default_factory=dict)  # by name
+    verdicts: dict[str, Barrier] = field(default_factory=dict)  # the decided ones by barrier_id, oldest first
+    with_payloads: dict[str, Barrier] = field(default_factory=dict)  # those of them that have payloads
     num_heartbeats: int = 0
+    heard_at: float = 0.0  # when any of its tasks was heard last
+    nbytes: int = 0
+    verdict_nbytes: int = 0  # of them, of verdicts without their payloads
+    payload_nbytes: int = 0  # and of verdicts' payloads
 
     @property
     def is_left(self) -> bool:
         """Whether every client has come and said goodbye."""
-        return len(self.tasks) == self.num_clients and all(task.state == LEFT for task in self.tasks.values())
+        return len(self.tasks.by_state[LEFT]) == self.num_clients
+
+    def begin(self, num_clients: int, attempt: int, job_name: str) -> None:
+        """Begin an attempt or a run, to which no earlier barrier belongs; their verdicts stay."""
+        self.num_clients, self.attempt, self.job_name = num_clients, attempt, job_name
+        self.barriers.clear()
+        self.latest.clear()
 
     def full_task_name(self, number: int) -> str:
         return f"{self.job_name or self.name}/replica:0/task:{number}"
@@ -144,7 +167,9 @@ class Effects:
     decided: list[str] = field(default_factory=list)  # barrier ids
     failed: list[Barrier] = field(default_factory=list)  # those of them whose participants are to be told
     fenced: list[tuple[Identity, str]] = field(default_factory=list)  # who is to be told that it is over, and why
+    superseded: int | None = None  # the attempt by which all tasks of the event's job are fenced
     log: list[Transition] = field(default_factory=list)
+    is_unfinished: bool = False  # of a `Tick`: there is more to judge now
 
 
 def apply(rules: Rules, event: Event, now: float) -> tuple[Rules, Effects]:
@@ -172,11 +197,10 @@ class Rules:
     def __init__(self, heartbeat_timeout_s: float, incarnation: int) -> None:
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.incarnation = incarnation
-        self.jobs: dict[str, Job] = {}
-        self._barriers: dict[str, Barrier] = {}
-        self._decided: OrderedDict[str, Barrier] = OrderedDict()
-        self._payloads: OrderedDict[str, int] = OrderedDict()  # decided barriers that have payloads -> their bytes
-        self._payload_bytes = 0
+        self.memory = Memory()
+        self.jobs = self.memory.jobs
+        self._barriers = self.memory.barriers
+        self._unjudged: deque[Job] = deque()
         self._serial = 0
         self._ticked_at: float | None = None
         self._effects = Effects()
@@ -229,7 +253,12 @@ class Rules:
             self._refuse_rival(job, task, who.incarnation, now)
         if task is not None and task.state == LOST:
             self._tell_fenced(job, task, _replaced(job.name, task.number))
-        task = job.tasks[who.task] = Task(who.task, who.incarnation, attempt, event.host, now, progressed_at=now)
+        if task is None:
+            self.memory.make_room(job, TASK_NBYTES)
+            self.memory.resize(job, TASK_NBYTES)
+        task = Task(who.task, who.incarnation, attempt, event.host, now, progressed_at=now)
+        job.heard_at = now
+        job.tasks.place(task, REGISTERED)
         self._log_task("registered", job, task, f"registered from {task.host or 'an unnamed host'}, attempt {attempt}")
 
     def _job_for(self, event: Register, job_name: str, now: float) -> Job:
@@ -238,7 +267,8 @@ class Rules:
         if job is None:
             if len(self.jobs) >= MAX_JOBS:
                 raise LimitError(f"no room for job {who.job!r}: the coordinator has {len(self.jobs)} jobs")
-            job = self.jobs[who.job] = Job(who.job, num_clients, attempt, job_name)
+            job = Job(who.job, num_clients, attempt, job_name)
+            self.memory.add_job(job)
         elif attempt < job.attempt:
             raise errors.FencedError(
                 f"{task_name(who.job, who.task)} is of attempt {attempt}, but attempt {job.attempt} has begun"
@@ -248,7 +278,9 @@ class Rules:
         elif job.is_left and all(task.incarnation != who.incarnation for task in job.tasks.values()):
             # The next run of a job that has ended: nobody is left whom the verdicts of the last one concern.
             self._log("job_begun_anew", f"job {job.name!r} is left by all and begins anew", job=job.name)
-            job = self.jobs[who.job] = Job(who.job, num_clients, attempt, job_name)
+            self.memory.resize(job, -TASK_NBYTES * len(job.tasks))
+            job.tasks = Tasks()
+            job.begin(num_clients, attempt, job_name)
         return job
 
     def _fence(self, job: Job, event: Register, job_name: str, now: float) -> None:
@@ -258,13 +290,11 @@ class Rules:
         self._log("attempt_begun", text, job=job.name, attempt=attempt)
         for barrier in list(job.open.values()):
             self._decide(barrier, texts.fenced(barrier.name, job.name, attempt), now)
-        for task in job.tasks.values():
-            task.state = FENCED
-            self._tell_fenced(job, task, _superseded(job.name, task.number, attempt))
-        job.tasks = {number: task for number, task in job.tasks.items() if number < num_clients}
-        job.barriers.clear()
-        job.latest.clear()
-        job.attempt, job.num_clients, job.job_name = attempt, num_clients, job_name
+        self._effects.superseded = attempt
+        num_tasks = len(job.tasks)
+        job.tasks.fence(num_clients)
+        self.memory.resize(job, (len(job.tasks) - num_tasks) * TASK_NBYTES)
+        job.begin(num_clients, attempt, job_name)
 
     def _refuse_rival(self, job: Job, task: Task, incarnation: int, now: float) -> None:
         if task.rival[0] != incarnation:
@@ -280,7 +310,8 @@ class Rules:
     def _revive(self, job: Job, task: Task, now: float) -> None:
         if task.state != REGISTERED:
             self._log_task("back", job, task, f"is back ({task.state} until now)")
-        task.state, task.heard_at = REGISTERED, now
+        task.heard_at = job.heard_at = now
+        job.tasks.place(task, REGISTERED)
 
     def _task(self, who: Identity) -> tuple[Job, Task]:
         """Return the task if ``who`` still has its place."""
@@ -289,7 +320,7 @@ class Rules:
         if job is None or task is None or (task.incarnation == who.incarnation and task.state == LEFT):
             raise UnknownError(f"{task_name(who.job, who.task)} is not registered")
         if task.state == FENCED:
-            raise errors.FencedError(_superseded(who.job, who.task, job.attempt))
+            raise errors.FencedError(superseded(who.job, who.task, job.attempt))
         if task.incarnation != who.incarnation:
             raise errors.FencedError(_replaced(who.job, who.task))
         return job, task
@@ -309,9 +340,9 @@ class Rules:
             job, task = self._task(event.who)
         except (UnknownError, errors.FencedError):
             return
-        task.state = LEFT
+        job.tasks.place(task, LEFT)
         self._log_task("left", job, task, "left")
-        self._fail_without(job, {task.number}, now)
+        self._fail_without(job, [task.number], now)
 
     # --- barriers -----------------------------------------------------------------------------------------------
 
@@ -321,7 +352,7 @@ class Rules:
         job, task = self._task(who)
         self._revive(job, task, now)
         participants = arrival.members(job.num_clients)
-        some = participants if len(participants) < job.num_clients else ()
+        some = participants if isinstance(participants, Members) else ()
         key = arrival.name, arrival.generation, some
         barrier = job.barriers.get(key)
         if barrier is None:
@@ -342,6 +373,8 @@ class Rules:
         return barrier
 
     def _admit(self, job: Job, barrier: Barrier, arrival: Arrive, now: float) -> None:
+        if not self._has_room(job, barrier, arrival, now):
+            return
         barrier.arrived[arrival.who.task] = arrival.who.incarnation
         barrier.last_arrival_at = now
         barrier.payloads[arrival.who.task] = arrival.payload
@@ -349,20 +382,36 @@ class Rules:
             barrier.deadline, barrier.timeout_s = now + arrival.timeout_s, arrival.timeout_s
         if len(barrier.arrived) == len(barrier.participants):
             self._decide(barrier, None, now)
-        elif len(barrier.arrived) == 1 and (gone := self._gone(job, barrier.participants, now)):
+        elif len(barrier.arrived) == 1 and (gone := job.tasks.gone_among(barrier.participants, MAX_NAMED)):
             # Looked up for the first arrival only: whoever goes later fails the barrier by going.
-            self._decide(barrier, texts.lost(barrier.name, gone), now)
+            self._decide(barrier, texts.lost(barrier.name, gone, self._fates(job, gone[:SOME], now)), now)
 
-    def _open(self, job: Job, arrival: Arrive, key: Key, participants: tuple[int, ...], now: float) -> Barrier:
+    def _has_room(self, job: Job, barrier: Barrier, arrival: Arrive, now: float) -> bool:
+        """Count an arrival. Where it does not fit the barrier fails, as the others would wait for it in vain."""
+        task = arrival.who.task
+        nbytes = 0 if task in barrier.arrived else ARRIVAL_NBYTES
+        payload_nbytes = len(arrival.payload) - len(barrier.payloads.get(task, b""))
+        try:
+            self.memory.make_room(job, nbytes + payload_nbytes)
+        except LimitError as error:
+            self._decide(barrier, texts.voted_no(task, errors.CoordinationError.__name__, error.message), now)
+            return False
+        self.memory.resize_barrier(job, barrier, nbytes, payload_nbytes)
+        return True
+
+    def _open(self, job: Job, arrival: Arrive, key: Key, participants: Sequence[int], now: float) -> Barrier:
         """Open a barrier; it is born failed if the name's latest contradicts it."""
         if len(job.open) >= MAX_OPEN_BARRIERS:
             raise LimitError(f"barrier {arrival.name!r}: job {job.name!r} already has {len(job.open)} open barriers")
+        nbytes = BARRIER_NBYTES + PARTICIPANT_NBYTES * len(key[2])
+        self.memory.make_room(job, nbytes)
         self._serial += 1
         deadline = now + arrival.timeout_s
         barrier = Barrier(
             f"{self.incarnation:x}-{self._serial}", key, job.name, arrival.name, arrival.generation, participants,
             arrival.who.task, arrival.topic, now, arrival.timeout_s, deadline, now,
         )  # fmt: skip
+        self.memory.resize_barrier(job, barrier, nbytes)
         before = job.latest.get(arrival.name)
         job.barriers[key] = job.open[barrier.barrier_id] = self._barriers[barrier.barrier_id] = barrier
         is_behind = before and before.participants == participants and before.generation > arrival.generation
@@ -394,15 +443,11 @@ class Rules:
             raise UnknownError(f"job {job!r} has no barrier {barrier_id!r}")
         return barrier
 
-    def waiting_for(self, barrier: Barrier, now: float) -> dict[int, str]:
-        """Return how to call each participant that has not arrived, and what it did last."""
-        return {number: self._describe(self.jobs[barrier.job], number, now) for number in barrier.missing()}
-
-    def waiting_text(self, barrier: Barrier, now: float) -> str:
-        """Return some of `waiting_for` as text, and how many more there are, at little cost however many it is."""
-        job, missing = self.jobs[barrier.job], barrier.missing()
-        some = [self._describe(job, number, now) for number in missing[:SOME]]
-        return errors.capped([*some, *missing[SOME:]], SOME)
+    def waiting_for(self, barrier: Barrier, now: float) -> str:
+        """Return how to call some of those who have not arrived, what they did last, and how many more there are."""
+        job = self.jobs[barrier.job]
+        some = [self._describe(job, number, now) for number in barrier.missing(SOME)]
+        return errors.capped(some, SOME, count=barrier.num_missing)
 
     def _describe(self, job: Job, number: int, now: float) -> str:
         task = job.tasks.get(number)
@@ -410,99 +455,90 @@ class Rules:
             return task_name(job.name, number) + ", which never registered"
         return task_name(job.name, number) + texts.last_seen(task.progress, now - task.progressed_at)
 
-    def _gone(self, job: Job, participants: Sequence[int], now: float) -> dict[int, str]:
-        """Return what became of each participant that is lost or has left."""
-        gone = {}
-        for number in participants:
-            task = job.tasks.get(number)
-            if task is None or task.state not in (LOST, LEFT):
-                continue
+    def _fates(self, job: Job, gone: Sequence[int], now: float) -> list[str]:
+        """Return what became of tasks that are lost or have left."""
+        fates = []
+        for task in map(job.tasks.__getitem__, gone):
             silent = f"sent no heartbeat for {now - task.heard_at:.1f} s"
             fate = "has left" if task.state == LEFT else silent
-            gone[number] = f"{task_name(job.name, number)} {fate}{texts.last_seen(task.progress)}"
-        return gone
+            fates.append(f"{task_name(job.name, task.number)} {fate}{texts.last_seen(task.progress)}")
+        return fates
 
-    def _fail_without(self, job: Job, numbers: set[int], now: float) -> None:
+    def _fail_without(self, job: Job, gone: Sequence[int], now: float) -> None:
+        fates = dict(zip(gone, self._fates(job, gone, now), strict=True))
         for barrier in list(job.open.values()):
-            if not numbers.isdisjoint(barrier.participants):
-                self._decide(barrier, texts.lost(barrier.name, self._gone(job, barrier.participants, now)), now)
+            if theirs := [number for number in gone if number in barrier.participants]:
+                self._decide(barrier, texts.lost(barrier.name, theirs, map(fates.__getitem__, theirs)), now)
 
     def _decide(self, barrier: Barrier, failure: Failure | None, now: float) -> None:
         """Set the verdict. The first decision stands."""
         if not barrier.is_open:
             return
+        job = self.jobs[barrier.job]
         barrier.decided_at, barrier.failure = now, failure
-        self.jobs[barrier.job].open.pop(barrier.barrier_id, None)
-        self._decided[barrier.barrier_id] = barrier
+        job.open.pop(barrier.barrier_id, None)
         if failure:
-            barrier.payloads.clear()
+            self.memory.drop_payloads(job, barrier)
+            self.memory.resize_barrier(job, barrier, failure.nbytes)
             self._effects.failed.append(barrier)
-        elif nbytes := sum(map(len, barrier.payloads.values())):
-            self._payloads[barrier.barrier_id] = nbytes
-            self._payload_bytes += nbytes
+        self.memory.keep(job, barrier)
         self._effects.decided.append(barrier.barrier_id)
         self._log_verdict(barrier, now)
-        self._forget(now)
 
     # --- time ---------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
         pause = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
-        quiet_since = math.inf if pause > MAX_PAUSE_S else now - self.heartbeat_timeout_s / 2
-        for job in self.jobs.values():
-            lost = set()
-            for task in job.tasks.values():
-                if task.heard_at >= quiet_since or task.state not in ALIVE:  # most are heard, and there are many
-                    continue
-                if pause > MAX_PAUSE_S:
-                    task.heard_at = min(now, task.heard_at + pause)
-                silent_s = now - task.heard_at
-                if silent_s > self.heartbeat_timeout_s:
-                    task.state = LOST
-                    lost.add(task.number)
-                    seen = texts.last_seen(task.progress)
-                    self._log_task("lost", job, task, f"is lost: silent for {silent_s:.1f} s{seen}")
-                elif task.state == REGISTERED and silent_s > self.heartbeat_timeout_s / 2:
-                    task.state = SUSPECT
-                    self._log_task("suspect", job, task, f"is suspect: silent for {silent_s:.1f} s")
-            if lost:
-                self._fail_without(job, lost, now)
-            for barrier in [barrier for barrier in job.open.values() if now >= barrier.deadline]:
-                missing = self.waiting_for(barrier, now)
-                late = texts.timed_out(barrier.name, barrier.timeout_s, len(barrier.participants), missing)
-                self._decide(barrier, late, now)
-        self._forget(now)
-        self._forget_jobs(now)
+        if pause > MAX_PAUSE_S:
+            for task in chain.from_iterable(job.tasks.longest_silent() for job in self.jobs.values()):
+                task.heard_at = min(now, task.heard_at + pause)
+        self.memory.forget_old(now)
+        if not self._unjudged:
+            self._unjudged.extend(self.jobs.values())
+        num_judged = 0
+        for _ in range(min(len(self._unjudged), MAX_JOBS_LOOKED_AT)):
+            job = self._unjudged.popleft()
+            num_of_job = self._judge(job, now) if self.jobs.get(job.name) is job else 0
+            if num_of_job >= MAX_JUDGED_OF_JOB:
+                self._unjudged.append(job)  # there may be more; the other jobs come first
+            num_judged += num_of_job
+            if num_judged >= MAX_JUDGED:
+                break
+        self._effects.is_unfinished = bool(self._unjudged)
 
-    def _forget(self, now: float) -> None:
-        while self._payload_bytes > KEPT_PAYLOAD_BYTES:
-            barrier_id, nbytes = self._payloads.popitem(last=False)
-            self._payload_bytes -= nbytes
-            self._barriers[barrier_id].payloads.clear()
-            self._barriers[barrier_id].payloads_dropped = True
-        while self._decided:
-            oldest = next(iter(self._decided.values()))
-            assert oldest.decided_at is not None  # noqa: S101  it is in _decided
-            if len(self._decided) <= KEPT_VERDICTS and now - oldest.decided_at <= KEPT_VERDICTS_S:
-                return
-            del self._decided[oldest.barrier_id], self._barriers[oldest.barrier_id]
-            self._payload_bytes -= self._payloads.pop(oldest.barrier_id, 0)
-            job = self.jobs.get(oldest.job)
-            if job and job.barriers.get(oldest.key) is oldest:
-                del job.barriers[oldest.key]
-            if job and job.latest.get(oldest.name) is oldest:
-                del job.latest[oldest.name]
-
-    def _forget_jobs(self, now: float) -> None:
-        """Remove jobs whose tasks have all been gone for as long as verdicts are kept."""
-        for job in list(self.jobs.values()):
-            is_over = all(
-                task.state not in ALIVE and now - task.heard_at > KEPT_VERDICTS_S for task in job.tasks.values()
+    def _judge(self, job: Job, now: float) -> int:
+        """Judge what time has brought to some of the job's tasks and barriers; return to how many."""
+        lost_before, suspect_before = now - self.heartbeat_timeout_s, now - self.heartbeat_timeout_s / 2
+        late = [
+            *job.tasks.silent_since(lost_before, SUSPECT, MAX_JUDGED_OF_JOB),
+            *job.tasks.silent_since(suspect_before, REGISTERED, MAX_JUDGED_OF_JOB),
+        ]
+        lost = []
+        for task in late:
+            silent_s = now - task.heard_at
+            if task.heard_at < lost_before:
+                job.tasks.place(task, LOST)
+                lost.append(task.number)
+                seen = texts.last_seen(task.progress)
+                self._log_task("lost", job, task, f"is lost: silent for {silent_s:.1f} s{seen}")
+            else:
+                job.tasks.place(task, SUSPECT)
+                self._log_task("suspect", job, task, f"is suspect: silent for {silent_s:.1f} s")
+        if lost:
+            self._fail_without(job, sorted(lost), now)
+        due = list(islice((barrier for barrier in job.open.values() if now >= barrier.deadline), MAX_JUDGED_OF_JOB))
+        for barrier in due:
+            arrived = f"{len(barrier.arrived)}/{len(barrier.participants)} arrived"
+            text = f"{arrived}, missing {self.waiting_for(barrier, now)}"
+            self._decide(
+                barrier, texts.timed_out(barrier.name, barrier.timeout_s, text, barrier.missing(MAX_NAMED)), now
             )
-            if is_over and not job.open and not job.barriers:
-                del self.jobs[job.name]
-                self._log("job_over", f"job {job.name!r} is over", job=job.name)
+        is_over = not job.tasks.num_alive and not job.open and not job.verdicts and now - job.heard_at > KEPT_VERDICTS_S
+        if is_over:
+            self.memory.remove_job(job)
+            self._log("job_over", f"job {job.name!r} is over", job=job.name)
+        return len(late) + len(due) + is_over
 
     # --- what is told about it ------------------------------------------------------------------------------------
 
@@ -529,7 +565,7 @@ class Rules:
         )
 
 
-def _superseded(job: str, number: int, attempt: int) -> str:
+def superseded(job: str, number: int, attempt: int) -> str:
     return f"{task_name(job, number)}: attempt {attempt} has begun"
 
 

@@ -60,9 +60,8 @@ class Simulation:
         self.now += server_rules.KEPT_VERDICTS_S + 1
         self.happen(Tick())
         rules = self.rules
-        for kept in (rules.jobs, rules._barriers, rules._decided, rules._payloads):
+        for kept in (rules.jobs, rules.memory.barriers, rules.memory.decided, rules.memory.nbytes):
             assert not kept, "something is never forgotten"
-        assert rules._payload_bytes == 0
 
     # --- what is promised ---------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import secrets
 
 import grpc
 import pytest
-from dtckpt_server import rules
+from dtckpt_server import memory
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
@@ -253,7 +253,7 @@ def test_late_arrival(raw, ok):
 
 def test_late_arrival_when_the_verdict_is_forgotten(raw, monkeypatch):
     """It learns that it is behind, by what is still known of later generations."""
-    monkeypatch.setattr(rules, "KEPT_VERDICTS", 1)
+    monkeypatch.setattr(memory, "KEPT_VERDICTS", 1)
     for task in range(NUM_CLIENTS):
         raw.register(task)
     for generation in range(3):
