@@ -50,8 +50,10 @@ SOME = 8
 """How many tasks a text for people names."""
 MAX_NAMED = 10_000
 """How many tasks a failure names for programs."""
-MAX_JOBS_LOOKED_AT, MAX_JUDGED, MAX_JUDGED_OF_JOB = 2000, 256, 32
-"""How many jobs one `Tick` looks at, and how many tasks and barriers it judges, in all and of a job."""
+MAX_JOBS_LOOKED_AT, MAX_JUDGED = 1000, 64
+"""How many jobs one `Tick` looks at, and how many tasks and barriers it judges before it leaves the rest to another."""
+MAX_LATE, MAX_DUE = 32, 8
+"""How many tasks of one job a `Tick` judges, and how many of its barriers."""
 MAX_PAUSE_S = 1.0
 """A longer time without a `Tick` was spent not listening, and is not held against the tasks."""
 
@@ -500,7 +502,7 @@ class Rules:
         for _ in range(min(len(self._unjudged), MAX_JOBS_LOOKED_AT)):
             job = self._unjudged.popleft()
             num_of_job = self._judge(job, now) if self.jobs.get(job.name) is job else 0
-            if num_of_job >= MAX_JUDGED_OF_JOB:
+            if num_of_job >= MAX_DUE:
                 self._unjudged.append(job)  # there may be more; the other jobs come first
             num_judged += num_of_job
             if num_judged >= MAX_JUDGED:
@@ -511,8 +513,8 @@ class Rules:
         """Judge what time has brought to some of the job's tasks and barriers; return to how many."""
         lost_before, suspect_before = now - self.heartbeat_timeout_s, now - self.heartbeat_timeout_s / 2
         late = [
-            *job.tasks.silent_since(lost_before, SUSPECT, MAX_JUDGED_OF_JOB),
-            *job.tasks.silent_since(suspect_before, REGISTERED, MAX_JUDGED_OF_JOB),
+            *job.tasks.silent_since(lost_before, SUSPECT, MAX_LATE),
+            *job.tasks.silent_since(suspect_before, REGISTERED, MAX_LATE),
         ]
         lost = []
         for task in late:
@@ -527,7 +529,7 @@ class Rules:
                 self._log_task("suspect", job, task, f"is suspect: silent for {silent_s:.1f} s")
         if lost:
             self._fail_without(job, sorted(lost), now)
-        due = list(islice((barrier for barrier in job.open.values() if now >= barrier.deadline), MAX_JUDGED_OF_JOB))
+        due = list(islice((barrier for barrier in job.open.values() if now >= barrier.deadline), MAX_DUE))
         for barrier in due:
             arrived = f"{len(barrier.arrived)}/{len(barrier.participants)} arrived"
             text = f"{arrived}, missing {self.waiting_for(barrier, now)}"
