@@ -14,8 +14,8 @@ from dtckpt import errors
 if TYPE_CHECKING:
     from dtckpt_server.rules import Barrier, Job
 
-JOB_BYTES = 128 << 20
-"""Of one job."""
+JOB_BYTES = 192 << 20
+"""Of one job: room for as many clients as a job may have, who all wait at two barriers."""
 ALL_BYTES = 320 << 20
 """Of all jobs."""
 KEPT_BYTES = 32 << 20
@@ -27,7 +27,7 @@ KEPT_VERDICTS = 10_000
 KEPT_VERDICTS_S = 3600.0
 MAX_FORGOTTEN = 1000
 """How many verdicts are forgotten at one time because they are old."""
-JOB_NBYTES, TASK_NBYTES, BARRIER_NBYTES, ARRIVAL_NBYTES, PARTICIPANT_NBYTES = 4096, 1536, 3072, 320, 64
+JOB_NBYTES, TASK_NBYTES, BARRIER_NBYTES, ARRIVAL_NBYTES, PARTICIPANT_NBYTES = 4096, 1024, 3072, 320, 64
 """Of a job, of each task and barrier in it with their names, of each arrival beside its payload, and of each
 participant of a barrier that names its participants."""
 
