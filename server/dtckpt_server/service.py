@@ -13,8 +13,9 @@ import functools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, TypeVar
 
 import grpc
@@ -29,7 +30,7 @@ from dtckpt_server.chores import Chores
 from dtckpt_server.events import MAX_NAME_BYTES, Arrive, Cancel, Event, Heartbeat, Identity, Leave, Register, Tick
 from dtckpt_server.metrics import Metrics
 from dtckpt_server.refusals import Refusal
-from dtckpt_server.rules import Barrier, Effects, Rules
+from dtckpt_server.rules import Barrier, Effects, Rules, Transition
 from dtckpt_server.streams import GATHER_S, MAX_UNSENT, Stream, Streams
 from dtckpt_server.texts import Progress
 from dtckpt_server.tokens import Tokens
@@ -144,8 +145,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         """
         self.rules, effects = rules.apply(self.rules, event, self.clock())
         if effects.log:  # nothing is decided without a line
-            job = "" if isinstance(event, Tick) else event.who.job
-            self._chores.add(job, self._consequences(job, effects))
+            self._begin_to_tell(event, effects)
         if self._is_draining and not self.rules.memory.num_open_barriers:
             self._is_idle.set()
         if effects.refusal is not None:
@@ -153,52 +153,53 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             raise effects.refusal
         return effects
 
-    def _consequences(self, job: str, effects: Effects) -> Iterator[None]:
-        """Return the steps of what the rules decided."""
-        concerned = {barrier.job for barrier in effects.failed}
-        if effects.superseded is not None:
-            concerned.add(job)
-        # Now: no step later on may tell a client that comes only then.
-        return self._steps(job, effects, {each: self._streams.of(each) for each in concerned})
+    def _begin_to_tell(self, event: Event, effects: Effects) -> None:
+        """Begin to tell everyone concerned, for each job apart: much to tell in one of them holds up no other."""
+        if isinstance(event, Tick):
+            self._chores.add("", self._tell_log(effects.log))
+            for job, failed in _by_job(effects.failed).items():
+                decided = [barrier.barrier_id for barrier in failed]
+                self._chores.add(job, chain(self._wake(decided), self._notify(job, failed, self._streams.of(job))))
+            return
+        job, failed, attempt = event.who.job, effects.failed, effects.superseded
+        # As they are now: no later step may tell a client that comes only then.
+        streams = self._streams.of(job) if failed or attempt is not None else {}
+        lives = [(stream, text) for who, text in effects.fenced if (stream := self._streams.stream_of(who))]
+        superseded = streams.items() if attempt is not None else ()
+        over = ((stream, rules.superseded(job, number, attempt or 0)) for number, stream in superseded)
+        steps = self._tell_log(effects.log), self._wake(effects.decided), _fence(chain(lives, over))
+        self._chores.add(job, chain(*steps, self._notify(job, failed, streams)))
 
-    def _steps(self, job: str, effects: Effects, streams: dict[str, dict[int, Stream]]) -> Iterator[None]:
-        for transition in effects.log:
+    def _tell_log(self, log: Iterable[Transition]) -> Iterator[None]:
+        for transition in log:
             self.metrics.note(transition)
             logger.info("%s", transition.text, extra={"facts": {"event": transition.event, **transition.facts}})
             yield
-        for barrier_id in effects.decided:
-            yield from self._wake(barrier_id)
-        for who, text in effects.fenced:
-            if (stream := self._streams.stream_of(who)) is not None:
-                stream.tell(_fenced_notice(text))
-                yield
-        if effects.superseded is not None:
-            for number, stream in streams[job].items():
-                stream.tell(_fenced_notice(rules.superseded(job, number, effects.superseded)))
-                yield
-        for barrier in effects.failed[:MAX_UNSENT]:
-            if self._chores.num_waiting(job) <= MAX_NOTICES:
-                yield from self._notify(barrier, streams[barrier.job])
 
-    def _notify(self, barrier: Barrier, streams: dict[int, Stream]) -> Iterator[None]:
-        """Tell the participants of a failed barrier, also those that have not arrived or cannot ask just now."""
-        is_everyone = isinstance(barrier.participants, range)
-        if not streams or barrier.failure is None:
-            return
-        if len(barrier.participants) > MAX_TOLD_PARTICIPANTS and not is_everyone:
-            return
-        response = pb.HeartbeatStreamResponse(
-            notice=pb.Notice(
+    def _wake(self, barrier_ids: Iterable[str]) -> Iterator[None]:
+        for barrier_id in barrier_ids:
+            for waiter in list(self._waiters.pop(barrier_id, ())):
+                _release(waiter)
+                yield
+
+    def _notify(self, job: str, failed: Sequence[Barrier], streams: Mapping[int, Stream]) -> Iterator[None]:
+        """Tell the participants of failed barriers, also those that have not arrived or cannot ask just now."""
+        for barrier in failed[:MAX_UNSENT] if streams else ():
+            is_everyone = isinstance(barrier.participants, range)
+            is_small = len(barrier.participants) <= MAX_TOLD_PARTICIPANTS
+            if barrier.failure is None or not (is_everyone or is_small) or self._chores.num_waiting(job) > MAX_NOTICES:
+                continue
+            notice = pb.Notice(
                 name=barrier.name,
                 generation=barrier.generation,
                 participants=() if is_everyone else barrier.participants,
                 failure=failure_message(barrier.failure),
             )
-        )
-        for number in streams if is_everyone else barrier.participants:
-            if number in streams:
-                streams[number].tell(response)
-                yield
+            response = pb.HeartbeatStreamResponse(notice=notice)
+            for number in streams if is_everyone else barrier.participants:
+                if number in streams:
+                    streams[number].tell(response)
+                    yield
 
     async def drain(self, timeout_s: float) -> None:
         """Begin no barrier any more, let the open ones end, then send everyone who waits away with UNAVAILABLE."""
@@ -207,15 +208,9 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         with suppress(TimeoutError):
             await asyncio.wait_for(self._is_idle.wait(), timeout_s)
         self._is_stopping = True
-        for barrier_id in list(self._waiters):
-            self._chores.add("", self._wake(barrier_id))
+        self._chores.add("", self._wake(list(self._waiters)))
         await self._chores.finish()
         await self._streams.end()
-
-    def _wake(self, barrier_id: str) -> Iterator[None]:
-        for waiter in list(self._waiters.pop(barrier_id, ())):
-            _release(waiter)
-            yield
 
     def _refuse_if(self, is_ending: bool) -> None:
         if is_ending:
@@ -437,9 +432,19 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         return answer
 
 
-def _fenced_notice(text: str) -> pb.HeartbeatStreamResponse:
-    failure = pb.Failure(cause=pb.Failure.CAUSE_FENCED, code=errors.FencedError.__name__, message=text)
-    return pb.HeartbeatStreamResponse(notice=pb.Notice(failure=failure))
+def _by_job(barriers: Iterable[Barrier]) -> dict[str, list[Barrier]]:
+    found: dict[str, list[Barrier]] = {}
+    for barrier in barriers:
+        found.setdefault(barrier.job, []).append(barrier)
+    return found
+
+
+def _fence(streams: Iterable[tuple[Stream, str]]) -> Iterator[None]:
+    """Tell clients that it is over, and why."""
+    for stream, text in streams:
+        failure = pb.Failure(cause=pb.Failure.CAUSE_FENCED, code=errors.FencedError.__name__, message=text)
+        stream.tell(pb.HeartbeatStreamResponse(notice=pb.Notice(failure=failure)))
+        yield
 
 
 def _stopping() -> errors.CoordinatorUnavailableError:
