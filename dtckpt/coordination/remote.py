@@ -408,12 +408,12 @@ class GrpcCoordination(Caller):
             logger.warning("barrier %r could not be cancelled: %s", arrival.name, describe(error))
 
     def status(self) -> JobStatus:
-        request = pb.GetJobRequest(job=self.member.job)
         try:
-            job = self._call(lambda stub, t: stub.GetJob(request, timeout=t), self._clock() + self.heartbeat_timeout_s)
+            return job_status(
+                self.member.job, self._job_pages(self.member.job, self._clock() + self.heartbeat_timeout_s)
+            )
         except UnknownError:
             return JobStatus(self.member.job, self.member.num_clients, (), ())
-        return job_status(self.member.job, job)
 
     def _raise_if_over(self) -> None:
         if self._fenced:
