@@ -424,6 +424,7 @@ def test_a_run_that_goes_back_in_one_life(root):
     for step in (10, 20, 30):
         assert manager.save(step, state(step)) is not None
     manager.restore(20)
+    assert manager.save(29, state(29)) is None
     assert manager.save(30, state(30) | {"step": "again"}) is not None
     manager.close()
     assert manager.restore().tree["step"] == "again"
