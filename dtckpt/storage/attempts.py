@@ -5,9 +5,9 @@ beside it. The first, its claim, says that it is there, and that its leader live
 once, by the first who tries: by its leader, who thereby commits it, or by whoever gives it up. So an attempt that was
 given up can never be committed, and what it wrote may be removed, although it may still be running.
 
-Attempts are numbered by time. One that finds a newer one when it begins gives way, so whoever goes on was the newest, and
-every newer one sees it. One that is about to be committed first gives all older ones up. So attempts are committed in
-their order, and the newest one that was committed is the checkpoint.
+Attempts are numbered by time. One that finds a newer one when it begins takes a new number, so whoever goes on was the
+newest, and every newer one sees it. One that is about to be committed first gives all older ones up. So attempts are
+committed in their order, and the newest one that was committed is the checkpoint.
 
 Until then a newer attempt leaves an older one alone that lives: rivals build side by side. Who takes something away from a
 living rival has all it needs to be committed, and that is its very next step; so of rivals that live one is committed. An
@@ -45,7 +45,7 @@ SILENT_AFTER_S = 3 * RENEW_S
 FORGET_AFTER_S = 7 * 86400.0
 """How long after the last sign of life the decision to give an attempt up is removed: nothing then still runs."""
 MAX_LOOKS = 5
-"""How often a reader looks anew when what it looks for is being replaced."""
+"""How often a reader looks anew when what it looks for is being replaced, and a leader when a newer one has just begun."""
 
 _DECISION = ".decision"
 Clock = Callable[[], float]
@@ -223,12 +223,13 @@ class ObjectPlace:
     def begin(self, token: str) -> ObjectAttempt:
         """As `Place.begin`."""
         with translated("begin the checkpoint", self.where):
-            mine = self._register.claim(token)
-            if any(other > mine for other in self._register.attempts()):
+            for _ in range(MAX_LOOKS):
+                mine = self._register.claim(token)
+                if all(other <= mine for other in self._register.attempts()):
+                    self._register.collect(silent_for_s=SILENT_AFTER_S, before=mine)
+                    return ObjectAttempt(self._register, mine)
                 self._register.forget(mine)
-                raise taken_over(self.where)
-            self._register.collect(silent_for_s=SILENT_AFTER_S, before=mine)
-        return ObjectAttempt(self._register, mine)
+            raise taken_over(self.where)
 
     def join(self, token: str) -> ObjectAttempt:
         """As `Place.join`."""
