@@ -1,8 +1,8 @@
 """Which of the steps below a root belong to the run that saved last; pure.
 
-A run may go back to an older step and train on. The newer steps then belong to a run that was abandoned. Nothing is moved
-or marked for that: every checkpoint says, in a file that is committed with it, which other steps it does not descend
-from. The newest commit alone decides, so each commit moves all readers at once from one view to the next.
+A run may go back to an older step and train on. The newer steps then belong to a run that was abandoned. Nothing is
+moved or marked for that: every checkpoint says, in a file that is committed with it, which other steps it does not
+descend from. The newest commit alone decides, so each commit moves all readers at once from one view to the next.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Lineage:
     """What one checkpoint says about the saves of its root.
 
     Args:
-        number: Grows from commit to commit; 0 where nothing is known: another program put the checkpoint there, an older
-            version saved it, or the file is damaged.
+        number: Grows from commit to commit; 0 where nothing is known: another program put the checkpoint there, an
+            older version saved it, or the file is damaged.
         aside: The steps that were there and that this checkpoint does not descend from.
     """
 
@@ -58,7 +58,7 @@ def current_steps(saved: Saved) -> frozenset[int]:
 
     A step of unknown lineage is one of them unless the newest commit has set it aside.
     """
-    newest = max(saved, key=lambda step: saved[step].number, default=0)
+    newest = max(saved, key=lambda step: (saved[step].number, step), default=0)
     if not saved or not saved[newest].number:
         return frozenset(saved)
     unknown = {step for step in saved if not saved[step].number} - saved[newest].aside
@@ -68,13 +68,14 @@ def current_steps(saved: Saved) -> frozenset[int]:
 def ancestry(saved: Saved, step: int) -> frozenset[int]:
     """Return a step and those that it descends from, as far as they are still there.
 
-    A checkpoint descends from smaller steps only, which were there when it was saved. So what replaced one of them later
-    is told by its number. A step of unknown lineage is taken to descend from the smaller steps of the run that saved last.
+    A checkpoint descends from smaller steps only, which were there when it was saved. So what replaced one of them
+    later is told by its number. A step of unknown lineage is taken to descend from the smaller steps of the run that
+    saved last.
     """
     own = saved.get(step, UNKNOWN)
     if not own.number:
         return frozenset(other for other in current_steps(saved) if other < step) | (saved.keys() & {step})
-    older = {other for other, lineage in saved.items() if other < step and lineage.number < own.number}
+    older = {other for other, lineage in saved.items() if other < step and lineage.number <= own.number}
     return frozenset(older - own.aside) | {step}
 
 

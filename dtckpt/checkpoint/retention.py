@@ -62,7 +62,8 @@ class Retention:
             metrics: Metrics by step, as far as they are known.
             protected: Steps that stay whatever the rules say; they do not count as any rule's.
             damaged: Steps that cannot be restored. They stay, to be looked at, and count for nothing.
-            abandoned: Steps of runs that were abandoned. They go, whatever the rules keep, when the run has passed them.
+            abandoned: Steps of runs that were abandoned. Whatever the rules keep, they go when the run has passed
+                them.
         """
         good = sorted(set(steps) - set(damaged))
         if (self.last, self.every_steps, self.best) == (None, None, None):

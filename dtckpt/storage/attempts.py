@@ -9,9 +9,9 @@ Attempts are numbered by time. One that finds a newer one when it begins takes a
 newest, and every newer one sees it. One that is about to be committed first gives all older ones up. So attempts are
 committed in their order, and the newest one that was committed is the checkpoint.
 
-Until then a newer attempt leaves an older one alone that lives: rivals build side by side. Who takes something away from a
-living rival has all it needs to be committed, and that is its very next step; so of rivals that live one is committed. An
-attempt whose leader was silent for long is given up by whoever begins.
+Until then a newer attempt leaves an older one alone that lives: rivals build side by side. A leader that gives a living
+rival up has written everything, and decides for itself in its next step; so of rivals that live one is committed. An
+attempt whose leader was silent for long is given up by the next one that begins.
 
 All this needs of a store is that a list shows what was written before, and that of several who make one object only
 one succeeds.
@@ -41,11 +41,11 @@ COMMITTED, GIVEN_UP = b"committed", b"given up"
 RENEW_S = 60.0
 """How often a leader says that it lives."""
 SILENT_AFTER_S = 3 * RENEW_S
-"""How long after the last sign of life whoever begins an attempt takes an older one for dead."""
+"""How long after the last sign of life a leader that begins takes an older attempt for dead."""
 FORGET_AFTER_S = 7 * 86400.0
 """How long after the last sign of life the decision to give an attempt up is removed: nothing then still runs."""
 MAX_LOOKS = 5
-"""How often a reader looks anew when what it looks for is being replaced, and a leader when a newer one has just begun."""
+"""How often a reader looks anew when what it looks for is being replaced, and a leader when a newer one just began."""
 
 _DECISION = ".decision"
 Clock = Callable[[], float]
@@ -152,18 +152,17 @@ class Register:
         """
         collected = []
         attempts = [attempt for attempt in self.attempts() if before is None or attempt < before]
-        has_newer = is_replaced
-        for attempt in reversed(attempts):
-            decision = self.decision(attempt)
-            if not decision and self.is_silent(attempt, silent_for_s):
-                decision = GIVEN_UP if self.decide(attempt, GIVEN_UP) else COMMITTED
+        decisions = {attempt: self.decision(attempt) for attempt in attempts}
+        newest = max((attempt for attempt in attempts if decisions[attempt] == COMMITTED), default="")
+        # The oldest goes first: a reader that no longer finds the one after it must not take it for the newest.
+        for attempt, decision in decisions.items():
+            if not decision and self.is_silent(attempt, silent_for_s) and self.decide(attempt, GIVEN_UP):
+                decision = GIVEN_UP  # noqa: PLW2901  (as if it had been read)
                 collected.append(attempt)
-            if decision == COMMITTED:
-                if has_newer:
-                    self.remove(attempt)
-                    collected.append(attempt)
-                has_newer = True
-            elif decision:
+            if decision == COMMITTED and (is_replaced or attempt != newest):
+                self.remove(attempt)
+                collected.append(attempt)
+            elif decision == GIVEN_UP:
                 (self.data / attempt).clear()  # again and again: its clients may have written meanwhile
                 if self.is_silent(attempt, FORGET_AFTER_S):
                     self.forget(attempt)

@@ -45,7 +45,7 @@ class History:
             chain = self.newest.ancestors | {self.newest} if self.newest else frozenset()
         self.clock += self.chance.choice((0, 1, 10**9)) - self.chance.choice((0, 0, 10**6))
         self.run, lineage = run.save(step, self.saved, self.clock)
-        self.chain = frozenset(commit for commit in chain if commit.step < step or fails and commit.step == step)
+        self.chain = frozenset(commit for commit in chain if commit.step < step or (fails and commit.step == step))
         if not fails:
             self.order += 1
             self.newest = Commit(step, self.order, frozenset(commit for commit in chain if commit.step < step))
@@ -104,6 +104,13 @@ def test_what_lost_its_lineage_stays_where_the_newest_commit_says():
     assert ancestry(saved | {40: UNKNOWN}, 40) == {10, 15, 40}
     _, later = run.save(25, saved | {10: UNKNOWN}, 50)  # it cannot be read for a moment
     assert later.aside == {20, 30}
+
+
+def test_copies_of_a_checkpoint_are_of_its_run():
+    saved, run = {}, Run(frozenset())
+    for step in (10, 20):
+        run, saved[step] = run.save(step, saved, step)
+    assert current_steps(saved | {40: saved[20]}) == {10, 20, 40}
 
 
 def test_a_manager_that_was_replaced_commits_late():

@@ -227,8 +227,7 @@ def race(place, monkeypatch, chance, *, leaders, rounds):
             saves.append(this)
 
     def look():
-        for _ in range(3 * leaders * rounds):
-            seen.append(str(place.locate()))
+        seen.extend(str(place.locate()) for _ in range(3 * leaders * rounds))
 
     def take_part(name, work):
         threading.current_thread().name = name
