@@ -58,9 +58,11 @@ class StepFolders:
         """Return what the checkpoint of a step says; None if there is none."""
         for _ in range(2):  # it may be replaced or removed between the two looks
             try:
-                return Lineage.from_bytes(self.place(step).locate().read(LINEAGE_NAME))
+                folder = self.place(step).locate()
             except (CheckpointNotFoundError, CheckpointIncompleteError):
                 return None
+            try:
+                return Lineage.from_bytes(folder.read(LINEAGE_NAME))
             except FileNotFoundError:
                 continue
             except (ValueError, KeyError, TypeError, OSError) as error:
