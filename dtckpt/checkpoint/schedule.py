@@ -81,6 +81,10 @@ class Schedule:
         """Note that the save of a step has begun; it is not due again."""
         self._saved_step, self._saved_at = step, self._clock()
 
+    def note_restored(self) -> None:
+        """Note that the run may come by the same steps again; those are due again."""
+        self._saved_step = self._decided = None
+
     def should_save(self, step: int, *, is_busy: bool) -> bool:
         """Return the decision for a step. Collective: barrier ``manager/decide`` if any client alone knows something.
 

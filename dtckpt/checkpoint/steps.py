@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 
+from dtckpt.checkpoint.lineage import LINEAGE_NAME, UNKNOWN, Lineage, current_steps
 from dtckpt.checkpoint.roots import Root
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, ConfigError
 from dtckpt.storage.locations import Location
@@ -43,17 +44,31 @@ class StepFolders:
         """Return the place of a step's checkpoint. Raises: as `path`."""
         return place_of(self.path(step))
 
-    def all_steps(self) -> list[int]:
-        """Return the steps that have a finished checkpoint, ascending."""
+    def saved(self) -> dict[int, Lineage]:
+        """Return all steps that have a finished checkpoint, whichever run saved them, and their lineages."""
         steps = {int(match[1]) for match in map(_STEP_NAME.fullmatch, self._root.names()) if match}
-        return sorted(step for step in steps if self._is_there(step))
+        found = {step: self._lineage(step) for step in sorted(steps)}
+        return {step: lineage for step, lineage in found.items() if lineage is not None}
 
-    def _is_there(self, step: int) -> bool:
-        try:
-            self.place(step).locate()
-        except (CheckpointNotFoundError, CheckpointIncompleteError):
-            return False
-        return True
+    def all_steps(self) -> list[int]:
+        """Return the steps of the run that saved last, ascending."""
+        return sorted(current_steps(self.saved()))
+
+    def _lineage(self, step: int) -> Lineage | None:
+        """Return what the checkpoint of a step says; None if there is none."""
+        for _ in range(2):  # it may be replaced or removed between the two looks
+            try:
+                folder = self.place(step).locate()
+            except (CheckpointNotFoundError, CheckpointIncompleteError):
+                return None
+            try:
+                return Lineage.from_bytes(folder.read(LINEAGE_NAME))
+            except FileNotFoundError:
+                continue
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                logger.warning("the lineage of step %d cannot be read and counts as unknown: %s", step, error)
+                break
+        return UNKNOWN
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Return the metrics that a step was saved with; none if they cannot be read."""
