@@ -208,7 +208,7 @@ class Simulation:
             self.operations[who.job].append(barrier_id)
 
     def _nobody_waits_for_who_is_elsewhere(self) -> None:
-        for barrier_id, barrier in self.open.items():
+        for barrier_id in self.open:
             (job, _, operation, participants), _ = self._rounds[barrier_id]
             if operation is None:
                 continue
@@ -288,10 +288,9 @@ def random_event(simulation: Simulation, draw: random.Random) -> Event:
     arrivals = simulation.callers[who].arrivals
     if kind < 0.55 and arrivals:
         return replace(draw.choice(arrivals), report=report, was_cut_off=draw.random() < 0.5)
-    is_waiting = bool(arrivals) and simulation.is_open(arrivals[-1])
-    return (
-        Heartbeat(who, report=report) if is_waiting and draw.random() < 0.95 else random_arrival(simulation, who, draw)
-    )
+    if arrivals and simulation.is_open(arrivals[-1]) and draw.random() < 0.95:
+        return Heartbeat(who, report=report)  # most wait until they are told
+    return random_arrival(simulation, who, draw)
 
 
 def random_arrival(simulation: Simulation, who: Identity, draw: random.Random) -> Event:

@@ -165,7 +165,7 @@ def test_call_whose_round_is_forgotten_is_a_new_one_or_is_over(world, monkeypatc
         for task in range(3):
             passed = world.arrive(task, call=call)
     assert passed.generation == 2
-    with pytest.raises(errors.BarrierConflictError, match="client 1 .* has given up waiting"):
+    with pytest.raises(errors.BarrierConflictError, match=r"client 1 .* has given up waiting"):
         world.arrive(1, call=20)
     world.arrive(0, name="other", call=31, ok=False)
     again = world.arrive(1, call=30)
