@@ -39,8 +39,8 @@ class BlockDigests:
         self._places: tuple[dict[str, npt.NDArray[np.int64]], dict[int, int]] | None = None
         self._page = lru_cache(maxsize=MAX_PAGES)(partial(_read, root))
 
-    def read(self, entry: ArrayEntry, number: int) -> list[int]:
-        """Return the digests of a chunk's blocks, verified by that of the chunk; none, if it has one block only.
+    def read(self, entry: ArrayEntry, number: int, blocks: range) -> list[int]:
+        """Return the digests of some blocks of a chunk, verified by that of the chunk; none, if it has one block only.
 
         Blocks: On storage.
 
@@ -63,7 +63,7 @@ class BlockDigests:
                 f"the block digests of chunk {number} of tensor {entry.name!r} in {self._root / client_folder(writer)} "
                 "are damaged; read the whole chunk, or restore another checkpoint"
             )
-        found: list[int] = digests.tolist()
+        found: list[int] = digests[blocks.start : blocks.stop].tolist()
         return found
 
     def _read(self, writer: int, start: int, stop: int, end: int) -> bytes:

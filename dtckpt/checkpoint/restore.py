@@ -20,7 +20,7 @@ from dtckpt.checkpoint.aliasing import Named, split_tied, validate_apart
 from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_tensor, mesh_of, own_array
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.phases import Phases, find_slow
-from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
+from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, new_memory, open_checkpoint
 from dtckpt.checkpoint.renaming import renamed
 from dtckpt.checkpoint.restore_report import Cast, Reshaped, RestoreReport
 from dtckpt.checkpoint.rounds import Rounds
@@ -442,10 +442,9 @@ class _Matcher:
         """Plan a node that the target holds no tensor for: its plain values, and new tensors."""
         self.wanted.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
         names = trees.tensor_names(node)
-        new = {
-            name: host_memory.empty(self._checkpoint.info(name).shape, self._checkpoint.info(name).dtype)
-            for name in names
-        }
+        infos = {name: self._checkpoint.info(name) for name in names}
+        self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
+        new = {name: new_memory(name, info.shape, info.dtype) for name, info in infos.items()}
         self.wanted.update(names)
         self.leaves.extend((name, as_leaf(tensor)) for name, tensor in new.items())
         return lambda: trees.build(node, new.__getitem__)
@@ -529,14 +528,26 @@ def plan_new(checkpoint: Checkpoint, mesh: Mesh | None, layouts: Layouts | None,
     """Make memory for every tensor of a checkpoint, in the layouts asked for."""
     names = renamed_by(checkpoint, options)
     structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
-    tensors: dict[str, torch.Tensor] = {}
-    for name, info in checkpoint.tensors.items():
-        layout = choose_layout(names.get(name, name), info, mesh, layouts)
-        tensors[name] = (
-            host_memory.empty(info.shape, info.dtype) if layout is None else empty(info.shape, info.dtype, layout)
-        )
+    infos = dict(checkpoint.tensors)
+    chosen = {name: choose_layout(names.get(name, name), info, mesh, layouts) for name, info in infos.items()}
+    checkpoint.validate_stored(
+        (name, region) for name, layout in chosen.items() for region in _own_regions(infos[name].shape, layout)
+    )
+    tensors: dict[str, torch.Tensor] = {
+        name: new_memory(name, infos[name].shape, infos[name].dtype)
+        if layout is None
+        else empty(infos[name].shape, infos[name].dtype, layout)
+        for name, layout in chosen.items()
+    }
     leaves = [(name, as_leaf(tensor)) for name, tensor in tensors.items()]
     return Filling(leaves, lambda: trees.build(structure, tensors.__getitem__), names)
+
+
+def _own_regions(shape: tuple[int, ...], layout: Layout | None) -> set[Region]:
+    """Return what this client will hold of a tensor."""
+    if layout is None:
+        return {Region.full(shape)}
+    return {layout.region(device, shape) for device in layout.mesh.local_device_ids()}
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> DTensor:

@@ -101,22 +101,24 @@ def load(data: bytes) -> Node:
     """
     try:
         node: Node = json.loads(data)
-        _validate(node)
+        _validate(node, 0)
     except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"the manifest's state tree cannot be read: {error}") from error
     return node
 
 
-def _validate(node: Any) -> None:
+def _validate(node: Any, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise CheckpointCorruptError(f"the manifest's state tree is deeper than {MAX_DEPTH} levels")
     kind, content = _only(node)
     if kind == "dict":
         for pair in _items(kind, content):
             if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int)):
                 raise CheckpointCorruptError("the manifest's state tree holds a malformed dict")
-            _validate(pair[1])
+            _validate(pair[1], depth + 1)
     elif kind in ("list", "tuple"):
         for below in _items(kind, content):
-            _validate(below)
+            _validate(below, depth + 1)
     elif kind == "tensor":
         if not isinstance(content, str):
             raise CheckpointCorruptError("the manifest's state tree holds a malformed tensor name")
