@@ -70,13 +70,18 @@ class BlockDigests:
         """Return some bytes of a client's file, which has ``end``; fewer, if it has fewer."""
         first, last = start // PAGE_NBYTES, (stop - 1) // PAGE_NBYTES
         bounds = ((page * PAGE_NBYTES, min((page + 1) * PAGE_NBYTES, end)) for page in range(first, last + 1))
-        pages = b"".join(self._page(writer, begin, limit) for begin, limit in bounds)
+        found: list[bytes] = []
+        for begin, limit in bounds:
+            found.append(self._page(writer, begin, limit))
+            if len(found[-1]) < limit - begin:
+                break  # the file ends here, whatever the manifest has it hold
+        pages = b"".join(found)
         return pages[start - first * PAGE_NBYTES : stop - first * PAGE_NBYTES]
 
 
 def _read(root: Folder, writer: int, start: int, stop: int) -> bytes:
     folder = root / client_folder(writer)
-    with translated("read block digests", folder), suppress(FileNotFoundError):
+    with translated("read block digests", folder, is_read=True), suppress(FileNotFoundError):
         return folder.read(BLOCKS_NAME, start, stop)
     return b""
 

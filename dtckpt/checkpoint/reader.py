@@ -15,7 +15,7 @@ import torch
 from dtckpt import host_memory
 from dtckpt.checkpoint.block_digests import BlockDigests
 from dtckpt.checkpoint.leaves import host_array, torch_dtype
-from dtckpt.checkpoint.region_reads import RegionReader, parts_of
+from dtckpt.checkpoint.region_reads import UNCHECKED_NBYTES, RegionReader, parts_of
 from dtckpt.checkpoint.verifying import Progress, VerifyReport, verify
 from dtckpt.errors import (
     CheckpointConflictError,
@@ -281,9 +281,13 @@ class Checkpoint:
         except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
 
-    def validate_stored(self, wanted: Iterable[tuple[str, Region]]) -> None:
+    def validate_stored(self, wanted: Iterable[tuple[str, Region]], *, unchecked: int = UNCHECKED_NBYTES) -> None:
         """As `RegionReader.validate_stored`, by names of tensors."""
-        self._regions.validate_stored((self.entry(name), region) for name, region in wanted)
+        regions = ((self.entry(name), region) for name, region in wanted)
+        try:
+            self._regions.validate_stored(regions, unchecked=unchecked)
+        except (CheckpointCorruptError, StorageError) as error:
+            raise self._cause_of(error) from error
 
     def validate_documents(self) -> None:
         """Check every ``zarr.json``, which only other readers need.

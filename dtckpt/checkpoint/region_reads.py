@@ -141,10 +141,12 @@ class RegionReader:
                 raise
         return nbytes
 
-    def validate_stored(self, wanted: Iterable[tuple[ArrayEntry, Region]]) -> None:
+    def validate_stored(
+        self, wanted: Iterable[tuple[ArrayEntry, Region]], *, unchecked: int = UNCHECKED_NBYTES
+    ) -> None:
         """Check that files are as long as regions of tensors need, before memory for those is taken.
 
-        The smallest, of `UNCHECKED_NBYTES` together, are not looked at.
+        The smallest, of ``unchecked`` bytes together, are not looked at.
 
         Raises:
             RegionNotFoundError: A region was not saved.
@@ -156,7 +158,7 @@ class RegionReader:
         )
         ends = accumulate(nbytes for nbytes, *_ in sized)
         checked = [
-            (entry, region) for end, (_, _, entry, region) in zip(ends, sized, strict=True) if end > UNCHECKED_NBYTES
+            (entry, region) for end, (_, _, entry, region) in zip(ends, sized, strict=True) if end > unchecked
         ]
         for entry, region in checked:
             if entry.missing:

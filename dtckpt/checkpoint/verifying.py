@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.reader import Checkpoint
 
 MAX_THREADS = 8
+UNCHECKED_NBYTES = 1 << 20
+"""Memory that is taken for a chunk without a look at the size of the file that shall fill it."""
 MAX_NBYTES = 256 << 20
 """Bound on chunks in memory, unless one is larger."""
 
@@ -131,7 +133,7 @@ def _check(checkpoint: Checkpoint, entry: ArrayEntry, number: int) -> _Checked:
     content = 0
     damages: list[Damage] = []
     try:
-        checkpoint.validate_stored([(entry.name, region)])
+        checkpoint.validate_stored([(entry.name, region)], unchecked=UNCHECKED_NBYTES)
         elements = np.empty(region.shape, DTYPES[entry.stored_dtype])
         checkpoint.read_into(entry.name, region, elements, max_in_flight=elements.nbytes)
         if entry.content is not None:

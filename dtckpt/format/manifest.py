@@ -221,8 +221,8 @@ class Manifest:
         data = envelope.SerializeToString(deterministic=True)
         if len(data) > MAX_MANIFEST_NBYTES:
             raise ConfigError(
-                f"the manifest would have {len(data)} bytes, expected at most {MAX_MANIFEST_NBYTES}; save fewer tensors "
-                "in one checkpoint, or larger chunks (SaveOptions(chunk_nbytes=...))"
+                f"the manifest would have {len(data)} bytes, expected at most {MAX_MANIFEST_NBYTES}; save fewer "
+                "tensors in one checkpoint, or larger chunks (SaveOptions(chunk_nbytes=...))"
             )
         return data
 
