@@ -91,6 +91,8 @@ def zstd_bound(data: bytes) -> int:
                 at += 3 + (1 if kind == _REPEATED else size)
                 total += size if kind in (_RAW, _REPEATED) else _ZSTD_BLOCK_NBYTES
             at += 4 * (descriptor >> 2 & 1)
+        if at > len(data):
+            raise ValueError("no end")
     except (struct.error, IndexError, ValueError):
         raise ValueError("Zstd-compressed data is corrupt: it ends within a frame, or is none") from None
     return total
