@@ -157,9 +157,7 @@ class RegionReader:
             ((region.numel * entry.itemsize, at, entry, region) for at, (entry, region) in enumerate(wanted))
         )
         ends = accumulate(nbytes for nbytes, *_ in sized)
-        checked = [
-            (entry, region) for end, (_, _, entry, region) in zip(ends, sized, strict=True) if end > unchecked
-        ]
+        checked = [(entry, region) for end, (_, _, entry, region) in zip(ends, sized, strict=True) if end > unchecked]
         for entry, region in checked:
             if entry.missing:
                 parts_of(entry, (region,))  # or what was never saved would pass for lost

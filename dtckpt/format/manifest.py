@@ -253,6 +253,8 @@ class Manifest:
             )
         try:
             message = checkpoint_pb2.Manifest.FromString(envelope.manifest)
+            if len(message.meshes) > len(message.tensors):
+                raise ValueError(f"it has {len(message.meshes)} meshes for {len(message.tensors)} tensors")
             meshes = [Mesh.from_proto(mesh) for mesh in message.meshes]
             kinds: dict[bytes, ArrayKind] = {}
             # Made from all at once: an array of its own for each tensor would take as long as all else.

@@ -445,6 +445,37 @@ def test_a_node_that_decompresses_to_more_is_damage(tmp_path, bombs):
         assert_damaged(lambda: dtckpt.restore(tmp_path / "s"))
 
 
+# --- object stores ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bomb", ["blosc", "zstd"])
+def test_objects_are_measured_before_they_are_read(bucket, monkeypatch, bomb, bombs, kvstore):
+    """An object may be of any size: of what is too long, a byte is asked for; of a chunk, its elements."""
+    path = f"{bucket}/run/s"
+    dtckpt.save(path, {"w": ELEMENTS}, options=SaveOptions(kvstore=kvstore, codec=bomb))
+    dtckpt.save(f"{path}2", {"small": ELEMENTS}, options=SaveOptions(kvstore=kvstore))
+    with dtckpt.open_checkpoint(path) as checkpoint:
+        root = checkpoint._root
+    key = {"zarr": "w/c/0", "ocdbt": "manifest.ocdbt"}[kvstore]
+    root.write(key, bombs[bomb])
+    with address_space(1 << 30):
+        assert_damaged(lambda: dtckpt.restore(path))
+    assert dtckpt.restore(f"{path}2")["small"].equal(ELEMENTS)
+
+    with dtckpt.open_checkpoint(f"{path}2") as checkpoint:
+        root = checkpoint._root
+    envelope = checkpoint_pb2.ManifestFile.FromString(root.read(MANIFEST_NAME))
+    message = checkpoint_pb2.Manifest.FromString(envelope.manifest)
+    resized("small", (1 << 38,), (1 << 30,))(message)
+    envelope.manifest = message.SerializeToString()
+    envelope.digest = bytes_digest(envelope.manifest)
+    root.write(MANIFEST_NAME, envelope.SerializeToString())
+    with address_space(1 << 30):
+        assert_damaged(lambda: dtckpt.restore(f"{path}2"))
+    monkeypatch.setattr("dtckpt.checkpoint.reader.MAX_MANIFEST_NBYTES", 100)
+    assert_damaged(lambda: dtckpt.open_checkpoint(f"{path}2"))
+
+
 # --- databases ------------------------------------------------------------------------------------------------------
 
 
