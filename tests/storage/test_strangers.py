@@ -22,7 +22,8 @@ from dtckpt._proto import checkpoint_pb2
 from dtckpt.cli.main import main
 from dtckpt.errors import CheckpointCorruptError, StoragePermissionError
 from dtckpt.format.codecs import zstd_bound
-from dtckpt.format.digest import bytes_digest, digest_of_data
+from dtckpt.format.digest import Blocks, bytes_digest, digest_chunk
+from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, Manifest
 from dtckpt.storage.database import Database
 from dtckpt.storage.folders import LocalFolder, open_context
@@ -351,8 +352,10 @@ def test_chunks_of_a_database_have_bytes_of_their_own(tmp_path):
     change = resized("w", (count << 20,), (1 << 20,))
     changed(tmp_path / "s", change)
 
+    blocks = Blocks.of(ChunkGrid((count << 20,), (1 << 20,)), 4)
+
     def signed(message):
-        digests = [digest_of_data("w", (number,), chunk.data) for number in range(count)]
+        digests = [digest_chunk("w", (number,), chunk, blocks)[0] for number in range(count)]
         entry_of(message, "w").digests[:] = digests
 
     changed(tmp_path / "s", signed)
