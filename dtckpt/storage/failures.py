@@ -69,7 +69,7 @@ class translated:  # noqa: N801  (a context manager is used as a function is)
         if isinstance(error, OSError):
             return _os_error(error, f"cannot {action} at {self._where}: {error.strerror or error}")
         if isinstance(error, MemoryError):
-            return CheckpointError(f"cannot {action} at {self._where}: this host lacks the memory ({error}); read less")
+            return CheckpointError(f"cannot {action} at {self._where}: this host lacks the memory; {error}")
         said = str(error)
         text = f"cannot {action} at {self._where}: {_first_line(said)}"
         if _FULL.search(said):
