@@ -386,7 +386,7 @@ def bombs():
     zeros = np.zeros(BOMB_NBYTES, np.uint8)
     return {
         "zstd": numcodecs.zstd.compress(zeros.data, 3),
-        "blosc": numcodecs.blosc.compress(zeros.data, b"zstd", 9, 2),
+        "blosc": numcodecs.blosc.compress(zeros.data, b"lz4", 1, 0),
         "stated": stated,
     }
 
