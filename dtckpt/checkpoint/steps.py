@@ -16,6 +16,7 @@ from dtckpt.storage.places import Place, place_of
 logger = logging.getLogger("dtckpt.checkpoint")
 
 METRICS_NAME = "metrics.json"
+MAX_METRICS_NBYTES = 16 << 20
 _STEP_NAME = re.compile(r"step_(\d{8,18})")
 
 
@@ -73,10 +74,10 @@ class StepFolders:
     def metrics(self, step: int) -> Mapping[str, float]:
         """Return the metrics that a step was saved with; none if they cannot be read."""
         try:
-            found = json.loads(self.place(step).locate().read(METRICS_NAME))
+            found = json.loads(self.place(step).locate().read_whole(METRICS_NAME, MAX_METRICS_NBYTES))
             return {str(name): float(value) for name, value in found.items()}
         except FileNotFoundError:
             return {}
-        except (ValueError, TypeError, AttributeError, OSError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
             logger.warning("the metrics of step %d cannot be read and count as none: %s", step, error)
             return {}

@@ -48,6 +48,8 @@ MAX_LOOKS = 5
 """How often a reader looks anew when what it looks for is being replaced, and a leader when a newer one just began."""
 
 _DECISION = ".decision"
+_TOLD_NBYTES = min(len(COMMITTED), len(GIVEN_UP))
+"""No more is read of a decision, whatever it is: so many bytes tell which."""
 Clock = Callable[[], float]
 """Seconds since the epoch."""
 
@@ -74,9 +76,10 @@ class Register:
     def decision(self, attempt: str) -> bytes:
         """Return what was decided about an attempt; nothing if nothing was."""
         try:
-            return self._folder.read(attempt + _DECISION)
+            found = self._folder.read(attempt + _DECISION, 0, _TOLD_NBYTES)
         except FileNotFoundError:
             return b""
+        return next((known for known in (COMMITTED, GIVEN_UP) if found and known.startswith(found)), found)
 
     def decide(self, attempt: str, decision: bytes) -> bool:
         """Decide about an attempt; return whether that is what was decided, now or before.

@@ -303,7 +303,7 @@ def locate(target: Path) -> Path:
         CheckpointIncompleteError: There is data, but no commit marker.
     """
     with translated("open the checkpoint", target):
-        if is_committed(target):
+        if (target / MANIFEST_NAME).exists():  # of whatever kind: what is no file is damage, and told by who reads it
             return target
         if target.is_dir() and any(target.iterdir()):
             raise CheckpointIncompleteError(
