@@ -86,7 +86,7 @@ def group_of(clients: Iterable[int], device_type: str = "cpu", override: Overrid
     if not ranks or not is_connected(ranks):
         raise CoordinationError(
             f"process group: got clients {capped(ranks)}, expected clients that a default process group spans; "
-            "call torch.distributed.init_process_group on every client first"
+            "call dtckpt.init_process_group on every client first"
         )
     if dist.get_rank() not in ranks:
         raise CoordinationError(

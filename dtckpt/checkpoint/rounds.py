@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,14 +16,6 @@ from dtckpt.format.digest import bytes_digest
 T = TypeVar("T")
 
 _running = threading.Lock()
-
-
-def _forget_parent() -> None:
-    global _running  # noqa: PLW0603  (the thread that held it does not live in a forked process)
-    _running = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_parent)
 
 
 class Rounds:
@@ -88,11 +79,10 @@ class Rounds:
             raise CoordinationError(
                 f"{self._operation} cannot begin: another thread's save or restore did not end in {self._timeout_s:g} s"
             )
-        held = _running
         try:
             yield
         finally:
-            held.release()
+            _running.release()
             self._coordination.heartbeat(Progress())
 
     def run(

@@ -29,15 +29,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from typing import TypeVar
 from urllib.parse import quote
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
-from torch.distributed.rendezvous import rendezvous
 
-from dtckpt import errors
+from dtckpt import errors, forks, rendezvous
+from dtckpt.config import Config
 from dtckpt.coordination import process, rules
 from dtckpt.coordination.protocol import (
     DEFAULT_HEARTBEAT_TIMEOUT_S,
@@ -62,7 +61,6 @@ POLL_S = 0.005
 """Between two polls of a client that has waited for long: first they come faster, as most barriers are soon passed."""
 KEPT_BARRIERS = 16
 """A client removes its keys of a barrier after this many later ones."""
-RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 NEVER_REGISTERED = "-"
 ELSEWHERE = "*"
 """Stands for the incarnation of a client that arrived where the barrier was decided; see `publish`."""
@@ -160,8 +158,7 @@ class ProcessGroupCoordination:
     # --- registration and heartbeats --------------------------------------------------------------------------
 
     def register(self) -> None:
-        if os.getpid() != self._pid:
-            raise errors.FencedError(f"this process was forked from {self._who()} and is not that client")
+        forks.claim_process()
         with self._lock:
             if self._beating is None:
                 self._beat = self._run(self._claim_place)
@@ -505,23 +502,23 @@ def from_environment(
 ) -> ProcessGroupCoordination:
     """Meet at the store of the default process group, or at the one that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
 
+    Collective: Over all clients, if there is no default process group.
+
     Raises:
         ConfigError: There is no process group and the environment names no store.
         CoordinatorUnavailableError: The store cannot be reached.
+        BarrierTimeoutError: There is no process group, and other clients did not come to the store.
     """
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
-        else:
-            store, _, _ = next(rendezvous("env://", member.client, member.num_clients, timeout=RENDEZVOUS_TIMEOUT))
-    except ValueError as error:
-        raise errors.ConfigError(
-            f"{member.num_clients} clients have no place to meet: {error}; run under torchrun, call "
-            "torch.distributed.init_process_group first, or set DTCKPT_COORDINATOR=host:port"
-        ) from error
-    except dist.DistError as error:
-        raise errors.CoordinatorUnavailableError(f"the store at MASTER_ADDR cannot be reached: {error}") from error
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        if rendezvous.is_stale():
+            logger.warning("%s", rendezvous.ADVICE)
+    else:
+        config = Config.from_environ()
+        topic = f"coordination/{quote(member.job, safe='')}"
+        store, attempt = rendezvous.meet(rendezvous.open_store(config), topic, config)
+        member = replace(member, attempt=attempt)
     return ProcessGroupCoordination(
         store, member, heartbeat_timeout_s=heartbeat_timeout_s, host_client=None if agent_hosts else 0
     )

@@ -21,9 +21,9 @@ from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
-import tensorstore as ts
 
 from dtckpt.format.digest import as_bytes, buffer_of
+from dtckpt.storage.exit_handlers import tensorstore as ts
 
 MAX_FILES = 64
 """Files of a database that are kept open."""
