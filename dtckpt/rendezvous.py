@@ -19,7 +19,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -112,8 +113,24 @@ def attempt_of_default_group() -> int | None:
 
 
 def is_stale() -> bool:
-    """Whether what others made of the store may be that of an attempt that was killed."""
-    return Config.from_environ().attempt > 0 and attempt_of_default_group() is None
+    """Whether torchrun has restarted this client, and the default process group was made as if it had not."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and attempt_of_default_group() is None
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """Have errors of clients that do not find each other name the cure, if there may be one."""
+    try:
+        yield
+    except CoordinationError as error:
+        if is_stale():
+            error.message += f"; {ADVICE}"
+        raise
+
+
+def suffix() -> str:
+    """Return what tells keys of this attempt from those of others in the store of the default process group."""
+    return f"_attempt_{Config.from_environ().attempt}" if is_stale() else ""
 
 
 def open_store(config: Config, timeout: timedelta = TIMEOUT) -> Store:

@@ -261,7 +261,8 @@ class ProcessGroupCoordination:
                 self._open.remove(meeting)
         # Only a known verdict ends the generation: a call that raised before may be repeated and is the same barrier.
         process.end_generation(self.member, name, members, generation)
-        outcome.raise_failure()
+        with rendezvous.advised():
+            outcome.raise_failure()
         return Verdict(name, generation, payloads)
 
     def _meet(self, link: Link, meeting: _Meeting) -> tuple[Outcome, dict[int, bytes]]:

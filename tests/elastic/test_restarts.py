@@ -1,0 +1,64 @@
+"""Jobs whose clients are killed and that torchrun restarts end with the values of a run that nothing disturbed."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+import dtckpt
+
+from ..coordination.servers import server_process
+from . import training
+from .jobs import running
+
+pytestmark = pytest.mark.processes
+
+RESTART_S = 10.0
+KILLS = 20 if os.environ.get("DTCKPT_TESTS") == "all" else 2
+STEPS = 5 * KILLS + 5
+CLIENTS = 3
+
+
+def validate_values(folder, tmp_path):
+    """Check that a job ended with the values of a run without a fault."""
+    training.train(tmp_path / "undisturbed", STEPS, tmp_path / "undisturbed.txt")
+    expected, found = (dtckpt.restore(path / f"step_{STEPS - 1:08}") for path in (tmp_path / "undisturbed", folder))
+    assert found["step"] == expected["step"] == STEPS - 1
+    assert torch.equal(found["weight"], expected["weight"])
+    assert torch.equal(found["moment"], expected["moment"])
+
+
+def kill_some(job, chance):
+    """Kill a client at each of some steps; return how long it took after each kill until a step was done."""
+    seconds = []
+    for at in sorted(chance.sample(range(1, STEPS - 1), KILLS)):
+        victim = chance.randrange(CLIENTS)
+        last = job.wait_for(lambda done: done.attempt == len(seconds) and done.client == victim and done.step >= at)  # noqa: B023
+        killed_s = time.time()
+        os.kill(last.pid, signal.SIGKILL)
+        seconds.append(job.wait_for(lambda done: done.attempt == last.attempt + 1).time_s - killed_s)  # noqa: B023
+    return seconds
+
+
+@pytest.mark.parametrize("meeting", ["store", "coordinator"])
+def test_killed_clients(tmp_path, meeting):
+    folder, log = tmp_path / "job", tmp_path / "log.txt"
+    chance = random.Random(meeting)
+    options = "--nnodes=1", f"--nproc-per-node={CLIENTS}", f"--max-restarts={KILLS}"
+
+    def run(env):
+        with running(tmp_path, [str(folder), str(STEPS), str(log)], *options, env=env) as job:
+            seconds = kill_some(job, chance)
+            assert job.agents[0].wait(60) == 0, job.output()
+        print(f"{meeting}: seconds from {KILLS} kills to the next step: {[round(each, 1) for each in seconds]}")
+        assert max(seconds) < RESTART_S, seconds
+
+    if meeting == "store":
+        run({})
+    else:
+        with server_process(heartbeat_timeout_s=60) as server:
+            run({"DTCKPT_COORDINATOR": f"127.0.0.1:{server.port}"})
+    validate_values(folder, tmp_path)
