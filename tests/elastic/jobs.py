@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..coordination.contract import wait_until
+from coordination.contract import wait_until
 
 WAIT_S = 120.0
 

@@ -5,14 +5,13 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from coordination.contract import wait_until
 
 import dtckpt
 from dtckpt import errors, groups, rendezvous
 from dtckpt.config import Config
 from dtckpt.coordination import Member
 from dtckpt.coordination.process_group import from_environment
-
-from ..coordination.contract import wait_until
 
 SOON = timedelta(seconds=30)
 
@@ -128,9 +127,12 @@ def test_a_process_group_that_cannot_be_connected_names_the_cure(port, monkeypat
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     dist.init_process_group("gloo")
 
+    class Options:
+        _timeout = SOON
+
     def fail(*_, **__):
         raise RuntimeError("Gloo connectFullMesh failed")
 
     monkeypatch.setattr(groups._c10d, "_new_process_group_helper", fail)
     with pytest.raises(errors.CoordinationError, match=r"clients 0 failed: Gloo .*; call dtckpt.init_process_group"):
-        groups.group_of([0], override=("gloo", object()))
+        groups.group_of([0], override=("gloo", Options()))

@@ -7,10 +7,10 @@ import time
 
 import pytest
 import torch
+from coordination.servers import server_process
 
 import dtckpt
 
-from ..coordination.servers import server_process
 from . import training
 from .jobs import running
 
