@@ -15,6 +15,8 @@ from pathlib import Path
 from coordination.contract import wait_until
 
 WAIT_S = 120.0
+SOON = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+"""Agents hear within seconds that a node has gone."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,31 @@ class Job:
             raise AssertionError(self.output()) from error
         return found[0]
 
+    def kill_node(self, node: int) -> None:
+        """Kill an agent and its clients."""
+        agent = self.agents[node]
+        clients = [pid for pid in {done.pid for done in self.done()} if _parent_of(pid) == agent.pid]
+        for pid in [agent.pid, *clients]:
+            os.kill(pid, signal.SIGKILL)
+        agent.wait()
+
     def output(self) -> str:
         """Return what torchrun and the clients have written."""
         return "\n".join(path.read_text()[-6000:] for path in self._outputs)
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except FileNotFoundError:
+        return 0
 
 
 @contextmanager
 def running(
     folder: Path, arguments: Sequence[str], *options: str, nodes: int = 1, env: Mapping[str, str] | None = None
 ) -> Iterator[Job]:
-    """Run a program under torchrun, with one agent per node; end what is left of it."""
+    """Run a program under torchrun, with one agent per node, of which the first hosts the store; end what is left."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -82,14 +99,14 @@ def running(
     agents = []
     try:
         for output in outputs:
+            is_host = f"is_host={int(not agents)}"
             with output.open("wb") as file:
                 agents.append(
                     subprocess.Popen(
-                        [*command, program, *arguments],
+                        [*command, f"--rdzv-conf={is_host},{SOON}", program, *arguments],
                         stdout=file,
                         stderr=subprocess.STDOUT,
                         env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(env or {}),
-                        start_new_session=True,
                     )
                 )
         yield Job(Path(arguments[2]), agents, outputs)

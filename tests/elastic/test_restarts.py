@@ -17,9 +17,12 @@ from .jobs import running
 pytestmark = pytest.mark.processes
 
 RESTART_S = 10.0
-KILLS = 20 if os.environ.get("DTCKPT_TESTS") == "all" else 2
-STEPS = 5 * KILLS + 5
+IS_WHOLE = os.environ.get("DTCKPT_TESTS") == "all"
+KILLS = 20 if IS_WHOLE else 1
+STEPS = 60 + 5 * KILLS
 CLIENTS = 3
+SOON_LOST = {"DTCKPT_HEARTBEAT_TIMEOUT_S": "5"}
+"""Nobody tells the survivors of a node that it has gone, so they wait that long for its clients."""
 
 
 def validate_values(folder, tmp_path):
@@ -61,4 +64,20 @@ def test_killed_clients(tmp_path, meeting):
     else:
         with server_process(heartbeat_timeout_s=60) as server:
             run({"DTCKPT_COORDINATOR": f"127.0.0.1:{server.port}"})
+    validate_values(folder, tmp_path)
+
+
+@pytest.mark.skipif(not IS_WHOLE, reason="DTCKPT_TESTS=all runs it")
+def test_nodes_that_count_differently_and_one_that_goes(tmp_path):
+    """Torchrun's agents count only restarts that their own processes cause, and none when a node comes or goes."""
+    folder, log = tmp_path / "job", tmp_path / "log.txt"
+    options = "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3"
+    with running(tmp_path, [str(folder), str(STEPS), str(log)], *options, nodes=2, env=SOON_LOST) as job:
+        # One node may begin before the other comes, which is a restart, too.
+        first = job.wait_for(lambda done: (done.num_clients, done.client) == (4, 3))
+        os.kill(first.pid, signal.SIGKILL)
+        job.wait_for(lambda done: (done.attempt, done.num_clients) == (first.attempt + 1, 4))
+        job.kill_node(1)
+        job.wait_for(lambda done: (done.attempt, done.num_clients) == (first.attempt + 2, 2))
+        assert job.agents[0].wait(60) == 0, job.output()
     validate_values(folder, tmp_path)
