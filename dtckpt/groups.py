@@ -7,7 +7,9 @@ different numbers of other groups wait for each other in vain. Here the name say
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dtckpt import rendezvous
+from dtckpt import forks, rendezvous
 from dtckpt.errors import CoordinationError, capped
 
 _BACKENDS = {"cuda": "nccl"}
@@ -203,6 +205,16 @@ def _make(key: Key) -> dist.ProcessGroup:
         )
     _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+def _keep_groups() -> None:
+    """Never destroy the groups of the parent: Gloo's would wait for threads that do not live in a forked process."""
+    if forks.is_forked() and dist.is_initialized():
+        for group in _c10d._world.pg_map:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_groups)
 
 
 @contextmanager

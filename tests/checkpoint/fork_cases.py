@@ -13,13 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import dtckpt
 from dtckpt.coordination import current_coordination
-from dtckpt.errors import DtckptError
+from dtckpt.errors import DtckptError, ForkedProcessError
 
-CHILD_S = 20.0
-"""A child that lives longer hangs; how soon it raises it says itself."""
+from .cases import tree_on
+
+CHILD_S = 30.0
+"""A child that lives longer hangs; how soon it raises it says itself. A whole exit takes a second of the processor."""
 EXIT_CODE = 7
 
 
@@ -104,3 +107,28 @@ def ended(child: int) -> int:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return -signal.SIGALRM
+
+
+def fork_from_a_client(root: str) -> None:
+    """Fork children of one of several clients, amid saves; check that all end as they should."""
+    warnings.simplefilter("ignore", DeprecationWarning)
+    dtckpt.init_process_group("gloo")
+    mesh = dtckpt.create_distributed_mesh([("x", dtckpt.num_clients())])
+    tree = tree_on(mesh, {f"w{number}": ((512, 256), "float32", ["x", "unsharded"]) for number in range(8)}, "w")
+    with dtckpt.CheckpointManager(root) as manager:
+        for step in range(6):
+            handle = manager.save(step, tree)
+            child = os.fork()
+            if child == 0:
+                try:
+                    handle.result() if step % 2 else current_coordination().barrier("b", timeout_s=CHILD_S)
+                except ForkedProcessError:
+                    sys.exit(EXIT_CODE)
+                os._exit(1)
+            assert ended(child) == EXIT_CODE
+    dtckpt.shutdown_multi_client()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    fork_from_a_client(sys.argv[1])

@@ -37,6 +37,22 @@ def test_children_that_are_forked_during_saves(tmp_path):
         assert manager.restore().step == newest
 
 
+@pytest.mark.processes
+def test_children_of_clients_that_meet_others(tmp_path):
+    """PyTorch alone hangs when a process exits that was forked from one with a process group of Gloo."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = subprocess.run(
+        [*torchrun, "-m", "checkpoint.fork_cases", str(tmp_path)],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert dtckpt.CheckpointManager(tmp_path).all_steps() == list(range(6))
+
+
 def test_a_child_of_a_process_that_has_not_used_checkpoints_may(monkeypatch):
     monkeypatch.setattr(forks, "_is_used", False)
     forks._note_fork()

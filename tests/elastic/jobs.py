@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Job:
 
     def __init__(self, log: Path, agents: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path]) -> None:
         self.agents = agents
+        self.began_s = time.time()
         self._log = log
         self._outputs = outputs
 

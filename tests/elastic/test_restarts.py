@@ -17,6 +17,7 @@ from .jobs import running
 pytestmark = pytest.mark.processes
 
 RESTART_S = 10.0
+"""Longest time from a kill to the next step; on a busy machine, twice what the job took to start at first."""
 IS_WHOLE = os.environ.get("DTCKPT_TESTS") == "all"
 KILLS = 20 if IS_WHOLE else 1
 STEPS = 60 + 5 * KILLS
@@ -36,7 +37,7 @@ def validate_values(folder, tmp_path):
 
 def kill_some(job, chance):
     """Kill a client at each of some steps; return how long it took after each kill until a step was done."""
-    seconds = []
+    seconds: list[float] = []
     for at in sorted(chance.sample(range(1, STEPS - 1), KILLS)):
         victim = chance.randrange(CLIENTS)
         last = job.wait_for(lambda done: done.attempt == len(seconds) and done.client == victim and done.step >= at)  # noqa: B023
@@ -57,7 +58,7 @@ def test_killed_clients(tmp_path, meeting):
             seconds = kill_some(job, chance)
             assert job.agents[0].wait(60) == 0, job.output()
         print(f"{meeting}: seconds from {KILLS} kills to the next step: {[round(each, 1) for each in seconds]}")
-        assert max(seconds) < RESTART_S, seconds
+        assert max(seconds) < max(RESTART_S, 2 * (job.done()[0].time_s - job.began_s)), seconds
 
     if meeting == "store":
         run({})
