@@ -1,5 +1,6 @@
 """Jobs whose clients are killed and that torchrun restarts end with the values of a run that nothing disturbed."""
 
+import contextlib
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.processes
 RESTART_S = 10.0
 """Longest time from a kill to the next step; on a busy machine, twice what the job took to start at first."""
 IS_WHOLE = os.environ.get("DTCKPT_TESTS") == "all"
-KILLS = 20 if IS_WHOLE else 1
+KILLS, PARTS = (10, 2) if IS_WHOLE else (1, 1)
 STEPS = 60 + 5 * KILLS
 CLIENTS = 3
 SOON_LOST = {"DTCKPT_HEARTBEAT_TIMEOUT_S": "5"}
@@ -47,25 +48,24 @@ def kill_some(job, chance):
     return seconds
 
 
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("meeting", ["store", "coordinator"])
-def test_killed_clients(tmp_path, meeting):
+def test_killed_clients(tmp_path, meeting, part):
     folder, log = tmp_path / "job", tmp_path / "log.txt"
-    chance = random.Random(meeting)
+    chance = random.Random(f"{meeting} {part}")
     options = "--nnodes=1", f"--nproc-per-node={CLIENTS}", f"--max-restarts={KILLS}"
 
-    def run(env):
-        with running(tmp_path, [str(folder), str(STEPS), str(log)], *options, env=env) as job:
-            seconds = kill_some(job, chance)
-            assert job.agents[0].wait(60) == 0, job.output()
-        print(f"{meeting}: seconds from {KILLS} kills to the next step: {[round(each, 1) for each in seconds]}")
-        assert max(seconds) < max(RESTART_S, 2 * (job.done()[0].time_s - job.began_s)), seconds
-
-    if meeting == "store":
-        run({})
-    else:
-        with server_process(heartbeat_timeout_s=60) as server:
-            run({"DTCKPT_COORDINATOR": f"127.0.0.1:{server.port}"})
+    with contextlib.ExitStack() as stack:
+        env = {}
+        if meeting == "coordinator":
+            server = stack.enter_context(server_process(heartbeat_timeout_s=60))
+            env["DTCKPT_COORDINATOR"] = f"127.0.0.1:{server.port}"
+        job = stack.enter_context(running(tmp_path, [str(folder), str(STEPS), str(log)], *options, env=env))
+        seconds = kill_some(job, chance)
+        assert job.agents[0].wait(60) == 0, job.output()
+    print(f"{meeting}: seconds from {KILLS} kills to the next step: {[round(each, 1) for each in seconds]}")
     validate_values(folder, tmp_path)
+    assert max(seconds) < max(RESTART_S, 2 * (job.done()[0].time_s - job.began_s)), seconds
 
 
 @pytest.mark.skipif(not IS_WHOLE, reason="DTCKPT_TESTS=all runs it")
