@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     options = parser.parse_args()
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")
+        dtckpt.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "model"))
     else:
         dtckpt.configure_virtual_devices("CPU", 4)

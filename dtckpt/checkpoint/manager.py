@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from dtckpt import forks
 from dtckpt.checkpoint.asynchronous import start_save
 from dtckpt.checkpoint.in_flight import SaveHandle
 from dtckpt.checkpoint.lineage import LINEAGE_NAME, Run, Saved, ancestry, current_steps
@@ -269,7 +270,12 @@ class CheckpointManager:
             self._handle.raise_if_unseen()
 
     def close(self) -> None:
-        """Wait as `wait` does, and let other processes manage the root. Idempotent."""
+        """Wait as `wait` does, and let other processes manage the root. Idempotent.
+
+        In a process that was forked from the one that saves there is nothing to wait for or to let go of.
+        """
+        if forks.is_forked():
+            return
         try:
             self.wait()
         finally:

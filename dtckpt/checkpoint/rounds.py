@@ -7,7 +7,6 @@ inside another one, such as a restore inside a manager's, takes all of its round
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,14 +29,6 @@ T = TypeVar("T")
 _running = threading.Lock()
 _outer: ContextVar[Rounds | None] = ContextVar("_outer", default=None)
 """The operation that this thread is inside of."""
-
-
-def _forget_parent() -> None:
-    global _running  # noqa: PLW0603  (the thread that held it does not live in a forked process)
-    _running = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_parent)
 
 
 @functools.cache
@@ -116,11 +107,10 @@ class Rounds:
             raise CoordinationError(
                 f"{self._name} cannot begin: another thread's save or restore did not end in {self._timeout_s:g} s"
             )
-        held = _running
         try:
             yield
         finally:
-            held.release()
+            _running.release()
             calls_of(self._coordination.member).leave_operation()
             self._coordination.heartbeat(Progress())
 

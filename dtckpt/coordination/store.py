@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
+
+from dtckpt import forks
 
 T = TypeVar("T")
 
@@ -77,16 +78,14 @@ class StoreCalls:
         self._silence_s = silence_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._pid = os.getpid()
         self._idle: list[Link] = []
 
     def open_link(self) -> Link:
         return Link(self._store, self._prefix, self._clock)
 
     def _take(self) -> Link:
+        forks.validate_process()  # a forked process must not speak on its parent's connections
         with self._lock:
-            if self._pid != os.getpid():  # a forked process must not speak on its parent's connections
-                self._pid, self._idle = os.getpid(), []
             return self._idle.pop() if self._idle else self.open_link()
 
     def run(self, work: Callable[[Link], T], *, tick_s: float) -> T:

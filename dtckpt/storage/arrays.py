@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
-import tensorstore as ts
 
 from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.format.codecs import NO_CODEC, codec_documents
@@ -27,6 +26,7 @@ from dtckpt.format.dtypes import DTYPES, fill_value
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.names import groups
 from dtckpt.region import Region
+from dtckpt.storage.exit_handlers import tensorstore as ts
 from dtckpt.storage.failures import translated
 from dtckpt.storage.folders import Folder, open_context
 

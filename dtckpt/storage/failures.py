@@ -6,6 +6,7 @@ import errno
 import re
 from types import TracebackType
 
+from dtckpt import forks
 from dtckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -38,6 +39,8 @@ class MalformedError(ValueError):
 class translated:  # noqa: N801  (a context manager is used as a function is)
     """Turn what TensorStore and the operating system raise into a class from `dtckpt.errors`.
 
+    A process that was forked from one that uses checkpoints is refused: every use of storage passes by here.
+
     Args:
         action: What was tried, for the message ("write chunk {} of tensor {!r}").
         where: The path or URL.
@@ -54,7 +57,7 @@ class translated:  # noqa: N801  (a context manager is used as a function is)
         self._is_read = is_read
 
     def __enter__(self) -> None:
-        pass
+        forks.validate_process()  # TensorStore ends a forked process that calls it, with SIGABRT
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -15,10 +15,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import tensorstore as ts
-
-from dtckpt.errors import StorageError
+from dtckpt import forks
 from dtckpt.storage import directory
+from dtckpt.storage.exit_handlers import tensorstore as ts
 from dtckpt.storage.regular_files import open_regular, regular_nbytes, too_long
 from dtckpt.storage.writeback import early_writeback
 
@@ -28,23 +27,14 @@ RETRIES = {"max_retries": 16, "initial_delay": "200ms", "max_delay": "20s"}
 MAX_PROBES = 256
 """Files of an object store whose sizes are asked for at one time."""
 
-_pid: int | None = None
-"""Process that uses TensorStore; its threads do not survive a fork."""
-
 
 def open_context() -> Any:
     """Return a new TensorStore context.
 
     Raises:
-        StorageError: This process was forked from one that uses TensorStore.
+        ForkedProcessError: This process was forked from one that uses checkpoints.
     """
-    global _pid  # noqa: PLW0603  (a fact about the process)
-    _pid = _pid or os.getpid()
-    if _pid != os.getpid():
-        raise StorageError(
-            "this process was forked from one that had used checkpoints already, and cannot; start it with 'spawn' or "
-            "'forkserver', or use checkpoints here first"
-        )
+    forks.claim_process()
     return ts.Context(
         {"cache_pool": {"total_bytes_limit": 0}, "s3_request_retries": RETRIES, "gcs_request_retries": RETRIES}
     )
@@ -293,10 +283,10 @@ class KeyValueFolder:
 
     def _open(self) -> Any:
         if self._store is None:
-            self._store = ts.KvStore.open(self.kvstore(), context=_shared_context(os.getpid())).result()
+            self._store = ts.KvStore.open(self.kvstore(), context=_shared_context()).result()
         return self._store
 
 
 @functools.cache
-def _shared_context(_pid: int) -> Any:
+def _shared_context() -> Any:
     return open_context()
