@@ -298,7 +298,8 @@ class EnqueuedRedistribution:
 
     def __init__(self, programs: Sequence[Program], tensors: Sequence[Components]) -> None:
         inputs = [part for components in tensors for part in components.values()]
-        self._beside = Beside([part.device for part in inputs])
+        # Others are on the host, in a batch of tensors on several meshes.
+        self._beside = Beside([part.device for part in inputs if part.is_cuda])
         self.components: list[dict[int, torch.Tensor]] = []
 
         def work() -> list[torch.Tensor]:
