@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from dtckpt.errors import CoordinationError, SaveTimeoutError
 from dtckpt.format.manifest import PhaseCost
 from dtckpt.storage.locations import Location
+from dtckpt.threads import keep_reserve
 
 if TYPE_CHECKING:
     from dtckpt.checkpoint.phases import Phases
@@ -150,6 +151,7 @@ class SaveHandle:
                 self.run(work)
             then(self)
 
+        keep_reserve()
         self._thread = threading.Thread(target=run, daemon=True, name="dtckpt-save")
         before, _latest = _latest, self
         try:
@@ -206,6 +208,6 @@ def _forget_parent() -> None:
     _turn, _latest = threading.Lock(), None
 
 
-# Not `atexit`: by the time that runs, no new threads can be started, and barriers use some.
+# Not `atexit`: before that runs, `concurrent.futures` refuses work. Threads come from the reserve by then.
 threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=_forget_parent)

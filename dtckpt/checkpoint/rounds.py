@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeVar
 
 from dtckpt.checkpoint.phases import BARRIER, Phases
 from dtckpt.coordination import Coordination, Progress, Vote
 from dtckpt.errors import CoordinationError, DtckptError, MeshError
 from dtckpt.format.digest import bytes_digest
-
-T = TypeVar("T")
+from dtckpt.threads import begin
 
 _running = threading.Lock()
 
@@ -136,7 +133,7 @@ class Rounds:
             vote = Vote(payload=payload) if failure is None else Vote.of_error(failure)
             met = None
             if meanwhile is not None and failure is None:
-                met = _begin(lambda: self._meet(name, vote))
+                met = begin(lambda: self._meet(name, vote), "dtckpt-round")
                 meanwhile()
             with self.phases.measure(BARRIER):
                 return self._meet(name, vote) if met is None else met.result()
@@ -153,17 +150,3 @@ class Rounds:
             participants=self.participants,
             collect=True,
         ).payloads
-
-
-def _begin(work: Callable[[], T]) -> Future[T]:
-    """Work in a thread of its own; return what will come of it."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="dtckpt-round").start()
-    return future

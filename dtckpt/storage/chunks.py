@@ -7,7 +7,7 @@ at its edge are stored filled up with zeros. A few files are on their way at one
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from dtckpt.region import Region
 from dtckpt.storage.arrays import ArrayReader, ArrayWriter, StoredArray, chunk_key, document_key, key_of
 from dtckpt.storage.failures import translated
 from dtckpt.storage.folders import Folder
+from dtckpt.threads import Pool
 
 NUM_THREADS = 16
 
@@ -57,7 +58,7 @@ class ChunkWriter:
         validate_kind(kind, root)
         self._root = root
         self._max_pending_nbytes = max_pending_nbytes
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="dtckpt-chunks")
+        self._pool = Pool(NUM_THREADS, "dtckpt-chunks")
         self._pending: list[Future[None]] = []
         self._pending_nbytes = 0
 
@@ -137,7 +138,7 @@ class ChunkReader:
     def __init__(self, kind: str, root: Folder) -> None:
         validate_kind(kind, root)
         self._root = root
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="dtckpt-chunks")
+        self._pool = Pool(NUM_THREADS, "dtckpt-chunks")
 
     def expect(self, count: int) -> None:
         """As `ArrayReader.expect`."""
