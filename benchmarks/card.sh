@@ -22,9 +22,11 @@ trap 'rm -rf "$site"' EXIT
 export PYTHONPATH=$site:$PWD:$PWD/server PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # Plugins that happen to be installed would take part, and their warnings are errors here.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+# Seconds that tests leave to the benchmarks, however long they take.
+RESERVED_S=200
 folder=$([ -w /dev/shm ] && echo /dev/shm || echo "${TMPDIR:-/tmp}")
 failed=0
-: >"$out/summary.txt"
+rm -f "$out"/{summary,versions,tests,benchmarks}.txt
 
 note() {
     echo "$*" | tee -a "$out/summary.txt"
@@ -64,19 +66,14 @@ if ((!has_card)); then
     note "no card: tests that need one skip, benchmarks are left out"
 fi
 
-# --- tests: each has 90 seconds; one that hangs ends its process, and the others go on in a new one ---
+# --- tests, the most important first: each has 90 seconds; one that hangs ends its process, and others go on in a new one ---
 
-tests() {
-    local limit=$1 name=$2
-    shift 2
-    step "$limit" tests.txt "tests: $name" "$python" -m pytest -p xdist -p pytest_timeout -p no:cacheprovider -n 4 \
-        --timeout 90 --timeout-method thread --durations 5 -m cuda "$@"
-}
-
-tests 100 "checkpoints" tests/checkpoint/test_round_trip.py tests/checkpoint/test_async.py tests/dtensor/test_host_memory.py
-tests 120 "redistribution" tests/dtensor/test_redistribution.py tests/dtensor/test_packing.py tests/dtensor/test_collectives.py
-tests 120 "operators" tests/operators/test_gpt.py tests/operators/test_context_parallel.py
-tests 100 "random numbers" tests/dtensor/test_randomness.py
+step $((budget > RESERVED_S ? budget - RESERVED_S : budget)) tests.txt "tests marked cuda" "$python" -m pytest -p xdist -p pytest_timeout \
+    -p no:cacheprovider -n 4 --timeout 90 --timeout-method thread --durations 20 -v -m cuda \
+    tests/checkpoint/test_round_trip.py tests/checkpoint/test_async.py tests/dtensor/test_host_memory.py \
+    tests/dtensor/test_packing.py tests/dtensor/test_redistribution.py tests/dtensor/test_collectives.py \
+    tests/operators/test_gpt.py tests/operators/test_context_parallel.py tests/dtensor/test_randomness.py
+grep -hE '^(FAILED|ERROR) |^=+ .*(passed|failed|skipped|error)' "$out/tests.txt" | tee -a "$out/summary.txt"
 
 # --- benchmarks ---
 
@@ -85,6 +82,7 @@ if ((has_card)); then
     step 40 benchmarks.txt "benchmark: redistribution on one card" "$python" -m benchmarks.local_redistribute --device cuda
     step 40 benchmarks.txt "benchmark: dispatch" "$python" -m benchmarks.dispatch --device cuda --rounds 20 --axes 1
     step 60 benchmarks.txt "example: GPT" "$python" -m examples.gpt --device cuda
+    cat "$out/benchmarks.txt"
 fi
 
 note "all of it: $SECONDS of $budget s"
