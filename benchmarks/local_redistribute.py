@@ -51,9 +51,9 @@ def main() -> None:
         new = sum(part.nbytes for part in moved.components)
         flat = torch.ones(new // 4, device=arguments.device)
         ours, plain = _compare(partial(tensor.redistribute, placements=target), flat.clone, arguments)
-        # What is copied is read once; of what is reduced, every term is.
-        read = sum(part.nbytes for part in parts) if layout.partial else new
-        rates = (read + new) / ours / 1e9, 2 * new / plain / 1e9
+        # A copy reads and writes once; terms are added one by one, which reads two and writes one each time.
+        touched = 3 * (DEVICES - 1) if layout.partial else 2
+        rates = touched * new / ours / 1e9, 2 * new / plain / 1e9
         table.add_row(name, str(arguments.mib), f"{rates[0]:.1f}", f"{rates[1]:.1f}", f"{rates[0] / rates[1]:.2f}")
     Console(width=100).print(table)
 

@@ -69,7 +69,7 @@ def card_mesh(axes: dict[str, int]) -> Mesh:
 
 
 IS_DEVELOPMENT_TORCH = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
-"""Whether PyTorch is the release that dtckpt is developed with, or later; some tests ask for what is new in that one."""
+"""Whether PyTorch is the release that dtckpt is developed with, or later; some tests ask for what is new in it."""
 
 
 def needs_newer_torch(reason: str) -> pytest.MarkDecorator:

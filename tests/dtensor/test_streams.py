@@ -1,6 +1,7 @@
 """Work beside the current CUDA streams: what waits for what, and whose memory is kept. All of CUDA is a stand-in."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,8 +80,16 @@ def test_tensors_on_the_host_may_come_with_those_on_cards(monkeypatch):
         def run(self, *_): ...
 
     class OnCard:
-        is_cuda, device = True, torch.device("cuda", 1)
+        device = torch.device("cuda", 1)
 
     monkeypatch.setattr(redistribution, "Beside", Unused)
-    redistribution.EnqueuedRedistribution([], [{0: torch.empty(1)}, {0: OnCard()}])
+    redistribution.redistribute([], [{0: torch.empty(1)}, {0: OnCard()}, {0: OnCard()}], is_async=True)
     assert devices == [torch.device("cuda", 1)]
+
+
+def test_clients_that_only_receive_do_so_beside_the_current_stream(monkeypatch):
+    enqueued = []
+    monkeypatch.setattr(redistribution, "EnqueuedRedistribution", lambda *arguments: enqueued.append(arguments[-1]))
+    change = SimpleNamespace(device=torch.device("cuda", 2), device_type="cuda")
+    redistribution.redistribute([SimpleNamespace(is_local=False, change=change)], [{}], is_async=True)
+    assert enqueued == [[torch.device("cuda", 2)]]
