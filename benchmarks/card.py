@@ -173,7 +173,7 @@ def host_waits(arguments: argparse.Namespace) -> Iterator[Row]:
             warnings.simplefilter("always")
             step()
         places = Counter(
-            f"{Path(one.filename).name}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)
+            f"{Path(one.filename).name}:{one.lineno}" for one in caught if "called a synchronizing" in str(one.message)
         )
         yield "where, by torch.cuda.set_sync_debug_mode", ", ".join(map(str, places.items())) or "nowhere", "nowhere"
     for _ in range(WARM_STEPS):
