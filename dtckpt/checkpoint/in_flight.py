@@ -19,6 +19,7 @@ from dtckpt import forks
 from dtckpt.errors import CoordinationError, SaveTimeoutError
 from dtckpt.format.manifest import PhaseCost
 from dtckpt.storage.locations import Location
+from dtckpt.threads import keep_reserve
 
 if TYPE_CHECKING:
     from dtckpt.checkpoint.phases import Phases
@@ -157,6 +158,7 @@ class SaveHandle:
                 self.run(work)
             then(self)
 
+        keep_reserve()
         self._thread = threading.Thread(target=run, daemon=True, name="dtckpt-save")
         before, _latest = _latest, self
         try:
@@ -209,5 +211,5 @@ def _wait_at_exit() -> None:
         logger.error("the save of %s failed, and nobody asked for its result: %s", handle.path, handle._failure)
 
 
-# Not `atexit`: by the time that runs, no new threads can be started, and barriers use some.
+# Not `atexit`: before that runs, `concurrent.futures` refuses work. Threads come from the reserve by then.
 threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]

@@ -10,11 +10,9 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from time import monotonic
-from typing import TypeVar
 
 from dtckpt.checkpoint.phases import BARRIER, Phases
 from dtckpt.coordination import Coordination, Member, Operation, Position, Progress, Verdict, Vote
@@ -23,8 +21,7 @@ from dtckpt.coordination.process import calls_of
 from dtckpt.coordination.protocol import ANYWHERE, BEGIN
 from dtckpt.errors import CoordinationError, DtckptError, MeshError, SaveDisagreementError
 from dtckpt.format.digest import bytes_digest
-
-T = TypeVar("T")
+from dtckpt.threads import begin
 
 _running = threading.Lock()
 _outer: ContextVar[Rounds | None] = ContextVar("_outer", default=None)
@@ -210,7 +207,7 @@ class Rounds:
             vote = Vote(payload=payload) if failure is None else Vote.of_error(failure)
             met = None
             if meanwhile is not None and failure is None:
-                met = _begin(lambda: meet(vote))
+                met = begin(lambda: meet(vote), "dtckpt-round")
                 meanwhile()
             with self.phases.measure(BARRIER):
                 return meet(vote) if met is None else met.result()
@@ -266,17 +263,3 @@ def meet_alike(
             return {each: data[NBYTES:] for each, data in verdict.payloads.items()}
         if not found.others_wait or client in found.behind:
             raise error(found.message, is_verdict=True)
-
-
-def _begin(work: Callable[[], T]) -> Future[T]:
-    """Work in a thread of its own; return what will come of it."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="dtckpt-round").start()
-    return future

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
+from functools import partial
 from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
 from dtckpt import forks
+from dtckpt.threads import begin
 
 T = TypeVar("T")
 
@@ -95,15 +97,7 @@ class StoreCalls:
             StoreSilentError: The store has not answered a request for too long.
         """
         link = self._take()
-        result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(work(link))
-            except BaseException as error:
-                result.set_exception(error)
-
-        threading.Thread(target=run, daemon=True, name="dtckpt-store").start()
+        result = begin(partial(work, link), "dtckpt-store")
         try:
             while not wait([result], tick_s).done:
                 if link.unanswered_s() > self._silence_s:

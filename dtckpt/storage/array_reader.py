@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -27,6 +26,7 @@ from dtckpt.storage.database import Database, Place
 from dtckpt.storage.failures import MalformedError, translated
 from dtckpt.storage.folders import Folder, KeyValueFolder, LocalFolder, open_context
 from dtckpt.storage.located import File, StoredValue
+from dtckpt.threads import Pool
 
 NUM_THREADS = 16
 MAX_FILES = 64
@@ -102,14 +102,14 @@ class ArrayReader:
         self._database = Database(root, self._context) if kind == "ocdbt" else None
         self._folder = root.path if by_file and isinstance(root, LocalFolder) else None
         self._files = lru_cache(maxsize=MAX_FILES)(File)
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: Pool | None = None
 
     def _place(self, key: str) -> Place | bytes:
         return Place(key) if self._database is None else self._database.find(key)
 
-    def _pool(self) -> ThreadPoolExecutor:
+    def _pool(self) -> Pool:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="dtckpt-chunks")
+            self._threads = Pool(NUM_THREADS, "dtckpt-chunks")
         return self._threads
 
     def locate(self, path: str, index: Sequence[int]) -> StoredValue | None:

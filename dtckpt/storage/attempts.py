@@ -32,6 +32,7 @@ from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage.failures import taken_over, translated
 from dtckpt.storage.folders import ObjectFolder
 from dtckpt.storage.locations import Url
+from dtckpt.threads import begin
 
 logger = logging.getLogger("dtckpt.storage")
 
@@ -270,13 +271,12 @@ class ObjectAttempt:
                 except Exception as error:
                     logger.warning("cannot say that the save of %s goes on: %s", self._register.where, error)
 
-        thread = threading.Thread(target=renew, daemon=True, name="dtckpt-claim")
-        thread.start()
+        renewing = begin(renew, "dtckpt-claim")
         try:
             yield
         finally:
             ended.set()
-            thread.join()
+            renewing.result()
 
     def validate(self, client: int) -> None:
         """As `Attempt.validate`."""

@@ -7,7 +7,7 @@ at its edge are stored filled up with zeros. A few files are on their way at one
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from dtckpt.region import Region
 from dtckpt.storage.arrays import ArrayWriter, StoredArray, chunk_key
 from dtckpt.storage.failures import translated
 from dtckpt.storage.folders import Folder
+from dtckpt.threads import Pool
 
 NUM_THREADS = 16
 
@@ -51,7 +52,7 @@ class ChunkWriter:
         validate_kind(kind, root)
         self._root = root
         self._max_pending_nbytes = max_pending_nbytes
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="dtckpt-chunks")
+        self._pool = Pool(NUM_THREADS, "dtckpt-chunks")
         self._pending: list[Future[None]] = []
         self._pending_nbytes = 0
 
