@@ -4,6 +4,7 @@ Work is counted rather than timed: how many barriers and tasks one step touches.
 """
 
 import asyncio
+import itertools
 import logging
 import socket
 import tracemalloc
@@ -36,6 +37,7 @@ class World:
     def __init__(self):
         self.now = 100.0
         self.rules = Rules(60.0, incarnation=0xC0)
+        self.calls = itertools.count(1)
 
     def happen(self, event):
         self.rules, effects = apply(self.rules, event, self.now)
@@ -48,7 +50,8 @@ class World:
             self.happen(Register(Identity(job, task, task + 1), num_clients))
 
     def arrive(self, name, task=0, job="hostile", participants=(), timeout_s=60.0, **vote):
-        return self.happen(Arrive(Identity(job, task, task + 1), name, 0, participants, timeout_s, **vote)).barrier
+        who, call = Identity(job, task, task + 1), next(self.calls)
+        return self.happen(Arrive(who, name, call, participants, timeout_s, **vote)).barrier
 
     def tick(self):
         return self.happen(Tick())
