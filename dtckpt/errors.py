@@ -118,6 +118,10 @@ class SaveDisagreementError(DtckptError, ValueError):
     """Clients came to one save with different state."""
 
 
+class ForkedProcessError(DtckptError, RuntimeError):
+    """This process was forked from one that uses checkpoints; it must be spawned to use them."""
+
+
 # --- checkpoints ----------------------------------------------------------------------------------------------
 
 

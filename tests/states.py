@@ -74,6 +74,14 @@ def card_mesh(axes: dict[str, int]) -> Mesh:
         return create_mesh(axes, device_type="GPU")
 
 
+IS_DEVELOPMENT_TORCH = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+"""Whether PyTorch is the release that dtckpt is developed with, or later; some tests ask for what is new in it."""
+
+
+def needs_newer_torch(reason: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not IS_DEVELOPMENT_TORCH, reason=f"PyTorch before 2.13: {reason}")
+
+
 NUM_CARDS = torch.cuda.device_count()
 NCCL = "cpu:gloo,cuda:nccl"
 

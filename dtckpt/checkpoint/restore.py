@@ -20,7 +20,7 @@ from dtckpt.checkpoint.aliasing import Named, split_tied, validate_apart
 from dtckpt.checkpoint.leaves import Leaf, as_leaf, host_array, mesh_of, own_array, validate_mode
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.phases import Phases, find_slow
-from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
+from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, new_memory, open_checkpoint
 from dtckpt.checkpoint.renaming import renamed
 from dtckpt.checkpoint.restore_report import Cast, Reshaped, RestoreReport
 from dtckpt.checkpoint.rounds import Rounds
@@ -415,14 +415,26 @@ def plan_new(checkpoint: Checkpoint, mesh: Mesh | None, layouts: Layouts | None,
     """Make memory for every tensor of a checkpoint, in the layouts asked for."""
     names = renamed_by(checkpoint, options)
     structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
-    tensors: dict[str, torch.Tensor] = {}
-    for name, info in checkpoint.tensors.items():
-        layout = choose_layout(names.get(name, name), info, mesh, layouts)
-        tensors[name] = (
-            host_memory.empty(info.shape, info.dtype) if layout is None else empty(info.shape, info.dtype, layout)
-        )
+    infos = dict(checkpoint.tensors)
+    chosen = {name: choose_layout(names.get(name, name), info, mesh, layouts) for name, info in infos.items()}
+    checkpoint.validate_stored(
+        (name, region) for name, layout in chosen.items() for region in _own_regions(infos[name].shape, layout)
+    )
+    tensors: dict[str, torch.Tensor] = {
+        name: new_memory(name, infos[name].shape, infos[name].dtype)
+        if layout is None
+        else empty(infos[name].shape, infos[name].dtype, layout)
+        for name, layout in chosen.items()
+    }
     leaves = [(name, as_leaf(tensor, name)) for name, tensor in tensors.items()]
     return Filling(leaves, lambda: trees.build(structure, tensors.__getitem__), names)
+
+
+def _own_regions(shape: tuple[int, ...], layout: Layout | None) -> set[Region]:
+    """Return what this client will hold of a tensor."""
+    if layout is None:
+        return {Region.full(shape)}
+    return {layout.region(device, shape) for device in layout.mesh.local_device_ids()}
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> DTensor:

@@ -7,15 +7,12 @@ inside another one, such as a restore inside a manager's, takes all of its round
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from time import monotonic
-from typing import TypeVar
 
 from dtckpt.checkpoint.phases import BARRIER, Phases
 from dtckpt.coordination import Coordination, Member, Operation, Position, Progress, Verdict, Vote
@@ -24,20 +21,11 @@ from dtckpt.coordination.process import calls_of
 from dtckpt.coordination.protocol import ANYWHERE, BEGIN
 from dtckpt.errors import CoordinationError, DtckptError, MeshError, SaveDisagreementError
 from dtckpt.format.digest import bytes_digest
-
-T = TypeVar("T")
+from dtckpt.threads import begin
 
 _running = threading.Lock()
 _outer: ContextVar[Rounds | None] = ContextVar("_outer", default=None)
 """The operation that this thread is inside of."""
-
-
-def _forget_parent() -> None:
-    global _running  # noqa: PLW0603  (the thread that held it does not live in a forked process)
-    _running = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_parent)
 
 
 @functools.cache
@@ -116,11 +104,10 @@ class Rounds:
             raise CoordinationError(
                 f"{self._name} cannot begin: another thread's save or restore did not end in {self._timeout_s:g} s"
             )
-        held = _running
         try:
             yield
         finally:
-            held.release()
+            _running.release()
             calls_of(self._coordination.member).leave_operation()
             self._coordination.heartbeat(Progress())
 
@@ -220,7 +207,7 @@ class Rounds:
             vote = Vote(payload=payload) if failure is None else Vote.of_error(failure)
             met = None
             if meanwhile is not None and failure is None:
-                met = _begin(lambda: meet(vote))
+                met = begin(lambda: meet(vote), "dtckpt-round")
                 meanwhile()
             with self.phases.measure(BARRIER):
                 return meet(vote) if met is None else met.result()
@@ -276,17 +263,3 @@ def meet_alike(
             return {each: data[NBYTES:] for each, data in verdict.payloads.items()}
         if not found.others_wait or client in found.behind:
             raise error(found.message, is_verdict=True)
-
-
-def _begin(work: Callable[[], T]) -> Future[T]:
-    """Work in a thread of its own; return what will come of it."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="dtckpt-round").start()
-    return future

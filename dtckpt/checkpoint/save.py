@@ -467,6 +467,8 @@ class Attempt:
             for name, data in self._extra_files.items():
                 with translated(f"write {name}", self._led.folder):
                     self._led.folder.write(name, data)
+                    if options.fsync:
+                        self._led.folder.sync([name])
             merge_clients(plan, self._led.folder, chunk_lists, manifest, is_durable=options.fsync)
             remove_working_files(self._led.folder, sorted(announced), has_moves=plan.has_moves)
         self._led.commit(overwrite=options.overwrite, is_durable=options.fsync)

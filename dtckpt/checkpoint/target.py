@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from dtckpt import host_memory
 from dtckpt.checkpoint.leaves import Leaf, as_leaf, is_stateful, is_tensor
-from dtckpt.checkpoint.reader import Checkpoint
+from dtckpt.checkpoint.reader import Checkpoint, new_memory
 from dtckpt.errors import ShapeMismatchError, TensorNotFoundError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.containers import fields_of, name_of
 from dtckpt.format.plain_values import is_plain, refusal
+from dtckpt.region import Region
 
 
 def tensors_of(target: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -98,10 +98,9 @@ class Matcher:
         """Plan a node that the target holds no tensor for: its plain values, and new tensors."""
         self.wanted.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
         names = trees.tensor_names(node)
-        new = {
-            name: host_memory.empty(self._checkpoint.info(name).shape, self._checkpoint.info(name).dtype)
-            for name in names
-        }
+        infos = {name: self._checkpoint.info(name) for name in names}
+        self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
+        new = {name: new_memory(name, info.shape, info.dtype) for name, info in infos.items()}
         self.wanted.update(names)
         self.leaves.extend((name, as_leaf(tensor, name)) for name, tensor in new.items())
         return lambda: trees.build(node, new.__getitem__)

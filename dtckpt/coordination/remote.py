@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from dtckpt import errors
+from dtckpt import errors, forks
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.coordination import process, rules
@@ -117,8 +117,7 @@ class GrpcCoordination(Caller):
     # --- registration and heartbeats --------------------------------------------------------------------------
 
     def register(self) -> None:
-        if os.getpid() != self._pid:
-            raise errors.FencedError(f"this process was forked from {self._who()} and is not that client")
+        forks.claim_process()
         with self._lock:
             if self._beating is None:
                 # Twice the timeout: an earlier process of this client holds the place for one.

@@ -141,8 +141,10 @@ def load(data: bytes) -> Node:
     return node
 
 
-def build(node: Node, tensor: Callable[[str], Any]) -> Any:
-    """Rebuild a tree; ``tensor`` gives the leaf of a tensor name."""
+def build(node: Node, tensor: Callable[[str], Any], depth: int = 0) -> Any:
+    """Rebuild a tree; ``tensor`` gives the leaf of a tensor name, ``depth`` counts the levels above the node."""
+    if depth > MAX_DEPTH:
+        raise CheckpointCorruptError(f"the manifest's state tree is deeper than {MAX_DEPTH} levels")
     kind, content = _only(node)
     if kind == "tensor":
         if not isinstance(content, str):
@@ -153,15 +155,15 @@ def build(node: Node, tensor: Callable[[str], Any]) -> Any:
         container = CONTAINERS[name]
         if _only(items)[0] != container.base.__name__:
             raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {name}")
-        return container.make(argument, build(items, tensor))
+        return container.make(argument, build(items, tensor, depth))
     if kind not in _BASE_NAMES:
         return decode_value(kind, content)
     if not isinstance(content, list):
         raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {kind}")
     if kind != "dict":
-        children = [build(child, tensor) for child in content]
+        children = [build(child, tensor, depth + 1) for child in content]
         return children if kind == "list" else tuple(children)
-    built = {_decode_key(key): build(child, tensor) for key, child in content}
+    built = {_decode_key(key): build(child, tensor, depth + 1) for key, child in content}
     if len(built) != len(content):
         raise CheckpointCorruptError("the manifest's state tree holds a key twice")
     return built

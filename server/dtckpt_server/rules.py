@@ -271,9 +271,9 @@ class Rules:
         participants = arrival.members(job.num_clients)
         key: Key = arrival.name, arrival.operation, participants if isinstance(participants, Members) else ()
         latest = job.latest.get(key)
-        joined = 0 if latest is None else latest.arrived.get(task.number, 0)
-        if arrival.call < joined or (arrival.operation is not None and arrival.call <= task.report.num_ended):
-            # The message was overtaken: its client has gone on, and waits for no answer.
+        is_overtaken = any(call > arrival.call and other.key == key for call, other in task.calls.items())
+        if is_overtaken or (arrival.operation is not None and arrival.call <= task.report.num_ended):
+            # Its client has gone on, and waits for no answer.
             raise errors.BarrierConflictError(barriers.gave_up(arrival.name, task_name(job.name, task.number)))
         if arrival.operation:
             return latest or self._open(job, arrival, key, participants, now)

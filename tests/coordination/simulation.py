@@ -55,6 +55,7 @@ class Simulation:
         self._votes: defaultdict[str, set[tuple[int, int, bytes]]] = defaultdict(set)  # task, incarnation, topic
         self._deadlines: defaultdict[str, float] = defaultdict(lambda: math.inf)
         self._holders: dict[tuple[str, int], int] = {}  # who has the place of (job, task)
+        self._lives: dict[tuple[str, int], int] = {}  # who had it last
         self.callers: defaultdict[Identity, Caller] = defaultdict(Caller)
         self.operations: dict[str, list[str]] = {job: [ORPHAN] for job in JOBS}
         self._joined: dict[tuple[Identity, int], str] = {}  # call -> barrier
@@ -121,6 +122,10 @@ class Simulation:
             self._only_the_holder_is_heard(event.who, effects)
         if isinstance(event, Heartbeat | Arrive) and self._is_holder(event.who):
             self._told(event.who, event.report)  # also by an arrival that is refused
+        if isinstance(event, Arrive) and "given up" in str(effects.refusal):
+            later = max((call for who, call in self._joined if who == event.who), default=0)
+            ended = self._reports.get(event.who, Report()).num_ended
+            assert event.call < max(later, ended + 1), "a call that nothing has overtaken was refused"
         if effects.refusal is None:
             self._note(event, effects)
         for barrier_id in effects.decided:
@@ -146,9 +151,10 @@ class Simulation:
                 attempt = who.incarnation // 1000
                 if {"attempt_begun", "job_begun_anew"} & {transition.event for transition in effects.log}:
                     self._begin_anew(who.job)
-                if self._holders.get((who.job, who.task)) != who.incarnation:
+                if self._lives.get((who.job, who.task)) != who.incarnation:
                     self._joined = {call: joined for call, joined in self._joined.items() if not same(call[0], who)}
                     self._reports = {other: report for other, report in self._reports.items() if not same(other, who)}
+                self._lives[who.job, who.task] = who.incarnation
                 self._told(who, event.report)
                 kept = {
                     place: holder
@@ -170,6 +176,7 @@ class Simulation:
         """Forget what concerns nobody any more."""
         gone = {barrier_id for barrier_id, (round_, _) in self._rounds.items() if round_[0] == job}
         self._rounds = {barrier_id: found for barrier_id, found in self._rounds.items() if barrier_id not in gone}
+        self._lives = {place: life for place, life in self._lives.items() if place[0] != job}
         self._once = {round_: barrier_id for round_, barrier_id in self._once.items() if round_[0] != job}
         self._joined = {call: barrier_id for call, barrier_id in self._joined.items() if call[0].job != job}
         self._reports = {who: report for who, report in self._reports.items() if who.job != job}
@@ -287,10 +294,9 @@ def random_event(simulation: Simulation, draw: random.Random) -> Event:
     arrivals = simulation.callers[who].arrivals
     if kind < 0.55 and arrivals:
         return replace(draw.choice(arrivals), report=report, was_cut_off=draw.random() < 0.5)
-    is_waiting = bool(arrivals) and simulation.is_open(arrivals[-1])
-    return (
-        Heartbeat(who, report=report) if is_waiting and draw.random() < 0.95 else random_arrival(simulation, who, draw)
-    )
+    if arrivals and simulation.is_open(arrivals[-1]) and draw.random() < 0.95:
+        return Heartbeat(who, report=report)  # most wait until they are told
+    return random_arrival(simulation, who, draw)
 
 
 def random_arrival(simulation: Simulation, who: Identity, draw: random.Random) -> Event:

@@ -202,6 +202,16 @@ def test_call_that_was_overtaken_disturbs_nobody(pair):
         pair.arrive(0, call=7)
 
 
+def test_calls_of_another_life_overtake_nobody(pair):
+    for task in range(2):
+        pair.arrive(task, call=100)
+    pair.leave(1)
+    pair.register(1, incarnation=77)
+    waiting = pair.arrive(1, call=1, incarnation=77)
+    assert pair.arrive(0, call=101) is waiting
+    assert waiting.is_passed
+
+
 @pytest.mark.parametrize("operation", ["", "old-1"])
 def test_call_that_has_ended_does_not_arrive(pair, operation):
     """Else an operation would begin, or go on, with a client that is not there."""

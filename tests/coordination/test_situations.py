@@ -5,6 +5,7 @@ Those who misbehave are `Raw` clients, which do what they are told and nothing b
 
 import itertools
 import secrets
+import threading
 
 import grpc
 import pytest
@@ -13,10 +14,25 @@ from dtckpt_server import memory
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.coordination import Member, Position, Progress, Vote
+from dtckpt.coordination import Member, Progress, Vote, remote
+from dtckpt.coordination.calls import UnknownError
+from dtckpt.coordination.protocol import BEGIN
 from dtckpt.coordination.remote import GrpcCoordination
 
-from .contract import HEARTBEAT_S, Running, at, leave_all, same_error, together, wait_until
+from .contract import (
+    AT_ONCE_S,
+    FIRST,
+    HEARTBEAT_S,
+    SECOND,
+    Running,
+    at,
+    begin,
+    inside,
+    leave_all,
+    same_error,
+    together,
+    wait_until,
+)
 from .servers import server_in_thread
 
 NUM_CLIENTS = 3
@@ -186,8 +202,8 @@ def test_two_calls_of_one_task_arrive(raw, clients):
     assert given_up.cause == pb.Failure.CAUSE_CANCELLED
     assert given_up.message.startswith(f"barrier 'b': client 2 ({raw.job}/2) has given up waiting")
     waiting = raw.wait(2, later.barrier_id)
-    position = Position("next", is_certain=True)  # or the others would be told of the round that failed without them
-    assert not any(result.error for result in together(clients[:2], at("b", position=position)).values())
+    # At another position the others are not late for the round that failed without them.
+    assert not any(result.error for result in together(clients[:2], at("b", position=SECOND)).values())
     assert waiting.result().verdict.state == pb.BARRIER_STATE_PASSED
 
 
@@ -327,6 +343,35 @@ def test_coordinator_restarts(job):
         assert states == {"registered"}
         last = together(clients[2:], at("b"))
         assert not any(result.error for result in {**waiting.results(), **last}.values())
+        leave_all(clients)
+
+
+def test_coordinator_restarts_when_one_client_knows_that_an_operation_has_begun(job, monkeypatch):
+    """The other one never will: both fail at once with the same error, and the next operation begins."""
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.0)
+    is_restarted = threading.Event()
+
+    def wait_in_vain(*_):
+        assert is_restarted.wait(20)
+        raise UnknownError("who?")
+
+    with server_in_thread(60.0) as port:
+        clients = [client_at(port, job, client, num_clients=2) for client in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(clients[1], "_await", wait_in_vain)
+            untold = Running(clients[1:], at("save/begin", operation=BEGIN, position=FIRST))
+            wait_until(lambda: [barrier.missing for barrier in clients[1].status().barriers] == [(0,)])
+            operations = begin(clients[:1], position=FIRST)
+    with server_in_thread(60.0, port=port):
+        told = Running(clients[:1], inside(operations, "save/written"))
+        wait_until(lambda: [barrier.missing for barrier in clients[0].status().barriers] in ([(1,)], []))
+        is_restarted.set()
+        results = {**told.results(), **untold.results()}
+        expected = "barrier 'save/written': client 1 .* is not in this operation any more"
+        same_error(results, errors.BarrierConflictError, expected)
+        assert told.results()[0].seconds < AT_ONCE_S
+        again = begin(clients, position=SECOND)
+        assert not any(result.error for result in together(clients, inside(again, "save/written")).values())
         leave_all(clients)
 
 
