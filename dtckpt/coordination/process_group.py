@@ -491,8 +491,8 @@ def from_environment(
 ) -> ProcessGroupCoordination:
     """Meet at the store of the default process group, or at the one that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
 
-    Collective: Over all clients, if there is no default process group and torchrun's agent hosts the store: it outlives
-    attempts of the job, so the clients agree on theirs.
+    Collective: Over all clients, if there is no default process group and several agents of torchrun have started the
+    clients: their counts of restarts may differ, so the clients agree on an attempt first.
 
     Raises:
         ConfigError: There is no process group and the environment names no store.
@@ -507,7 +507,7 @@ def from_environment(
     else:
         config = Config.from_environ()
         store = rendezvous.open_store(config)
-        if agent_hosts:
+        if agent_hosts and int(os.environ.get("LOCAL_WORLD_SIZE", config.num_clients)) < config.num_clients:
             topic = f"coordination/{quote(member.job, safe='')}"
             store, attempt = rendezvous.meet(store, topic, config)
             member = replace(member, attempt=attempt)
