@@ -346,6 +346,19 @@ def test_coordinator_restarts(job):
         leave_all(clients)
 
 
+def test_coordinator_restarts_outside_of_barriers(job):
+    """What became of a client that was forgotten is forgotten, too: its next round says that it was cut off."""
+    with server_in_thread() as port:
+        clients = [client_at(port, job, client) for client in range(NUM_CLIENTS)]
+        together(clients, at("b"))
+    with server_in_thread(port=port):
+        wait_until(lambda: {task.state for task in clients[0].status().tasks} == {"registered"})
+        for cut_off in ((0, 1, 2), ()):
+            results = together(clients, at("b"))
+            assert [result.value.cut_off for result in results.values()] == [cut_off] * NUM_CLIENTS, results
+        leave_all(clients)
+
+
 def test_coordinator_restarts_when_one_client_knows_that_an_operation_has_begun(job, monkeypatch):
     """The other one never will: both fail at once with the same error, and the next operation begins."""
     monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.0)
