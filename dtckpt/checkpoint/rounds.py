@@ -107,8 +107,8 @@ class Rounds:
         try:
             yield
         finally:
-            _running.release()
             calls_of(self._coordination.member).leave_operation()
+            _running.release()
             self._coordination.heartbeat(Progress())
 
     @contextmanager

@@ -50,6 +50,7 @@ class Calls:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_calls = 0
+        self._latest = 0
         self._report = Report()
 
     @property
@@ -57,10 +58,12 @@ class Calls:
         """Where the client is now."""
         return self._report
 
-    def begin(self) -> int:
+    def begin(self, *, of_operation: bool) -> int:
         """Return the number of a new call: greater than that of each one before."""
         with self._lock:
             self._num_calls += 1
+            if of_operation:
+                self._latest = self._num_calls
             return self._num_calls
 
     def wait_at(self, name: str) -> None:
@@ -69,8 +72,12 @@ class Calls:
             self._report = Report(self._report.operation, self._report.num_ended, name)
 
     def end(self, call: int, operation: str) -> None:
-        """Note that a call of an operation has ended, and which operation the client is in then ("": in none)."""
+        """Note that a call of an operation has ended, and which operation the client is in then ("": in none).
+
+        The thread of a call that was interrupted may say so when the client is in the next operation already.
+        """
         with self._lock:
+            operation = operation if call == self._latest else self._report.operation
             self._report = Report(operation, max(call, self._report.num_ended))
 
     def leave_operation(self) -> None:

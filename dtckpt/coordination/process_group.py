@@ -238,7 +238,7 @@ class ProcessGroupCoordination:
         """
         members = rules.validate_barrier(self.member, name, timeout_s, participants)
         self.register()
-        call = self._own_calls.begin()
+        call = self._own_calls.begin(of_operation=operation is not None)
         meeting = Meeting(name, operation, position, members, timeout_s, vote, collect, call, moved_from)
         with self._lock:
             self._open[call] = None

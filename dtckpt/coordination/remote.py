@@ -291,7 +291,7 @@ class GrpcCoordination(Caller):
     ) -> Verdict:
         members = rules.validate_barrier(self.member, name, timeout_s, participants)
         self.register()
-        call = self._calls.begin()
+        call = self._calls.begin(of_operation=operation is not None)
         request = pb.ArriveRequest(
             task=self._identity,
             name=name,

@@ -406,8 +406,8 @@ class Rules:
         return next((task for task in absent if task and self._is_elsewhere(barrier, task)), None)
 
     def _find_deadlock(self, job: Job, barrier: Barrier, number: int, now: float) -> None:
-        """Fail a round that waits for a task which waits elsewhere for this one."""
-        for other in [other for other in job.open.values() if other.operation == "" and other.waits_for(number)]:
+        """Fail a round that waits for a task which waits elsewhere for this one: a task is in one round at a time."""
+        for other in [other for other in job.open.values() if other.operation is not None and other.waits_for(number)]:
             if (waiting := next((task for task in other.arrived if barrier.waits_for(task)), None)) is not None:
                 failure = texts.wait_for_each_other(
                     task_name(job.name, number), barrier.name, task_name(job.name, waiting), other.name

@@ -341,7 +341,7 @@ class World:
     ) -> Play:
         """Arrive until there is a verdict, as `GrpcCoordination.barrier` does; return the round."""
         calls = client.calls  # of this life: the end of it may come when the next has begun
-        call, begun = calls.begin(), ""
+        call, begun = calls.begin(of_operation=True), ""
         timeout_s = max(0.5 if client.is_impatient else timeout_s, 0.1)
         deadline, is_again, barrier, life = self.now + timeout_s, False, None, None
         was_cut_off, client.was_forgotten = client.was_forgotten, False
