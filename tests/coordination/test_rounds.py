@@ -325,6 +325,18 @@ def test_operations_that_wait_for_each_other_fail_at_once(world):
     )
 
 
+def test_clients_of_one_operation_that_are_in_different_rounds_of_it_fail_at_once(pair):
+    """One of them went on without a round that the other still waits in, as when it failed before it got there."""
+    begun, calls = pair.begin(0, 1, name="manager/chosen")
+    operation = begun.barrier_id
+    early, late = (
+        pair.arrive(task, name, operation=operation, report=Report(operation, calls[task]))
+        for task, name in enumerate(["restore/planned", "manager/restored"])
+    )
+    assert early.failure == late.failure
+    assert "each for the other" in early.failure.message
+
+
 def test_operations_of_clients_that_do_not_wait_for_each_other_go_on(world):
     save, _ = world.begin(0, participants=(0, 2))
     restore, _ = world.begin(1, name="restore/begin", participants=(1, 2))

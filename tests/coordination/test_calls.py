@@ -1,0 +1,30 @@
+"""What a client keeps of its calls, and tells the others."""
+
+from dtckpt.coordination.process import Calls, Report
+
+
+def test_calls_are_numbered_upwards():
+    calls = Calls()
+    assert [calls.begin(of_operation=number % 2 == 0) for number in range(3)] == [1, 2, 3]
+
+
+def test_report_follows_an_operation_from_its_first_round_to_its_end():
+    calls = Calls()
+    first = calls.begin(of_operation=True)
+    calls.wait_at("save/begin")
+    assert calls.report == Report("", 0, "save/begin")
+    calls.end(first, "x")
+    assert calls.report == Report("x", 1)
+    calls.end(calls.begin(of_operation=True), "x")
+    assert calls.report == Report("x", 2)
+    calls.leave_operation()
+    assert calls.report == Report("", 2)
+
+
+def test_interrupted_call_that_ends_late_does_not_take_the_client_out_of_its_next_operation():
+    calls = Calls()
+    interrupted = calls.begin(of_operation=True)
+    calls.leave_operation()
+    calls.end(calls.begin(of_operation=True), "next")
+    calls.end(interrupted, "")
+    assert calls.report == Report("next", 2)
