@@ -166,7 +166,7 @@ def train(args: argparse.Namespace) -> Iterator[dict[str, float]]:
         facts = {"step": step, "loss": train_step(model, optimizer, text, step)}
         if args.save_every and step % args.save_every == 0:
             state["rng"] = torch.get_rng_state()
-            report = dtckpt.save(args.checkpoints / f"step_{step}", state)
+            report = dtckpt.save(args.checkpoints / f"step_{step}", state, step=step)
             facts |= {"nbytes": report.nbytes, "save_s": report.total_s}
         yield facts
 
