@@ -72,7 +72,8 @@ def request(method, draw):
             message.arrival.task.CopyFrom(message.task)
         if message.HasField("arrival") and kind > 0.5:
             message.arrival.MergeFrom(pb.ArriveRequest(name="fuzz", call=draw.randrange(1, 1000), timeout_s=0.01))
-            message.arrival.ClearField("participants")
+            for name in ("participants", "operation", "position", "report"):
+                message.arrival.ClearField(name)
             message.arrival.vote.payload = b""
         return message.SerializeToString()
     is_in_honest_job = "task" in method.input_type.fields_by_name and kind > 0.8 and method.name != "Register"
