@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 RUN    := $(BIN)/torchrun --standalone --nproc-per-node
 
-.PHONY: install demo test bench lint protos clean
+.PHONY: install demo test bench wheels lint protos clean
 
 install: $(STAMP)
 
@@ -41,6 +41,14 @@ bench: install
 	$(BIN)/python -m benchmarks.dispatch
 	$(BIN)/python -m benchmarks.randomness
 	$(BIN)/python -m benchmarks.coordinator
+
+# For machines with a card and no network: benchmarks/card.sh installs them there. See docs/benchmarks.md.
+CARD_PYTHON    := 3.12
+CARD_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
+
+wheels:
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(CARD_PYTHON) --implementation cp \
+		$(CARD_PLATFORMS:%=--platform %) -c constraints.txt -r benchmarks/card_wheels.txt -d wheels
 
 lint: install
 	$(BIN)/ruff check .

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default=None)
     arguments = parser.parse_args()
-    dist.init_process_group("gloo")
+    dtckpt.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     shared = [tempfile.mkdtemp(dir=arguments.folder)]
     dist.broadcast_object_list(shared, src=0)

@@ -53,8 +53,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 class Coordinator:
     """A coordinator's process, and what it costs."""
 
-    def __init__(self, heartbeat_timeout_s: float) -> None:
-        arguments = ["serve", "--port", "0", "--insecure", "--heartbeat-timeout-s", str(heartbeat_timeout_s)]
+    def __init__(self, heartbeat_timeout_s: float, *more: str) -> None:
+        arguments = ["serve", "--port", "0", "--insecure", "--heartbeat-timeout-s", str(heartbeat_timeout_s), *more]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by coordinator()
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER, *arguments], stdout=subprocess.PIPE, stderr=self.log, text=True
@@ -85,8 +85,8 @@ class Coordinator:
 
 
 @contextmanager
-def coordinator(heartbeat_timeout_s: float) -> Iterator[Coordinator]:
-    started = Coordinator(heartbeat_timeout_s)
+def coordinator(heartbeat_timeout_s: float, *more: str) -> Iterator[Coordinator]:
+    started = Coordinator(heartbeat_timeout_s, *more)
     try:
         yield started
     except BaseException:

@@ -44,7 +44,7 @@ def main() -> None:
     )
     parser.add_argument("--changes", default="", help="only those whose name contains this")
     arguments = parser.parse_args()
-    dist.init_process_group("gloo")
+    dtckpt.init_process_group("gloo")
     size = dist.get_world_size()
     table = Table(title=f"redistribute, {size} gloo clients, {os.cpu_count()} cores, milliseconds (median)")
     for column in ("change", "MiB", "dtckpt", "PyTorch", "PyTorch / dtckpt"):

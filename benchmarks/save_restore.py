@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--keep", default=None, help="only save, there")
     parser.add_argument("--restore", default=None, help="only restore what was kept there")
     arguments = parser.parse_args()
-    dist.init_process_group("gloo")
+    dtckpt.init_process_group("gloo")
     shared = [arguments.keep or arguments.restore or tempfile.mkdtemp(dir=arguments.folder)]
     dist.broadcast_object_list(shared, src=0)
     folder = Path(shared[0])

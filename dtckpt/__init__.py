@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from dtckpt.mesh import Mesh
     from dtckpt.placement import Partial, Placement, Replicate, Shard
     from dtckpt.region import Region
+    from dtckpt.rendezvous import init_process_group
     from dtckpt.resharding.engine import reshard
 
 _MODULES = {
@@ -110,6 +111,7 @@ _MODULES = {
     "mesh": ("Mesh",),
     "placement": ("Partial", "Placement", "Replicate", "Shard"),
     "region": ("Region",),
+    "rendezvous": ("init_process_group",),
     "resharding.engine": ("reshard",),
 }
 _SUBMODULES = ("dtensor", "errors")
@@ -156,6 +158,7 @@ __all__ = [
     "fetch_layout",
     "full_job_name",
     "heartbeat_enabled",
+    "init_process_group",
     "initialize_multi_client",
     "initialize_tpu_system",
     "job_name",

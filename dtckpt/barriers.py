@@ -12,14 +12,16 @@ A barrier's *name* may be used again and again; one use of it is a *round*. Its 
 
 One question is left: a first round has failed without client B, and then B comes. Is B late for that round, or has it
 skipped it and come for the next one? Where B's position (its step, or the ordinal of its call) is another one, it is
-not late. Where the position is the same and certain, it is. Where it is the same by count only, B may have skipped one:
-a young failure is told to it at once; after an old one B waits, for `grace_s` at most, whether others come to a new
-round, and is told the old failure if none does.
+not late. Where the position is the same and certain, it is; and where the round did not time out waiting for B, for
+then B had no time to come, or was lost. Else B may have skipped one: it waits, for `grace_s` at most, whether others
+come to a new round, and is told the old failure if none does.
 
 Pure: no clock, no I/O. Imports nothing that the coordinator's image lacks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 LONGEST_GRACE_S = 1.0
 
@@ -29,15 +31,15 @@ def grace_s(heartbeat_timeout_s: float) -> float:
     return min(heartbeat_timeout_s / 6, LONGEST_GRACE_S)
 
 
-def is_late(*, is_certain: bool, age_s: float, heartbeat_timeout_s: float) -> bool:
-    """Whether a client that comes with the position of a failed round, in which it was missing, came for that one.
+def is_late(client: int, *, is_certain: bool, missing: Collection[int]) -> bool:
+    """Whether a client that comes with the position of a failed round, where it had not arrived, came for that one.
 
     Args:
-        is_certain: Whether the position is more than a count: a step was given, or the client was cut off.
-        age_s: Seconds since the round failed.
-        heartbeat_timeout_s: The job's.
+        client: The client.
+        is_certain: Whether the position is more than a count.
+        missing: The clients that had not arrived when the round timed out; empty if it failed otherwise.
     """
-    return is_certain or age_s < grace_s(heartbeat_timeout_s)
+    return is_certain or client not in missing
 
 
 def came_late(name: str, age_s: float, message: str) -> str:

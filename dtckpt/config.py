@@ -31,6 +31,7 @@ class Config:
     rank: str | None
     world_size: str | None
     local_world_size_text: str | None
+    attempt_text: str
     host_transport_text: str
 
     @classmethod
@@ -47,6 +48,7 @@ class Config:
             rank=get("RANK"),
             world_size=get("WORLD_SIZE"),
             local_world_size_text=get("LOCAL_WORLD_SIZE"),
+            attempt_text=get("DTCKPT_ATTEMPT") or get("TORCHELASTIC_RESTART_COUNT") or "0",
             host_transport_text=get("DTCKPT_HOST_TRANSPORT", "true"),
         )
 
@@ -104,6 +106,15 @@ class Config:
     def uses_host_transport(self) -> bool:
         """Whether messages within a host may go past the network."""
         return self.host_transport_text.lower() in ("true", "1")
+
+    @property
+    def attempt(self) -> int:
+        """How often the job was restarted, as the environment of this client says."""
+        if not self.attempt_text.isdecimal():
+            raise ConfigError(
+                f"DTCKPT_ATTEMPT (or TORCHELASTIC_RESTART_COUNT) is {self.attempt_text!r}; expected a whole number"
+            )
+        return int(self.attempt_text)
 
     @property
     def local_world_size(self) -> int:

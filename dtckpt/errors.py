@@ -118,6 +118,10 @@ class SaveDisagreementError(DtckptError, ValueError):
     """Clients came to one save with different state."""
 
 
+class ForkedProcessError(DtckptError, RuntimeError):
+    """This process was forked from one that uses checkpoints; it must be spawned to use them."""
+
+
 # --- checkpoints ----------------------------------------------------------------------------------------------
 
 
@@ -261,8 +265,13 @@ def from_wire(code: str, message: str, **facts: Any) -> DtckptError:
     return known.get(code, ClientFailedError)(message, **facts)
 
 
-def capped(names: Iterable[object], limit: int = 8) -> str:
-    """Join names for a message, at most ``limit`` of them ("a, b, c and 93 more")."""
+def capped(names: Iterable[object], limit: int = 8, *, count: int | None = None) -> str:
+    """Join names for a message, at most ``limit`` of them ("a, b, c and 93 more").
+
+    Args:
+        count: How many there are, if ``names`` are only the first of them.
+    """
     listed = [str(name) for name in names]
+    num_more = (len(listed) if count is None else count) - limit
     shown = ", ".join(listed[:limit])
-    return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit} more"
+    return shown if num_more <= 0 else f"{shown} and {num_more} more"

@@ -7,7 +7,9 @@ different numbers of other groups wait for each other in vain. Here the name say
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from dtckpt import forks, rendezvous
 from dtckpt.errors import CoordinationError, capped
 
 _BACKENDS = {"cuda": "nccl"}
@@ -80,13 +83,14 @@ def group_of(clients: Iterable[int], device_type: str = "cpu", override: Overrid
         override: See `Override`; the default group is not returned then.
 
     Raises:
-        CoordinationError: There is no default group that spans the clients, or this client is not among them.
+        CoordinationError: There is no default group that spans the clients, this client is not among them, or the
+            members cannot be connected.
     """
     ranks = tuple(sorted(set(clients)))
     if not ranks or not is_connected(ranks):
         raise CoordinationError(
             f"process group: got clients {capped(ranks)}, expected clients that a default process group spans; "
-            "call torch.distributed.init_process_group on every client first"
+            "call dtckpt.init_process_group on every client first"
         )
     if dist.get_rank() not in ranks:
         raise CoordinationError(
@@ -120,11 +124,8 @@ def connected_group_of(clients: Iterable[int], device: torch.device) -> dist.Pro
     """
     group = group_of(clients, device.type)
     if group not in _connected:
-        try:
+        with _connecting(dist.get_process_group_ranks(group), f" on {device}"):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-        except RuntimeError as error:
-            members = capped(dist.get_process_group_ranks(group))
-            raise CoordinationError(f"connecting clients {members} on {device} failed: {error}") from error
         _connected.add(group)
     return group
 
@@ -189,7 +190,7 @@ def _make(key: Key) -> dist.ProcessGroup:
         1  # a group that was destroyed must not meet under its old name: addresses of then are still there
     )
     members = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
-    with _without_splitting(world):
+    with _without_splitting(world), _connecting(ranks):
         group: dist.ProcessGroup
         group, _ = _c10d._new_process_group_helper(
             len(ranks),
@@ -197,13 +198,33 @@ def _make(key: Key) -> dist.ProcessGroup:
             list(ranks),
             dist.Backend(backend),
             _c10d._get_default_store(),
-            f"dtckpt_{backend}_{members}_{times[ranks, backend]}",
+            f"dtckpt_{backend}_{members}_{times[ranks, backend]}{rendezvous.suffix()}",
             backend_options=options,
             timeout=timeout_of(world, backend) if options is None else options._timeout,
             group_desc="dtckpt",
         )
     _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+def _keep_groups() -> None:
+    """Never destroy the groups of the parent: Gloo's would wait for threads that do not live in a forked process."""
+    if forks.is_forked() and dist.is_initialized():
+        for group in _c10d._world.pg_map:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_groups)
+
+
+@contextmanager
+def _connecting(ranks: Iterable[int], where: str = "") -> Iterator[None]:
+    """Say which clients could not be connected, and what may help."""
+    with rendezvous.advised():
+        try:
+            yield
+        except RuntimeError as error:
+            raise CoordinationError(f"connecting clients {capped(ranks)}{where} failed: {error}") from error
 
 
 @contextmanager

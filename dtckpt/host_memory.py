@@ -41,7 +41,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return empty(source.shape, source.dtype, source.device).copy_(source)
 
 
-def lock_pages(memory: torch.Tensor, owner: object) -> Callable[[], object]:
+def lock_pages(memory: torch.Tensor, owner: object, card: torch.device) -> Callable[[], object]:
     """Lock memory in pages, so that cards copy to and from it beside other work.
 
     That of ``torch.empty(pin_memory=True)`` comes in powers of two, and is kept when it is freed. See CUDA's
@@ -50,19 +50,26 @@ def lock_pages(memory: torch.Tensor, owner: object) -> Callable[[], object]:
     Args:
         memory: Contiguous, on the host, and not empty.
         owner: Holds the memory; when it is gone the memory is unlocked.
+        card: One that this client uses. CUDA makes a context on the current card, which may be another client's.
 
     Returns:
         What unlocks the memory, to be called before it is freed.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
-    if error:
-        _take_last_error()
-        logger.warning("%d bytes of host memory cannot be page-locked: cudaError %d", memory.nbytes, error)
-        return lambda: None
-    unlock = weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr())
+    with torch.cuda.device(card):
+        error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+        if error:
+            _take_last_error()
+            logger.warning("%d bytes of host memory cannot be page-locked: cudaError %d", memory.nbytes, error)
+            return lambda: None
+    unlock = weakref.finalize(owner, _unlock_pages, memory.data_ptr(), card)
     unlock.atexit = False  # the driver is gone by then
     return unlock
+
+
+def _unlock_pages(address: int, card: torch.device) -> None:
+    with torch.cuda.device(card):
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _take_last_error() -> None:

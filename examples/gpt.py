@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node=4 -m examples.gpt --steps 50
     python -m examples.gpt                                    # four virtual devices in one process
+    python -m examples.gpt --device cuda                      # four that share a card
 
 The model is ordinary PyTorch. What is distributed stands in one table, `PLACEMENTS`; random numbers do not depend on
 the mesh, so neither do the losses.
@@ -107,6 +108,25 @@ def batch_of(step: int) -> torch.Tensor:
     return (start + 5 * torch.arange(LENGTH + 1) + noise) % VOCABULARY
 
 
+def placed(batch: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a batch's inputs and targets, split over ``data``."""
+    inputs, targets = (distribute_tensor(each, mesh, [Shard(0), Replicate()]) for each in (batch[:, :-1], batch[:, 1:]))
+    return inputs, targets
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """Train on one batch; return the loss. Nothing in here waits for a card."""
+    logits = model(inputs)
+    loss = functional.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
 def train(mesh: Mesh, steps: int) -> list[float]:
     """Train a new model; return the losses.
 
@@ -119,32 +139,21 @@ def train(mesh: Mesh, steps: int) -> list[float]:
     torch.manual_seed(SEED)
     model = distributed(GPT(), mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for step in range(steps):
-        batch = batch_of(step)
-        inputs, targets = (
-            distribute_tensor(each, mesh, [Shard(0), Replicate()]) for each in (batch[:, :-1], batch[:, 1:])
-        )
-        logits = model(inputs)
-        loss = functional.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return [train_step(model, optimizer, *placed(batch_of(step), mesh)).item() for step in range(steps)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of one process; torchrun's use CPUs")
     options = parser.parse_args()
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")
+        dtckpt.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "model"))
     else:
-        dtckpt.configure_virtual_devices("CPU", 4)
-        mesh = dtckpt.create_mesh({"data": 2, "model": 2})
+        kind = {"cpu": "CPU", "cuda": "GPU"}[options.device]
+        dtckpt.configure_virtual_devices(kind, 4)
+        mesh = dtckpt.create_mesh({"data": 2, "model": 2}, device_type=kind)
     losses = train(mesh, options.steps)
     if dtckpt.client_id() == 0:
         print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} after {len(losses)} steps")

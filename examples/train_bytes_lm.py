@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dtckpt.init_process_group("gloo")
     dtckpt.initialize_multi_client()
     with open(args.losses if dtckpt.client_id() == 0 else os.devnull, "w", buffering=1) as log:
         for facts in train(args):

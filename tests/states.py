@@ -28,6 +28,12 @@ def tensor_of(name: str, shape: Sequence[int], dtype: str) -> torch.Tensor:
     return data.view(kind).reshape(tuple(shape)) if len(bits) else torch.empty(tuple(shape), dtype=kind)
 
 
+def zeros_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return zeros of a tensor's shape and dtype; torch fills few of the microscaling dtypes."""
+    zeros = torch.zeros((*tensor.shape, tensor.itemsize), dtype=torch.uint8)
+    return zeros.view(tensor.dtype).reshape(tensor.shape)
+
+
 def bits_of(tensor: torch.Tensor) -> bytes:
     """Return shape, dtype and bits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -66,6 +72,14 @@ def card_mesh(axes: dict[str, int]) -> Mesh:
     """Return a mesh of CUDA devices of this process, which share the cards that there are."""
     with virtual_devices(GPU=math.prod(axes.values())):
         return create_mesh(axes, device_type="GPU")
+
+
+IS_DEVELOPMENT_TORCH = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+"""Whether PyTorch is the release that dtckpt is developed with, or later; some tests ask for what is new in it."""
+
+
+def needs_newer_torch(reason: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not IS_DEVELOPMENT_TORCH, reason=f"PyTorch before 2.13: {reason}")
 
 
 NUM_CARDS = torch.cuda.device_count()

@@ -173,11 +173,11 @@ class Failure(_message.Message):
     """for humans"""
     @_builtins.property
     def clients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """lost"""
+        """lost; at most 10 000, as below"""
 
     @_builtins.property
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """had not arrived at the deadline"""
+        """had not arrived at the deadline; the message tells how many they are"""
 
     def __init__(
         self,
@@ -851,6 +851,7 @@ class BarrierStatus(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
+    NUM_MISSING_FIELD_NUMBER: _builtins.int
     barrier_id: _builtins.str
     name: _builtins.str
     generation: _builtins.int
@@ -858,9 +859,10 @@ class BarrierStatus(_message.Message):
     state: Global___BarrierState.ValueType
     age_s: _builtins.float
     """since the first arrival"""
+    num_missing: _builtins.int
     @_builtins.property
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """all of them"""
+        """GetBarrier: all of them; GetJob: at most 1000"""
 
     @_builtins.property
     def failure(self) -> Global___Failure: ...
@@ -875,10 +877,11 @@ class BarrierStatus(_message.Message):
         state: Global___BarrierState.ValueType = ...,
         failure: Global___Failure | None = ...,
         age_s: _builtins.float = ...,
+        num_missing: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "barrier_id", b"barrier_id", "failure", b"failure", "generation", b"generation", "missing", b"missing", "name", b"name", "num_participants", b"num_participants", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "barrier_id", b"barrier_id", "failure", b"failure", "generation", b"generation", "missing", b"missing", "name", b"name", "num_missing", b"num_missing", "num_participants", b"num_participants", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -889,15 +892,18 @@ class GetJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    page_token: _builtins.str
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -912,9 +918,11 @@ class GetJobResponse(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     TASKS_FIELD_NUMBER: _builtins.int
     OPEN_BARRIERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     coordinator_incarnation: _builtins.int
     num_clients: _builtins.int
     attempt: _builtins.int
+    next_page_token: _builtins.str
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskStatus]: ...
     @_builtins.property
@@ -927,10 +935,11 @@ class GetJobResponse(_message.Message):
         attempt: _builtins.int = ...,
         tasks: _abc.Iterable[Global___TaskStatus] | None = ...,
         open_barriers: _abc.Iterable[Global___BarrierStatus] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "coordinator_incarnation", b"coordinator_incarnation", "num_clients", b"num_clients", "open_barriers", b"open_barriers", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "coordinator_incarnation", b"coordinator_incarnation", "next_page_token", b"next_page_token", "num_clients", b"num_clients", "open_barriers", b"open_barriers", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1016,12 +1025,16 @@ Global___JobSummary: _TypeAlias = JobSummary  # noqa: Y015
 class ListJobsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_token: _builtins.str
     def __init__(
         self,
+        *,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1033,18 +1046,23 @@ class ListJobsResponse(_message.Message):
 
     COORDINATOR_INCARNATION_FIELD_NUMBER: _builtins.int
     JOBS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     coordinator_incarnation: _builtins.int
+    next_page_token: _builtins.str
     @_builtins.property
-    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobSummary]: ...
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobSummary]:
+        """by name"""
+
     def __init__(
         self,
         *,
         coordinator_incarnation: _builtins.int = ...,
         jobs: _abc.Iterable[Global___JobSummary] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "jobs", b"jobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "jobs", b"jobs", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

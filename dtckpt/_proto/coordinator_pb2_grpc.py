@@ -144,7 +144,9 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetJob(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """GetJob and ListJobs answer page by page: ask again with the answer's next_page_token, until that is empty. A page is
+        of one moment, several are not; no answer to the three is larger than 1 MiB.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

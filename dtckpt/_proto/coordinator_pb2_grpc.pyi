@@ -63,6 +63,9 @@ class CoordinatorStub:
     Leave: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveResponse]
     """Gives the place up; open barriers that need the task fail."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetJobRequest, _coordinator_pb2.GetJobResponse]
+    """GetJob and ListJobs answer page by page: ask again with the answer's next_page_token, until that is empty. A page is
+    of one moment, several are not; no answer to the three is larger than 1 MiB.
+    """
     GetBarrier: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetBarrierRequest, _coordinator_pb2.GetBarrierResponse]
     ListJobs: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListJobsRequest, _coordinator_pb2.ListJobsResponse]
 
@@ -92,6 +95,9 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Leave: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveResponse]  # type: ignore[assignment]
     """Gives the place up; open barriers that need the task fail."""
     GetJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetJobRequest, _coordinator_pb2.GetJobResponse]  # type: ignore[assignment]
+    """GetJob and ListJobs answer page by page: ask again with the answer's next_page_token, until that is empty. A page is
+    of one moment, several are not; no answer to the three is larger than 1 MiB.
+    """
     GetBarrier: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetBarrierRequest, _coordinator_pb2.GetBarrierResponse]  # type: ignore[assignment]
     ListJobs: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListJobsRequest, _coordinator_pb2.ListJobsResponse]  # type: ignore[assignment]
 
@@ -165,7 +171,10 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _coordinator_pb2.GetJobRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_coordinator_pb2.GetJobResponse, _abc.Awaitable[_coordinator_pb2.GetJobResponse]]: ...
+    ) -> _typing.Union[_coordinator_pb2.GetJobResponse, _abc.Awaitable[_coordinator_pb2.GetJobResponse]]:
+        """GetJob and ListJobs answer page by page: ask again with the answer's next_page_token, until that is empty. A page is
+        of one moment, several are not; no answer to the three is larger than 1 MiB.
+        """
 
     @_abc_1.abstractmethod
     def GetBarrier(

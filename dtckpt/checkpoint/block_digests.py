@@ -39,8 +39,8 @@ class BlockDigests:
         self._places: tuple[dict[str, npt.NDArray[np.int64]], dict[int, int]] | None = None
         self._page = lru_cache(maxsize=MAX_PAGES)(partial(_read, root))
 
-    def read(self, entry: ArrayEntry, number: int) -> list[int]:
-        """Return the digests of a chunk's blocks, verified by that of the chunk; none, if it has one block only.
+    def read(self, entry: ArrayEntry, number: int, blocks: range) -> list[int]:
+        """Return the digests of some blocks of a chunk, verified by that of the chunk; none, if it has one block only.
 
         Blocks: On storage.
 
@@ -63,20 +63,25 @@ class BlockDigests:
                 f"the block digests of chunk {number} of tensor {entry.name!r} in {self._root / client_folder(writer)} "
                 "are damaged; read the whole chunk, or restore another checkpoint"
             )
-        found: list[int] = digests.tolist()
+        found: list[int] = digests[blocks.start : blocks.stop].tolist()
         return found
 
     def _read(self, writer: int, start: int, stop: int, end: int) -> bytes:
         """Return some bytes of a client's file, which has ``end``; fewer, if it has fewer."""
         first, last = start // PAGE_NBYTES, (stop - 1) // PAGE_NBYTES
         bounds = ((page * PAGE_NBYTES, min((page + 1) * PAGE_NBYTES, end)) for page in range(first, last + 1))
-        pages = b"".join(self._page(writer, begin, limit) for begin, limit in bounds)
+        found: list[bytes] = []
+        for begin, limit in bounds:
+            found.append(self._page(writer, begin, limit))
+            if len(found[-1]) < limit - begin:
+                break  # the file ends here, whatever the manifest has it hold
+        pages = b"".join(found)
         return pages[start - first * PAGE_NBYTES : stop - first * PAGE_NBYTES]
 
 
 def _read(root: Folder, writer: int, start: int, stop: int) -> bytes:
     folder = root / client_folder(writer)
-    with translated("read block digests", folder), suppress(FileNotFoundError):
+    with translated("read block digests", folder, is_read=True), suppress(FileNotFoundError):
         return folder.read(BLOCKS_NAME, start, stop)
     return b""
 

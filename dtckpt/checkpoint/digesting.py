@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from dtckpt.format.content import content_share
 from dtckpt.format.digest import Blocks, digest_chunk
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.planning.save_plan import TensorPlan
+from dtckpt.threads import Pool
 
 MIN_NBYTES = 1 << 20
 """Smaller chunks are digested at once: handing them to a thread would cost more."""
@@ -65,7 +66,7 @@ class Digesting:
         with_content: Whether to digest the content, too.
     """
 
-    def __init__(self, thread: ThreadPoolExecutor | None, *, with_content: bool) -> None:
+    def __init__(self, thread: Pool | None, *, with_content: bool) -> None:
         self._thread = thread
         self._with_content = with_content
         self._results: dict[int, TensorDigests] = {}
@@ -124,7 +125,7 @@ def digesting(*, beside: bool, with_content: bool) -> Iterator[Digesting]:
     if not beside:
         yield Digesting(None, with_content=with_content)
         return
-    with ThreadPoolExecutor(1, thread_name_prefix="dtckpt-digests", initializer=_step_back) as thread:
+    with Pool(1, "dtckpt-digests", _step_back) as thread:
         try:
             yield Digesting(thread, with_content=with_content)
         except BaseException:

@@ -9,16 +9,17 @@ it together, also those where somebody did look. At exit it is logged.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dtckpt import forks
 from dtckpt.errors import CoordinationError, SaveTimeoutError
 from dtckpt.format.manifest import PhaseCost
 from dtckpt.storage.locations import Location
+from dtckpt.threads import keep_reserve
 
 if TYPE_CHECKING:
     from dtckpt.checkpoint.phases import Phases
@@ -88,7 +89,9 @@ class SaveHandle:
         Raises:
             SaveTimeoutError: The save takes longer; it goes on.
             DtckptError: What the save failed with, the same on all clients; see `dtckpt.save`.
+            ForkedProcessError: This process was forked while the save was in flight; it goes on in the parent.
         """
+        forks.validate_process()
         if not self._ended.wait(timeout_s):
             progress = self.progress
             raise SaveTimeoutError(
@@ -127,7 +130,12 @@ class SaveHandle:
         return SaveStats(self._phases.costs, self._blocking_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the save, and for what is tidied up after it; return whether it has ended. Raises nothing."""
+        """Wait for the save, and for what is tidied up after it; return whether it has ended.
+
+        Raises:
+            ForkedProcessError: As `result`; nothing that the save failed with.
+        """
+        forks.validate_process()
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self.done()
@@ -150,6 +158,7 @@ class SaveHandle:
                 self.run(work)
             then(self)
 
+        keep_reserve()
         self._thread = threading.Thread(target=run, daemon=True, name="dtckpt-save")
         before, _latest = _latest, self
         try:
@@ -169,7 +178,9 @@ def take_turn(timeout_s: float) -> threading.Lock:
 
     Raises:
         CoordinationError: The one in flight did not end in time.
+        ForkedProcessError: This process was forked from one that uses checkpoints.
     """
+    forks.claim_process()
     if not _turn.acquire(timeout=timeout_s):
         where = "" if _latest is None else f" of {_latest.path}"
         raise CoordinationError(
@@ -192,7 +203,7 @@ def raise_unseen() -> None:
 def _wait_at_exit() -> None:
     """Let a save in flight commit before the process ends; a lost failure is at least told."""
     handle = _latest
-    if handle is None:
+    if handle is None or forks.is_forked():  # in a forked process: the save goes on in the parent only
         return
     if not handle.wait(handle.timeout_s):
         logger.error("the process ends before the save of %s, which is given up", handle.path)
@@ -200,12 +211,5 @@ def _wait_at_exit() -> None:
         logger.error("the save of %s failed, and nobody asked for its result: %s", handle.path, handle._failure)
 
 
-def _forget_parent() -> None:
-    """In a forked process: the save goes on in the parent only."""
-    global _turn, _latest
-    _turn, _latest = threading.Lock(), None
-
-
-# Not `atexit`: by the time that runs, no new threads can be started, and barriers use some.
+# Not `atexit`: before that runs, `concurrent.futures` refuses work. Threads come from the reserve by then.
 threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_forget_parent)

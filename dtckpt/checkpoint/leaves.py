@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from dtckpt import interop
 from dtckpt.dtensor import DTensor, DVariable
 from dtckpt.errors import DTypeError, LayoutError
-from dtckpt.format.dtypes import DTYPES, validate_dtype
+from dtckpt.format.dtypes import DTYPES, UNCONVERTED, validate_dtype
 from dtckpt.layout import Layout
 from dtckpt.mesh import Mesh
 from dtckpt.region import Region
@@ -95,6 +99,16 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def is_stateful(value: object) -> bool:
+    """Whether a value gives and takes a state: an object, not the class of such."""
+    return isinstance(value, Stateful) and not isinstance(value, type)
+
+
+def state_of_object(value: Any) -> Any:
+    """Return the state of a stateful object, and any other value itself."""
+    return value.state_dict() if is_stateful(value) else value
+
+
 def mesh_of(value: Any) -> Mesh | None:
     """Return the mesh that a tensor is on; None for a plain one."""
     if interop.is_torch_dtensor(value):
@@ -102,11 +116,16 @@ def mesh_of(value: Any) -> Mesh | None:
     return value.device_mesh if isinstance(value, DTensor) else None
 
 
-def as_leaf(value: torch.Tensor) -> Leaf:
+def as_leaf(value: torch.Tensor, name: str) -> Leaf:
     """Describe a DTensor (ours or PyTorch's) or a plain tensor.
 
+    Args:
+        value: The tensor.
+        name: Its name, for errors.
+
     Raises:
-        DTypeError: The dtype or the memory format cannot be stored.
+        DTypeError: The dtype cannot be stored, or the tensor is not its own memory: it is sparse, quantized, nested,
+            fake, on the meta device, or of a subclass that computes its elements.
         LayoutError: The layout has MATCH specs or pending reductions.
     """
     if interop.is_torch_dtensor(value):
@@ -116,14 +135,82 @@ def as_leaf(value: torch.Tensor) -> Leaf:
         layout, components = value.layout, value.components
     else:
         layout, components = None, (value,)
+    if not all(map(_is_dense, components)):
+        components = tuple(_dense(memory, name) for memory in components)
     devices = () if layout is None else layout.mesh.record.local_device_ids
     shape = tuple(value.shape)
-    dtype, regions = _facts(layout, devices, shape, value.dtype)
-    for memory in components:
-        if memory.layout != torch.strided or memory.is_quantized or memory.is_meta or memory.is_nested:
-            raise DTypeError(f"only dense tensors with data can be stored; got {memory.layout} on {memory.device}")
+    try:
+        dtype, regions = _facts(layout, devices, shape, value.dtype)
+    except DTypeError as error:
+        raise DTypeError(f"tensor {name!r}: {error.message}; convert it, or pass a view() as integers") from None
     save_as_bf16 = isinstance(value, DVariable) and value.save_as_bf16
     return Leaf(shape, dtype, layout, regions, components, save_as_bf16)
+
+
+def _dense(memory: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a tensor's memory, when the collective that fills it is done; refuse what has none."""
+    if isinstance(memory, AsyncCollectiveTensor):
+        memory = memory.wait()
+    if not _is_dense(memory):
+        raise DTypeError(f"tensor {name!r}: only dense tensors with data can be stored; {_cure(memory)}")
+    return memory
+
+
+def validate_mode() -> None:
+    """Refuse to work where operators make fake tensors.
+
+    Raises:
+        DTypeError: This thread is inside of a FakeTensorMode.
+    """
+    if detect_fake_mode() is not None:
+        raise DTypeError("checkpoints cannot be saved or restored inside of FakeTensorMode; leave it first")
+
+
+def _is_dense(memory: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in memory of its own. This runs for every tensor, so it is quick."""
+    if (
+        not _is_plain_class(type(memory))
+        or memory.layout is not torch.strided
+        or memory.is_quantized
+        or memory.is_nested
+        or memory.is_meta
+    ):
+        return False
+    try:
+        # The tensors of torch.func's transforms have no address, or the null pointer.
+        return memory.data_ptr() != 0 or memory.numel() == 0
+    except RuntimeError:
+        return False
+
+
+@cache
+def _is_plain_class(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of a class have their elements in memory: its operators are those of `torch.Tensor`."""
+    has_shape = not issubclass(kind, UninitializedParameter | UninitializedBuffer)
+    return has_shape and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def _cure(memory: torch.Tensor) -> str:
+    """Return how a tensor that is not dense is, and what to do about it."""
+    kind = type(memory).__name__
+    if is_lazy(memory):
+        return f"got {kind}, without a shape; run the module once, which gives it one"
+    if is_fake(memory):
+        return f"got {kind}; leave FakeTensorMode, whose tensors have no elements"
+    if memory.is_nested:
+        return f"got {kind}, nested; pass the tensors of its unbind(), or its values() and offsets()"
+    if memory.is_quantized:
+        return f"got {kind}, quantized; pass its int_repr(), scales and zero points, or its dequantize()"
+    if memory.layout is not torch.strided:
+        return f"got {kind} of {memory.layout}; pass its to_dense(), or its parts, such as indices() and values()"
+    if not _is_plain_class(type(memory)):
+        return (
+            f"got {kind}, a subclass that computes its elements; pass the tensors that it is made of, or an object "
+            "with state_dict() and load_state_dict()"
+        )
+    if memory.is_meta:
+        return f"got {kind} on {memory.device}; give it elements first, as to_empty(device=…) does"
+    return f"got {kind} that stands for another one; leave torch.func's transforms and torch.compile"
 
 
 def host_array(memory: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -163,7 +250,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 _BITS = {
-    dtype: torch.int16 if dtype.itemsize == 2 else torch.uint8
+    dtype: getattr(torch, f"uint{8 * dtype.itemsize}")
     for name, dtype in _TORCH_DTYPES.items()
-    if DTYPES[name].isbuiltin != 1
+    if DTYPES[name].isbuiltin != 1 or name in UNCONVERTED
 }

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from dtckpt import forks
 from dtckpt.checkpoint.asynchronous import start_save
 from dtckpt.checkpoint.in_flight import SaveHandle
+from dtckpt.checkpoint.lineage import LINEAGE_NAME, Run, Saved, ancestry, current_steps
 from dtckpt.checkpoint.newest import RestoredStep, restore_newest_valid
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.restore import Layouts, restore
@@ -54,7 +56,8 @@ class CheckpointManager:
 
     Whatever else lies in ``root`` is ignored. One process at a time manages a root; others may read.
 
-    A step that is saved again replaces the one that is there, atomically.
+    A step that is saved again replaces the one that is there, atomically. A run that restores an older step, or saves a
+    smaller one, goes back: what it then saves leaves the newer steps to `abandoned_steps`.
 
     Args:
         root: Directory of the checkpoints, made by the first save; or a URL.
@@ -108,6 +111,9 @@ class CheckpointManager:
         )
         self._schedule = Schedule(self.options.rules, timeout_s=self.options.save.timeout_s, clock=clock)
         self._handle: SaveHandle | None = None
+        # On client 0 only: what the state descends from, and what there is; None until that is known.
+        self._run: Run | None = None
+        self._saved: Saved | None = None
         self._removing = threading.Lock()
         self._pinned: set[int] = set()
         self._damaged: set[int] = set()
@@ -137,11 +143,16 @@ class CheckpointManager:
         return self._folders.path(step)
 
     def all_steps(self) -> list[int]:
-        """Return the steps that have a finished checkpoint, ascending, as this client sees them."""
+        """Return the steps of the run that have a finished checkpoint, ascending, as this client sees them."""
         return self._folders.all_steps()
 
+    def abandoned_steps(self) -> list[int]:
+        """Return the steps of runs that were abandoned, ascending; they are restored by their number only."""
+        saved = self._folders.saved()
+        return sorted(saved.keys() - current_steps(saved))
+
     def latest_step(self) -> int | None:
-        """Return the newest step that has a finished checkpoint."""
+        """Return the newest step of the run that has a finished checkpoint."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
@@ -222,6 +233,7 @@ class CheckpointManager:
                 self._root.right.acquire()
                 if metrics:
                     files[METRICS_NAME] = json.dumps({name: float(metrics[name]) for name in metrics}).encode()
+                files[LINEAGE_NAME] = self._descend(step)
             return state_of_tree(tree, options, coordination)
 
         self._handle = start_save(
@@ -239,6 +251,14 @@ class CheckpointManager:
             self._handle.wait()
         return self._handle
 
+    def _descend(self, step: int) -> bytes:
+        """Return what the checkpoint of a step is to say about the others."""
+        # What there is was read in the background after the last commit; after a failure it is read again.
+        saved, self._saved = self._saved or self._folders.saved(), None
+        run = self._run or Run.at(saved, current_steps(saved))
+        self._run, lineage = run.save(step, saved, time.time_ns())
+        return lineage.to_bytes()
+
     def wait(self) -> None:
         """Wait for the save in flight and for the removal of old checkpoints.
 
@@ -250,10 +270,16 @@ class CheckpointManager:
             self._handle.raise_if_unseen()
 
     def close(self) -> None:
-        """Wait as `wait` does, and let other processes manage the root. Idempotent."""
+        """Wait as `wait` does, and let other processes manage the root. Idempotent.
+
+        In a process that was forked from the one that saves there is nothing to wait for or to let go of.
+        """
+        if forks.is_forked():
+            return
         try:
             self.wait()
         finally:
+            self._saved = None  # others may save there now
             self._root.right.release()
 
     # --- restoring ----------------------------------------------------------------------------------------------
@@ -269,6 +295,9 @@ class CheckpointManager:
         partial: bool = False,
     ) -> RestoredStep:
         """Restore a step; by default the newest valid one, passing over those that are damaged.
+
+        The next save goes on from it: steps that are not older belong to an abandoned run from then on. A restore alone
+        changes nothing on storage; to look at a step amid a run, restore it by another manager, or from its `path`.
 
         Waits for a save in flight first; its failure is not raised here.
 
@@ -292,13 +321,20 @@ class CheckpointManager:
         if self._handle is not None:
             self._handle.wait()
 
-        def read(path: Location) -> Any:
-            return restore(path, target, mesh=mesh, layouts=layouts, options=options)
+        def read(chosen: int) -> tuple[Any, Run | None]:
+            tree = restore(self.path(chosen), target, mesh=mesh, layouts=layouts, options=options)
+            if not rounds.is_leader:
+                return tree, None
+            saved = self._folders.saved()
+            return tree, Run.at(saved, ancestry(saved, chosen))
 
         with rounds.exclusive():
             found = restore_newest_valid(self._folders, rounds, step, read, self._pin)
+        tree, self._run = found.tree
+        self._saved = None
+        self._schedule.note_restored()
         self._damaged.update(found.skipped)
-        return found
+        return replace(found, tree=tree)
 
     @contextmanager
     def _pin(self, step: int) -> Iterator[None]:
@@ -317,9 +353,13 @@ class CheckpointManager:
         """Remove what need not be kept, and what dead attempts left. In the background, on client 0 only."""
         self._damaged.discard(saved)
         with self._tolerated():
-            steps = self.all_steps()
+            self._saved = found = self._folders.saved()
+            steps = current_steps(found)
             known = {step: self.metrics(step) for step in steps} if self.options.keep.best else {}
-            for step in self.options.keep.doomed(steps, known, protected={saved}, damaged=self._damaged):
+            abandoned = found.keys() - steps
+            for step in self.options.keep.doomed(
+                steps, known, protected={saved}, damaged=self._damaged, abandoned=abandoned
+            ):
                 with self._tolerated():
                     self._remove(step)
         with self._tolerated():

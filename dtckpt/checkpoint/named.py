@@ -112,7 +112,7 @@ def name_based_restore(
                 f"checkpoint {checkpoint.path} has no tensor {missing[0]!r}; it has {capped(map(repr, sources))}",
                 name=missing[0],
             )
-        leaves = [(sources[name], as_leaf(tensor)) for name, tensor in restored.items()]
+        leaves = [(sources[name], as_leaf(tensor, name)) for name, tensor in restored.items()]
         return Filling(leaves, lambda: restored, names)
 
     restored: OrderedDict[str, DTensor] = run_restore(
@@ -129,7 +129,7 @@ def _validate_mesh(mesh: object) -> None:
 def _validate_tensor(name: str, tensor: object, mesh: Mesh) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise LayoutTypeError(f"tensor {name!r} must be a tensor; got {type(tensor).__name__}")
-    layout = as_leaf(tensor).layout
+    layout = as_leaf(tensor, name).layout
     if layout is not None and layout.mesh != mesh:
         raise MeshError(
             f"tensor {name!r} is on another mesh; got {layout.mesh.to_string()}, expected {mesh.to_string()}"

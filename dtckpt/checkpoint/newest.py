@@ -23,7 +23,6 @@ from dtckpt.errors import (
     StorageError,
     capped,
 )
-from dtckpt.storage.locations import Location
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
@@ -65,7 +64,7 @@ def restore_newest_valid(
     folders: StepFolders,
     rounds: Rounds,
     step: int | None,
-    read: Callable[[Location], Any],
+    read: Callable[[int], Any],
     pin: Callable[[int], AbstractContextManager[None]],
 ) -> RestoredStep:
     """Restore a step, or the newest that is not damaged.
@@ -77,7 +76,7 @@ def restore_newest_valid(
         folders: The steps that there are.
         rounds: The way to the other clients.
         step: The step; default the newest. A step that is named is not replaced by another.
-        read: Restores a checkpoint.
+        read: Restores a step.
         pin: Keeps a step from being removed while it is read.
 
     Raises:
@@ -88,7 +87,7 @@ def restore_newest_valid(
     skipped: dict[int, str] = {}
     while (chosen := _choose(folders, rounds, step, skipped)) is not None:
         outcome = _Outcome()
-        work = functools.partial(_try, folders.path(chosen), read, pin(chosen), outcome)
+        work = functools.partial(_try, chosen, read, pin(chosen), outcome)
         with rounds.around():
             answers = rounds.run("restored", work)
         reasons = [f"client {client}: {text.decode()}" for client, text in sorted(answers.items()) if text]
@@ -121,13 +120,11 @@ def _choose(folders: StepFolders, rounds: Rounds, step: int | None, skipped: Map
     return chosen
 
 
-def _try(
-    path: Location, read: Callable[[Location], Any], pinned: AbstractContextManager[None], outcome: _Outcome
-) -> bytes:
+def _try(step: int, read: Callable[[int], Any], pinned: AbstractContextManager[None], outcome: _Outcome) -> bytes:
     """Restore a step; return what is damaged about it."""
     try:
         with pinned:
-            outcome.tree = read(path)
+            outcome.tree = read(step)
     except DAMAGE as error:
         outcome.failure = error
         return printable(f"{type(error).__name__}: {error}")[:MAX_REASON_CHARS].encode()

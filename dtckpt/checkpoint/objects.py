@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtckpt.checkpoint.leaves import Stateful, is_tensor, mesh_of
+from dtckpt.checkpoint.leaves import Stateful, is_tensor, mesh_of, state_of_object
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.reader import Checkpoint
 from dtckpt.checkpoint.restore import Filling, plan_target, run_restore
-from dtckpt.checkpoint.save import State, expand_stateful, save_state, state_of
+from dtckpt.checkpoint.save import State, save_state, state_of
 from dtckpt.coordination import current_coordination
 from dtckpt.errors import ConfigError, MeshError, MeshTypeError, RestoreMismatchError, TreeError, capped
 from dtckpt.format import tree as trees
@@ -163,7 +163,7 @@ class DTensorCheckpoint:
 
         def collect() -> State:
             self._validate_settled()
-            leaves, structure = trees.flatten(expand_stateful(self._tree(counter)), is_tensor)
+            leaves, structure = trees.flatten(self._tree(counter), is_tensor, state_of_object)
             for name, tensor in leaves.items():
                 if mesh_of(tensor) not in (None, self._mesh):
                     raise MeshError(

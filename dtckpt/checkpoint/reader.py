@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import length_hint
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from dtckpt import host_memory
 from dtckpt.checkpoint.block_digests import BlockDigests
 from dtckpt.checkpoint.leaves import host_array, torch_dtype
-from dtckpt.checkpoint.region_reads import RegionReader, parts_of
+from dtckpt.checkpoint.region_reads import UNCHECKED_NBYTES, RegionReader, parts_of
 from dtckpt.checkpoint.verifying import Progress, VerifyReport, verify
 from dtckpt.errors import (
     CheckpointConflictError,
@@ -28,10 +28,10 @@ from dtckpt.errors import (
 )
 from dtckpt.format import tree as trees
 from dtckpt.format.digest import documents_digest
-from dtckpt.format.manifest import MANIFEST_NAME, ArrayEntry, Manifest
+from dtckpt.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, ArrayEntry, Manifest
 from dtckpt.layout import Layout
 from dtckpt.region import Region
-from dtckpt.storage.chunks import open_reader
+from dtckpt.storage.array_reader import ArrayReader
 from dtckpt.storage.failures import translated
 from dtckpt.storage.folders import Folder
 from dtckpt.storage.locations import Location, location_of
@@ -172,7 +172,7 @@ class Checkpoint:
         self.path = path
         self.manifest = manifest
         self.is_remote = is_remote(path)
-        self._reader = open_reader(manifest.kvstore, root, by_file=not self.is_remote)
+        self._reader = ArrayReader(manifest.kvstore, root, by_file=not self.is_remote)
         self._root = root
         self._block_digests = BlockDigests(manifest, root)
         self._regions = RegionReader(path, root, self._reader, self._block_digests, is_remote=self.is_remote)
@@ -219,7 +219,8 @@ class Checkpoint:
         """
         info = self.info(name)
         region = Region.full(info.shape) if region is None else region
-        result = host_memory.empty(region.shape, info.dtype)
+        self.validate_stored([(name, region)])
+        result = new_memory(name, region.shape, info.dtype)
         self.read_into(name, region, host_array(result))
         return result
 
@@ -274,10 +275,17 @@ class Checkpoint:
         Returns:
             The bytes read from storage.
         """
-        self._reader.expect(length_hint(requests))
         wanted = ((self.entry(name), parts) for name, parts in requests)
         try:
             return self._regions.read(wanted, max_in_flight, count)
+        except (CheckpointCorruptError, StorageError) as error:
+            raise self._cause_of(error) from error
+
+    def validate_stored(self, wanted: Iterable[tuple[str, Region]], *, unchecked: int = UNCHECKED_NBYTES) -> None:
+        """As `RegionReader.validate_stored`, by names of tensors."""
+        regions = ((self.entry(name), region) for name, region in wanted)
+        try:
+            self._regions.validate_stored(regions, unchecked=unchecked)
         except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
 
@@ -295,7 +303,7 @@ class Checkpoint:
 
     def block_digests(self, entry: ArrayEntry, number: int) -> list[int]:
         """As `BlockDigests.read`."""
-        return self._block_digests.read(entry, number)
+        return self._block_digests.read(entry, number, range(sys.maxsize))
 
     def _cause_of(self, error: CheckpointError) -> CheckpointError:
         """Tell damage from a checkpoint that a save has replaced since it was opened."""
@@ -323,6 +331,21 @@ class Checkpoint:
         return verify(self, threads=threads, progress=progress)
 
 
+def new_memory(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return host memory for a tensor of a checkpoint.
+
+    Raises:
+        CheckpointError: There is not so much.
+    """
+    try:
+        return host_memory.empty(shape, dtype)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"this host lacks the memory for tensor {name!r}; got shape {tuple(shape)} of {dtype}; read a part of it, "
+            "or restore it on more hosts"
+        ) from error
+
+
 def open_checkpoint(path: str | Location) -> Checkpoint:
     """Open a committed checkpoint.
 
@@ -339,7 +362,7 @@ def open_checkpoint(path: str | Location) -> Checkpoint:
         folder = place.locate()
         try:
             with translated("read the manifest", folder, is_read=True):
-                data = folder.read(MANIFEST_NAME)
+                data = folder.read_whole(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
             return Checkpoint(place.where, folder, Manifest.from_bytes(data, f"{folder}/{MANIFEST_NAME}"))
         except CheckpointError:
             if is_last or str(place.locate()) == str(folder):

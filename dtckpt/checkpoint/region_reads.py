@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,14 @@ from dtckpt import groups
 from dtckpt.checkpoint.block_digests import BlockDigests
 from dtckpt.checkpoint.chunk_reads import BlockReader, ChunkRead, Scratch, convert, cut, from_span, is_small
 from dtckpt.config import Config
-from dtckpt.errors import CheckpointCorruptError, ConfigError, RegionError, RegionNotFoundError
+from dtckpt.errors import CheckpointCorruptError, ConfigError, DTypeError, RegionError, RegionNotFoundError
 from dtckpt.format.digest import as_bytes, buffer_of, bytes_digest, digest_chunk, digest_of_data
-from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.dtypes import DTYPES, UNCONVERTED
 from dtckpt.format.manifest import ArrayEntry
 from dtckpt.planning.read_plan import PartRead, plan_reads
 from dtckpt.region import Region
-from dtckpt.storage.arrays import ArrayReader, stored_empty
-from dtckpt.storage.chunks import ChunkReader
+from dtckpt.storage.array_reader import ArrayReader
+from dtckpt.storage.arrays import stored_empty
 from dtckpt.storage.failures import translated
 from dtckpt.storage.folders import Folder
 from dtckpt.storage.located import StoredValue, read_run, runs_of
@@ -44,6 +45,8 @@ ANNOUNCED_NBYTES = 64 << 10
 """What is read from a file of this machine is announced to the system before, if it is so long."""
 MAX_THREADS = 4
 """Large chunks that are read from this machine's files at one time, if there are cores for it."""
+UNCHECKED_NBYTES = 256 << 20
+"""Memory that is taken without a look at the sizes of the files that shall fill it."""
 LARGE_NBYTES = 1 << 20
 """Of a large chunk; of a smaller one another thread would cost as much as it saves."""
 
@@ -66,7 +69,7 @@ class RegionReader:
         self,
         path: Location,
         root: Folder,
-        reader: ArrayReader | ChunkReader,
+        reader: ArrayReader,
         block_digests: BlockDigests,
         *,
         is_remote: bool,
@@ -138,6 +141,33 @@ class RegionReader:
                 raise
         return nbytes
 
+    def validate_stored(
+        self, wanted: Iterable[tuple[ArrayEntry, Region]], *, unchecked: int = UNCHECKED_NBYTES
+    ) -> None:
+        """Check that files are as long as regions of tensors need, before memory for those is taken.
+
+        The smallest, of ``unchecked`` bytes together, are not looked at.
+
+        Raises:
+            RegionNotFoundError: A region was not saved.
+            CheckpointCorruptError: They are not.
+            StorageError: Storage refused.
+        """
+        sized = sorted(
+            ((region.numel * entry.itemsize, at, entry, region) for at, (entry, region) in enumerate(wanted))
+        )
+        ends = accumulate(nbytes for nbytes, *_ in sized)
+        checked = [(entry, region) for end, (_, _, entry, region) in zip(ends, sized, strict=True) if end > unchecked]
+        for entry, region in checked:
+            if entry.missing:
+                parts_of(entry, (region,))  # or what was never saved would pass for lost
+        chunks = ((entry, index) for entry, region in reversed(checked) for index in entry.grid.meeting(region))
+        if (lost := self._reader.first_lost(chunks)) is not None:
+            raise CheckpointCorruptError(
+                f"{self._path} does not hold what its manifest says: {lost} is missing, or too short for the chunks "
+                "that should be in it; restore another checkpoint"
+            )
+
     def _but_small(
         self,
         requests: Iterable[tuple[ArrayEntry, Wanted]],
@@ -178,8 +208,10 @@ class RegionReader:
 
     def _start(self, read: ChunkRead) -> None:
         entry, part = read.entry, read.part
+        if part.nbytes > UNCHECKED_NBYTES:
+            self.validate_stored([(entry, part.chunk)])
         if entry.has_readable_blocks:
-            read.value = self._reader.locate(entry.path, part.index, part.nbytes)
+            read.value = self._reader.locate(entry.path, part.index)
         if read.value is not None:
             if part.nbytes >= ANNOUNCED_NBYTES:
                 read.value.announce(part.rows.start, part.rows.start + part.rows.nbytes)
@@ -221,7 +253,7 @@ class RegionReader:
         if part.is_whole:
             is_sound = digest == int(entry.digests[part.number])
         else:
-            is_sound = digests == self._block_digests.read(entry, part.number)[part.blocks.start : part.blocks.stop]
+            is_sound = digests == self._block_digests.read(entry, part.number, part.blocks)
         if not is_sound:
             raise CheckpointCorruptError(
                 f"chunk {part.chunk} of tensor {entry.name!r} in {self._path} is damaged: its digest does not match "
@@ -231,12 +263,13 @@ class RegionReader:
 
 def parts_of(entry: ArrayEntry, regions: tuple[Region, ...]) -> Iterable[PartRead]:
     """Return what must be read, chunk by chunk, for some regions of a tensor."""
+    plan = partial(plan_reads, entry.grid, entry.itemsize, regions, by_blocks=entry.has_readable_blocks)
     try:
-        parts = plan_reads(entry.grid, entry.itemsize, regions, by_blocks=entry.has_readable_blocks)
+        parts = plan()
     except RegionError:
         outside = next(region for region in regions if not _is_inside(region, entry.shape))
         raise RegionError(f"region {outside} is outside tensor {entry.name!r} of shape {entry.shape}") from None
-    if entry.missing and (lost := next((part.chunk for part in parts if part.number in entry.missing), None)):
+    if entry.missing and (lost := next((part.chunk for part in plan() if part.number in entry.missing), None)):
         raise RegionNotFoundError(
             f"tensor {entry.name!r} was saved in part, without {lost}; read a region that was saved"
         )
@@ -247,12 +280,23 @@ def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
     return region.ndim == len(shape) and Region.full(shape).contains(region)
 
 
-def _chunk_reads(entry: ArrayEntry, wanted: Wanted) -> list[ChunkRead]:
-    """Return the reads for some regions of a tensor, each with memory of its shape."""
-    return [
+def _chunk_reads(entry: ArrayEntry, wanted: Wanted) -> Iterator[ChunkRead]:
+    """Return the reads for some regions of a tensor, each with memory of its shape.
+
+    Raises:
+        DTypeError: The memory is of another dtype, and the tensor's is not converted.
+    """
+    wanted_dtype = DTYPES[entry.kind.dtype]
+    if entry.kind.dtype in UNCONVERTED and any(memory.dtype != wanted_dtype for _, memory in wanted):
+        raise DTypeError(
+            f"tensor {entry.name!r} of dtype {entry.kind.dtype} is not converted; got memory of "
+            f"{wanted[0][1].dtype}, expected {wanted_dtype}"
+        )
+    parts = parts_of(entry, tuple([region for region, _ in wanted]))
+    return (
         ChunkRead(entry, part, [cut(wanted[position][1], of_region) for position, _, of_region in part.uses])
-        for part in parts_of(entry, tuple([region for region, _ in wanted]))
-    ]
+        for part in parts
+    )
 
 
 def _spare_threads() -> int:

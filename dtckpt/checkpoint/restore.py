@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,14 +17,15 @@ import torch
 from dtckpt import host_memory
 from dtckpt.checkpoint.agreement import Written
 from dtckpt.checkpoint.aliasing import Named, split_tied, validate_apart
-from dtckpt.checkpoint.leaves import Leaf, Stateful, as_leaf, host_array, is_tensor, mesh_of, own_array
+from dtckpt.checkpoint.leaves import Leaf, as_leaf, host_array, mesh_of, own_array, validate_mode
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.phases import Phases, find_slow
-from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
+from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, new_memory, open_checkpoint
 from dtckpt.checkpoint.renaming import renamed
 from dtckpt.checkpoint.restore_report import Cast, Reshaped, RestoreReport
 from dtckpt.checkpoint.rounds import Rounds
 from dtckpt.checkpoint.sharing import Shared, agreed, announced, read_shared, shareable
+from dtckpt.checkpoint.target import Matcher, tensors_of
 from dtckpt.checkpoint.uncollected import uncollected
 from dtckpt.coordination import Coordination, current_coordination
 from dtckpt.dtensor import DTensor
@@ -44,7 +45,7 @@ from dtckpt.errors import (
     capped,
 )
 from dtckpt.format import tree as trees
-from dtckpt.format.dtypes import is_lossless
+from dtckpt.format.dtypes import is_convertible, is_lossless
 from dtckpt.layout import UNSHARDED, Layout
 from dtckpt.mesh import Mesh
 from dtckpt.region import Region
@@ -75,8 +76,9 @@ def restore(
     """Restore a checkpoint, into any layout on any mesh, whatever it was saved from.
 
     With ``target``, tensors and DTensors of that tree are filled in place, plain values in its dicts and lists are
-    replaced, stateful objects get their state. Without, the saved tree comes back, with plain CPU tensors, or with
-    new DTensors where ``mesh`` or ``layouts`` say so.
+    replaced, stateful objects get their state; containers keep their classes, and named tuples and dataclasses take
+    fields by name. Without, the saved tree comes back, with plain CPU tensors, or with new DTensors where ``mesh`` or
+    ``layouts`` say so; named tuples and dataclasses have stand-ins then (docs/checkpointing.md).
 
     Every client reads only the chunks that meet its regions, straight into the destination, and verifies them; or its
     part of what several clients need, and hands it on (`RestoreOptions.read_once`).
@@ -101,7 +103,9 @@ def restore(
         TensorNotFoundError: The target asks for something that the checkpoint lacks.
         UnexpectedTensorError: The checkpoint has something that the target does not ask for.
         ShapeMismatchError: A tensor's shape differs.
-        DTypeError: A dtype conversion is not allowed by ``options.cast``.
+        DTypeError: A dtype conversion is not allowed by ``options.cast``, or a tensor of the target is not dense
+            memory of its own.
+        TreeError: The target holds something that cannot be filled.
         CheckpointCorruptError: Stored bytes are not the bytes that were saved.
     """
     options = options or RestoreOptions()
@@ -191,6 +195,7 @@ def _run_once(
     phases = rounds.phases
 
     def prepare() -> bytes:
+        validate_mode()
         with uncollected():
             checkpoint = open_checkpoint(path)
             filling = plan(checkpoint)
@@ -274,6 +279,12 @@ def _validate_report(report: RestoreReport, options: RestoreOptions) -> None:
         raise ShapeMismatchError(
             f"tensor {first.name!r} has another shape; got {first.target} in the target, expected {first.saved}"
             f"{_others(more)}"
+        )
+    fixed = [cast for cast in report.cast if not is_convertible(cast.saved, cast.target)]
+    if fixed:
+        raise DTypeError(
+            f"tensor {fixed[0].name!r} cannot be converted; got {fixed[0].target} in the target, saved as "
+            f"{fixed[0].saved}{_others(fixed[1:])}; restore it as {fixed[0].saved} and convert it then"
         )
     refused = [
         cast
@@ -362,22 +373,7 @@ def _validate_tied(read: Callable[..., object], tied: Sequence[tuple[str, str, L
 
 
 def _meshes_of(target: Any) -> set[Mesh]:
-    return {mesh for mesh in map(mesh_of, _tensors(target)) if mesh is not None}
-
-
-def _tensors(node: Any, depth: int = 0) -> Iterable[torch.Tensor]:
-    if depth > trees.MAX_DEPTH:
-        raise TreeError(f"the target is deeper than {trees.MAX_DEPTH} levels; does it contain itself?")
-    if is_tensor(node):
-        yield node
-    elif isinstance(node, Mapping):
-        for child in node.values():
-            yield from _tensors(child, depth + 1)
-    elif isinstance(node, list | tuple):
-        for child in node:
-            yield from _tensors(child, depth + 1)
-    elif isinstance(node, Stateful):
-        yield from _tensors(node.state_dict(), depth + 1)
+    return {mesh for mesh in map(mesh_of, tensors_of(target)) if mesh is not None}
 
 
 def renamed_by(checkpoint: Checkpoint, options: RestoreOptions) -> dict[str, str]:
@@ -391,7 +387,7 @@ def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions) ->
     """Match a target tree with a checkpoint."""
     names = renamed_by(checkpoint, options)
     structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
-    matcher = _Matcher(checkpoint, is_renamed=bool(names))
+    matcher = Matcher(checkpoint, is_renamed=bool(names))
     replacement = matcher.visit(target, structure, ())
 
     def finish() -> Any:
@@ -403,116 +399,6 @@ def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions) ->
     unused = {*checkpoint.tensors, *(path for path, _ in trees.values(structure))} - matcher.wanted
     unexpected = sorted(names.get(name, name) if name in checkpoint.tensors else name for name in unused)
     return Filling(matcher.leaves, finish, names, sorted(matcher.missing), sorted(matcher.defaulted), unexpected)
-
-
-class _Matcher:
-    """Walks target and saved structure side by side."""
-
-    def __init__(self, checkpoint: Checkpoint, *, is_renamed: bool) -> None:
-        self._checkpoint = checkpoint
-        self._is_renamed = is_renamed
-        self.wanted: set[str] = set()
-        self.missing: list[str] = []
-        self.defaulted: list[str] = []
-        self.leaves: list[tuple[str, Leaf]] = []
-        self.loads: list[Callable[[], object]] = []
-
-    def visit(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
-        """Plan one node; what it returns gives, after the reads, the node's new value."""
-        kind, content = next(iter(node.items()))
-        if is_tensor(target):
-            if kind != "tensor":
-                where = "/".join(path)
-                raise TensorNotFoundError(f"the checkpoint has a {kind} at {where!r}; the target wants a tensor")
-            self.wanted.add(content)
-            self.leaves.append((content, as_leaf(target)))
-            return lambda: target
-        if isinstance(target, Mapping):
-            return self._visit_dict(target, self._expect(node, ("dict",), "dict", path), path)
-        if isinstance(target, list | tuple):
-            return self._visit_sequence(target, self._expect(node, ("list", "tuple"), "sequence", path), path)
-        if isinstance(target, Stateful):
-            state = target.state_dict()
-            renewed = self.visit(state, node, path)
-            self.loads.append(lambda: target.load_state_dict(renewed()))
-            return lambda: target
-        return self._take(node, path)
-
-    def _take(self, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
-        """Plan a node that the target holds no tensor for: its plain values, and new tensors."""
-        self.wanted.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
-        names = trees.tensor_names(node)
-        new = {
-            name: host_memory.empty(self._checkpoint.info(name).shape, self._checkpoint.info(name).dtype)
-            for name in names
-        }
-        self.wanted.update(names)
-        self.leaves.extend((name, as_leaf(tensor)) for name, tensor in new.items())
-        return lambda: trees.build(node, new.__getitem__)
-
-    def _expect(self, node: trees.Node, kinds: tuple[str, ...], wanted: str, path: tuple[str, ...]) -> Any:
-        kind, content = next(iter(node.items()))
-        if self._is_renamed and kind == "dict" and "list" in kinds:
-            # A new name does not say which kind of container it leads through.
-            by_key = {str(key): child for key, child in content}
-            if set(by_key) == set(map(str, range(len(by_key)))):
-                return [by_key[str(position)] for position in range(len(by_key))]
-        if self._is_renamed and kind in ("list", "tuple") and "dict" in kinds:
-            return list(enumerate(content))
-        if kind not in kinds:
-            where = "/".join(path)
-            raise TensorNotFoundError(f"the checkpoint has a {kind} at {where!r}; the target wants a {wanted}")
-        return content
-
-    def _visit_dict(self, target: Mapping[Any, Any], saved: Any, path: tuple[str, ...]) -> Callable[[], Any]:
-        nodes = dict(saved)
-        if self._is_renamed:
-            # Nor which kind of key.
-            by_text = {str(key): node for key, node in nodes.items()}
-            nodes |= {key: by_text[str(key)] for key in target if str(key) in by_text}
-        # A dict of optimizer state that is still empty is filled with what was saved.
-        if not target:
-            nodes_plan = {key: self._take(child, (*path, str(key))) for key, child in nodes.items()}
-        else:
-            nodes_plan = {}
-            for key, child in target.items():
-                below = (*path, str(key))
-                if key in nodes:
-                    nodes_plan[key] = self.visit(child, nodes[key], below)
-                else:
-                    is_value = not (is_tensor(child) or isinstance(child, Mapping | list | tuple | Stateful))
-                    (self.defaulted if is_value else self.missing).append("/".join(below))
-        return lambda: _update_dict(target, {key: renew() for key, renew in nodes_plan.items()})
-
-    def _visit_sequence(self, target: Sequence[Any], saved: Any, path: tuple[str, ...]) -> Callable[[], Any]:
-        if len(target) != len(saved):
-            raise ShapeMismatchError(
-                f"the sequence at {'/'.join(path)!r} has another length; got {len(target)} in the target, expected "
-                f"{len(saved)}"
-            )
-        plans = [
-            self.visit(child, node, (*path, str(position)))
-            for position, (child, node) in enumerate(zip(target, saved, strict=True))
-        ]
-        return lambda: _update_sequence(target, [renew() for renew in plans])
-
-
-def _update_dict(target: Mapping[Any, Any], renewed: Mapping[Any, Any]) -> Any:
-    if isinstance(target, MutableMapping):
-        for key, value in renewed.items():
-            if target.get(key) is not value:
-                target[key] = value
-        return target
-    return {**target, **renewed}
-
-
-def _update_sequence(target: Sequence[Any], renewed: list[Any]) -> Any:
-    if isinstance(target, MutableSequence):
-        target[:] = renewed
-        return target
-    if hasattr(target, "_make"):
-        return type(target)._make(renewed)
-    return tuple(renewed)
 
 
 # --- as new tensors -------------------------------------------------------------------------------------------------
@@ -529,14 +415,26 @@ def plan_new(checkpoint: Checkpoint, mesh: Mesh | None, layouts: Layouts | None,
     """Make memory for every tensor of a checkpoint, in the layouts asked for."""
     names = renamed_by(checkpoint, options)
     structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
-    tensors: dict[str, torch.Tensor] = {}
-    for name, info in checkpoint.tensors.items():
-        layout = choose_layout(names.get(name, name), info, mesh, layouts)
-        tensors[name] = (
-            host_memory.empty(info.shape, info.dtype) if layout is None else empty(info.shape, info.dtype, layout)
-        )
-    leaves = [(name, as_leaf(tensor)) for name, tensor in tensors.items()]
+    infos = dict(checkpoint.tensors)
+    chosen = {name: choose_layout(names.get(name, name), info, mesh, layouts) for name, info in infos.items()}
+    checkpoint.validate_stored(
+        (name, region) for name, layout in chosen.items() for region in _own_regions(infos[name].shape, layout)
+    )
+    tensors: dict[str, torch.Tensor] = {
+        name: new_memory(name, infos[name].shape, infos[name].dtype)
+        if layout is None
+        else empty(infos[name].shape, infos[name].dtype, layout)
+        for name, layout in chosen.items()
+    }
+    leaves = [(name, as_leaf(tensor, name)) for name, tensor in tensors.items()]
     return Filling(leaves, lambda: trees.build(structure, tensors.__getitem__), names)
+
+
+def _own_regions(shape: tuple[int, ...], layout: Layout | None) -> set[Region]:
+    """Return what this client will hold of a tensor."""
+    if layout is None:
+        return {Region.full(shape)}
+    return {layout.region(device, shape) for device in layout.mesh.local_device_ids()}
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> DTensor:

@@ -53,14 +53,17 @@ class Retention:
         *,
         protected: Collection[int] = (),
         damaged: Collection[int] = (),
+        abandoned: Collection[int] = (),
     ) -> list[int]:
         """Return the steps that need not be kept, ascending. The newest good one is never among them.
 
         Args:
-            steps: All steps that have a checkpoint.
+            steps: All steps of the run that have a checkpoint.
             metrics: Metrics by step, as far as they are known.
             protected: Steps that stay whatever the rules say; they do not count as any rule's.
             damaged: Steps that cannot be restored. They stay, to be looked at, and count for nothing.
+            abandoned: Steps of runs that were abandoned. Whatever the rules keep, they go when the run has passed
+                them.
         """
         good = sorted(set(steps) - set(damaged))
         if (self.last, self.every_steps, self.best) == (None, None, None):
@@ -70,4 +73,5 @@ class Retention:
             kept.update(step for step in good if step % self.every_steps == 0)
         if self.best is not None:
             kept.update(self.ranked(good, metrics or {})[: self.best])
-        return [step for step in good if step not in kept]
+        passed = {step for step in abandoned if step < max(good, default=0)} - {*protected, *damaged}
+        return sorted({step for step in good if step not in kept} | passed)

@@ -107,13 +107,8 @@ class ObjectRoot:
     def collect(self, *, min_age_s: float, now: float) -> None:
         """As `Root.collect`."""
         for name in sorted(self.names()):
-            register = Register(self.where / name, self._folder, lambda: now)
-
-            def is_dead(attempt: str, register: Register = register) -> bool:
-                return now - register.last_sign_s(attempt) > min_age_s
-
             with translated("remove what dead saves left", self.where / name):
-                register.collect(is_dead)
+                Register(self.where / name, self._folder, lambda: now).collect(silent_for_s=min_age_s)
 
 
 class NewestManager:

@@ -7,15 +7,12 @@ inside another one, such as a restore inside a manager's, takes all of its round
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from time import monotonic
-from typing import TypeVar
 
 from dtckpt.checkpoint.phases import BARRIER, Phases
 from dtckpt.coordination import Coordination, Member, Operation, Position, Progress, Verdict, Vote
@@ -24,21 +21,11 @@ from dtckpt.coordination.process import calls_of
 from dtckpt.coordination.protocol import ANYWHERE, BEGIN
 from dtckpt.errors import CoordinationError, DtckptError, MeshError, SaveDisagreementError
 from dtckpt.format.digest import bytes_digest
+from dtckpt.threads import begin
 
-T = TypeVar("T")
-
-LEAST_WAIT_S = 0.001
 _running = threading.Lock()
 _outer: ContextVar[Rounds | None] = ContextVar("_outer", default=None)
 """The operation that this thread is inside of."""
-
-
-def _forget_parent() -> None:
-    global _running  # noqa: PLW0603  (the thread that held it does not live in a forked process)
-    _running = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_parent)
 
 
 @functools.cache
@@ -82,6 +69,7 @@ class Rounds:
         self._outer = _outer.get()
         self._operation = BEGIN if self._outer is None else self._outer.operation
         self._used: Counter[str] = Counter() if self._outer is None else self._outer._used
+        self._standing: Standing | None = None
         self.phases = Phases(operation, self.client, coordination.heartbeat)
 
     @property
@@ -116,11 +104,10 @@ class Rounds:
             raise CoordinationError(
                 f"{self._name} cannot begin: another thread's save or restore did not end in {self._timeout_s:g} s"
             )
-        held = _running
         try:
             yield
         finally:
-            held.release()
+            _running.release()
             calls_of(self._coordination.member).leave_operation()
             self._coordination.heartbeat(Progress())
 
@@ -156,16 +143,16 @@ class Rounds:
         """
         if len(self.participants) == 1:
             return self.run(name, work, phase=phase, meanwhile=meanwhile)
-        standing = standing_of(self._coordination.member, self._name, self.participants)
+        standing = self._standing = standing_of(self._coordination.member, self._name, self.participants)
         ordinal = standing.advance(step)
 
         def meet(vote: Vote) -> Mapping[int, bytes]:
-            def once(timeout_s: float) -> Verdict:
+            def once() -> Verdict:
                 self._operation = BEGIN
                 calls_of(self._coordination.member).leave_operation()
-                return self._meet(name, vote, ordinal.position, timeout_s)
+                return self._meet(name, vote, ordinal.position)
 
-            return meet_alike(once, standing, self.client, self._timeout_s)
+            return meet_alike(once, standing, self.client)
 
         return self._round(name, lambda: ordinal.to_bytes() + (work() or b""), meet, phase, meanwhile)
 
@@ -220,7 +207,7 @@ class Rounds:
             vote = Vote(payload=payload) if failure is None else Vote.of_error(failure)
             met = None
             if meanwhile is not None and failure is None:
-                met = _begin(lambda: meet(vote))
+                met = begin(lambda: meet(vote), "dtckpt-round")
                 meanwhile()
             with self.phases.measure(BARRIER):
                 return meet(vote) if met is None else met.result()
@@ -229,65 +216,50 @@ class Rounds:
                 raise failure from verdict
             raise verdict from failure
 
-    def _meet(self, name: str, vote: Vote, position: Position = ANYWHERE, timeout_s: float | None = None) -> Verdict:
+    def _meet(self, name: str, vote: Vote, position: Position = ANYWHERE) -> Verdict:
         full_name = f"{self._name}/{name}{self._group}"
         if self._operation.id:
             self._used[full_name] += 1  # inside one operation all clients go through the same rounds
             if self._used[full_name] > 1:
                 full_name += f".{self._used[full_name]}"
-        verdict = self._coordination.barrier(
-            full_name,
-            vote,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
-            participants=self.participants,
-            collect=True,
-            operation=self._operation,
-            position=position,
-        )
+        begun = monotonic()
+        try:
+            verdict = self._coordination.barrier(
+                full_name,
+                vote,
+                timeout_s=self._timeout_s,
+                participants=self.participants,
+                collect=True,
+                operation=self._operation,
+                position=position,
+            )
+        except BaseException as error:
+            if self._standing is not None:
+                self._standing.note_failure(error, self.client, monotonic() - begun)
+            raise
         self._operation = verdict.operation
         return verdict
 
 
 def meet_alike(
-    meet: Callable[[float], Verdict],
+    meet: Callable[[], Verdict],
     standing: Standing,
     client: int,
-    timeout_s: float,
     error: type[DtckptError] = SaveDisagreementError,
 ) -> Mapping[int, bytes]:
     """Meet until all clients are at the same operation; return the payloads, without the ordinals in front of them.
 
     Args:
-        meet: Meets once, within so many seconds; each client's payload begins with its `Ordinal`.
+        meet: Meets once; each client's payload begins with its `Ordinal`.
         standing: Which operation this client is at.
         client: This client.
-        timeout_s: Longest wait in all.
         error: Raised where clients are at different operations.
     """
-    deadline = monotonic() + timeout_s
-    try:
-        while True:
-            verdict = meet(max(deadline - monotonic(), LEAST_WAIT_S))
-            ordinals = {each: Ordinal.from_bytes(data) for each, data in verdict.payloads.items()}
-            found = standing.settle(ordinals, client, cut_off=verdict.cut_off)
-            if found.is_same:
-                return {each: data[NBYTES:] for each, data in verdict.payloads.items()}
-            if not found.others_wait or client in found.behind:
-                raise error(found.message, is_verdict=True)
-    except BaseException as failure:
-        standing.note_failure(has_verdict=getattr(failure, "is_verdict", False))
-        raise
-
-
-def _begin(work: Callable[[], T]) -> Future[T]:
-    """Work in a thread of its own; return what will come of it."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="dtckpt-round").start()
-    return future
+    while True:
+        verdict = meet()
+        ordinals = {each: Ordinal.from_bytes(data) for each, data in verdict.payloads.items()}
+        found = standing.settle(ordinals, client, cut_off=verdict.cut_off)
+        if found.is_same:
+            return {each: data[NBYTES:] for each, data in verdict.payloads.items()}
+        if not found.others_wait or client in found.behind:
+            raise error(found.message, is_verdict=True)

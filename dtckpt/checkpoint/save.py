@@ -16,7 +16,7 @@ import torch
 from dtckpt.checkpoint import in_flight
 from dtckpt.checkpoint.agreement import Summary, Written, validate_agreement
 from dtckpt.checkpoint.comparing import Copy
-from dtckpt.checkpoint.leaves import Stateful, as_leaf, host_array, is_tensor
+from dtckpt.checkpoint.leaves import as_leaf, host_array, is_tensor, state_of_object, validate_mode
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.phases import find_slow
 from dtckpt.checkpoint.rounding import StoredDtypes
@@ -106,9 +106,9 @@ def save(path: str | Location, tree: Any, *, options: SaveOptions | None = None,
 
     Args:
         path: Directory of the checkpoint, whose parents are made; or a URL.
-        tree: Nested dicts, lists and tuples of DTensors (also PyTorch's), tensors (a copy on every client), None,
-            bool, int, float, str, bytes (the same on every client), and objects with ``state_dict()`` and
-            ``load_state_dict()``.
+        tree: Nested containers of DTensors (also PyTorch's), tensors (a copy on every client), plain values (the same
+            on every client), and objects with ``state_dict()`` and ``load_state_dict()``. Containers are dicts, lists,
+            tuples, those of `collections`, namespaces, named tuples and dataclasses; see docs/checkpointing.md.
         options: See `SaveOptions`.
         step: Which save this is, from 0 on: the step of the training run. Clients compare it, so that what one of them
             began alone, or skipped, is never joined to another step of the others. Default: they compare how many saves
@@ -118,7 +118,7 @@ def save(path: str | Location, tree: Any, *, options: SaveOptions | None = None,
         CheckpointExistsError: There is something at the path (and no consent to replace a checkpoint).
         TreeError: The tree holds something that cannot be saved.
         TensorNameError: A key cannot be part of a tensor's name.
-        DTypeError: A tensor's dtype cannot be stored.
+        DTypeError: A tensor's dtype cannot be stored, or the tensor is not dense memory of its own.
         SaveDisagreementError: Clients save different things, or are at different saves. Nothing is written then, and
             the next save finds them level.
         ConfigError: The step is none.
@@ -146,24 +146,9 @@ def save(path: str | Location, tree: Any, *, options: SaveOptions | None = None,
 
 def state_of_tree(tree: Any, options: SaveOptions, coordination: Coordination) -> State:
     """Describe a state tree for a save over all clients."""
-    leaves, structure = trees.flatten(expand_stateful(tree), is_tensor)
+    leaves, structure = trees.flatten(tree, is_tensor, state_of_object)
     entries = [(name, value, "") for name, value in leaves.items()]
     return state_of(entries, options, clients=range(coordination.member.num_clients), tree=trees.dump(structure))
-
-
-def expand_stateful(tree: Any, depth: int = 0) -> Any:
-    """Replace every stateful object in a tree by its state."""
-    if isinstance(tree, torch.Tensor) or depth > trees.MAX_DEPTH:
-        return tree  # what is too deep is refused, by path, when the tree is flattened
-    if isinstance(tree, Mapping):
-        return {key: expand_stateful(child, depth + 1) for key, child in tree.items()}
-    if isinstance(tree, list | tuple):
-        # A named tuple comes back as a plain one; its class could not be named without running its code.
-        children = [expand_stateful(child, depth + 1) for child in tree]
-        return children if isinstance(tree, list) else tuple(children)
-    if isinstance(tree, Stateful):
-        return expand_stateful(tree.state_dict(), depth + 1)
-    return tree
 
 
 def state_of(
@@ -181,8 +166,9 @@ def state_of(
         clients: Who holds a copy of the plain tensors.
         tree: Structure and plain values as JSON.
     """
+    validate_mode()
     with uncollected():
-        leaves = [as_leaf(tensor) for _, tensor, _ in entries]
+        leaves = [as_leaf(tensor, name) for name, tensor, _ in entries]
         structure = tuple(
             (name, leaf.shape, leaf.dtype, leaf.save_as_bf16, leaf.layout, slice_text)
             for (name, _, slice_text), leaf in zip(entries, leaves, strict=True)
@@ -481,6 +467,8 @@ class Attempt:
             for name, data in self._extra_files.items():
                 with translated(f"write {name}", self._led.folder):
                     self._led.folder.write(name, data)
+                    if options.fsync:
+                        self._led.folder.sync([name])
             merge_clients(plan, self._led.folder, chunk_lists, manifest, is_durable=options.fsync)
             remove_working_files(self._led.folder, sorted(announced), has_moves=plan.has_moves)
         self._led.commit(overwrite=options.overwrite, is_durable=options.fsync)

@@ -8,7 +8,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import monotonic
 
+from dtckpt import forks
 from dtckpt.checkpoint.rounds import meet_alike, standing_of
 from dtckpt.coordination import Verdict, Vote, current_coordination
 from dtckpt.errors import BarrierConflictError, ConfigError, DtckptError
@@ -80,6 +82,10 @@ class Schedule:
         """Note that the save of a step has begun; it is not due again."""
         self._saved_step, self._saved_at = step, self._clock()
 
+    def note_restored(self) -> None:
+        """Note that the run may come by the same steps again; those are due again."""
+        self._saved_step = self._decided = None
+
     def should_save(self, step: int, *, is_busy: bool) -> bool:
         """Return the decision for a step. Collective: barrier ``manager/decide`` if any client alone knows something.
 
@@ -112,13 +118,19 @@ class Schedule:
                 raise
             failure, vote = error, Vote.of_error(error)
 
-        def meet(timeout_s: float) -> Verdict:
+        def meet() -> Verdict:
             # Straight to the barrier: a round would report its phase in the place of that of a save in flight.
-            position = ordinal.position
-            return coordination.barrier("manager/decide", vote, timeout_s=timeout_s, collect=True, position=position)
+            begun = monotonic()
+            try:
+                return coordination.barrier(
+                    "manager/decide", vote, timeout_s=self._timeout_s, collect=True, position=ordinal.position
+                )
+            except BaseException as error:
+                standing.note_failure(error, member.client, monotonic() - begun)
+                raise
 
         try:
-            payloads = meet_alike(meet, standing, member.client, self._timeout_s, BarrierConflictError)
+            payloads = meet_alike(meet, standing, member.client, BarrierConflictError)
         except DtckptError as error:
             raise error from failure
         answers = {client: json.loads(data) for client, data in sorted(payloads.items())}
@@ -128,16 +140,30 @@ class Schedule:
 
     @contextmanager
     def preemption(self, *signals: int) -> Iterator[None]:
-        """Watch for signals, by default SIGTERM. What they did before is put back at the end."""
+        """Watch for signals, by default SIGTERM. What they did before is put back at the end.
 
-        def note(*_: object) -> None:
-            self._signalled.set()
+        A signal that nobody acts on any more, since the work failed, does so then: torchrun would wait half a minute
+        for a survivor that heeds no SIGTERM. A forked process (of a data loader) does not watch.
+        """
 
+        def note(number: int, _: object) -> None:
+            if forks.is_forked():
+                signal.signal(number, before[number])
+                signal.raise_signal(number)
+            else:
+                self._signalled.set()
+                unheeded.append(number)
+
+        unheeded: list[int] = []
         before = {number: signal.signal(number, note) for number in signals or (signal.SIGTERM,)}
         self._num_watches += 1
+        has_failed = True
         try:
             yield
+            has_failed = False
         finally:
             self._num_watches -= 1
             for number, handler in before.items():
                 signal.signal(number, handler)
+            if has_failed and unheeded and not self.reached_preemption:
+                signal.raise_signal(unheeded[0])

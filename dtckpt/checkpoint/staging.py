@@ -81,7 +81,8 @@ class StagingMemory:
     def _carve(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return memory for the tensors."""
         shapes = [(source.shape, source.dtype) for source in sources]
-        is_for_cards = any(source.is_cuda and source.numel() for source in sources)
+        card = next((source.device for source in sources if source.is_cuda and source.numel()), None)
+        is_for_cards = card is not None
         sizes = [math.ceil(source.nbytes / _ALIGNMENT) * _ALIGNMENT for source in sources]
         needed = sum(sizes)
         if not needed <= self._block.numel() <= 2 * needed or is_for_cards > self._is_for_cards:
@@ -89,7 +90,7 @@ class StagingMemory:
             # The old one goes before the new comes.
             self._pieces, self._shapes, self._block = [], [], torch.empty(0, dtype=torch.uint8)
             self._block, self._is_for_cards = host_memory.empty((needed,), torch.uint8), is_for_cards
-            self._unlock = host_memory.lock_pages(self._block, self) if is_for_cards else lambda: None
+            self._unlock = host_memory.lock_pages(self._block, self, card) if card else lambda: None
         elif shapes == self._shapes:
             return self._pieces
         starts = np.cumsum([0, *sizes]).tolist()

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 
+from dtckpt.checkpoint.lineage import LINEAGE_NAME, UNKNOWN, Lineage, current_steps
 from dtckpt.checkpoint.roots import Root
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, ConfigError
 from dtckpt.storage.locations import Location
@@ -15,6 +16,7 @@ from dtckpt.storage.places import Place, place_of
 logger = logging.getLogger("dtckpt.checkpoint")
 
 METRICS_NAME = "metrics.json"
+MAX_METRICS_NBYTES = 16 << 20
 _STEP_NAME = re.compile(r"step_(\d{8,18})")
 
 
@@ -43,25 +45,39 @@ class StepFolders:
         """Return the place of a step's checkpoint. Raises: as `path`."""
         return place_of(self.path(step))
 
-    def all_steps(self) -> list[int]:
-        """Return the steps that have a finished checkpoint, ascending."""
+    def saved(self) -> dict[int, Lineage]:
+        """Return all steps that have a finished checkpoint, whichever run saved them, and their lineages."""
         steps = {int(match[1]) for match in map(_STEP_NAME.fullmatch, self._root.names()) if match}
-        return sorted(step for step in steps if self._is_there(step))
+        found = {step: self._lineage(step) for step in sorted(steps)}
+        return {step: lineage for step, lineage in found.items() if lineage is not None}
 
-    def _is_there(self, step: int) -> bool:
-        try:
-            self.place(step).locate()
-        except (CheckpointNotFoundError, CheckpointIncompleteError):
-            return False
-        return True
+    def all_steps(self) -> list[int]:
+        """Return the steps of the run that saved last, ascending."""
+        return sorted(current_steps(self.saved()))
+
+    def _lineage(self, step: int) -> Lineage | None:
+        """Return what the checkpoint of a step says; None if there is none."""
+        for _ in range(2):  # it may be replaced or removed between the two looks
+            try:
+                folder = self.place(step).locate()
+            except (CheckpointNotFoundError, CheckpointIncompleteError):
+                return None
+            try:
+                return Lineage.from_bytes(folder.read(LINEAGE_NAME))
+            except FileNotFoundError:
+                continue
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                logger.warning("the lineage of step %d cannot be read and counts as unknown: %s", step, error)
+                break
+        return UNKNOWN
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Return the metrics that a step was saved with; none if they cannot be read."""
         try:
-            found = json.loads(self.place(step).locate().read(METRICS_NAME))
+            found = json.loads(self.place(step).locate().read_whole(METRICS_NAME, MAX_METRICS_NBYTES))
             return {str(name): float(value) for name, value in found.items()}
         except FileNotFoundError:
             return {}
-        except (ValueError, TypeError, AttributeError, OSError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
             logger.warning("the metrics of step %d cannot be read and count as none: %s", step, error)
             return {}

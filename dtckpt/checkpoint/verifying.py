@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.reader import Checkpoint
 
 MAX_THREADS = 8
+UNCHECKED_NBYTES = 1 << 20
+"""Memory that is taken for a chunk without a look at the size of the file that shall fill it."""
 MAX_NBYTES = 256 << 20
 """Bound on chunks in memory, unless one is larger."""
 
@@ -128,10 +130,11 @@ def _checked(checkpoint: Checkpoint, pool: ThreadPoolExecutor, threads: int) -> 
 
 def _check(checkpoint: Checkpoint, entry: ArrayEntry, number: int) -> _Checked:
     region = entry.grid.region(entry.grid.index(number))
-    elements = np.empty(region.shape, DTYPES[entry.stored_dtype])
     content = 0
     damages: list[Damage] = []
     try:
+        checkpoint.validate_stored([(entry.name, region)], unchecked=UNCHECKED_NBYTES)
+        elements = np.empty(region.shape, DTYPES[entry.stored_dtype])
         checkpoint.read_into(entry.name, region, elements, max_in_flight=elements.nbytes)
         if entry.content is not None:
             content = content_share(elements, entry.shape, region)
@@ -142,4 +145,4 @@ def _check(checkpoint: Checkpoint, entry: ArrayEntry, number: int) -> _Checked:
         checkpoint.block_digests(entry, number)
     except (CheckpointCorruptError, StorageError) as error:
         damages.append(Damage(entry.name, region, error.message))
-    return _Checked(entry, elements.nbytes, content, tuple(damages))
+    return _Checked(entry, region.numel * entry.itemsize, content, tuple(damages))

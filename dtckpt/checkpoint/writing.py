@@ -378,7 +378,7 @@ def _documents(plan: SavePlan) -> tuple[Sequence[tuple[str, bytes]], int]:
         before, after = _document_around_name(item.grid, spec.dtype, spec.stored_dtype, spec.codec, spec.layout)
         arrays[item.path] = before + json.dumps(spec.name).encode() + after
     found = documents(arrays)
-    return list(found.items()), documents_digest(found)
+    return list(found.items()), documents_digest(found.items())
 
 
 def _documents_of(plan: SavePlan, number: int, count: int) -> Sequence[tuple[str, bytes]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import fnmatch
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,6 +13,7 @@ from dtckpt.cli.output import format_count, format_shape, write_event, write_lin
 from dtckpt.errors import TensorNotFoundError, capped
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.manifest import Costs
+from dtckpt.format.plain_values import encode_value
 from dtckpt.mesh import Mesh
 from dtckpt.region import Region
 from dtckpt.text import format_nbytes, printable
@@ -117,11 +116,8 @@ def _tensor_json(info: TensorInfo, meshes: Sequence[Mesh], *, with_chunks: bool)
 
 def _value_json(value: Any) -> Any:
     """Return a plain value; what JSON lacks is spelled as in the manifest (see `dtckpt.format.tree`)."""
-    if isinstance(value, bytes):
-        return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": repr(value)}
-    return value
+    node = encode_value(value, "")
+    return node.get("value", node)
 
 
 def _dtype_name(dtype: object) -> str:

@@ -120,8 +120,9 @@ def _worst_first(task: TaskStatus) -> tuple[int, float, int]:
 
 def _barrier_text(job: JobStatus, barrier: BarrierStatus) -> str:
     tasks = {task.client: task for task in job.tasks}
-    arrived = f"{barrier.num_participants - len(barrier.missing)}/{barrier.num_participants} arrived"
-    missing = capped(_missing_text(tasks[client]) for client in barrier.missing)
+    arrived = f"{barrier.num_participants - barrier.num_missing}/{barrier.num_participants} arrived"
+    shown = [_missing_text(tasks[client]) for client in barrier.missing if client in tasks]  # of two moments
+    missing = capped(shown, count=barrier.num_missing)
     where = f"barrier {barrier.name} generation {barrier.generation}"
     return f"{where}: open for {barrier.age_s or 0.0:.1f} s, {arrived}; missing {missing}"
 

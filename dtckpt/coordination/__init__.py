@@ -14,6 +14,8 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from dtckpt import forks
+from dtckpt.config import Config
 from dtckpt.coordination import process
 from dtckpt.coordination.discovery import find_coordinator
 from dtckpt.coordination.local import LocalCoordination
@@ -62,8 +64,6 @@ __all__ = [
 logger = logging.getLogger("dtckpt.coordination")
 _lock = threading.RLock()
 _current: Coordination | None = None
-_owner = 0
-"""Process that `_current` belongs to; a forked process is another client, or none."""
 
 
 def connect(
@@ -109,13 +109,16 @@ def _with_fallback(coordination: GrpcCoordination, fallback: str | None) -> Coor
 
 
 def _member(env: Mapping[str, str]) -> Member:
-    from dtckpt.clients import client_id, job_name, num_clients
+    config = Config.from_environ()
+    job = env.get("DTCKPT_JOB") or env.get("DTENSOR_JOB_NAME") or env.get("TORCHELASTIC_RUN_ID") or config.job_name
+    attempt = Config.from_environ(env).attempt
+    if config.num_clients > 1 and not env.get("DTCKPT_ATTEMPT"):
+        from dtckpt.rendezvous import attempt_of_default_group
 
-    job = env.get("DTCKPT_JOB") or env.get("DTENSOR_JOB_NAME") or env.get("TORCHELASTIC_RUN_ID") or job_name()
-    text = env.get("DTCKPT_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or "0"
-    if not text.isdecimal():
-        raise ConfigError(f"DTCKPT_ATTEMPT (or TORCHELASTIC_RESTART_COUNT) is {text!r}; expected a whole number")
-    return Member(job, client_id(), num_clients(), process.incarnation(), int(text), job_name())
+        # What the clients have agreed on, if they have: the nodes of a job may count their restarts differently.
+        agreed = attempt_of_default_group()
+        attempt = attempt if agreed is None else agreed
+    return Member(job, config.client_id, config.num_clients, process.incarnation(), attempt, config.job_name)
 
 
 def _heartbeat_timeout_s(env: Mapping[str, str]) -> float:
@@ -132,9 +135,15 @@ def _heartbeat_timeout_s(env: Mapping[str, str]) -> float:
 
 
 def current_coordination() -> Coordination:
-    """Return this process's coordination; connects on first use and leaves when the process exits."""
+    """Return this process's coordination; connects on first use and leaves when the process exits.
+
+    Raises:
+        ForkedProcessError: This process was forked from one that uses checkpoints.
+        DtckptError: As `connect`.
+    """
+    forks.claim_process()
     with _lock:
-        if _current is None or _owner != os.getpid():
+        if _current is None:
             set_coordination(connect())
         assert _current is not None  # noqa: S101  set just above
         return _current
@@ -142,9 +151,9 @@ def current_coordination() -> Coordination:
 
 def set_coordination(coordination: Coordination | None) -> None:
     """Make ``coordination`` this process's. The one before is not left; that is its owner's business."""
-    global _current, _owner
+    global _current  # noqa: PLW0603  (one coordination per process)
     with _lock:
-        _current, _owner = coordination, os.getpid()
+        _current = coordination
 
 
 def initialize_multi_client(
@@ -162,11 +171,13 @@ def initialize_multi_client(
 
     Raises:
         ConfigError: It was called before, or the environment cannot be used.
+        ForkedProcessError: This process was forked from one that uses checkpoints.
         FencedError: Another process has this client's place.
         CoordinatorUnavailableError: The meeting point cannot be reached.
     """
+    forks.claim_process()
     with _lock:
-        if _current is not None and _owner == os.getpid():
+        if _current is not None:
             raise ConfigError(
                 "multi-client is already initialized (by an earlier call, or by first use); call it once, before "
                 "anything that coordinates, or call shutdown_multi_client() in between"
@@ -196,17 +207,13 @@ def job_status() -> JobStatus:
 
 def shutdown_multi_client() -> None:
     """Leave the job, if this process is part of one. Idempotent; runs by itself when the process exits."""
+    if forks.is_forked():
+        return  # the parent is the client
     with _lock:
-        coordination = _current if _owner == os.getpid() else None
+        coordination = _current
         set_coordination(None)
     if coordination is not None:
         coordination.leave()
 
 
-def _forget_parent() -> None:
-    global _lock  # noqa: PLW0603
-    _lock = threading.RLock()  # the thread that may have held it does not live in a forked process
-
-
-os.register_at_fork(after_in_child=_forget_parent)
 atexit.register(shutdown_multi_client)

@@ -22,6 +22,7 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
 from dtckpt import errors
+from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.coordination import rules
 from dtckpt.coordination.access import PREFIX, Access
@@ -156,6 +157,18 @@ class Caller:
                     logger.warning("still trying to reach the coordinator at %s: %s", self._address, describe(error))
             time.sleep(pause_s)
         raise AssertionError("backoffs never end")
+
+    def _job_pages(self, job: str, deadline: float) -> list[pb.GetJobResponse]:
+        """Return all that the coordinator says about a job.
+
+        Raises:
+            UnknownError: It does not know the job.
+        """
+        request, pages = pb.GetJobRequest(job=job), list[pb.GetJobResponse]()
+        while not pages or request.page_token:
+            pages.append(self._call(lambda stub, t: stub.GetJob(request, timeout=t), deadline))
+            request.page_token = pages[-1].next_page_token
+        return pages
 
 
 def raise_refusal(status: Status, cause: BaseException | None = None) -> None:

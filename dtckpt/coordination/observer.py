@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt.coordination.calls import CALL_TIMEOUT_S, Caller, UnknownError
 from dtckpt.coordination.protocol import BarrierStatus, JobStatus, Progress, TaskStatus
@@ -17,9 +19,12 @@ class Observer(Caller):
 
     def jobs(self, timeout_s: float = CALL_TIMEOUT_S) -> list[str]:
         """Return the names of all jobs that the token may see, sorted."""
-        request = pb.ListJobsRequest()
-        answer = self._call(lambda stub, t: stub.ListJobs(request, timeout=t), self._clock() + timeout_s)
-        return sorted(job.job for job in answer.jobs)
+        deadline = self._clock() + timeout_s
+        request, pages = pb.ListJobsRequest(), list[pb.ListJobsResponse]()
+        while not pages or request.page_token:
+            pages.append(self._call(lambda stub, t: stub.ListJobs(request, timeout=t), deadline))
+            request.page_token = pages[-1].next_page_token
+        return sorted(job.job for page in pages for job in page.jobs)
 
     def job(self, name: str, timeout_s: float = CALL_TIMEOUT_S) -> JobStatus:
         """Return what is known about a job.
@@ -27,21 +32,26 @@ class Observer(Caller):
         Raises:
             JobNotFoundError: There is none of that name.
         """
-        request = pb.GetJobRequest(job=name)
         try:
-            answer = self._call(lambda stub, t: stub.GetJob(request, timeout=t), self._clock() + timeout_s)
+            return job_status(name, self._job_pages(name, self._clock() + timeout_s))
         except UnknownError:
             raise JobNotFoundError(f"the coordinator at {self._address} knows no job {name!r}") from None
-        return job_status(name, answer)
 
 
-def job_status(name: str, job: pb.GetJobResponse) -> JobStatus:
-    """Return a coordinator's answer as a value."""
-    barriers = [
-        BarrierStatus(each.name, each.generation, each.num_participants, tuple(each.missing), each.age_s)
-        for each in job.open_barriers
-    ]
-    return JobStatus(name, job.num_clients, tuple(map(_task_status, job.tasks)), tuple(barriers), job.attempt)
+def job_status(name: str, pages: Sequence[pb.GetJobResponse]) -> JobStatus:
+    """Return a coordinator's answer, all pages of it, as a value."""
+    tasks = {task.task: _task_status(task) for page in pages for task in page.tasks}
+    barriers = [_barrier_status(barrier) for page in pages for barrier in page.open_barriers]
+    last = pages[-1]
+    return JobStatus(name, last.num_clients, tuple(tasks.values()), tuple(barriers), last.attempt)
+
+
+def _barrier_status(barrier: pb.BarrierStatus) -> BarrierStatus:
+    missing = tuple(barrier.missing)
+    num_unlisted = max(barrier.num_missing - len(missing), 0)
+    return BarrierStatus(
+        barrier.name, barrier.generation, barrier.num_participants, missing, barrier.age_s, num_unlisted
+    )
 
 
 def _task_status(task: pb.TaskStatus) -> TaskStatus:

@@ -9,8 +9,9 @@ all give one; else the ordinal of the call in the life of each process. Where th
   fails, at each of its operations that the others have given up, while the others wait until it has caught up. To level
   the counts here would join different steps.
 
-A client knows whether it was cut off: a call of it ended without a verdict. Steps tell by themselves, once the same
-clients are behind a second time. So does waiting: where a client that was waited for came no closer, it had skipped.
+A client knows whether it or the others went on alone: a call of it ended without a verdict, or with one that names it
+as gone. Then counts are right. Steps tell by themselves, once the same clients are behind a second time. So does
+waiting: where a client that was waited for came no closer, it had skipped.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from dtckpt.errors import capped
 _FORMAT = struct.Struct("<QqQ?")
 NBYTES = _FORMAT.size
 NO_STEP = -1
+LEAST_VAIN_WAIT_S = 2.0
+"""To have waited for less, and in vain, says nothing: the others may just be slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Ordinal:
     Args:
         number: Of the call, from 1 on, in the life of the process.
         step: Of the training run, from 0 on; None: not said.
-        was_cut_off: Whether a call of the client ended without a verdict since all were level.
+        was_cut_off: Whether it has gone on without the others, or they without it, since all were level.
         waited_gap: How far others were behind when this client waited for them in vain; 0: it did not.
     """
 
@@ -48,7 +51,7 @@ class Ordinal:
     def position(self) -> Position:
         """What keepers of barriers tell late arrivals by."""
         text = f"#{self.number}" if self.step is None else f"step {self.step}"
-        return Position(text, is_certain=self.step is not None or self.was_cut_off)
+        return Position(text, is_certain=self.step is not None)
 
     def to_bytes(self) -> bytes:
         """Return `NBYTES` bytes."""
@@ -109,7 +112,7 @@ def compare(ordinals: Mapping[int, Ordinal], operation: str, last_behind: frozen
     if given:
         others_wait = behind <= last_behind
     else:
-        others_wait = any(ordinals[client].was_cut_off for client in behind)
+        others_wait = any(ordinal.was_cut_off for ordinal in ordinals.values())
         waited = max(ordinal.waited_gap for ordinal in ordinals.values())
         if others_wait and waited and gap >= waited:
             return SAME  # it came no closer while it was waited for, so it had skipped some
@@ -176,13 +179,24 @@ class Standing:
         if found.is_same or not found.others_wait:
             self._number = max(ordinal.number for ordinal in ordinals.values())
             self._was_cut_off, self._waited_gap = False, 0
-        elif client not in found.behind:
-            self._waiting_gap = (
-                self._waiting_gap or found.gap
-            )  # of the first meeting: each further one brings it closer
+        else:
+            self._was_cut_off = True  # whoever knows it: until all are level again
+        if found.others_wait and client not in found.behind:
+            self._waiting_gap = self._waiting_gap or found.gap  # of the first meeting: each further one is closer
         return found
 
-    def note_failure(self, *, has_verdict: bool) -> None:
-        """Note that an operation's first round failed."""
-        self._was_cut_off |= not has_verdict
-        self._waited_gap = self._waiting_gap or self._waited_gap
+    def note_failure(self, error: BaseException, client: int, waited_s: float) -> None:
+        """Note how a round of an operation failed for this client.
+
+        It was cut off if that is no verdict, or one that names this client as lost or missing: it has gone on without
+        the others, or they without it.
+
+        Args:
+            error: What the barrier raised.
+            client: This client.
+            waited_s: Seconds that it waited there.
+        """
+        absent = (*getattr(error, "clients", ()), *getattr(error, "missing", ()))
+        self._was_cut_off |= not getattr(error, "is_verdict", False) or client in absent
+        if waited_s >= LEAST_VAIN_WAIT_S:
+            self._waited_gap = self._waiting_gap or self._waited_gap

@@ -17,14 +17,6 @@ _lock = threading.Lock()
 _calls: dict[Member, Calls] = {}
 
 
-def _forget_parent() -> None:
-    global _lock  # noqa: PLW0603  (the thread that may have held it does not live in a forked process)
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_parent)
-
-
 def incarnation() -> int:
     """Return this process's random id; a forked process has another one."""
     return _incarnation(os.getpid())

@@ -21,16 +21,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 from urllib.parse import quote
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
-from torch.distributed.rendezvous import rendezvous
 
-from dtckpt import barriers, errors
+from dtckpt import barriers, errors, forks, rendezvous
+from dtckpt.config import Config
 from dtckpt.coordination import process, rules
 from dtckpt.coordination.process import Report
 from dtckpt.coordination.protocol import (
@@ -63,7 +62,6 @@ GOODBYE_S = 1.0
 """How long a client that leaves waits until the store has taken its goodbye; nothing depends on it."""
 KEPT_BARRIERS = 16
 """A client removes its keys of a barrier after this many later ones."""
-RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 NEVER_REGISTERED = "-"
 
 
@@ -116,7 +114,7 @@ class ProcessGroupCoordination:
         self._host_client = host_client
         self._clock = clock
         self._wall_clock = wall_clock
-        self._rounds = StoreRounds(member, heartbeat_timeout_s, wall_clock)
+        self._rounds = StoreRounds(member, wall_clock)
         self._own_calls = process.calls_of(member)
         prefix = f"dtckpt/{quote(member.job, safe='')}/{member.attempt}/"
         self._calls = StoreCalls(store, prefix, silence_s=heartbeat_timeout_s, clock=clock)
@@ -137,8 +135,7 @@ class ProcessGroupCoordination:
     # --- registration and heartbeats --------------------------------------------------------------------------
 
     def register(self) -> None:
-        if os.getpid() != self._pid:
-            raise errors.FencedError(f"this process was forked from {self._who()} and is not that client")
+        forks.claim_process()
         with self._lock:
             if self._beating is None:
                 self._beat = self._run(self._claim_place)
@@ -258,7 +255,8 @@ class ProcessGroupCoordination:
                 self._own_calls.end(call, operation.id or begun.id)
             with self._lock:
                 del self._open[call]
-        outcome.raise_failure()
+        with rendezvous.advised():
+            outcome.raise_failure()
         payloads = {client: arrival.payload for client, arrival in arrivals.items()} if collect else {}
         if None in payloads.values():
             raise errors.BarrierConflictError(
@@ -303,6 +301,8 @@ class ProcessGroupCoordination:
                 return self._rounds.decide(link, round_, rules.failed(errors.BarrierCancelledError, who))
             if now >= next_look:
                 next_look = now + self._tick_s
+                if is_first and link.has(*round_.arrival_keys()):  # the last to arrive could not say so
+                    return self._rounds.decide(link, round_, rules.PASSED)
                 if lost := self._find_lost(link, watched):
                     return self._rounds.decide(link, round_, rules.lost(meeting.name, lost))
                 if meeting.operation is not None and (
@@ -491,23 +491,23 @@ def from_environment(
 ) -> ProcessGroupCoordination:
     """Meet at the store of the default process group, or at the one that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
 
+    Collective: Over all clients, if there is no default process group.
+
     Raises:
         ConfigError: There is no process group and the environment names no store.
         CoordinatorUnavailableError: The store cannot be reached.
+        BarrierTimeoutError: There is no process group, and other clients did not come to the store.
     """
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
-        else:
-            store, _, _ = next(rendezvous("env://", member.client, member.num_clients, timeout=RENDEZVOUS_TIMEOUT))
-    except ValueError as error:
-        raise errors.ConfigError(
-            f"{member.num_clients} clients have no place to meet: {error}; run under torchrun, call "
-            "torch.distributed.init_process_group first, or set DTCKPT_COORDINATOR=host:port"
-        ) from error
-    except dist.DistError as error:
-        raise errors.CoordinatorUnavailableError(f"the store at MASTER_ADDR cannot be reached: {error}") from error
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        if rendezvous.is_stale():
+            logger.warning("%s", rendezvous.ADVICE)
+    else:
+        config = Config.from_environ()
+        topic = f"coordination/{quote(member.job, safe='')}"
+        store, attempt = rendezvous.meet(rendezvous.open_store(config), topic, config)
+        member = replace(member, attempt=attempt)
     return ProcessGroupCoordination(
         store, member, heartbeat_timeout_s=heartbeat_timeout_s, host_client=None if agent_hosts else 0
     )

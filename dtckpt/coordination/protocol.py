@@ -207,13 +207,21 @@ class TaskStatus:
 
 @dataclass(frozen=True, slots=True)
 class BarrierStatus:
-    """One open barrier and the participants that have not arrived."""
+    """One open barrier and the participants that have not arrived.
+
+    Of thousands the coordinator lists the first; ``num_unlisted`` is the number of the others.
+    """
 
     name: str
     generation: int
     num_participants: int
     missing: tuple[int, ...]
     age_s: float | None = None
+    num_unlisted: int = 0
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.missing) + self.num_unlisted
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from dtckpt import errors
+from dtckpt import errors, forks
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.coordination import process, rules
@@ -111,12 +111,13 @@ class GrpcCoordination(Caller):
         self._stream: HeartbeatStream | None = None
         self._failures: OrderedDict[tuple[str, str, tuple[int, ...]], pb.Failure] = OrderedDict()
         self._calls = process.calls_of(member)
+        self._was_forgotten = False
+        """Whether the coordinator has lost its state since the last arrival, and with it what became of this client."""
 
     # --- registration and heartbeats --------------------------------------------------------------------------
 
     def register(self) -> None:
-        if os.getpid() != self._pid:
-            raise errors.FencedError(f"this process was forked from {self._who()} and is not that client")
+        forks.claim_process()
         with self._lock:
             if self._beating is None:
                 # Twice the timeout: an earlier process of this client holds the place for one.
@@ -222,6 +223,7 @@ class GrpcCoordination(Caller):
                 self._once(lambda stub, t: stub.Heartbeat(request, timeout=t), self._interval_s)
             except UnknownError:
                 logger.warning("the coordinator at %s does not know %s; registering again", self._address, self._who())
+                self._was_forgotten = True
                 self._announce(self._clock() + self._interval_s)
         except errors.FencedError as error:
             self._fence(error.message)
@@ -301,7 +303,9 @@ class GrpcCoordination(Caller):
             operation=None if operation is None else operation.id,
             position=position.text,
             is_certain=position.is_certain,
+            was_cut_off=self._was_forgotten,
         )
+        self._was_forgotten = False
         told = self._failures.get((name, request.operation, tuple(request.participants)))
         begun = ""
         try:
@@ -349,6 +353,7 @@ class GrpcCoordination(Caller):
                 return arrived
             except UnknownError:
                 request.is_again |= arrived is not None
+                request.was_cut_off = True
                 time.sleep(pause_s)
                 self._announce(deadline + CALL_TIMEOUT_S)
         raise AssertionError("backoffs never end")
@@ -402,12 +407,12 @@ class GrpcCoordination(Caller):
             logger.warning("barrier %r could not be cancelled: %s", arrival.name, describe(error))
 
     def status(self) -> JobStatus:
-        request = pb.GetJobRequest(job=self.member.job)
         try:
-            job = self._call(lambda stub, t: stub.GetJob(request, timeout=t), self._clock() + self.heartbeat_timeout_s)
+            return job_status(
+                self.member.job, self._job_pages(self.member.job, self._clock() + self.heartbeat_timeout_s)
+            )
         except UnknownError:
             return JobStatus(self.member.job, self.member.num_clients, (), ())
-        return job_status(self.member.job, job)
 
     def _raise_if_over(self) -> None:
         if self._fenced:

@@ -20,7 +20,7 @@ class Outcome:
     clients: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     decided_at: float = 0.0
-    """Seconds since the epoch; only what depends on more than a second is judged by it."""
+    """Seconds since the epoch, for messages."""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))

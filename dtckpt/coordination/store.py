@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
+from functools import partial
 from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
+
+from dtckpt import forks
+from dtckpt.threads import begin
 
 T = TypeVar("T")
 
@@ -77,16 +80,14 @@ class StoreCalls:
         self._silence_s = silence_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._pid = os.getpid()
         self._idle: list[Link] = []
 
     def open_link(self) -> Link:
         return Link(self._store, self._prefix, self._clock)
 
     def _take(self) -> Link:
+        forks.validate_process()  # a forked process must not speak on its parent's connections
         with self._lock:
-            if self._pid != os.getpid():  # a forked process must not speak on its parent's connections
-                self._pid, self._idle = os.getpid(), []
             return self._idle.pop() if self._idle else self.open_link()
 
     def run(self, work: Callable[[Link], T], *, tick_s: float) -> T:
@@ -96,15 +97,7 @@ class StoreCalls:
             StoreSilentError: The store has not answered a request for too long.
         """
         link = self._take()
-        result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(work(link))
-            except BaseException as error:
-                result.set_exception(error)
-
-        threading.Thread(target=run, daemon=True, name="dtckpt-store").start()
+        result = begin(partial(work, link), "dtckpt-store")
         try:
             while not wait([result], tick_s).done:
                 if link.unanswered_s() > self._silence_s:

@@ -168,13 +168,11 @@ class StoreRounds:
 
     Args:
         member: The client.
-        heartbeat_timeout_s: The job's.
         wall_clock: Seconds since the epoch.
     """
 
-    def __init__(self, member: Member, heartbeat_timeout_s: float, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, member: Member, wall_clock: Callable[[], float] = time.time) -> None:
         self._member = member
-        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._wall_clock = wall_clock
 
     def verdict(self, link: Link, round_: Round) -> Outcome | None:
@@ -238,12 +236,7 @@ class StoreRounds:
                 continue
             if (failure := self.verdict(link, missed)) is None:
                 continue
-            is_late = barriers.is_late(
-                is_certain=meeting.position.is_certain,
-                age_s=self._wall_clock() - failure.decided_at,
-                heartbeat_timeout_s=self._heartbeat_timeout_s,
-            )
-            if is_late:
+            if barriers.is_late(me, is_certain=meeting.position.is_certain, missing=failure.missing):
                 return Joined(missed, failure)
             return Joined(missed, None, failure)
         return None

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from dtckpt import groups
 from dtckpt.clients import job_name
 from dtckpt.config import Config
-from dtckpt.errors import MeshError, MeshTypeError, capped
+from dtckpt.errors import ConfigError, CoordinationError, MeshError, MeshTypeError, capped
 from dtckpt.mesh import Mesh
 from dtckpt.mesh_rules import backends_of
+from dtckpt.rendezvous import init_process_group
 
 KINDS = {"cpu": "CPU", "cuda": "GPU"}
 """Kinds of devices by PyTorch's names."""
@@ -233,11 +234,11 @@ def _world_size(device_type: str) -> int:
         if config.num_clients == 1 and not config.is_torchrun:
             return 1
         try:
-            dist.init_process_group(None if torch.cuda.is_available() else "gloo")
-        except (ValueError, RuntimeError) as error:
+            init_process_group(None if torch.cuda.is_available() else "gloo")
+        except (ConfigError, CoordinationError) as error:
             raise MeshError(
                 f"device mesh on {device_type}: got no default process group, and none could be made ({error}); "
-                "expected torchrun's variables, or a call of torch.distributed.init_process_group before"
+                "expected torchrun's variables, or a call of dtckpt.init_process_group before"
             ) from error
     return dist.get_world_size()
 

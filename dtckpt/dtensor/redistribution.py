@@ -294,11 +294,14 @@ class EnqueuedRedistribution:
     Args:
         programs: One per tensor; nothing travels through host memory.
         tensors: The components of each.
+        cards: See `_cards`.
     """
 
-    def __init__(self, programs: Sequence[Program], tensors: Sequence[Components]) -> None:
+    def __init__(
+        self, programs: Sequence[Program], tensors: Sequence[Components], cards: Sequence[torch.device]
+    ) -> None:
         inputs = [part for components in tensors for part in components.values()]
-        self._beside = Beside([part.device for part in inputs])
+        self._beside = Beside(cards)
         self.components: list[dict[int, torch.Tensor]] = []
 
         def work() -> list[torch.Tensor]:
@@ -358,8 +361,8 @@ def redistribute(
             change = program.change
             _LOG.debug("redistribute %s of %s: %r to %r", change.shape, change.dtype, change.source, change.target)
     has_waits = any(not program.is_local and program.change.device_type == "cpu" for program in programs)
-    if is_async and not has_waits and any(part.is_cuda for components in tensors for part in components.values()):
-        return EnqueuedRedistribution(programs, tensors)
+    if is_async and not has_waits and (cards := _cards(programs, tensors)):
+        return EnqueuedRedistribution(programs, tensors, cards)
     if all(program.is_local for program in programs):
         return LocalRedistribution(programs, tensors, into)
     call = divergence.Call([program.change for program in programs], _part) if has_waits else None
@@ -369,6 +372,13 @@ def redistribute(
     elif has_waits:
         attend()
     return running
+
+
+def _cards(programs: Sequence[Program], tensors: Sequence[Components]) -> list[torch.device]:
+    """Return this client's cards from or to which tensors go; others of a batch may lie on the host."""
+    sources = (part.device for components in tensors for part in components.values())
+    messages = (program.change.device for program in programs)
+    return [device for device in dict.fromkeys((*sources, *messages)) if device.type == "cuda"]
 
 
 def _part(seen_by: Callable[[int], Sequence[Change]], count: int) -> divergence.Part:

@@ -21,29 +21,34 @@ class Beside:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._streams = [_stream(device) for device in dict.fromkeys(devices)]
         self._events: list[torch.cuda.Event] = []
+        self._made: Sequence[torch.Tensor] = ()
 
     def run(self, work: Callable[[], Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Enqueue ``work`` and return what it makes, to be used after `wait`."""
-        before = [torch.cuda.current_stream(stream.device) for stream in self._streams]
         with ExitStack() as streams:
-            for stream, current in zip(self._streams, before, strict=True):
-                stream.wait_stream(current)
+            for stream in self._streams:
+                stream.wait_stream(torch.cuda.current_stream(stream.device))
+                # Before the work: what it has enqueued runs on even if it fails.
+                _record(inputs, stream)
                 streams.enter_context(torch.cuda.stream(stream))
-            made = work()
-        for stream, current in zip(self._streams, before, strict=True):
-            for tensor in inputs:
-                if tensor.device == stream.device:
-                    tensor.record_stream(stream)
-            for tensor in made:
-                if tensor.device == stream.device:
-                    tensor.record_stream(current)
-            self._events.append(stream.record_event())
-        return made
+            self._made = work()
+        self._events = [stream.record_event() for stream in self._streams]
+        return self._made
 
     def wait(self) -> None:
         """Order what the current streams do next after the work."""
         for stream, event in zip(self._streams, self._events, strict=True):
-            torch.cuda.current_stream(stream.device).wait_event(event)
+            # Which need not be the stream that was current when the work began.
+            current = torch.cuda.current_stream(stream.device)
+            current.wait_event(event)
+            _record(self._made, current)
+
+
+def _record(tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
+    """Keep the memory of tensors from reuse until what the stream does with them has run."""
+    for tensor in tensors:
+        if tensor.device == stream.device:
+            tensor.record_stream(stream)
 
 
 @lru_cache(maxsize=64)

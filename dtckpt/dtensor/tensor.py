@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from dtckpt.dtensor.operators.views import View
     from dtckpt.dtensor.redistribution import Running
 
+EARLY_KEY_NAME = "DeferredInit"
+EARLY_KEY = torch._C._dispatch_key_parse(EARLY_KEY_NAME)
+"""A dispatch key that DTensors alone have, since PyTorch has no kernels for it; see `dtckpt.dtensor.operators.early`.
+
+It comes before autograd, and after PyTorch has noted the state that it restores for ``__torch_dispatch__``.
+"""
+KEYS = torch._C.DispatchKeySet(EARLY_KEY)
+
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 
@@ -63,7 +71,9 @@ class DTensor(torch.Tensor):
         device: torch.device | None = None,
     ) -> DTensor:
         device = components[0].device if components else device or torch.device("cpu")
-        wrapper = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=device, _extra_dispatch_keys=KEYS
+        )
         wrapper._components = tuple(components)
         wrapper._layout = layout
         return wrapper

@@ -19,10 +19,16 @@ from dtckpt.dtensor.tensor import DTensor
 from dtckpt.mesh import Mesh
 
 _input_mask = torch.masked._ops._input_mask
-_unwrapped: Any = _comparison._unwrap_dtensor_for_comparison
 _pair: Any = _comparison.TensorLikePair
 _check_supported = _pair._check_supported
-_resolve_group = _functional_collectives._resolve_group
+
+_UNWRAP = "_unwrap_dtensor_for_comparison"
+"""PyTorch 2.11 lacks this function, and compares DTensors by operators, as it compares those in lists."""
+_unwrapped: Any = getattr(_comparison, _UNWRAP, None)
+
+_RESOLVE = "_resolve_group" if hasattr(_functional_collectives, "_resolve_group") else "_resolve_group_name"
+"""Functional collectives find their group through this function. PyTorch 2.11 calls it by the older name."""
+_resolve_group: Any = getattr(_functional_collectives, _RESOLVE)
 
 
 @wraps(_input_mask)
@@ -34,7 +40,6 @@ def _mask_of(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  #
     return made
 
 
-@wraps(_unwrapped)
 def _local_ones(actual: Any, expected: Any) -> tuple[Any, Any]:
     """Let ``torch.testing`` compare DTensors as it does PyTorch's: equal placements and meshes, close components.
 
@@ -78,10 +83,10 @@ def install() -> None:
     # What has been imported from there has a name of its own.
     comparing: tuple[Any, ...] = _comparison, sys.modules.get("torch.testing._internal.common_utils")
     for module in comparing:
-        if module is not None:
-            module._unwrap_dtensor_for_comparison = _local_ones
+        if hasattr(module, _UNWRAP):
+            setattr(module, _UNWRAP, _local_ones)
     _pair._check_supported = _check_layout
-    _functional_collectives._resolve_group = _group_of
+    setattr(_functional_collectives, _RESOLVE, _group_of)
     known_types: tuple[list[Any], ...] = (_optimizers_types, _gradients_types)
     for known in known_types:
         if DTensor not in known:

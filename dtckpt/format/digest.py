@@ -10,7 +10,7 @@ digests. So a reader that knows those verifies single blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -121,10 +121,10 @@ def buffer_of(elements: np.ndarray[Any, Any]) -> memoryview:
     return elements.data if is_lent else as_bytes(elements).data
 
 
-def documents_digest(documents: Mapping[str, bytes]) -> int:
+def documents_digest(documents: Iterable[tuple[str, bytes]]) -> int:
     """Return the digest of named documents, in their order."""
     digest = xxhash.xxh3_64()
-    for key, data in documents.items():
+    for key, data in documents:
         digest.update(b"%b\0%d\0%b" % (key.encode(), len(data), data))
     return digest.intdigest()
 

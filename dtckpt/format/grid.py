@@ -14,7 +14,7 @@ from dtckpt.region import Region
 MAX_RANK = 32
 """Most dims of an array that TensorStore opens."""
 MAX_NUMEL = 1 << 58
-"""Most elements of a tensor; keeps all byte offsets within 63 bits."""
+"""Most elements of a tensor, dims of no size left out; keeps all byte offsets and strides within 63 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,11 @@ class ChunkGrid:
     num_chunks: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if len(self.shape) > MAX_RANK or math.prod(self.shape) > MAX_NUMEL or min(self.shape, default=0) < 0:
+        if (
+            len(self.shape) > MAX_RANK
+            or math.prod(filter(None, self.shape)) > MAX_NUMEL
+            or min(self.shape, default=0) < 0
+        ):
             raise RegionError(
                 f"shape cannot be stored; got {self.shape}, expected at most {MAX_RANK} dims, none negative, and "
                 f"{MAX_NUMEL} elements"

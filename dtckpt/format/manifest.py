@@ -17,7 +17,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from dtckpt._proto import checkpoint_pb2
-from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError
+from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, ConfigError, DtckptError
 from dtckpt.format.codecs import CODECS, NO_CODEC
 from dtckpt.format.digest import Blocks, bytes_digest
 from dtckpt.format.dtypes import validate_dtype
@@ -29,6 +29,9 @@ from dtckpt.text import format_nbytes
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "dtckpt.manifest"
+MAX_MANIFEST_NBYTES = 512 << 20
+"""The manifest of a petabyte in chunks of 16 MiB: nothing longer is written, or read."""
+MAX_ATTEMPT_CHARS = 1024
 BLOCKS_NAME = "dtckpt.blocks"
 """In a client's folder: the digests of the blocks (8 bytes each, little endian) of all chunks that it wrote and that
 have several, in the order of the manifest."""
@@ -215,7 +218,13 @@ class Manifest:
         envelope = checkpoint_pb2.ManifestFile(
             format_version=self.format_version, digest=bytes_digest(payload), manifest=payload
         )
-        return envelope.SerializeToString(deterministic=True)
+        data = envelope.SerializeToString(deterministic=True)
+        if len(data) > MAX_MANIFEST_NBYTES:
+            raise ConfigError(
+                f"the manifest would have {len(data)} bytes, expected at most {MAX_MANIFEST_NBYTES}; save fewer "
+                "tensors in one checkpoint, or larger chunks (SaveOptions(chunk_nbytes=...))"
+            )
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes, origin: str) -> Manifest:
@@ -244,6 +253,8 @@ class Manifest:
             )
         try:
             message = checkpoint_pb2.Manifest.FromString(envelope.manifest)
+            if len(message.meshes) > len(message.tensors):
+                raise ValueError(f"it has {len(message.meshes)} meshes for {len(message.tensors)} tensors")
             meshes = [Mesh.from_proto(mesh) for mesh in message.meshes]
             kinds: dict[bytes, ArrayKind] = {}
             # Made from all at once: an array of its own for each tensor would take as long as all else.
@@ -258,6 +269,8 @@ class Manifest:
             if not 1 <= message.kvstore <= len(KVSTORES):
                 raise ValueError(f"key-value store {message.kvstore} is unknown")
             kvstore = KVSTORES[message.kvstore - 1]
+            if len(message.attempt) > MAX_ATTEMPT_CHARS:
+                raise ValueError(f"the token of its attempt has {len(message.attempt)} characters")
             costs = costs_from_proto(message.clients, message.phases)
         except (DecodeError, DtckptError, IndexError, OverflowError, ValueError) as error:
             raise CheckpointCorruptError(f"manifest {origin} contradicts itself: {error}") from error

@@ -1,37 +1,50 @@
-"""State trees: nested dicts, lists and tuples of tensors and plain values, and their JSON form.
+"""State trees: nested containers of tensors and plain values, and their JSON form.
 
 A tree is saved as its tensors, named by their keys joined with ``/``, plus one JSON document that holds the
 structure and the plain values. Nodes are one-key objects: ``{"dict": [[key, node], …]}``, ``{"list": [node, …]}``,
-``{"tuple": [node, …]}``, ``{"tensor": name}``, ``{"value": JSON}``, ``{"float": text}`` for the floats that JSON
-lacks, ``{"bytes": base64}``. No class names, no pickle: reading a tree can run no code.
+``{"tuple": [node, …]}``, ``{"type": [name, argument, node]}`` for other containers (`dtckpt.format.containers`),
+``{"tensor": name}``, and plain values (`dtckpt.format.plain_values`). A key is a str, an int, or the node of another
+plain value. Names stand for entries of closed tables, never for classes, and there is no pickle: reading a tree can
+run no code.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from dtckpt.errors import CheckpointCorruptError, TensorNameError, TreeError
+from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TensorNameError, TreeError
+from dtckpt.format import plain_values
+from dtckpt.format.containers import CONTAINERS, name_of
+from dtckpt.format.plain_values import (
+    decode_hashable,
+    decode_value,
+    encode_hashable,
+    encode_value,
+    is_plain,
+    refusal,
+)
+
+Node = plain_values.Node
 
 MAX_DEPTH = 64
 """Deepest nesting; also what stops a tree that contains itself."""
 
-MAX_INT_BITS = 8192
-"""Largest int; longer decimal numbers are refused by Python's own parser."""
-
-Node = dict[str, Any]
+_BASES = (dict, list, tuple)
+_BASE_NAMES = tuple(base.__name__ for base in _BASES)
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[dict[str, Any], Node]:
+def flatten(
+    tree: Any, is_leaf: Callable[[Any], bool], state_of: Callable[[Any], Any] = lambda value: value
+) -> tuple[dict[str, Any], Node]:
     """Take the tensors out of a tree.
 
     Args:
-        tree: Nested dicts (str or int keys), lists, tuples; leaves are tensors and plain values.
+        tree: Nested containers; leaves are tensors and plain values.
         is_leaf: Whether an object is a tensor, to be stored as an array.
+        state_of: Returns the tree that stands for a stateful object, and any other object itself.
 
     Returns:
         The tensors by name, and the structure for `dump`.
@@ -39,53 +52,67 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[dict[str, Any], 
     Raises:
         TreeError: A node or key cannot be saved, or two paths give one name.
     """
-    leaves: dict[str, Any] = {}
-    return leaves, _visit(tree, (), is_leaf, leaves)
+    flattening = _Flattening(is_leaf, state_of)
+    node = flattening.visit(tree, "", 0)
+    return flattening.leaves, node
 
 
 # No function inside `flatten`: one that calls itself is a cycle, which would keep all tensors alive until it is found.
-def _visit(node: Any, path: tuple[str, ...], is_leaf: Callable[[Any], bool], leaves: dict[str, Any]) -> Node:
-    where = "/".join(path)
-    if len(path) > MAX_DEPTH:
-        raise TreeError(f"state tree is deeper than {MAX_DEPTH} levels at {where[:200]!r}; does it contain itself?")
-    if is_leaf(node):
-        name = where or "value"
-        if name in leaves:
-            raise TreeError(f"two tensors of the state tree would both be named {name!r}; rename a key")
-        leaves[name] = node
-        return {"tensor": name}
-    if isinstance(node, Mapping):
-        for key in node:
-            if not (isinstance(key, str) or type(key) is int):
-                raise TreeError(f"keys must be str or int; got {key!r} ({type(key).__name__}) at {where!r}")
-            _validate_int(key, where)
-        children = [[key, _visit(child, (*path, str(key)), is_leaf, leaves)] for key, child in node.items()]
-        return {"dict": children}
-    if isinstance(node, list | tuple):
-        kind = "list" if isinstance(node, list) else "tuple"
-        return {kind: [_visit(child, (*path, str(at)), is_leaf, leaves) for at, child in enumerate(node)]}
-    return _value_node(node, where)
+@dataclass(slots=True)
+class _Flattening:
+    is_leaf: Callable[[Any], bool]
+    state_of: Callable[[Any], Any]
+    leaves: dict[str, Any] = field(default_factory=dict)
+
+    def visit(self, value: Any, prefix: str, depth: int) -> Node:
+        """Return the node of a value; ``prefix`` is its path, with a ``/`` behind each key."""
+        where = prefix[:-1]
+        if depth > MAX_DEPTH:
+            raise TreeError(f"state tree is deeper than {MAX_DEPTH} levels at {where[:200]!r}; does it contain itself?")
+        if self.is_leaf(value):
+            name = where or "value"
+            if name in self.leaves:
+                raise TreeError(f"two tensors of the state tree would both be named {name!r}; rename a key")
+            self.leaves[name] = value
+            return {"tensor": name}
+        if type(value) in _BASES:
+            return self._items(value, prefix, depth)
+        if is_plain(value):
+            return encode_value(value, where)
+        if (state := self.state_of(value)) is not value:
+            return self.visit(state, prefix, depth + 1)
+        kind = name_of(value)
+        if kind is None:
+            raise refusal(value, where)
+        container = CONTAINERS[kind]
+        items = container.base(container.items(value))
+        return {"type": [kind, container.argument(value, where), self._items(items, prefix, depth)]}
+
+    def _items(self, items: Any, prefix: str, depth: int) -> Node:
+        kind = type(items)
+        if kind is dict:
+            return {
+                "dict": [
+                    [_encode_key(key, prefix), self.visit(child, f"{prefix}{key}/", depth + 1)]
+                    for key, child in items.items()
+                ]
+            }
+        return {
+            kind.__name__: [
+                self.visit(child, f"{prefix}{position}/", depth + 1) for position, child in enumerate(items)
+            ]
+        }
 
 
-def _value_node(value: Any, where: str) -> Node:
-    if type(value) is float and not math.isfinite(value):
-        return {"float": repr(value)}
-    if value is None or type(value) in (bool, int, float, str):
-        _validate_int(value, where)
-        return {"value": value}
-    if type(value) is bytes:
-        return {"bytes": base64.b64encode(value).decode()}
-    raise TreeError(
-        f"cannot save {type(value).__name__} at {where!r}; expected a tensor, None, bool, int, float, str, bytes, "
-        "dict, list, tuple, or an object with state_dict() and load_state_dict()"
-    )
+def _encode_key(key: Any, prefix: str) -> str | int | Node:
+    if type(key) is str:
+        return key
+    node = encode_hashable(key, prefix[:-1])
+    return key if type(key) is int else node
 
 
-def _validate_int(value: object, where: str) -> None:
-    if type(value) is int and value.bit_length() > MAX_INT_BITS:
-        raise TreeError(
-            f"int at {where!r} is too large; got {value.bit_length()} bits, expected at most {MAX_INT_BITS}"
-        )
+def _decode_key(key: Any) -> Any:
+    return key if type(key) in (str, int) else decode_hashable(key)
 
 
 def dump(node: Node) -> bytes:
@@ -98,72 +125,79 @@ def load(data: bytes) -> Node:
 
     Raises:
         CheckpointCorruptError: It is no structure that `dump` writes.
+        CheckpointVersionError: It names a kind of node or of container that this version does not know.
     """
     try:
         node: Node = json.loads(data)
-        _validate(node)
-    except (ValueError, RecursionError) as error:
+        build(node, lambda name: name)
+    except KeyError as error:
+        raise CheckpointVersionError(
+            f"the manifest's state tree holds {error}, which this version does not know; upgrade dtckpt"
+        ) from error
+    except CheckpointCorruptError:
+        raise
+    except (ArithmeticError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"the manifest's state tree cannot be read: {error}") from error
     return node
 
 
-def _validate(node: Any) -> None:
-    kind, content = _only(node)
-    if kind == "dict":
-        for pair in _items(kind, content):
-            if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int)):
-                raise CheckpointCorruptError("the manifest's state tree holds a malformed dict")
-            _validate(pair[1])
-    elif kind in ("list", "tuple"):
-        for below in _items(kind, content):
-            _validate(below)
-    elif kind == "tensor":
-        if not isinstance(content, str):
-            raise CheckpointCorruptError("the manifest's state tree holds a malformed tensor name")
-    else:
-        _value(kind, content)
-
-
-def _items(kind: str, content: Any) -> list[Any]:
-    if not isinstance(content, list):
-        raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {kind}")
-    return content
-
-
-def build(node: Node, tensor: Callable[[str], Any]) -> Any:
-    """Rebuild a tree; ``tensor`` gives the leaf of a tensor name."""
+def build(node: Node, tensor: Callable[[str], Any], depth: int = 0) -> Any:
+    """Rebuild a tree; ``tensor`` gives the leaf of a tensor name, ``depth`` counts the levels above the node."""
+    if depth > MAX_DEPTH:
+        raise CheckpointCorruptError(f"the manifest's state tree is deeper than {MAX_DEPTH} levels")
     kind, content = _only(node)
     if kind == "tensor":
+        if not isinstance(content, str):
+            raise CheckpointCorruptError("the manifest's state tree holds a malformed tensor name")
         return tensor(content)
+    if kind == "type":
+        name, argument, items = content
+        container = CONTAINERS[name]
+        if _only(items)[0] != container.base.__name__:
+            raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {name}")
+        return container.make(argument, build(items, tensor, depth))
+    if kind not in _BASE_NAMES:
+        return decode_value(kind, content)
+    if not isinstance(content, list):
+        raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {kind}")
+    if kind != "dict":
+        children = [build(child, tensor, depth + 1) for child in content]
+        return children if kind == "list" else tuple(children)
+    built = {_decode_key(key): build(child, tensor, depth + 1) for key, child in content}
+    if len(built) != len(content):
+        raise CheckpointCorruptError("the manifest's state tree holds a key twice")
+    return built
+
+
+def items_of(node: Node) -> tuple[str, list[tuple[Any, Node]]] | None:
+    """Return how a container's items are kept (``dict``, ``list`` or ``tuple``), and these; None for other nodes."""
+    kind, content = _only(node)
+    if kind == "type":
+        return items_of(content[2])
     if kind == "dict":
-        return {key: build(child, tensor) for key, child in content}
-    if kind == "list":
-        return [build(child, tensor) for child in content]
-    if kind == "tuple":
-        return tuple(build(child, tensor) for child in content)
-    return _value(kind, content)
+        return kind, [(_decode_key(key), child) for key, child in content]
+    return (kind, list(enumerate(content))) if kind in _BASE_NAMES else None
 
 
 def rename(node: Node, names: Mapping[str, str]) -> Node:
     """Move tensors and values to other paths; parts of a new name between ``/`` are keys.
 
-    Containers that keep all of their items keep their kind; others become dicts.
+    Lists and tuples that do not keep all of their items become dicts.
 
     Raises:
         TensorNameError: A tensor or value would be at a path that others lead through.
     """
     leaves: list[tuple[tuple[str, ...], Node]] = []
-    before: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {}
+    before: dict[tuple[str, ...], tuple[Node, dict[str, Any]]] = {}
 
     def collect(node: Node, path: tuple[str, ...]) -> None:
-        kind, content = _only(node)
-        if kind in ("dict", "list", "tuple"):
-            pairs = content if kind == "dict" else list(enumerate(content))
-            before[path] = kind, {str(key): key for key, _ in pairs}
-            for key, below in pairs:
+        opened = items_of(node)
+        if opened is not None:
+            before[path] = node, {str(key): key for key, _ in opened[1]}
+            for key, below in opened[1]:
                 collect(below, (*path, str(key)))
-        if kind not in ("dict", "list", "tuple") or not pairs:
-            name = content if kind == "tensor" else "/".join(path)
+        if opened is None or not opened[1]:
+            name = node.get("tensor", "/".join(path))
             leaves.append((tuple(names[name].split("/")) if name in names else path, node))
 
     def grow(items: list[tuple[tuple[str, ...], Node]], path: tuple[str, ...]) -> Node:
@@ -174,47 +208,38 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
         below: dict[str, list[tuple[tuple[str, ...], Node]]] = {}
         for (first, *rest), leaf in items:
             below.setdefault(first, []).append((tuple(rest), leaf))
-        kind, keys = before.get(path, ("dict", {}))
         children = {key: grow(group, (*path, key)) for key, group in below.items()}
-        if kind != "dict" and list(keys) == list(children):
-            return {kind: list(children.values())}
-        return {"dict": [[keys.get(key, key) if kind == "dict" else key, child] for key, child in children.items()]}
+        return _with_items(*before.get(path, ({"dict": []}, {})), children)
 
     collect(node, ())
     return grow(leaves, ()) if leaves else node
 
 
-def _value(kind: str, content: Any) -> Any:
-    if kind == "value" and not isinstance(content, list | dict):
-        return content
-    try:
-        if kind == "float" and isinstance(content, str):
-            return float(content)
-        if kind == "bytes":
-            return base64.b64decode(content, validate=True)
-    except (ValueError, TypeError, binascii.Error) as error:
-        raise CheckpointCorruptError(f"the manifest's state tree holds a bad {kind}: {error}") from error
-    raise CheckpointCorruptError(f"the manifest's state tree holds an unknown or malformed {kind!r}")
+def _with_items(container: Node, keys: Mapping[str, Any], children: Mapping[str, Node]) -> Node:
+    """Return a container with other items, by the text of their keys; ``keys`` has those that it had."""
+    kind, content = _only(container)
+    if kind == "type":
+        name, argument, items = content
+        renewed = _with_items(items, keys, children)
+        return {kind: [name, argument, renewed]} if renewed.keys() == items.keys() else renewed
+    if kind != "dict" and list(keys) == list(children):
+        return {kind: list(children.values())}
+    same = keys if kind == "dict" else {}
+    return {"dict": [[_encode_key(same.get(key, key), ""), child] for key, child in children.items()]}
 
 
 def tensor_names(node: Node) -> list[str]:
-    """Return the tensor names below a node; a key that occurs twice in one dict is damage."""
+    """Return the tensor names below a node."""
     found: list[str] = []
     _find_names(node, found)
     return found
 
 
 def _find_names(node: Node, found: list[str]) -> None:
-    kind, content = _only(node)
-    if kind == "tensor":
-        found.append(content)
-    elif kind == "dict":
-        if len({key for key, _ in content}) != len(content):
-            raise CheckpointCorruptError("the manifest's state tree holds a key twice")
-        for _, below in content:
-            _find_names(below, found)
-    elif kind in ("list", "tuple"):
-        for below in content:
+    if "tensor" in node:
+        found.append(node["tensor"])
+    elif (opened := items_of(node)) is not None:
+        for _, below in opened[1]:
             _find_names(below, found)
 
 
@@ -224,13 +249,13 @@ def values(node: Node) -> Iterator[tuple[str, Any]]:
 
 
 def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    kind, content = _only(node)
-    if kind in ("dict", "list", "tuple"):
-        for key, child in content if kind == "dict" else enumerate(content):
+    opened = items_of(node)
+    if opened is not None:
+        for key, child in opened[1]:
             if "tensor" not in child:  # there may be many
                 yield from _walk(child, (*path, str(key)))
-    elif kind != "tensor":
-        yield "/".join(path), _value(kind, content)
+    elif "tensor" not in node:
+        yield "/".join(path), decode_value(*_only(node))
 
 
 def _only(node: Node) -> tuple[str, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import merge
+from itertools import groupby, repeat
+from operator import itemgetter
 
 from dtckpt.errors import RegionError
 from dtckpt.format.digest import Blocks
@@ -89,23 +92,32 @@ def plan_reads(grid: ChunkGrid, itemsize: int, regions: tuple[Region, ...], *, b
     Raises:
         RegionError: A region is outside the tensor.
     """
-    is_kept = grid.num_chunks <= _KEPT_CHUNKS
-    return (_kept_plan if is_kept else _plan_reads)(grid, itemsize, regions, by_blocks)
+    if grid.num_chunks <= _KEPT_CHUNKS:
+        return _kept_plan(grid, itemsize, regions, by_blocks)
+    _validate_inside(grid, regions)
+    return _parts(grid, itemsize, regions, by_blocks)
 
 
-def _plan_reads(grid: ChunkGrid, itemsize: int, regions: tuple[Region, ...], by_blocks: bool) -> tuple[PartRead, ...]:
-    whole, blocks = Region.full(grid.shape), Blocks.of(grid, itemsize)
-    parts: dict[tuple[int, ...], list[tuple[int, Region]]] = {}
-    for position, region in enumerate(regions):
+@lru_cache(maxsize=256)
+def _kept_plan(grid: ChunkGrid, itemsize: int, regions: tuple[Region, ...], by_blocks: bool) -> tuple[PartRead, ...]:
+    _validate_inside(grid, regions)
+    return tuple(_parts(grid, itemsize, regions, by_blocks))
+
+
+def _validate_inside(grid: ChunkGrid, regions: tuple[Region, ...]) -> None:
+    whole = Region.full(grid.shape)
+    for region in regions:
         if region.ndim != whole.ndim or not whole.contains(region):
             raise RegionError(f"region {region} is outside shape {grid.shape}")
-        for index in grid.meeting(region):
-            overlap = grid.region(index).intersect(region)
-            if overlap is not None:
-                parts.setdefault(index, []).append((position, overlap))
-    found: list[PartRead] = []
-    for index, overlaps in parts.items():
+
+
+def _parts(grid: ChunkGrid, itemsize: int, regions: tuple[Region, ...], by_blocks: bool) -> Iterator[PartRead]:
+    """Yield the parts in the chunks' order, one at a time: a part takes much more memory than its chunk's digest."""
+    blocks = Blocks.of(grid, itemsize)
+    met = merge(*(zip(grid.meeting(region), repeat(position)) for position, region in enumerate(regions)))
+    for index, uses_of in groupby(met, key=itemgetter(0)):
         chunk = box = grid.region(index)
+        overlaps = [(at, overlap) for _, at in uses_of if (overlap := chunk.intersect(regions[at])) is not None]
         needed = range(blocks.count(chunk.shape) if by_blocks else 1)
         if len(needed) > 1:
             spans = [blocks.meeting(chunk, overlap) for _, overlap in overlaps]
@@ -117,8 +129,7 @@ def _plan_reads(grid: ChunkGrid, itemsize: int, regions: tuple[Region, ...], by_
         )
         rows = _rows(grid, itemsize, chunk, box, [overlap for _, overlap in overlaps])
         nbytes = box.numel * itemsize
-        found.append(PartRead(grid.number(index), index, chunk, needed, box, nbytes, uses, rows, box == chunk))
-    return tuple(found)
+        yield PartRead(grid.number(index), index, chunk, needed, box, nbytes, uses, rows, box == chunk)
 
 
 def _rows(grid: ChunkGrid, itemsize: int, chunk: Region, box: Region, overlaps: Sequence[Region]) -> StoredRows:
@@ -131,6 +142,3 @@ def _rows(grid: ChunkGrid, itemsize: int, chunk: Region, box: Region, overlaps: 
     is_dense = first.shape[dim + 1 :] == grid.chunk_shape[dim + 1 :] and not more
     wanted = (first.offset[dim] - start, first.stop[dim] - start) if is_dense else (0, 0)
     return StoredRows(dim, (start - chunk.offset[dim]) * row_nbytes, row_nbytes, count, blocks.rows, wanted)
-
-
-_kept_plan = lru_cache(maxsize=256)(_plan_reads)

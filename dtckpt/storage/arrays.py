@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
-import tensorstore as ts
 
 from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.format.codecs import NO_CODEC, codec_documents
@@ -27,9 +26,9 @@ from dtckpt.format.dtypes import DTYPES, fill_value
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.names import groups
 from dtckpt.region import Region
+from dtckpt.storage.exit_handlers import tensorstore as ts
 from dtckpt.storage.failures import translated
-from dtckpt.storage.folders import Folder, LocalFolder, open_context
-from dtckpt.storage.located import DatabaseFiles, FolderFiles, StoredValue, ValueFiles
+from dtckpt.storage.folders import Folder, open_context
 
 DATABASE_NAME = "manifest.ocdbt"
 """The file of an OCDBT database that leads to all others."""
@@ -79,7 +78,7 @@ def array_metadata(
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(grid.shape),
-        "data_type": stored_dtype,
+        "data_type": DTYPES[stored_dtype].name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": fill_value(stored_dtype),
@@ -219,7 +218,7 @@ class ArrayWriter:
 
     def _open(self, array: StoredArray) -> Any:
         if array.path not in self._arrays:
-            self._arrays[array.path] = _open_array(self._open_base(), array, self._context, to_write=True)
+            self._arrays[array.path] = open_array(self._open_base(), array, self._context, to_write=True)
         return self._arrays[array.path]
 
     def _open_base(self) -> Any:
@@ -256,7 +255,7 @@ class ArrayWriter:
             write.exception()
 
 
-def _open_array(store: Any, array: StoredArray, context: Any, *, to_write: bool = False) -> Any:
+def open_array(store: Any, array: StoredArray, context: Any, *, to_write: bool = False) -> Any:
     """Open an array whose metadata is known, without reading it."""
     spec = _array_spec(array.grid, array.stored_dtype, array.codec, to_write=to_write)
     return ts.open(spec, kvstore=store / f"{array.path}/", open=True, assume_metadata=True, context=context).result()
@@ -352,143 +351,6 @@ def _data_files(folder: Folder) -> Iterator[str]:
     """Yield the files of a database, but for the one that leads to them."""
     with suppress(FileNotFoundError):  # one without large values has none
         yield from (f"{DATA_FOLDER}/{name}" for name in (folder / DATA_FOLDER).names())
-
-
-class _SmallRead:
-    """A small whole chunk on its way into ready memory; to be used as TensorStore's futures are."""
-
-    def __init__(self, read: Any, into: np.ndarray[Any, Any]) -> None:
-        self._read, self._into = read, into
-
-    def result(self) -> None:
-        found = self._read.result()
-        data = found.value if found.state == "value" else b""  # to ask for it copies it
-        if len(data) != self._into.nbytes:
-            raise ValueError(f"chunk is missing, or not of {self._into.nbytes} bytes")
-        self._into[...] = np.frombuffer(data, self._into.dtype).reshape(self._into.shape)
-
-    def exception(self) -> Any:
-        return self._read.exception()
-
-
-class ArrayReader:
-    """Reads chunks of a committed checkpoint.
-
-    Args:
-        kind: Key-value store.
-        root: The checkpoint's folder.
-        by_file: Whether to find chunks in the files of a local folder. Where storage takes long to answer,
-            TensorStore's threads are better.
-    """
-
-    def __init__(self, kind: str, root: Folder, *, by_file: bool = False) -> None:
-        self._where = root
-        self._kind = kind
-        self._kvstore = _kvstore(kind, root)
-        self._context = open_context()
-        self._arrays: dict[str, Any] = {}
-        self._store: Any = None
-        self._folder = root if by_file and isinstance(root, LocalFolder) else None
-        self._files: ValueFiles | None = None
-
-    def expect(self, count: int) -> None:
-        """Say that so many chunks, or more, will be read."""
-        if (files := self._value_files()) is not None:
-            files.expect(count)
-
-    def locate(self, path: str, index: Sequence[int], nbytes: int) -> StoredValue | None:
-        """Return where a chunk's stored bytes lie in a file, if that is known and pays; `start` reads any other.
-
-        Args:
-            path: The array.
-            index: The chunk's position per dim.
-            nbytes: How much of it will be read.
-
-        Raises:
-            CheckpointCorruptError: The chunk is missing.
-            StorageError: Storage refused.
-        """
-        with translated("find chunk {} of array {!r}", self._where, index, path, is_read=True):
-            files = self._value_files()
-            return None if files is None else files.find(key_of(path, index), nbytes)
-
-    def locate_small(self, places: Sequence[tuple[str, Sequence[int]]]) -> list[StoredValue | None]:
-        """Return where small chunks lie that share files with others, as `locate`; None for the others.
-
-        Args:
-            places: Array and position per dim, chunk by chunk.
-
-        Raises:
-            CheckpointCorruptError: The database that holds them is damaged.
-            StorageError: Storage refused.
-        """
-        if not places:
-            return []
-        keys, (first, _) = [key_of(path, index) for path, index in places], places[0]
-        with translated("find {} chunks, of array {!r} first", self._where, len(keys), first, is_read=True):
-            files = self._value_files()
-            return [None] * len(keys) if files is None else files.find_small(keys)
-
-    def _value_files(self) -> ValueFiles | None:
-        if self._files is None and self._folder is not None:
-            root, base = self._folder.path, self._folder.kvstore()
-            self._files = FolderFiles(root) if self._kind == "zarr" else DatabaseFiles(root, base, self._context)
-        return self._files
-
-    def start(self, array: StoredArray, region: Region, into: np.ndarray[Any, Any]) -> Any:
-        """Start reading ``region`` (global indices) into ready memory of its shape; `finish` waits for it."""
-        key = _small_key(array, region, into.nbytes)
-        with translated("open array {!r}", self._where, array.path, is_read=True):
-            if key is not None:
-                return _SmallRead(self._open_store().read(key), into)
-            if array.path not in self._arrays:
-                self._arrays[array.path] = _open_array(self._open_store(), array, self._context)
-            opened = self._arrays[array.path]
-            source = opened[region.slices()].translate_to[(0,) * region.ndim] if region.ndim else opened
-            return ts.array(into, context=self._context).write(source)
-
-    def finish(self, read: Any, path: str, region: Region) -> None:
-        """Wait for a read. Blocks: on storage.
-
-        Raises:
-            CheckpointCorruptError: The chunk is missing or malformed.
-            StorageError: Storage refused.
-        """
-        with translated("read {} of array {!r}", self._where, region, path, is_read=True):
-            read.result()
-
-    def read_documents(self, paths: Iterable[str]) -> dict[str, bytes]:
-        """Return the ``zarr.json`` of arrays and of the groups above them, by key; empty where one is missing."""
-        listed = list(paths)
-        with translated("read zarr.json", self._where, is_read=True):
-            store = self._open_store()
-            reads = {key: store.read(key) for key in map(document_key, sorted({*listed, *groups(listed)}))}
-            return {key: bytes(read.result().value) for key, read in reads.items()}
-
-    def _open_store(self) -> Any:
-        if self._store is None:
-            self._store = ts.KvStore.open(self._kvstore, context=self._context).result()
-        return self._store
-
-    def start_span(self, path: str, index: Sequence[int], start: int, stop: int) -> Any:
-        """Start reading bytes ``start`` to ``stop`` of a stored chunk; `finish_span` waits for them."""
-        with translated(f"open array {path!r}", self._where, is_read=True):
-            return self._open_store().read(key_of(path, index), byte_range=slice(start, stop))
-
-    def finish_span(self, read: Any, path: str, region: Region, nbytes: int) -> bytes:
-        """Return the ``nbytes`` of a part of a chunk. Blocks: on storage. Raises: as `finish`."""
-        with translated(f"read {region} of array {path!r}", self._where, is_read=True):
-            result = read.result()
-            if result.state != "value" or len(result.value) != nbytes:
-                raise ValueError("the chunk is missing or cut short")
-            return bytes(result.value)
-
-    def close(self) -> None:
-        """Forget the open arrays and files."""
-        if self._files is not None:
-            self._files.close()
-        self._store = self._files = None
-        self._arrays.clear()
 
 
 def stored_empty(stored_dtype: str, shape: Iterable[int]) -> np.ndarray[Any, Any]:

@@ -5,9 +5,13 @@ beside it. The first, its claim, says that it is there, and that its leader live
 once, by the first who tries: by its leader, who thereby commits it, or by whoever gives it up. So an attempt that was
 given up can never be committed, and what it wrote may be removed, although it may still be running.
 
-Attempts are numbered by time, and the newest owns the target: when it begins, it gives all older ones up. One that
-finds a newer one when it begins gives way. So attempts are committed in their order, and the newest one that was
-committed is the checkpoint.
+Attempts are numbered by time. One that finds a newer one when it begins takes a new number, so whoever goes on was the
+newest, and every newer one sees it. One that is about to be committed first gives all older ones up. So attempts are
+committed in their order, and the newest one that was committed is the checkpoint.
+
+Until then a newer attempt leaves an older one alone that lives: rivals build side by side. A leader that gives a living
+rival up has written everything, and decides for itself in its next step; so of rivals that live one is committed. An
+attempt whose leader was silent for long is given up by the next one that begins.
 
 All this needs of a store is that a list shows what was written before, and that of several who make one object only
 one succeeds.
@@ -28,6 +32,7 @@ from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage.failures import taken_over, translated
 from dtckpt.storage.folders import ObjectFolder
 from dtckpt.storage.locations import Url
+from dtckpt.threads import begin
 
 logger = logging.getLogger("dtckpt.storage")
 
@@ -36,12 +41,16 @@ REGISTER = ".dtckpt"
 COMMITTED, GIVEN_UP = b"committed", b"given up"
 RENEW_S = 60.0
 """How often a leader says that it lives."""
+SILENT_AFTER_S = 3 * RENEW_S
+"""How long after the last sign of life a leader that begins takes an older attempt for dead."""
 FORGET_AFTER_S = 7 * 86400.0
 """How long after the last sign of life the decision to give an attempt up is removed: nothing then still runs."""
 MAX_LOOKS = 5
-"""How often a reader looks anew when what it looks for is being replaced."""
+"""How often a reader looks anew when what it looks for is being replaced, and a leader when a newer one just began."""
 
 _DECISION = ".decision"
+_TOLD_NBYTES = min(len(COMMITTED), len(GIVEN_UP))
+"""No more is read of a decision, whatever it is: so many bytes tell which."""
 Clock = Callable[[], float]
 """Seconds since the epoch."""
 
@@ -68,9 +77,10 @@ class Register:
     def decision(self, attempt: str) -> bytes:
         """Return what was decided about an attempt; nothing if nothing was."""
         try:
-            return self._folder.read(attempt + _DECISION)
+            found = self._folder.read(attempt + _DECISION, 0, _TOLD_NBYTES)
         except FileNotFoundError:
             return b""
+        return next((known for known in (COMMITTED, GIVEN_UP) if found and known.startswith(found)), found)
 
     def decide(self, attempt: str, decision: bytes) -> bool:
         """Decide about an attempt; return whether that is what was decided, now or before.
@@ -101,7 +111,11 @@ class Register:
         """Whether an attempt has not been forgotten."""
         return attempt in self._folder.names(attempt)
 
-    def last_sign_s(self, attempt: str) -> float:
+    def is_silent(self, attempt: str, for_s: float) -> bool:
+        """Whether a leader has given no sign of life for so many seconds."""
+        return self._clock() - self._last_sign_s(attempt) > for_s
+
+    def _last_sign_s(self, attempt: str) -> float:
         """Return when an attempt was last known to live."""
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             return float(json.loads(self._folder.read(attempt))["renewed_s"])
@@ -121,13 +135,19 @@ class Register:
         """Remove what the register has on an attempt."""
         self._folder.remove([attempt, attempt + _DECISION])
 
+    def give_up_older(self, attempt: str) -> None:
+        """Give up all attempts before one, so that none of them is committed any more."""
+        for other in self.attempts():
+            if other < attempt and not self.decision(other):
+                self.decide(other, GIVEN_UP)
+
     def collect(
-        self, is_dead: Callable[[str], bool] = lambda _: True, *, before: str | None = None, is_replaced: bool = False
+        self, *, silent_for_s: float = FORGET_AFTER_S, before: str | None = None, is_replaced: bool = False
     ) -> list[str]:
         """Give up what is dead, and remove what it and all that was replaced has left.
 
         Args:
-            is_dead: Whether an attempt about which nothing was decided is to be given up.
+            silent_for_s: After how long without a sign of life an attempt about which nothing was decided is dead.
             before: Only what is older than this attempt.
             is_replaced: Whether no attempt among these is the checkpoint any more.
 
@@ -136,20 +156,19 @@ class Register:
         """
         collected = []
         attempts = [attempt for attempt in self.attempts() if before is None or attempt < before]
-        has_newer = is_replaced
-        for attempt in reversed(attempts):
-            decision = self.decision(attempt)
-            if not decision and is_dead(attempt):
-                decision = GIVEN_UP if self.decide(attempt, GIVEN_UP) else COMMITTED
+        decisions = {attempt: self.decision(attempt) for attempt in attempts}
+        newest = max((attempt for attempt in attempts if decisions[attempt] == COMMITTED), default="")
+        # The oldest goes first: a reader that no longer finds the one after it must not take it for the newest.
+        for attempt, decision in decisions.items():
+            if not decision and self.is_silent(attempt, silent_for_s) and self.decide(attempt, GIVEN_UP):
+                decision = GIVEN_UP  # noqa: PLW2901  (as if it had been read)
                 collected.append(attempt)
-            if decision == COMMITTED:
-                if has_newer:
-                    self.remove(attempt)
-                    collected.append(attempt)
-                has_newer = True
-            elif decision:
+            if decision == COMMITTED and (is_replaced or attempt != newest):
+                self.remove(attempt)
+                collected.append(attempt)
+            elif decision == GIVEN_UP:
                 (self.data / attempt).clear()  # again and again: its clients may have written meanwhile
-                if self._clock() - self.last_sign_s(attempt) > FORGET_AFTER_S:
+                if self.is_silent(attempt, FORGET_AFTER_S):
                     self.forget(attempt)
         return collected
 
@@ -207,12 +226,13 @@ class ObjectPlace:
     def begin(self, token: str) -> ObjectAttempt:
         """As `Place.begin`."""
         with translated("begin the checkpoint", self.where):
-            mine = self._register.claim(token)
-            if any(other > mine for other in self._register.attempts()):
+            for _ in range(MAX_LOOKS):
+                mine = self._register.claim(token)
+                if all(other <= mine for other in self._register.attempts()):
+                    self._register.collect(silent_for_s=SILENT_AFTER_S, before=mine)
+                    return ObjectAttempt(self._register, mine)
                 self._register.forget(mine)
-                raise taken_over(self.where)
-            self._register.collect(before=mine)
-        return ObjectAttempt(self._register, mine)
+            raise taken_over(self.where)
 
     def join(self, token: str) -> ObjectAttempt:
         """As `Place.join`."""
@@ -251,13 +271,12 @@ class ObjectAttempt:
                 except Exception as error:
                     logger.warning("cannot say that the save of %s goes on: %s", self._register.where, error)
 
-        thread = threading.Thread(target=renew, daemon=True, name="dtckpt-claim")
-        thread.start()
+        renewing = begin(renew, "dtckpt-claim")
         try:
             yield
         finally:
             ended.set()
-            thread.join()
+            renewing.result()
 
     def validate(self, client: int) -> None:
         """As `Attempt.validate`."""
@@ -273,6 +292,7 @@ class ObjectAttempt:
         """As `Attempt.commit`."""
         register = self._register
         with translated("commit the checkpoint", register.where):
+            register.give_up_older(self.token)
             if not overwrite and register.current() is not None:
                 raise _exists(register.where)
             if not register.is_claimed(self.token) or not register.decide(self.token, COMMITTED):

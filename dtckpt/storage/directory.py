@@ -20,7 +20,6 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from dtckpt.errors import (
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage.failures import taken_over, translated
 from dtckpt.storage.locks import locked
+from dtckpt.threads import Pool
 
 logger = logging.getLogger("dtckpt.storage")
 
@@ -303,7 +303,7 @@ def locate(target: Path) -> Path:
         CheckpointIncompleteError: There is data, but no commit marker.
     """
     with translated("open the checkpoint", target):
-        if is_committed(target):
+        if (target / MANIFEST_NAME).exists():  # of whatever kind: what is no file is damage, and told by who reads it
             return target
         if target.is_dir() and any(target.iterdir()):
             raise CheckpointIncompleteError(
@@ -345,8 +345,8 @@ def folders_in(folder: Path) -> Iterator[Path]:
 
 def sync_all(paths: Iterable[Path]) -> None:
     """Put files and directories on the disk, several at a time, which file systems do in one go."""
-    with ThreadPoolExecutor(_SYNCS, thread_name_prefix="dtckpt-sync") as threads:
-        for _ in threads.map(_sync, paths):
+    with Pool(_SYNCS, "dtckpt-sync") as pool:
+        for _ in pool.map(_sync, paths):
             pass
 
 

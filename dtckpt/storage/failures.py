@@ -6,6 +6,7 @@ import errno
 import re
 from types import TracebackType
 
+from dtckpt import forks
 from dtckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -27,8 +28,18 @@ _DAMAGED = re.compile(
 )
 
 
+NO_FILE = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV)
+"""What the operating system says where a path leads to something else than a file, or nowhere."""
+
+
+class MalformedError(ValueError):
+    """What is stored is nothing that a checkpoint holds: of another kind, or of another size."""
+
+
 class translated:  # noqa: N801  (a context manager is used as a function is)
     """Turn what TensorStore and the operating system raise into a class from `dtckpt.errors`.
+
+    A process that was forked from one that uses checkpoints is refused: every use of storage passes by here.
 
     Args:
         action: What was tried, for the message ("write chunk {} of tensor {!r}").
@@ -46,18 +57,22 @@ class translated:  # noqa: N801  (a context manager is used as a function is)
         self._is_read = is_read
 
     def __enter__(self) -> None:
-        pass
+        forks.validate_process()  # TensorStore ends a forked process that calls it, with SIGABRT
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(error, DtckptError):
+        if isinstance(error, (OSError, ValueError, RuntimeError, MemoryError)) and not isinstance(error, DtckptError):
             raise self._translation(error) from error
 
     def _translation(self, error: BaseException) -> CheckpointError:
         action = self._action.format(*self._facts) if self._facts else self._action
+        if self._is_read and isinstance(error, OSError) and error.errno in NO_FILE:
+            error = MalformedError(f"{error.filename or self._where} is no file: {error.strerror}")
         if isinstance(error, OSError):
             return _os_error(error, f"cannot {action} at {self._where}: {error.strerror or error}")
+        if isinstance(error, MemoryError):
+            return CheckpointError(f"cannot {action} at {self._where}: this host lacks the memory; {error}")
         said = str(error)
         text = f"cannot {action} at {self._where}: {_first_line(said)}"
         if _FULL.search(said):
@@ -68,7 +83,7 @@ class translated:  # noqa: N801  (a context manager is used as a function is)
             return StorageError(f"{text}; make the bucket first, or correct its name")
         if _PUT_OFF.search(said):
             return StorageError(f"{text}; storage kept putting this off: try again later, with fewer clients")
-        if self._is_read and _DAMAGED.search(said):
+        if isinstance(error, MalformedError) or (self._is_read and _DAMAGED.search(said)):
             return CheckpointCorruptError(f"{text}; restore another checkpoint")
         return StorageError(text)
 

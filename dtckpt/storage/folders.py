@@ -8,38 +8,33 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import tensorstore as ts
-
-from dtckpt.errors import StorageError
+from dtckpt import forks
 from dtckpt.storage import directory
+from dtckpt.storage.exit_handlers import tensorstore as ts
+from dtckpt.storage.regular_files import open_regular, regular_nbytes, too_long
 from dtckpt.storage.writeback import early_writeback
 
 RETRIES = {"max_retries": 16, "initial_delay": "200ms", "max_delay": "20s"}
 """What object stores put off (throttling, server errors) is asked for again, with growing and random pauses."""
 
-_pid: int | None = None
-"""Process that uses TensorStore; its threads do not survive a fork."""
+MAX_PROBES = 256
+"""Files of an object store whose sizes are asked for at one time."""
 
 
 def open_context() -> Any:
     """Return a new TensorStore context.
 
     Raises:
-        StorageError: This process was forked from one that uses TensorStore.
+        ForkedProcessError: This process was forked from one that uses checkpoints.
     """
-    global _pid  # noqa: PLW0603  (a fact about the process)
-    _pid = _pid or os.getpid()
-    if _pid != os.getpid():
-        raise StorageError(
-            "this process was forked from one that had used checkpoints already, and cannot; start it with 'spawn' or "
-            "'forkserver', or use checkpoints here first"
-        )
+    forks.claim_process()
     return ts.Context(
         {"cache_pool": {"total_bytes_limit": 0}, "s3_request_retries": RETRIES, "gcs_request_retries": RETRIES}
     )
@@ -62,6 +57,19 @@ class Folder(Protocol):
         Raises:
             FileNotFoundError: There is no such file.
         """
+        ...
+
+    def read_whole(self, name: str, most: int) -> bytes:
+        """Return a file's content, unless it is longer than ``most`` bytes, which then are not read.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            MalformedError: It is longer, or no regular file.
+        """
+        ...
+
+    def first_short(self, sizes: Mapping[str, int]) -> str | None:
+        """Return a file that is not there or has fewer bytes than said, if there is one; no file is read."""
         ...
 
     def write(self, name: str, data: bytes) -> None:
@@ -123,9 +131,26 @@ class LocalFolder:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """As `Folder.read`."""
-        with open(self.path / name, "rb") as file:
+        number, nbytes = open_regular(f"{self.path}/{name}")
+        with open(number, "rb") as file:
             file.seek(start)
-            return file.read() if stop is None else file.read(stop - start)
+            return file.read(max(0, (nbytes if stop is None else min(stop, nbytes)) - start))
+
+    def read_whole(self, name: str, most: int) -> bytes:
+        """As `Folder.read_whole`."""
+        if regular_nbytes(f"{self.path}/{name}") > most:
+            raise too_long(name, most)
+        return self.read(name, 0, most)
+
+    def first_short(self, sizes: Mapping[str, int]) -> str | None:
+        """As `Folder.first_short`."""
+        return next((name for name, least in sizes.items() if self._nbytes(name) < least), None)
+
+    def _nbytes(self, name: str) -> int:
+        try:
+            return regular_nbytes(f"{self.path}/{name}")
+        except FileNotFoundError:
+            return -1
 
     def write(self, name: str, data: bytes) -> None:
         """As `Folder.write`."""
@@ -193,6 +218,29 @@ class KeyValueFolder:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self}/{name}")
         return bytes(result.value)
 
+    def start_read(self, name: str, start: int, stop: int) -> Any:
+        """Begin a read of some bytes of a file; TensorStore's future of it."""
+        return self._open().read(name, byte_range=slice(start, stop))
+
+    def read_whole(self, name: str, most: int) -> bytes:
+        """As `Folder.read_whole`. Stores do not tell sizes here, but whether there is a byte at a place."""
+        if self.read(name, most, most + 1):
+            raise too_long(name, most)
+        return self.read(name)
+
+    def first_short(self, sizes: Mapping[str, int]) -> str | None:
+        """As `Folder.first_short`."""
+        waiting = iter(sizes.items())
+        while some := list(itertools.islice(waiting, MAX_PROBES)):
+            probes = [(name, self.start_read(name, least - 1, least)) for name, least in some]
+            found = [(name, probe.exception(), probe) for name, probe in probes]
+            for name, error, probe in found:
+                if error is not None and "OUT_OF_RANGE" not in str(error):
+                    raise error
+                if error is not None or probe.result().state != "value":
+                    return name
+        return None
+
     def write(self, name: str, data: bytes) -> None:
         """As `Folder.write`."""
         self._open().write(name, data).result()
@@ -235,10 +283,10 @@ class KeyValueFolder:
 
     def _open(self) -> Any:
         if self._store is None:
-            self._store = ts.KvStore.open(self.kvstore(), context=_shared_context(os.getpid())).result()
+            self._store = ts.KvStore.open(self.kvstore(), context=_shared_context()).result()
         return self._store
 
 
 @functools.cache
-def _shared_context(_pid: int) -> Any:
+def _shared_context() -> Any:
     return open_context()

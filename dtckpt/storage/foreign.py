@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Self, TypeVar
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from dtckpt.errors import ConfigError
+from dtckpt.storage.regular_files import regular_nbytes, too_long
 
+NUM_THREADS = 16
 MAX_TRIES = 10
 MAX_PAUSE_S = 20.0
 _PUT_OFF = re.compile(
@@ -89,10 +93,41 @@ class ForeignFolder:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """As `Folder.read`."""
-        path = f"{self._path}/{name}"
+        path = self._regular(name)
         if (start, stop) == (0, None):
             return bytes(_patiently(lambda: self._files.cat_file(path)))
         return bytes(_patiently(lambda: self._files.cat_file(path, start=start, end=stop)))
+
+    def read_whole(self, name: str, most: int) -> bytes:
+        """As `Folder.read_whole`."""
+        nbytes = self._nbytes(name)
+        # Where sizes are not told, one byte more is asked for.
+        data = self.read(name, 0, most + 1) if nbytes is None or nbytes <= most else b""
+        if len(data) > most or (nbytes or 0) > most:
+            raise too_long(name, most)
+        return data
+
+    def first_short(self, sizes: Mapping[str, int]) -> str | None:
+        """As `Folder.first_short`."""
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="dtckpt-sizes") as pool:
+            found = zip(sizes.items(), pool.map(self._nbytes, sizes), strict=True)
+            return next((name for (name, least), nbytes in found if nbytes is not None and nbytes < least), None)
+
+    def _nbytes(self, name: str) -> int | None:
+        """Return a file's size; -1 if it is not there, None if its file system does not tell sizes."""
+        try:
+            path = self._regular(name)
+            nbytes: int | None = _patiently(lambda: self._files.size(path))
+        except FileNotFoundError:
+            return -1
+        return nbytes
+
+    def _regular(self, name: str) -> str:
+        """Return a file's path. On this machine's file systems, a read of something else may never end."""
+        path = f"{self._path}/{name}"
+        if isinstance(self._files, LocalFileSystem):
+            regular_nbytes(path)
+        return path
 
     def write(self, name: str, data: bytes) -> None:
         """As `Folder.write`."""

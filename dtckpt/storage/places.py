@@ -102,7 +102,10 @@ class Place(Protocol):
         ...
 
     def begin(self, token: str) -> Attempt:
-        """Begin an attempt, which owns the place from then on. Called by the leader."""
+        """Begin an attempt; once it is committed, no older one is. Called by the leader.
+
+        A directory is owned by the newest attempt from its beginning on, an object store's place from its commit on.
+        """
         ...
 
     def join(self, token: str) -> Attempt:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dtckpt.threads import begin
+
 _PERIOD_S = 0.01
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write out dirty pages, and wait for none
 
@@ -19,11 +21,11 @@ def early_writeback(folder: Path) -> Iterator[None]:
 
     Sources: sync_file_range(2), which Linux alone has; elsewhere nothing is done.
     """
-    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if begin is None:
+    write_out = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if write_out is None:
         yield
         return
-    begin.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    write_out.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     is_over = threading.Event()
 
     def run() -> None:
@@ -32,13 +34,12 @@ def early_writeback(folder: Path) -> Iterator[None]:
                 for name in os.listdir(folder):
                     with suppress(OSError):  # files go
                         descriptor = os.open(folder / name, os.O_RDONLY)
-                        begin(descriptor, 0, 0, _WRITE)
+                        write_out(descriptor, 0, 0, _WRITE)
                         os.close(descriptor)
 
-    thread = threading.Thread(target=run, name="dtckpt-writeback", daemon=True)
-    thread.start()
+    running = begin(run, "dtckpt-writeback")
     try:
         yield
     finally:
         is_over.set()
-        thread.join()
+        running.result()

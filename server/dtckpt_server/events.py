@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtckpt import errors
@@ -83,6 +84,16 @@ class Leave:
     who: Identity
 
 
+class Members(tuple[int, ...]):
+    """Numbers of tasks, sorted, so that one is found without a look at all."""
+
+    __slots__ = ()
+
+    def __contains__(self, number: object) -> bool:
+        at = bisect_left(self, number) if isinstance(number, int) else len(self)
+        return self[at : at + 1] == (number,)
+
+
 @dataclass(frozen=True, slots=True)
 class Arrive:
     """A task arrives at a barrier, with its vote. Idempotent by the number of its call.
@@ -122,8 +133,8 @@ class Arrive:
     was_cut_off: bool = False
     report: Report = NOWHERE
 
-    def members(self, num_clients: int) -> tuple[int, ...]:
-        """Check the arrival and return who takes part, sorted.
+    def members(self, num_clients: int) -> Sequence[int]:
+        """Check the arrival and return the participants, sorted: a range if they are all tasks of the job.
 
         Raises:
             ConfigError: It makes no sense in a job of this many clients.
@@ -145,23 +156,19 @@ class Arrive:
                 f"barrier {self.name!r} with timeout {self.timeout_s} s: expected a name and a positive number of "
                 f"seconds, at most {MAX_TIMEOUT_S:g}"
             )
-        members = tuple(sorted(set(self.participants))) if self.participants else _everyone(num_clients)
-        if members[-1] >= num_clients:
+        named = Members(sorted(set(self.participants)))
+        if named and named[-1] >= num_clients:
             raise errors.ConfigError(
-                f"barrier {self.name!r}: participant {members[-1]} is no client of job {self.who.job!r}; expected ids "
+                f"barrier {self.name!r}: participant {named[-1]} is no client of job {self.who.job!r}; expected ids "
                 f"from 0 to {num_clients - 1}"
             )
+        members = named if 0 < len(named) < num_clients else range(num_clients)
         if self.who.task not in members:
             raise errors.BarrierConflictError(
                 f"barrier {self.name!r}: client {self.who.task} is not a participant; participants are "
                 f"{errors.capped(members)}"
             )
         return members
-
-
-@functools.lru_cache(maxsize=64)
-def _everyone(num_clients: int) -> tuple[int, ...]:
-    return tuple(range(num_clients))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,28 @@
 """What Prometheus may know.
 
-What is counted is counted when it happens; what is, is looked up when someone asks. Labels are jobs, which are bounded
-and forgotten, and small enumerations; never steps, barrier names or tasks.
+What is counted is counted when it happens; what is, is looked up when someone asks. Labels are small enumerations, and
+jobs, as many as fit into 1 MiB of text; never steps, barrier names or tasks.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dtckpt.errors import FencedError
-from dtckpt_server.rules import ALIVE, FENCED, LEFT, LOST, Effects, HeldError, Rules, Transition
+from dtckpt_server.rules import HeldError, Rules
+from dtckpt_server.state import Job, Transition
+from dtckpt_server.tasks import STATES
 
 PREFIX = "dtckpt_coordinator_"
-STATES = (*ALIVE, LOST, LEFT, FENCED)
 KINDS = frozenset(
     f"{operation}/{name}"
     for operation, names in {
@@ -30,6 +34,14 @@ KINDS = frozenset(
 )
 """Barriers of dtckpt's own; all others are of kind ``user``."""
 BARRIER_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+MAX_SERIES_NBYTES = 900 << 10
+"""Of the text of all jobs' series; the others take less than 100 KiB."""
+JOB_LINES, BARRIER_LINES, LINE_NBYTES = 24, 2, 110
+"""Lines of a job, more lines for each kind and outcome of its barriers, and the length of a line without the job."""
+OTHERS = ""
+"""Label of all jobs that have no series of their own."""
+JOBS_AT_ONCE = 64
+"""How many jobs are looked at before others get a turn on the event loop."""
 LAG_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
@@ -41,6 +53,9 @@ def kind_of(barrier: str) -> str:
 
 class Metrics:
     """The metrics of one coordinator, in a registry of their own. Lives on the coordinator's event loop.
+
+    A job gets series of its own when it is first heard of, and for each kind and outcome of its barriers when the first
+    one ends so, if there is room for them. What finds none is counted for `OTHERS`.
 
     Args:
         rules: Returns the rules as they are.
@@ -57,7 +72,20 @@ class Metrics:
         self._duration = self._histogram("barrier_duration", "First arrival to verdict.", BARRIER_SECONDS, "kind")
         self._skew = self._histogram("barrier_skew", "First arrival to last.", BARRIER_SECONDS, "kind")
         self._lag = self._histogram("event_loop_lag", "How late the event loop came to its tick.", LAG_SECONDS)
-        self.registry.register(_Current(rules, version, clock))
+        self._series: dict[str, set[tuple[str, ...]]] = {}  # of each job that has any
+        self._room = MAX_SERIES_NBYTES
+        self._rules, self._version, self._clock = rules, version, clock
+        self._started_at = time.time()
+        counted = self._lost, self._fenced, self._refused, self._barriers, self._duration, self._skew, self._lag
+        self._counted: tuple[Collector, ...] = counted
+        self.registry.register(_Collected(lambda: _finish(self._look())))
+
+    async def snapshot(self) -> Collector:
+        """Return all metrics, to be collected in any thread: what is now, and what is counted until then."""
+        looking = self._look()
+        while (families := next(looking)) is None:
+            await asyncio.sleep(0)
+        return _Collected(lambda: chain(families, *(counter.collect() for counter in self._counted)))
 
     def _counter(self, name: str, text: str, *labels: str) -> prometheus.Counter:
         return prometheus.Counter(PREFIX + name, text, labels, registry=self.registry)
@@ -65,26 +93,39 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> prometheus.Histogram:
         return prometheus.Histogram(f"{PREFIX}{name}_seconds", text, labels, registry=self.registry, buckets=buckets)
 
-    def note(self, effects: Effects) -> None:
-        """Count what an event did."""
-        if isinstance(effects.refusal, FencedError) and not isinstance(effects.refusal, HeldError):
+    def note_refused_event(self, refusal: BaseException) -> None:
+        """Count an event that the rules refused."""
+        if isinstance(refusal, FencedError) and not isinstance(refusal, HeldError):
             self._fenced.inc()
-        for transition in effects.log:
-            self._note_transition(transition)
 
-    def _note_transition(self, transition: Transition) -> None:
+    def note(self, transition: Transition) -> None:
+        """Count a change of the state."""
         facts, job = transition.facts, str(transition.facts["job"])
         match transition.event:
             case "task_lost":
-                self._lost.labels(job, "heartbeat").inc()
+                self._lost.labels(self._label(job), "heartbeat").inc()
             case "barrier_passed" | "barrier_failed":
-                kind = kind_of(str(facts["barrier"]))
-                self._barriers.labels(job, kind, facts["outcome"]).inc()
+                kind, outcome = kind_of(str(facts["barrier"])), str(facts["outcome"])
+                self._barriers.labels(self._label(job, kind, outcome), kind, outcome).inc()
                 self._duration.labels(kind).observe(float(str(facts["duration_s"])))
                 self._skew.labels(kind).observe(float(str(facts["skew_s"])))
             case "job_over":
+                self._room += sum(_nbytes(job, series) for series in self._series.pop(job, ()))
                 for counter in (self._lost, self._barriers):
                     counter.remove_by_labels({"job": job})
+            case _:
+                self._label(job)
+
+    def _label(self, job: str, *series: str) -> str:
+        """Return the label under which to count something for a job."""
+        known = self._series.get(job, set())
+        for each in {(), series} - known:
+            if _nbytes(job, each) > self._room:
+                return OTHERS
+            self._room -= _nbytes(job, each)
+            known.add(each)
+            self._series[job] = known
+        return job
 
     def note_refusal(self, code: str) -> None:
         """Count a call that ended with an error."""
@@ -94,32 +135,72 @@ class Metrics:
         """Count a tick of the event loop that came late by this much."""
         self._lag.observe(late_s)
 
+    # --- what is true at the moment of asking -------------------------------------------------------------------
 
-class _Current(Collector):
-    """What is true at the moment of asking."""
-
-    def __init__(self, rules: Callable[[], Rules], version: str, clock: Callable[[], float]) -> None:
-        self._rules, self._version, self._clock = rules, version, clock
-        self._started_at = time.time()
-
-    def collect(self) -> Iterable[Metric]:
-        yield InfoMetricFamily(PREFIX + "build", "The coordinator's version.", {"version": self._version})
+    def _look(self) -> Iterator[list[Metric] | None]:
+        """Look at all jobs; yields None when others should get a turn, and at last what was found."""
+        found, now = _Found(), self._clock()
+        for number, job in enumerate(list(self._rules().jobs.values()), start=1):
+            found.add(job.name if job.name in self._series else OTHERS, job, now)
+            if number % JOBS_AT_ONCE == 0:
+                yield None
         start = PREFIX + "incarnation_start_timestamp_seconds"
-        yield GaugeMetricFamily(start, "When this life of the coordinator began.", self._started_at)
+        yield [
+            InfoMetricFamily(PREFIX + "build", "The coordinator's version.", {"version": self._version}),
+            GaugeMetricFamily(start, "When this life of the coordinator began.", self._started_at),
+            *found.families(),
+        ]
+
+
+def _finish(looking: Iterator[list[Metric] | None]) -> list[Metric]:
+    return next(families for families in looking if families is not None)
+
+
+def _nbytes(job: str, series: tuple[str, ...]) -> int:
+    """Return about how much text some series of a job take: those of barriers, or () for the others."""
+    name_nbytes = len(json.dumps(job, ensure_ascii=False).encode(errors="replace"))
+    return (BARRIER_LINES if series else JOB_LINES) * (LINE_NBYTES + name_nbytes)
+
+
+class _Found:
+    """What is true of jobs, by label."""
+
+    def __init__(self) -> None:
+        self._tasks: Tally[tuple[str, str]] = Tally()
+        self._barriers: Tally[tuple[str, str]] = Tally()
+        self._heartbeats: Tally[str] = Tally()
+        self._ages: dict[str, float] = {}
+
+    def add(self, label: str, job: Job, now: float) -> None:
+        for state, tasks in job.tasks.by_state.items():
+            self._tasks[label, state] += len(tasks)
+        self._barriers.update((label, kind_of(barrier.name)) for barrier in job.open.values())
+        self._heartbeats[label] += job.num_heartbeats
+        longest = next(job.tasks.longest_silent(), None)
+        self._ages[label] = max(self._ages.get(label, 0.0), now - longest.heard_at if longest else 0.0)
+
+    def families(self) -> Iterator[Metric]:
         tasks = GaugeMetricFamily(PREFIX + "tasks", "Tasks by state.", labels=("job", "state"))
         age = GaugeMetricFamily(
             PREFIX + "heartbeat_age_max_seconds", "Longest silence of a task that is not lost.", labels=("job",)
         )
         barriers = GaugeMetricFamily(PREFIX + "barriers_open", "Open barriers.", labels=("job", "kind"))
         heartbeats = CounterMetricFamily(PREFIX + "heartbeats", "Heartbeats that were accepted.", labels=("job",))
-        now = self._clock()
-        for job in self._rules().jobs.values():
-            heartbeats.add_metric((job.name,), job.num_heartbeats)
-            states = Tally(task.state for task in job.tasks.values())
+        for label, count in self._heartbeats.items():
+            heartbeats.add_metric((label,), count)
+            age.add_metric((label,), self._ages[label])
             for state in STATES:
-                tasks.add_metric((job.name, state), states[state])
-            ages = [now - task.heard_at for task in job.tasks.values() if task.state in ALIVE]
-            age.add_metric((job.name,), max(ages, default=0.0))
-            for kind, count in sorted(Tally(kind_of(barrier.name) for barrier in job.open.values()).items()):
-                barriers.add_metric((job.name, kind), count)
+                tasks.add_metric((label, state), self._tasks[label, state])
+        for labels, count in sorted(self._barriers.items()):
+            barriers.add_metric(labels, count)
         yield from (tasks, age, barriers, heartbeats)
+
+
+class _Collected(Collector):
+    """Metrics as some function returns them."""
+
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import islice
+from itertools import chain, islice
 from socketserver import TCPServer
 from typing import Any
 
 from prometheus_client.exposition import choose_encoder
 
 from dtckpt_server.metrics import Metrics
-from dtckpt_server.rules import ALIVE, REGISTERED, Job, Rules, Task
+from dtckpt_server.rules import Rules
+from dtckpt_server.state import Job
+from dtckpt_server.tasks import FENCED, LEFT, LOST, REGISTERED, SUSPECT, Task
 
 logger = logging.getLogger("dtckpt_server")
 
-MAX_CONNECTIONS = 16
+MAX_CONNECTIONS = 64
+"""Beyond this the oldest is cut off: whoever asks and reads at once is done long before it is the oldest."""
 RENDER_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 10.0
+"""From the connection to the last byte of the page."""
+MAX_PAGE_NBYTES = 1 << 20
 MAX_JOBS_SHOWN, MAX_ROWS_SHOWN = 50, 50
+MAX_CELL_CHARS = 1000
+_WORST_FIRST = (LOST, SUSPECT, FENCED, LEFT, REGISTERED)
 _STYLE = (
     "body{font:14px/1.5 system-ui,sans-serif;margin:2em;max-width:75em}table{border-collapse:collapse;margin:.5em 0}"
     "td,th{text-align:left;padding:.15em .8em;border-bottom:1px solid #8884}.bad{color:#c22;font-weight:bold}"
@@ -37,40 +47,56 @@ Page = tuple[str, bytes]
 
 def status_page(rules: Rules, now: float) -> str:
     """Return the state of all jobs as HTML: open barriers with who is missing, then the tasks, worst first."""
-    jobs = sorted(rules.jobs.values(), key=lambda job: (-len(job.open), job.name))
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv=refresh content=5>",
-        f"<title>dtckpt coordinator</title><style>{_STYLE}</style><h1>dtckpt coordinator</h1>",
-        f"<p>incarnation {rules.incarnation:x}, {len(jobs)} jobs, heartbeat timeout {rules.heartbeat_timeout_s:g} s",
-        *(_job_html(rules, job, now) for job in jobs[:MAX_JOBS_SHOWN]),
-        _more(len(jobs), MAX_JOBS_SHOWN, "jobs"),
-    ]
-    return "\n".join(parts)
+    return "".join(status_parts(rules, now))
+
+
+def status_parts(rules: Rules, now: float) -> Iterator[str]:
+    """Return the page in parts, one for each job, that together are no longer than a page may be."""
+    jobs = heapq.nsmallest(MAX_JOBS_SHOWN, rules.jobs.values(), key=lambda job: (-len(job.open), job.name))
+    num_jobs, num_shown = len(rules.jobs), 0
+    head = (
+        "<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv=refresh content=5>"
+        f"<title>dtckpt coordinator</title><style>{_STYLE}</style><h1>dtckpt coordinator</h1>\n"
+        f"<p>incarnation {rules.incarnation:x}, {num_jobs} jobs, heartbeat timeout {rules.heartbeat_timeout_s:g} s\n"
+    )
+    yield head
+    room = MAX_PAGE_NBYTES - 2 * len(head)
+    for job in jobs:
+        if rules.jobs.get(job.name) is not job:  # it ended while others were shown
+            continue
+        part = _job_html(rules, job, now)
+        room -= len(part.encode("utf-8", "replace"))
+        if room < 0:
+            break
+        num_shown += 1
+        yield part
+    yield _more(num_jobs, num_shown, "jobs")
 
 
 def _job_html(rules: Rules, job: Job, now: float) -> str:
-    alive = sum(task.state in ALIVE for task in job.tasks.values())
     barriers = [
         (
             barrier.name,
             str(barrier.generation),
             f"{now - barrier.opened_at:.1f} s",
             f"{len(barrier.arrived)}/{len(barrier.participants)}",
-            rules.waiting_text(barrier, now),
+            rules.waiting_for(barrier, now),
         )
         for barrier in islice(job.open.values(), MAX_ROWS_SHOWN)
     ]
-    tasks = sorted(job.tasks.values(), key=lambda task: (task.state == REGISTERED, task.heard_at))
+    tasks = chain.from_iterable(job.tasks.by_state[state].values() for state in _WORST_FIRST)
+    alive = f"{job.tasks.num_alive}/{job.num_clients} clients alive"
     return "\n".join(
         [
-            f"<h2>{escape(job.name)}</h2><p>{alive}/{job.num_clients} clients alive, attempt {job.attempt}",
+            f"<h2>{escape(job.name)}</h2><p>{alive}, attempt {job.attempt}",
             _table(("barrier", "generation", "open for", "arrived", "missing"), barriers),
             _more(len(job.open), MAX_ROWS_SHOWN, "open barriers"),
             _table(
                 ("task", "state", "heard", "phase", "step", "bytes", "unchanged for", "host"),
-                [_task_row(task, now) for task in tasks[:MAX_ROWS_SHOWN]],
+                [_task_row(task, now) for task in islice(tasks, MAX_ROWS_SHOWN)],
             ),
-            _more(len(tasks), MAX_ROWS_SHOWN, "tasks"),
+            _more(len(job.tasks), MAX_ROWS_SHOWN, "tasks"),
+            "",
         ]
     )
 
@@ -89,7 +115,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return f"<td{' class=bad' if text in ('SUSPECT', 'LOST', 'FENCED') else ''}>{escape(text)}"
+    return f"<td{' class=bad' if text in ('SUSPECT', 'LOST', 'FENCED') else ''}>{escape(text[:MAX_CELL_CHARS])}"
 
 
 def _more(count: int, limit: int, noun: str) -> str:
@@ -99,7 +125,8 @@ def _more(count: int, limit: int, noun: str) -> str:
 class Pages:
     """Serves ``/`` and ``/metrics`` from threads; what they show is rendered on the coordinator's event loop.
 
-    So a page is never a mixture of two states, and a loop that is blocked is answered with 503.
+    So all about one job is of one moment, and a loop that is blocked is answered with 503. The loop has its other work
+    between any two jobs.
 
     Args:
         where: Host and port; port 0 takes any free one.
@@ -145,28 +172,39 @@ class Pages:
             return None
         rendering = asyncio.run_coroutine_threadsafe(render(accept), self._loop)
         try:
-            return rendering.result(RENDER_TIMEOUT_S)
+            return rendering.result(RENDER_TIMEOUT_S)()
         finally:
             rendering.cancel()
 
-    async def _render_status(self, accept: str) -> Page:  # noqa: ARG002  as the other
-        return "text/html; charset=utf-8", status_page(self._rules(), self._clock()).encode("utf-8", "replace")
+    async def _render_status(self, accept: str) -> Callable[[], Page]:  # noqa: ARG002  as the other
+        parts = []
+        for part in status_parts(self._rules(), self._clock()):
+            parts.append(part)
+            await asyncio.sleep(0)
+        return lambda: ("text/html; charset=utf-8", "".join(parts).encode("utf-8", "replace"))
 
-    async def _render_metrics(self, accept: str) -> Page:
+    async def _render_metrics(self, accept: str) -> Callable[[], Page]:
         encode, content_type = choose_encoder(accept)
-        return content_type, encode(self._metrics.registry)
+        snapshot = await self._metrics.snapshot()
+        return lambda: (content_type, encode(snapshot))
 
 
 class _HTTPServer(ThreadingHTTPServer):
-    """A server of a bounded number of threads."""
+    """A server of a bounded number of connections, each for a bounded time, however slowly the others write or read.
+
+    A connection that is cut off ends its thread, unless that waits for the event loop; so threads are bounded apart.
+    """
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = MAX_CONNECTIONS
 
     def __init__(self, where: tuple[str, int], pages: Pages) -> None:
         self.address_family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
         self.pages = pages
-        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._slots = threading.BoundedSemaphore(2 * MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._deadlines: dict[socket.socket, float] = {}  # of connections, oldest first
         super().__init__(where, _Handler)
 
     def server_bind(self) -> None:
@@ -174,16 +212,38 @@ class _HTTPServer(ThreadingHTTPServer):
         TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        self._cut_off(max_kept=MAX_CONNECTIONS - 1)
         if self._slots.acquire(blocking=False):
+            with self._lock:
+                self._deadlines[request] = time.monotonic() + REQUEST_TIMEOUT_S
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Do what `serve_forever` wants done twice a second, and after each connection."""
+        self._cut_off(max_kept=MAX_CONNECTIONS)
+
+    def _cut_off(self, max_kept: int) -> None:
+        """Cut off connections that take too long, and the oldest if there are too many."""
+        with self._lock:
+            num_surplus = len(self._deadlines) - max_kept
+            for number, (connection, deadline) in enumerate(list(self._deadlines.items())):
+                if number < num_surplus or deadline < time.monotonic():
+                    del self._deadlines[connection]
+                    with suppress(OSError):  # the other side was quicker
+                        connection.shutdown(socket.SHUT_RDWR)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._slots.release()
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._deadlines.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  the base class's
         logger.debug("a page could not be sent", exc_info=True)

@@ -17,6 +17,7 @@ from google.rpc.status_pb2 import Status
 
 from dtckpt import errors
 from dtckpt_server import rules
+from dtckpt_server.memory import LimitError
 from dtckpt_server.tokens import UnauthenticatedError
 
 DOMAIN = "dtckpt"
@@ -32,7 +33,7 @@ KINDS: dict[type[BaseException], tuple[grpc.StatusCode, str]] = {
     errors.ConfigError: (_Codes.INVALID_ARGUMENT, "REQUEST_INVALID"),
     rules.UnknownError: (_Codes.NOT_FOUND, "NOT_KNOWN"),
     rules.HeldError: (_Codes.ABORTED, "PLACE_HELD"),
-    rules.LimitError: (_Codes.RESOURCE_EXHAUSTED, "LIMIT_REACHED"),
+    LimitError: (_Codes.RESOURCE_EXHAUSTED, "LIMIT_REACHED"),
     errors.FencedError: (_Codes.FAILED_PRECONDITION, "FENCED"),
     errors.BarrierConflictError: (_Codes.FAILED_PRECONDITION, "BARRIER_CONFLICT"),
     errors.CoordinatorUnavailableError: (_Codes.UNAVAILABLE, "NOT_NOW"),

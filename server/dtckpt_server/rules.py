@@ -11,12 +11,9 @@ coordinator grants it a full heartbeat timeout from then on.
 
 from __future__ import annotations
 
-import bisect
-import math
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections import deque
+from collections.abc import Sequence
+from itertools import chain, islice
 
 from dtckpt import barriers, errors
 from dtckpt_server import texts
@@ -28,27 +25,36 @@ from dtckpt_server.events import (
     Heartbeat,
     Identity,
     Leave,
+    Members,
     Register,
     Report,
     Tick,
 )
-from dtckpt_server.texts import Failure, Progress, task_name
-
-REGISTERED, SUSPECT, LOST, LEFT, FENCED = "REGISTERED", "SUSPECT", "LOST", "LEFT", "FENCED"
-ALIVE = (REGISTERED, SUSPECT)
+from dtckpt_server.memory import (
+    ARRIVAL_NBYTES,
+    BARRIER_NBYTES,
+    KEPT_VERDICTS_S,
+    PARTICIPANT_NBYTES,
+    TASK_NBYTES,
+    LimitError,
+    Memory,
+)
+from dtckpt_server.state import Barrier, Effects, Job, Key, Transition
+from dtckpt_server.tasks import ALIVE, FENCED, LEFT, LOST, REGISTERED, SUSPECT, Task, Tasks
+from dtckpt_server.texts import Failure, task_name
 
 MAX_CLIENTS = 100_000
 MAX_JOBS = 10_000
 MAX_OPEN_BARRIERS = 1000
 """Per job."""
-KEPT_VERDICTS = 10_000
-KEPT_VERDICTS_S = 3600.0
-KEPT_PAYLOAD_BYTES = 256 << 20
-"""Payloads of decided barriers; beyond this the oldest are dropped, their verdicts stay."""
-KEPT_CALLS = 16
-"""Of each task: calls that may be repeated and then get the round that they had joined."""
 SOME = 8
 """How many tasks a text for people names."""
+MAX_NAMED = 10_000
+"""How many tasks a failure names for programs."""
+MAX_JOBS_LOOKED_AT, MAX_JUDGED = 1000, 64
+"""How many jobs one `Tick` looks at, and how many tasks and barriers it judges before it leaves the rest to another."""
+MAX_LATE, MAX_DUE = 32, 8
+"""How many tasks of one job a `Tick` judges, and how many of its barriers."""
 MAX_PAUSE_S = 1.0
 """A longer time without a `Tick` was spent not listening, and is not held against the tasks."""
 
@@ -59,132 +65,6 @@ class UnknownError(errors.CoordinationError):
 
 class HeldError(errors.FencedError):
     """Another incarnation holds the place, and it is not known yet whether it is alive."""
-
-
-class LimitError(errors.CoordinationError):
-    """A limit of the coordinator is reached."""
-
-
-@dataclass(slots=True)
-class Task:
-    """One place in a job and the process that has it."""
-
-    number: int
-    incarnation: int
-    attempt: int
-    host: str
-    heard_at: float
-    state: str = REGISTERED
-    progress: Progress = Progress()  # noqa: RUF009  immutable
-    progressed_at: float = 0.0  # when it last reported another progress
-    rival: tuple[int, float] = (0, 0.0)  # incarnation that wants this place, and since when
-    report: Report = Report()  # noqa: RUF009  immutable
-    calls: OrderedDict[int, Barrier] = field(default_factory=OrderedDict)
-
-    def note_call(self, call: int, barrier: Barrier) -> None:
-        """Keep which round a call joined."""
-        self.calls[call] = barrier
-        if len(self.calls) > KEPT_CALLS:
-            self.calls.popitem(last=False)
-
-
-_K = TypeVar("_K")
-Key = tuple[str, str | None, tuple[int, ...]]
-"""Name, operation and participants; none stand for all clients, as thousands would be hashed at every arrival."""
-
-
-@dataclass(slots=True)
-class Barrier:
-    """One round of a barrier's name. The verdict is set once."""
-
-    barrier_id: str
-    key: Key
-    job: str
-    name: str
-    generation: int
-    participants: tuple[int, ...]
-    first: int
-    position: str
-    topic: bytes
-    opened_at: float
-    timeout_s: float
-    deadline: float
-    last_arrival_at: float
-    arrived: dict[int, int] = field(default_factory=dict)  # task -> number of its call
-    former: Barrier | None = None  # failed round for which all who are here may be late
-    cut_off: set[int] = field(default_factory=set)  # tasks whose arrival got through at a later try only
-    is_again: bool = False  # a call is here that had arrived in an earlier life of the coordinator
-    payloads: dict[int, bytes] = field(default_factory=dict)
-    decided_at: float | None = None
-    failure: Failure | None = None
-    payloads_dropped: bool = False
-
-    @property
-    def is_open(self) -> bool:
-        return self.decided_at is None
-
-    @property
-    def is_passed(self) -> bool:
-        return self.decided_at is not None and self.failure is None
-
-    @property
-    def operation(self) -> str | None:
-        return self.key[1]
-
-    def missing(self) -> list[int]:
-        return [task for task in self.participants if task not in self.arrived]
-
-    def waits_for(self, task: int) -> bool:
-        """Whether this round is open and lacks the task."""
-        place = bisect.bisect_left(self.participants, task)
-        is_participant = place < len(self.participants) and self.participants[place] == task
-        return self.is_open and is_participant and task not in self.arrived
-
-
-@dataclass(slots=True)
-class Job:
-    """One job of one attempt. ``job_name`` is how its tasks' names call it, if one of them said so."""
-
-    name: str
-    num_clients: int
-    attempt: int
-    job_name: str
-    tasks: dict[int, Task] = field(default_factory=dict)
-    open: dict[str, Barrier] = field(default_factory=dict)  # by barrier_id
-    latest: dict[Key, Barrier] = field(default_factory=dict)
-    named: dict[str, Barrier] = field(default_factory=dict)  # latest of each name, whoever takes part
-    missed: dict[tuple[Key, str], Barrier] = field(default_factory=dict)  # latest failed first round of each position
-    broken: dict[tuple[int, ...], Barrier] = field(default_factory=dict)  # of operations that an earlier life began
-    num_heartbeats: int = 0
-
-    @property
-    def is_left(self) -> bool:
-        """Whether every client has come and said goodbye."""
-        return len(self.tasks) == self.num_clients and all(task.state == LEFT for task in self.tasks.values())
-
-    def full_task_name(self, number: int) -> str:
-        return f"{self.job_name or self.name}/replica:0/task:{number}"
-
-
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """One change of the state, as logs and metrics tell it: a kind of event, a line of text, and the ids."""
-
-    event: str
-    text: str
-    facts: Mapping[str, object]
-
-
-@dataclass(slots=True)
-class Effects:
-    """What the world must do about one event."""
-
-    refusal: errors.DtckptError | None = None  # the answer, if the event could not be accepted
-    barrier: Barrier | None = None  # where an `Arrive` arrived
-    decided: list[str] = field(default_factory=list)  # barrier ids
-    failed: list[Barrier] = field(default_factory=list)  # those of them whose participants are to be told
-    fenced: list[tuple[Identity, str]] = field(default_factory=list)  # who is to be told that it is over, and why
-    log: list[Transition] = field(default_factory=list)
 
 
 def apply(rules: Rules, event: Event, now: float) -> tuple[Rules, Effects]:
@@ -212,11 +92,10 @@ class Rules:
     def __init__(self, heartbeat_timeout_s: float, incarnation: int) -> None:
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.incarnation = incarnation
-        self.jobs: dict[str, Job] = {}
-        self._barriers: dict[str, Barrier] = {}
-        self._decided: OrderedDict[str, Barrier] = OrderedDict()
-        self._payloads: OrderedDict[str, int] = OrderedDict()  # decided barriers that have payloads -> their bytes
-        self._payload_bytes = 0
+        self.memory = Memory()
+        self.jobs = self.memory.jobs
+        self._barriers = self.memory.barriers
+        self._unjudged: deque[Job] = deque()
         self._serial = 0
         self._ticked_at: float | None = None
         self._effects = Effects()
@@ -270,8 +149,12 @@ class Rules:
             self._refuse_rival(job, task, who.incarnation, now)
         if task is not None and task.state == LOST:
             self._tell_fenced(job, task, _replaced(job.name, task.number))
+        if task is None:
+            self.memory.make_room(job, TASK_NBYTES)
+            self.memory.resize(job, TASK_NBYTES)
         task = Task(who.task, who.incarnation, attempt, event.host, now, progressed_at=now, report=event.report)
-        job.tasks[who.task] = task
+        job.heard_at = now
+        job.tasks.place(task, REGISTERED)
         self._fail_waits_for(job, task, now)
         self._log_task("registered", job, task, f"registered from {task.host or 'an unnamed host'}, attempt {attempt}")
 
@@ -281,7 +164,8 @@ class Rules:
         if job is None:
             if len(self.jobs) >= MAX_JOBS:
                 raise LimitError(f"no room for job {who.job!r}: the coordinator has {len(self.jobs)} jobs")
-            job = self.jobs[who.job] = Job(who.job, num_clients, attempt, job_name)
+            job = Job(who.job, num_clients, attempt, job_name)
+            self.memory.add_job(job)
         elif attempt < job.attempt:
             raise errors.FencedError(
                 f"{task_name(who.job, who.task)} is of attempt {attempt}, but attempt {job.attempt} has begun"
@@ -291,7 +175,9 @@ class Rules:
         elif job.is_left and all(task.incarnation != who.incarnation for task in job.tasks.values()):
             # The next run of a job that has ended: nobody is left whom the verdicts of the last one concern.
             self._log("job_begun_anew", f"job {job.name!r} is left by all and begins anew", job=job.name)
-            job = self.jobs[who.job] = Job(who.job, num_clients, attempt, job_name)
+            self.memory.resize(job, -TASK_NBYTES * len(job.tasks))
+            job.tasks = Tasks()
+            job.begin(num_clients, attempt, job_name)
         return job
 
     def _fence(self, job: Job, event: Register, job_name: str, now: float) -> None:
@@ -301,13 +187,11 @@ class Rules:
         self._log("attempt_begun", text, job=job.name, attempt=attempt)
         for barrier in list(job.open.values()):
             self._decide(barrier, texts.fenced(barrier.name, job.name, attempt), now)
-        for task in job.tasks.values():
-            task.state = FENCED
-            self._tell_fenced(job, task, _superseded(job.name, task.number, attempt))
-        job.tasks = {number: task for number, task in job.tasks.items() if number < num_clients}
-        for kept in (job.latest, job.named, job.missed, job.broken):
-            kept.clear()
-        job.attempt, job.num_clients, job.job_name = attempt, num_clients, job_name
+        self._effects.superseded = attempt
+        num_tasks = len(job.tasks)
+        job.tasks.fence(num_clients)
+        self.memory.resize(job, (len(job.tasks) - num_tasks) * TASK_NBYTES)
+        job.begin(num_clients, attempt, job_name)
 
     def _refuse_rival(self, job: Job, task: Task, incarnation: int, now: float) -> None:
         if task.rival[0] != incarnation:
@@ -323,7 +207,8 @@ class Rules:
     def _revive(self, job: Job, task: Task, now: float) -> None:
         if task.state != REGISTERED:
             self._log_task("back", job, task, f"is back ({task.state} until now)")
-        task.state, task.heard_at = REGISTERED, now
+        task.heard_at = job.heard_at = now
+        job.tasks.place(task, REGISTERED)
 
     def _task(self, who: Identity) -> tuple[Job, Task]:
         """Return the task if ``who`` still has its place."""
@@ -332,7 +217,7 @@ class Rules:
         if job is None or task is None or (task.incarnation == who.incarnation and task.state == LEFT):
             raise UnknownError(f"{task_name(who.job, who.task)} is not registered")
         if task.state == FENCED:
-            raise errors.FencedError(_superseded(who.job, who.task, job.attempt))
+            raise errors.FencedError(superseded(who.job, who.task, job.attempt))
         if task.incarnation != who.incarnation:
             raise errors.FencedError(_replaced(who.job, who.task))
         return job, task
@@ -353,9 +238,9 @@ class Rules:
             job, task = self._task(event.who)
         except (UnknownError, errors.FencedError):
             return
-        task.state = LEFT
+        job.tasks.place(task, LEFT)
         self._log_task("left", job, task, "left")
-        self._fail_without(job, {task.number}, now)
+        self._fail_without(job, [task.number], now)
 
     # --- barriers -----------------------------------------------------------------------------------------------
 
@@ -384,7 +269,7 @@ class Rules:
     def _round_for(self, job: Job, task: Task, arrival: Arrive, now: float) -> Barrier:
         """Return the round that a new call joins, or that it is late for; see `dtckpt.barriers`."""
         participants = arrival.members(job.num_clients)
-        key = arrival.name, arrival.operation, participants if len(participants) < job.num_clients else ()
+        key: Key = arrival.name, arrival.operation, participants if isinstance(participants, Members) else ()
         latest = job.latest.get(key)
         is_overtaken = any(call > arrival.call and other.key == key for call, other in task.calls.items())
         if is_overtaken or (arrival.operation is not None and arrival.call <= task.report.num_ended):
@@ -397,11 +282,12 @@ class Rules:
         missed = job.missed.get((key, arrival.position))
         if missed is not None and task.number in missed.arrived:
             missed = None
-        if missed is not None and missed.decided_at is not None:
-            is_certain = arrival.is_certain or arrival.is_again or arrival.was_cut_off
-            age_s = now - missed.decided_at
-            if barriers.is_late(is_certain=is_certain, age_s=age_s, heartbeat_timeout_s=self.heartbeat_timeout_s):
-                return missed
+        if (
+            missed is not None
+            and missed.failure is not None
+            and barriers.is_late(task.number, is_certain=arrival.is_certain, missing=missed.failure.missing)
+        ):
+            return missed
         if latest is not None and latest.is_open and task.number in latest.arrived:
             # The call that had arrived was given up by the task, which now comes anew.
             self._decide(latest, texts.gave_up(latest.name, task_name(job.name, task.number)), now)
@@ -415,6 +301,8 @@ class Rules:
         return barrier
 
     def _admit(self, job: Job, barrier: Barrier, arrival: Arrive, now: float) -> None:
+        if not self._has_room(job, barrier, arrival, now):
+            return
         barrier.arrived[arrival.who.task] = arrival.call
         barrier.last_arrival_at = now
         barrier.payloads[arrival.who.task] = arrival.payload
@@ -422,18 +310,36 @@ class Rules:
             barrier.cut_off.add(arrival.who.task)
         if now + arrival.timeout_s < barrier.deadline:
             barrier.deadline, barrier.timeout_s = now + arrival.timeout_s, arrival.timeout_s
+        is_first = len(barrier.arrived) == 1
         if len(barrier.arrived) == len(barrier.participants):
             self._decide(barrier, None, now)
-        elif len(barrier.arrived) == 1 and (gone := self._gone(job, barrier.participants, now)):
+        elif is_first and (gone := job.tasks.gone_among(barrier.participants, MAX_NAMED)):
             # Looked up for the first arrival only: whoever goes later fails the barrier by going.
-            self._decide(barrier, texts.lost(barrier.name, gone), now)
+            self._decide(barrier, texts.lost(barrier.name, gone, self._fates(job, gone[:SOME], now)), now)
+        elif is_first and barrier.operation and (task := self._first_elsewhere(job, barrier)):
+            self._fail_operation(job, barrier, task, now)  # likewise: whoever goes elsewhere later says so
         elif barrier.operation is not None:
             self._find_deadlock(job, barrier, arrival.who.task, now)
 
-    def _open(self, job: Job, arrival: Arrive, key: Key, participants: tuple[int, ...], now: float) -> Barrier:
+    def _has_room(self, job: Job, barrier: Barrier, arrival: Arrive, now: float) -> bool:
+        """Count an arrival. Where it does not fit the barrier fails, as the others would wait for it in vain."""
+        task = arrival.who.task
+        nbytes = 0 if task in barrier.arrived else ARRIVAL_NBYTES
+        payload_nbytes = len(arrival.payload) - len(barrier.payloads.get(task, b""))
+        try:
+            self.memory.make_room(job, nbytes + payload_nbytes)
+        except LimitError as error:
+            self._decide(barrier, texts.voted_no(task, errors.CoordinationError.__name__, error.message), now)
+            return False
+        self.memory.resize_barrier(job, barrier, nbytes, payload_nbytes)
+        return True
+
+    def _open(self, job: Job, arrival: Arrive, key: Key, participants: Sequence[int], now: float) -> Barrier:
         """Open a round; it is born failed if the name is open with other participants."""
         if len(job.open) >= MAX_OPEN_BARRIERS:
             raise LimitError(f"barrier {arrival.name!r}: job {job.name!r} already has {len(job.open)} open barriers")
+        nbytes = BARRIER_NBYTES + PARTICIPANT_NBYTES * len(key[2])
+        self.memory.make_room(job, nbytes)
         self._serial += 1
         deadline, latest = now + arrival.timeout_s, job.latest.get(key)
         barrier = Barrier(
@@ -441,6 +347,7 @@ class Rules:
             latest.generation + 1 if latest else 0, participants,
             arrival.who.task, arrival.position, arrival.topic, now, arrival.timeout_s, deadline, now,
         )  # fmt: skip
+        self.memory.resize_barrier(job, barrier, nbytes)
         before = job.named.get(arrival.name)
         job.open[barrier.barrier_id] = self._barriers[barrier.barrier_id] = barrier
         job.latest[key] = job.named[arrival.name] = barrier
@@ -493,14 +400,13 @@ class Rules:
             for other in [other for other in job.open.values() if other.is_again and other.key[2] == barrier.key[2]]:
                 self._decide(other, failure, now)
 
+    def _first_elsewhere(self, job: Job, barrier: Barrier) -> Task | None:
+        """Return a task that an operation's round waits for in vain."""
+        absent = (job.tasks.get(number) for number in barrier.participants if number not in barrier.arrived)
+        return next((task for task in absent if task and self._is_elsewhere(barrier, task)), None)
+
     def _find_deadlock(self, job: Job, barrier: Barrier, number: int, now: float) -> None:
-        """Fail a round that waits for a task which waits elsewhere for this one, or which is elsewhere for good."""
-        if barrier.operation:
-            for absent in barrier.missing():
-                task = job.tasks.get(absent)
-                if task is not None and task.state in ALIVE and self._is_elsewhere(barrier, task):
-                    self._fail_operation(job, barrier, task, now)
-                    return
+        """Fail a round that waits for a task which waits elsewhere for this one."""
         for other in [other for other in job.open.values() if other.operation == "" and other.waits_for(number)]:
             if (waiting := next((task for task in other.arrived if barrier.waits_for(task)), None)) is not None:
                 failure = texts.wait_for_each_other(
@@ -530,15 +436,11 @@ class Rules:
             raise UnknownError(f"job {job!r} has no barrier {barrier_id!r}")
         return barrier
 
-    def waiting_for(self, barrier: Barrier, now: float) -> dict[int, str]:
-        """Return how to call each participant that has not arrived, and what it did last."""
-        return {number: self._describe(self.jobs[barrier.job], number, now) for number in barrier.missing()}
-
-    def waiting_text(self, barrier: Barrier, now: float) -> str:
-        """Return some of `waiting_for` as text, and how many more there are, at little cost however many it is."""
-        job, missing = self.jobs[barrier.job], barrier.missing()
-        some = [self._describe(job, number, now) for number in missing[:SOME]]
-        return errors.capped([*some, *missing[SOME:]], SOME)
+    def waiting_for(self, barrier: Barrier, now: float) -> str:
+        """Return how to call some of those who have not arrived, what they did last, and how many more there are."""
+        job = self.jobs[barrier.job]
+        some = [self._describe(job, number, now) for number in barrier.missing(SOME)]
+        return errors.capped(some, SOME, count=barrier.num_missing)
 
     def _describe(self, job: Job, number: int, now: float) -> str:
         task = job.tasks.get(number)
@@ -546,107 +448,94 @@ class Rules:
             return task_name(job.name, number) + ", which never registered"
         return task_name(job.name, number) + texts.last_seen(task.progress, now - task.progressed_at)
 
-    def _gone(self, job: Job, participants: Sequence[int], now: float) -> dict[int, str]:
-        """Return what became of each participant that is lost or has left."""
-        gone = {}
-        for number in participants:
-            task = job.tasks.get(number)
-            if task is None or task.state not in (LOST, LEFT):
-                continue
+    def _fates(self, job: Job, gone: Sequence[int], now: float) -> list[str]:
+        """Return what became of tasks that are lost or have left."""
+        fates = []
+        for task in map(job.tasks.__getitem__, gone):
             silent = f"sent no heartbeat for {now - task.heard_at:.1f} s"
             fate = "has left" if task.state == LEFT else silent
-            gone[number] = f"{task_name(job.name, number)} {fate}{texts.last_seen(task.progress)}"
-        return gone
+            fates.append(f"{task_name(job.name, task.number)} {fate}{texts.last_seen(task.progress)}")
+        return fates
 
-    def _fail_without(self, job: Job, numbers: set[int], now: float) -> None:
+    def _fail_without(self, job: Job, gone: Sequence[int], now: float) -> None:
+        fates = dict(zip(gone, self._fates(job, gone, now), strict=True))
         for barrier in list(job.open.values()):
-            if not numbers.isdisjoint(barrier.participants):
-                self._decide(barrier, texts.lost(barrier.name, self._gone(job, barrier.participants, now)), now)
+            if theirs := [number for number in gone if number in barrier.participants]:
+                self._decide(barrier, texts.lost(barrier.name, theirs, map(fates.__getitem__, theirs)), now)
 
     def _decide(self, barrier: Barrier, failure: Failure | None, now: float) -> None:
         """Set the verdict. The first decision stands."""
         if not barrier.is_open:
             return
+        job = self.jobs[barrier.job]
         barrier.decided_at, barrier.failure = now, failure
-        self.jobs[barrier.job].open.pop(barrier.barrier_id, None)
-        self._decided[barrier.barrier_id] = barrier
+        job.open.pop(barrier.barrier_id, None)
         if failure:
-            barrier.payloads.clear()
+            self.memory.drop_payloads(job, barrier)
+            self.memory.resize_barrier(job, barrier, failure.nbytes)
             self._effects.failed.append(barrier)
             if not barrier.operation:
-                self.jobs[barrier.job].missed[barrier.key, barrier.position] = barrier
-        elif nbytes := sum(map(len, barrier.payloads.values())):
-            self._payloads[barrier.barrier_id] = nbytes
-            self._payload_bytes += nbytes
+                job.missed[barrier.key, barrier.position] = barrier
+        self.memory.keep(job, barrier)
         self._effects.decided.append(barrier.barrier_id)
         self._log_verdict(barrier, now)
-        self._forget(now)
 
     # --- time ---------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
         pause = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
-        quiet_since = math.inf if pause > MAX_PAUSE_S else now - self.heartbeat_timeout_s / 2
-        for job in self.jobs.values():
-            lost = set()
-            for task in job.tasks.values():
-                if task.heard_at >= quiet_since or task.state not in ALIVE:  # most are heard, and there are many
-                    continue
-                if pause > MAX_PAUSE_S:
-                    task.heard_at = min(now, task.heard_at + pause)
-                silent_s = now - task.heard_at
-                if silent_s > self.heartbeat_timeout_s:
-                    task.state = LOST
-                    lost.add(task.number)
-                    seen = texts.last_seen(task.progress)
-                    self._log_task("lost", job, task, f"is lost: silent for {silent_s:.1f} s{seen}")
-                elif task.state == REGISTERED and silent_s > self.heartbeat_timeout_s / 2:
-                    task.state = SUSPECT
-                    self._log_task("suspect", job, task, f"is suspect: silent for {silent_s:.1f} s")
-            if lost:
-                self._fail_without(job, lost, now)
-            for barrier in [barrier for barrier in job.open.values() if barrier.former is not None]:
-                self._end_late(barrier, now)
-            for barrier in [barrier for barrier in job.open.values() if now >= barrier.deadline]:
-                missing = self.waiting_for(barrier, now)
-                late = texts.timed_out(barrier.name, barrier.timeout_s, len(barrier.participants), missing)
-                self._decide(barrier, late, now)
-        self._forget(now)
-        self._forget_jobs(now)
+        if pause > MAX_PAUSE_S:
+            for task in chain.from_iterable(job.tasks.longest_silent() for job in self.jobs.values()):
+                task.heard_at = min(now, task.heard_at + pause)
+        self.memory.forget_old(now)
+        if not self._unjudged:
+            self._unjudged.extend(self.jobs.values())
+        num_judged = 0
+        for _ in range(min(len(self._unjudged), MAX_JOBS_LOOKED_AT)):
+            job = self._unjudged.popleft()
+            num_of_job = self._judge(job, now) if self.jobs.get(job.name) is job else 0
+            if num_of_job >= MAX_DUE:
+                self._unjudged.append(job)  # there may be more; the other jobs come first
+            num_judged += num_of_job
+            if num_judged >= MAX_JUDGED:
+                break
+        self._effects.is_unfinished = bool(self._unjudged)
 
-    def _forget(self, now: float) -> None:
-        while self._payload_bytes > KEPT_PAYLOAD_BYTES:
-            barrier_id, nbytes = self._payloads.popitem(last=False)
-            self._payload_bytes -= nbytes
-            self._barriers[barrier_id].payloads.clear()
-            self._barriers[barrier_id].payloads_dropped = True
-        while self._decided:
-            oldest = next(iter(self._decided.values()))
-            assert oldest.decided_at is not None  # noqa: S101  it is in _decided
-            if len(self._decided) <= KEPT_VERDICTS and now - oldest.decided_at <= KEPT_VERDICTS_S:
-                return
-            del self._decided[oldest.barrier_id], self._barriers[oldest.barrier_id]
-            self._payload_bytes -= self._payloads.pop(oldest.barrier_id, 0)
-            job = self.jobs.get(oldest.job)
-            if job is not None:
-                _remove(job.latest, oldest.key, oldest)
-                _remove(job.named, oldest.name, oldest)
-                _remove(job.missed, (oldest.key, oldest.position), oldest)
-                _remove(job.broken, oldest.key[2], oldest)
-            oldest.arrived.clear()  # tasks may still keep it, by its calls
-            oldest.payloads.clear()
-            oldest.former = None
-
-    def _forget_jobs(self, now: float) -> None:
-        """Remove jobs whose tasks have all been gone for as long as verdicts are kept."""
-        for job in list(self.jobs.values()):
-            is_over = all(
-                task.state not in ALIVE and now - task.heard_at > KEPT_VERDICTS_S for task in job.tasks.values()
+    def _judge(self, job: Job, now: float) -> int:
+        """Judge what time has brought to some of the job's tasks and barriers; return to how many."""
+        lost_before, suspect_before = now - self.heartbeat_timeout_s, now - self.heartbeat_timeout_s / 2
+        late = [
+            *job.tasks.silent_since(lost_before, SUSPECT, MAX_LATE),
+            *job.tasks.silent_since(suspect_before, REGISTERED, MAX_LATE),
+        ]
+        lost = []
+        for task in late:
+            silent_s = now - task.heard_at
+            if task.heard_at < lost_before:
+                job.tasks.place(task, LOST)
+                lost.append(task.number)
+                seen = texts.last_seen(task.progress)
+                self._log_task("lost", job, task, f"is lost: silent for {silent_s:.1f} s{seen}")
+            else:
+                job.tasks.place(task, SUSPECT)
+                self._log_task("suspect", job, task, f"is suspect: silent for {silent_s:.1f} s")
+        if lost:
+            self._fail_without(job, sorted(lost), now)
+        for barrier in [barrier for barrier in job.open.values() if barrier.former is not None]:
+            self._end_late(barrier, now)
+        due = list(islice((barrier for barrier in job.open.values() if now >= barrier.deadline), MAX_DUE))
+        for barrier in due:
+            arrived = f"{len(barrier.arrived)}/{len(barrier.participants)} arrived"
+            text = f"{arrived}, missing {self.waiting_for(barrier, now)}"
+            self._decide(
+                barrier, texts.timed_out(barrier.name, barrier.timeout_s, text, barrier.missing(MAX_NAMED)), now
             )
-            if is_over and not job.open and not job.named:
-                del self.jobs[job.name]
-                self._log("job_over", f"job {job.name!r} is over", job=job.name)
+        is_over = not job.tasks.num_alive and not job.open and not job.verdicts and now - job.heard_at > KEPT_VERDICTS_S
+        if is_over:
+            self.memory.remove_job(job)
+            self._log("job_over", f"job {job.name!r} is over", job=job.name)
+        return len(late) + len(due) + is_over
 
     # --- what is told about it ------------------------------------------------------------------------------------
 
@@ -673,14 +562,9 @@ class Rules:
         )
 
 
-def _superseded(job: str, number: int, attempt: int) -> str:
+def superseded(job: str, number: int, attempt: int) -> str:
     return f"{task_name(job, number)}: attempt {attempt} has begun"
 
 
 def _replaced(job: str, number: int) -> str:
     return f"another process has taken the place of {task_name(job, number)}"
-
-
-def _remove(kept: dict[_K, Barrier], key: _K, barrier: Barrier) -> None:
-    if kept.get(key) is barrier:
-        del kept[key]

@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.errors import ConfigError
+from dtckpt_server.handlers import add_handlers
 from dtckpt_server.pages import Pages
 from dtckpt_server.rules import MAX_CLIENTS, MAX_PAUSE_S, Rules
 from dtckpt_server.service import MAX_CALLS, CoordinatorService
@@ -106,16 +107,17 @@ class Server:
             ConfigError: The TLS files cannot be used.
         """
         config = self._config
-        pb_grpc.add_CoordinatorServicer_to_server(self._service, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        refuse = self._service.refuse
+        add_handlers(pb_grpc.add_CoordinatorServicer_to_server, self._service, self._server, refuse)
+        add_handlers(health_pb2_grpc.add_HealthServicer_to_server, self._health, self._server, refuse)
         if config.reflection:
-            _reflect(self._server)
+            self._reflect()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         credentials = server_credentials(config.tls) if config.tls else None
         self.port = _listen(self._server, config.host, config.port, credentials)
         if config.health_port is not None:
             self._health_server = grpc.aio.server(options=options())
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+            add_handlers(health_pb2_grpc.add_HealthServicer_to_server, self._health, self._health_server, refuse)
             self.health_port = _listen(self._health_server, config.host, config.health_port, None)
             await self._health_server.start()
         if config.metrics_port is not None:
@@ -129,6 +131,13 @@ class Server:
             self._running.append(asyncio.create_task(self._reload_forever(config.tokens_file)))
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
+    def _reflect(self) -> None:
+        from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+
+        servicer = reflection.aio.ReflectionServicer((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME))
+        add = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+        add_handlers(add, servicer, self._server, self._service.refuse)
+
     async def _set_health(self, status: int) -> None:
         for name in HEALTH_NAMES:
             await self._health.set(name, status)
@@ -137,7 +146,7 @@ class Server:
         tick_s = min(self._config.heartbeat_timeout_s / 10, 0.25)
         loop = asyncio.get_running_loop()
         while True:
-            self._service.tick()
+            await self._service.tick()
             due_at = loop.time() + tick_s
             await asyncio.sleep(tick_s)
             late_s = max(loop.time() - due_at, 0.0)
@@ -200,9 +209,3 @@ def _listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Ser
         return server.add_secure_port(where, credentials)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {where}: {error}") from error
-
-
-def _reflect(server: grpc.aio.Server) -> None:
-    from grpc_reflection.v1alpha import reflection
-
-    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -13,8 +13,9 @@ import functools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, TypeVar
 
 import grpc
@@ -24,6 +25,8 @@ from dtckpt import __version__, errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt_server import rules
+from dtckpt_server.answers import Answers, barrier_status, failure_message, job_page, jobs_page
+from dtckpt_server.chores import Chores
 from dtckpt_server.events import (
     MAX_NAME_BYTES,
     Arrive,
@@ -38,9 +41,10 @@ from dtckpt_server.events import (
 )
 from dtckpt_server.metrics import Metrics
 from dtckpt_server.refusals import Refusal
-from dtckpt_server.rules import Barrier, Effects, Job, Rules
-from dtckpt_server.streams import GATHER_S, Stream, Streams
-from dtckpt_server.texts import Failure, Progress
+from dtckpt_server.rules import Rules
+from dtckpt_server.state import Barrier, Effects, Transition
+from dtckpt_server.streams import GATHER_S, MAX_UNSENT, Stream, Streams
+from dtckpt_server.texts import Progress
 from dtckpt_server.tokens import Tokens
 
 logger = logging.getLogger("dtckpt_server")
@@ -54,6 +58,9 @@ ROUTINE = frozenset((grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED, grpc.St
 """What clients get now and then and deal with by themselves; not worth a line."""
 MAX_TOLD_PARTICIPANTS = 1024
 """Longest list of participants that a notice carries; where all tasks of a job take part, it carries none."""
+MAX_NOTICES = 64
+"""Events of one job that wait to be told; its clients learn of more by their next calls."""
+MAX_HOST_CHARS, MAX_PHASE_CHARS = 128, 64
 REFUSAL_LOG_S = 1.0
 """Least time between two log lines about calls that were refused with the same code."""
 
@@ -127,6 +134,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         self._calls = Slots("calls", max_calls)
         self._beating = Slots("heartbeat streams", max_calls)  # these stay, and must leave room for the others
         self._answers = Answers()
+        self._chores = Chores()
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
         self._streams = Streams(min(GATHER_S, state.heartbeat_timeout_s / 60))
         self._is_draining = False  # nothing new is begun
@@ -136,64 +144,89 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
 
     # --- for the server -----------------------------------------------------------------------------------------
 
-    def tick(self) -> None:
-        self._apply(Tick())
+    async def tick(self) -> None:
+        """Judge what time has brought, without holding anyone up."""
+        while self._apply(Tick()).is_unfinished:
+            await asyncio.sleep(0)
 
     def _apply(self, event: Event) -> Effects:
-        """Let an event happen and do what the rules decided.
+        """Let an event happen and begin what the rules decided.
 
         Raises:
             DtckptError: The rules refuse the event.
         """
         self.rules, effects = rules.apply(self.rules, event, self.clock())
-        self.metrics.note(effects)
-        for transition in effects.log:
-            logger.info("%s", transition.text, extra={"facts": {"event": transition.event, **transition.facts}})
-        for barrier_id in effects.decided:
-            self._wake(barrier_id)
-        for barrier in effects.failed:
-            self._notify(barrier)
-        for who, text in effects.fenced:
-            failure = pb.Failure(cause=pb.Failure.CAUSE_FENCED, code=errors.FencedError.__name__, message=text)
-            self._streams.tell(who, pb.Notice(failure=failure))
-        if self._is_draining and not any(job.open for job in self.rules.jobs.values()):
+        if effects.log:  # nothing is decided without a line
+            self._begin_to_tell(event, effects)
+        if self._is_draining and not self.rules.memory.num_open_barriers:
             self._is_idle.set()
         if effects.refusal is not None:
+            self.metrics.note_refused_event(effects.refusal)
             raise effects.refusal
         return effects
 
-    def _notify(self, barrier: Barrier) -> None:
-        """Tell the participants of an operation that one of its barriers has failed, also those that are not there yet.
+    def _begin_to_tell(self, event: Event, effects: Effects) -> None:
+        """Begin to tell everyone concerned, for each job apart: much to tell in one of them holds up no other."""
+        if isinstance(event, Tick):
+            self._chores.add("", self._tell_log(effects.log))
+            for job, failed in _by_job(effects.failed).items():
+                decided = [barrier.barrier_id for barrier in failed]
+                self._chores.add(job, chain(self._wake(decided), self._notify(job, failed, self._streams.of(job))))
+            return
+        job, failed, attempt = event.who.job, effects.failed, effects.superseded
+        # As they are now: no later step may tell a client that comes only then.
+        streams = self._streams.of(job) if failed or attempt is not None else {}
+        lives = [(stream, text) for who, text in effects.fenced if (stream := self._streams.stream_of(who))]
+        superseded = streams.items() if attempt is not None else ()
+        over = ((stream, rules.superseded(job, number, attempt or 0)) for number, stream in superseded)
+        steps = self._tell_log(effects.log), self._wake(effects.decided), _fence(chain(lives, over))
+        self._chores.add(job, chain(*steps, self._notify(job, failed, streams)))
+
+    def _tell_log(self, log: Iterable[Transition]) -> Iterator[None]:
+        for transition in log:
+            self.metrics.note(transition)
+            logger.info("%s", transition.text, extra={"facts": {"event": transition.event, **transition.facts}})
+            yield
+
+    def _wake(self, barrier_ids: Iterable[str]) -> Iterator[None]:
+        for barrier_id in barrier_ids:
+            for waiter in list(self._waiters.pop(barrier_id, ())):
+                _release(waiter)
+                yield
+
+    def _notify(self, job: str, failed: Sequence[Barrier], streams: Mapping[int, Stream]) -> Iterator[None]:
+        """Tell the participants of operations whose barriers have failed, also those that have not arrived there.
 
         Who comes to an operation's first barrier, or to one that stands alone, may mean the next round.
         """
-        if not barrier.operation:
-            return
-        is_everyone = len(barrier.participants) == self.rules.jobs[barrier.job].num_clients
-        if barrier.failure is None or (len(barrier.participants) > MAX_TOLD_PARTICIPANTS and not is_everyone):
-            return
-        notice = pb.Notice(
-            name=barrier.name,
-            operation=barrier.operation,
-            participants=() if is_everyone else barrier.participants,
-            failure=_failure(barrier.failure),
-        )
-        self._streams.tell_tasks(barrier.job, barrier.participants, notice)
+        inside = [barrier for barrier in failed if barrier.operation] if streams else []
+        for barrier in inside[:MAX_UNSENT]:
+            is_everyone = isinstance(barrier.participants, range)
+            is_small = len(barrier.participants) <= MAX_TOLD_PARTICIPANTS
+            if barrier.failure is None or not (is_everyone or is_small) or self._chores.num_waiting(job) > MAX_NOTICES:
+                continue
+            notice = pb.Notice(
+                name=barrier.name,
+                operation=barrier.operation or "",
+                participants=() if is_everyone else barrier.participants,
+                failure=failure_message(barrier.failure),
+            )
+            response = pb.HeartbeatStreamResponse(notice=notice)
+            for number in streams if is_everyone else barrier.participants:
+                if number in streams:
+                    streams[number].tell(response)
+                    yield
 
     async def drain(self, timeout_s: float) -> None:
         """Begin no barrier any more, let the open ones end, then send everyone who waits away with UNAVAILABLE."""
         self._is_draining = True
-        self.tick()
+        await self.tick()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._is_idle.wait(), timeout_s)
         self._is_stopping = True
-        for barrier_id in list(self._waiters):
-            self._wake(barrier_id)
+        self._chores.add("", self._wake(list(self._waiters)))
+        await self._chores.finish()
         await self._streams.end()
-
-    def _wake(self, barrier_id: str) -> None:
-        for waiter in self._waiters.pop(barrier_id, ()):
-            _release(waiter)
 
     def _refuse_if(self, is_ending: bool) -> None:
         if is_ending:
@@ -236,8 +269,16 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         self._refuse_if(self._is_draining)
         who = _identity(request.task)
-        report = _report(request.report)
-        self._apply(Register(who, request.num_clients, request.attempt, request.host[:256], request.job_name, report))
+        self._apply(
+            Register(
+                who,
+                request.num_clients,
+                request.attempt,
+                request.host[:MAX_HOST_CHARS],
+                request.job_name,
+                _report(request.report),
+            )
+        )
         return pb.RegisterResponse(
             coordinator_incarnation=self.rules.incarnation,
             heartbeat_timeout_s=self.rules.heartbeat_timeout_s,
@@ -368,7 +409,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         return pb.AwaitResponse(
             coordinator_incarnation=self.rules.incarnation,
             verdict=self._answers.of(barrier, self.rules.incarnation, collect=request.collect).verdict,
-            waiting_for=self.rules.waiting_text(barrier, self.clock()) if barrier.is_open else "",
+            waiting_for=self._answers.waiting_for(self.rules, barrier, self.clock()),
         )
 
     async def _decision(self, barrier: Barrier, max_wait_s: float) -> None:
@@ -401,37 +442,38 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         job = self.rules.jobs.get(request.job)
         if job is None:
             raise rules.UnknownError(f"no job {request.job!r} has registered")
-        now = self.clock()
-        return pb.GetJobResponse(
-            coordinator_incarnation=self.rules.incarnation,
-            num_clients=job.num_clients,
-            attempt=job.attempt,
-            tasks=[_task_status(job, number, now) for number in range(job.num_clients)],
-            open_barriers=[_barrier_status(barrier, now) for barrier in job.open.values()],
-        )
+        answer = job_page(job, request.page_token, self.clock())
+        answer.coordinator_incarnation = self.rules.incarnation
+        return answer
 
     @_answers
     async def GetBarrier(self, request: pb.GetBarrierRequest, context: Any) -> pb.GetBarrierResponse:
         barrier = self.rules.barrier(request.job, request.barrier_id)
-        return pb.GetBarrierResponse(
-            coordinator_incarnation=self.rules.incarnation, barrier=_barrier_status(barrier, self.clock())
-        )
+        status = barrier_status(barrier, self.clock(), rules.MAX_CLIENTS)
+        return pb.GetBarrierResponse(coordinator_incarnation=self.rules.incarnation, barrier=status)
 
     @_answers
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
         visible = None if self.tokens is None else self.tokens.visible(_authorization(context))
-        jobs = [
-            pb.JobSummary(
-                job=job.name,
-                num_clients=job.num_clients,
-                attempt=job.attempt,
-                num_alive=sum(task.state in rules.ALIVE for task in job.tasks.values()),
-                num_open_barriers=len(job.open),
-            )
-            for job in self.rules.jobs.values()
-            if visible is None or job.name in visible
-        ]
-        return pb.ListJobsResponse(coordinator_incarnation=self.rules.incarnation, jobs=jobs)
+        jobs = (job for job in self.rules.jobs.values() if visible is None or job.name in visible)
+        answer = jobs_page(jobs, request.page_token)
+        answer.coordinator_incarnation = self.rules.incarnation
+        return answer
+
+
+def _by_job(barriers: Iterable[Barrier]) -> dict[str, list[Barrier]]:
+    found: dict[str, list[Barrier]] = {}
+    for barrier in barriers:
+        found.setdefault(barrier.job, []).append(barrier)
+    return found
+
+
+def _fence(streams: Iterable[tuple[Stream, str]]) -> Iterator[None]:
+    """Tell clients that it is over, and why."""
+    for stream, text in streams:
+        failure = pb.Failure(cause=pb.Failure.CAUSE_FENCED, code=errors.FencedError.__name__, message=text)
+        stream.tell(pb.HeartbeatStreamResponse(notice=pb.Notice(failure=failure)))
+        yield
 
 
 def _stopping() -> errors.CoordinatorUnavailableError:
@@ -458,106 +500,8 @@ def _identity(task: pb.TaskIdentity) -> Identity:
 
 
 def _progress(progress: pb.Progress) -> Progress:
-    return Progress(progress.phase[:256], progress.step, progress.bytes_done, progress.bytes_total)
+    return Progress(progress.phase[:MAX_PHASE_CHARS], progress.step, progress.bytes_done, progress.bytes_total)
 
 
 def _report(report: pb.Report) -> Report:
     return Report(report.operation, report.num_ended)
-
-
-def _failure(failure: Failure) -> pb.Failure:
-    return pb.Failure(
-        cause=pb.Failure.Cause.Value(f"CAUSE_{failure.cause}"),
-        code=failure.code,
-        message=failure.message,
-        clients=failure.clients,
-        missing=failure.missing,
-    )
-
-
-def _state(barrier: Barrier) -> pb.BarrierState.ValueType:
-    if barrier.is_open:
-        return pb.BARRIER_STATE_OPEN
-    return pb.BARRIER_STATE_PASSED if barrier.is_passed else pb.BARRIER_STATE_FAILED
-
-
-class Answers:
-    """Makes answers about barriers. The last one is kept: all participants ask the same, at the same time, and to copy
-    everyone's payloads for everyone would be most of what a barrier costs.
-    """
-
-    def __init__(self) -> None:
-        self._key: tuple[str, int, bool] = ("", 0, False)
-        self._answer = pb.ArriveResponse()
-        self._packed = b""
-
-    def packed(self, barrier: Barrier, incarnation: int, *, collect: bool) -> bytes:
-        """Return the same, serialized."""
-        answer = self.of(barrier, incarnation, collect=collect)
-        self._packed = self._packed or answer.SerializeToString()
-        return self._packed
-
-    def of(self, barrier: Barrier, incarnation: int, *, collect: bool) -> pb.ArriveResponse:
-        """Return an answer with the verdict, and with the payloads if asked to; nothing in it may be changed.
-
-        Raises:
-            BarrierConflictError: The payloads are not kept any more.
-        """
-        if collect and barrier.payloads_dropped:
-            raise errors.BarrierConflictError(f"barrier {barrier.name!r} passed, but its payloads are no longer kept")
-        key = barrier.barrier_id, _state(barrier), collect
-        if key != self._key:
-            verdict = _verdict(barrier, collect=collect)
-            self._key, self._packed = key, b""
-            self._answer = pb.ArriveResponse(
-                coordinator_incarnation=incarnation,
-                barrier_id=barrier.barrier_id,
-                verdict=verdict,
-                generation=barrier.generation,
-            )
-        return self._answer
-
-
-def _verdict(barrier: Barrier, *, collect: bool) -> pb.Verdict:
-    return pb.Verdict(
-        state=_state(barrier),
-        failure=_failure(barrier.failure) if barrier.failure else None,
-        payloads=barrier.payloads if collect and barrier.is_passed else {},
-        cut_off=sorted(barrier.cut_off) if barrier.is_passed else (),
-    )
-
-
-def _barrier_status(barrier: Barrier, now: float) -> pb.BarrierStatus:
-    return pb.BarrierStatus(
-        barrier_id=barrier.barrier_id,
-        name=barrier.name,
-        generation=barrier.generation,
-        num_participants=len(barrier.participants),
-        missing=barrier.missing(),
-        state=_state(barrier),
-        failure=_failure(barrier.failure) if barrier.failure else None,
-        age_s=now - barrier.opened_at,
-    )
-
-
-def _task_status(job: Job, number: int, now: float) -> pb.TaskStatus:
-    task = job.tasks.get(number)
-    if task is None:
-        return pb.TaskStatus(task=number, name=job.full_task_name(number))
-    progress = task.progress
-    return pb.TaskStatus(
-        task=number,
-        name=job.full_task_name(number),
-        state=pb.TaskState.Value(f"TASK_STATE_{task.state}"),
-        incarnation=task.incarnation,
-        attempt=task.attempt,
-        host=task.host,
-        heartbeat_age_s=now - task.heard_at,
-        progress=pb.Progress(
-            phase=progress.phase,
-            step=progress.step,
-            bytes_done=progress.bytes_done,
-            bytes_total=progress.bytes_total,
-        ),
-        progress_age_s=now - task.progressed_at,
-    )

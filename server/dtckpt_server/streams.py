@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -53,6 +53,12 @@ class Stream:
     def owe(self, response: pb.HeartbeatStreamResponse) -> None:
         """Send this after all that is owed, when that is due."""
         self._owed.append(response)
+
+    def tell(self, notice: pb.HeartbeatStreamResponse) -> None:
+        """Send a notice soon, unless so much waits already that the client's next call is the sooner."""
+        if not self.is_full:
+            self.owe(notice)
+            self.begin_sending()
 
     def begin_sending(self) -> None:
         """Begin to send what is owed, if that is not under way."""
@@ -115,24 +121,14 @@ class Streams:
             if not job:
                 del self._streams[who.job]
 
-    def tell_tasks(self, job: str, tasks: Iterable[int], notice: pb.Notice) -> None:
-        """Tell the tasks of a job that have a stream."""
-        streams = self._streams.get(job)
-        if streams:
-            self._tell((streams[task][1] for task in tasks if task in streams), notice)
+    def of(self, job: str) -> dict[int, Stream]:
+        """Return the streams of a job as they are now, by task."""
+        return {task: stream for task, (_, stream) in self._streams.get(job, {}).items()}
 
-    def tell(self, who: Identity, notice: pb.Notice) -> None:
-        """Tell one life of a task, if its stream is the open one."""
+    def stream_of(self, who: Identity) -> Stream | None:
+        """Return the stream of one life of a task, if that is the open one."""
         holder, stream = self._streams.get(who.job, {}).get(who.task, (None, None))
-        if stream is not None and holder == who:
-            self._tell((stream,), notice)
-
-    def _tell(self, streams: Iterable[Stream], notice: pb.Notice) -> None:
-        response = pb.HeartbeatStreamResponse(notice=notice)
-        for stream in streams:
-            if not stream.is_full:
-                stream.owe(response)
-                stream.begin_sending()
+        return stream if holder == who else None
 
     async def answer(self, stream: Stream, response: pb.HeartbeatStreamResponse) -> None:
         """Answer a heartbeat, within ``gather_s``. Waits only for a client that does not read its answers."""

@@ -7,13 +7,17 @@ tests hold both to the same words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dtckpt import barriers, errors
 
 UNCHANGED_S = 10.0
 """From when on it is said how long a task's progress has not changed."""
+
+NUMBER_NBYTES = 40
+"""Of a number in a tuple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,11 @@ class Failure:
     message: str
     clients: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """About how much memory it takes."""
+        return sys.getsizeof(self.message) + NUMBER_NBYTES * (len(self.clients) + len(self.missing))
 
 
 def _failure(cause: str, cls: type[errors.DtckptError], message: str, **facts: tuple[int, ...]) -> Failure:
@@ -60,14 +69,14 @@ def voted_no(task: int, code: str, reason: str) -> Failure:
     return Failure("VOTE", code[:64] or errors.ClientFailedError.__name__, message)
 
 
-def lost(name: str, gone: Mapping[int, str]) -> Failure:
-    text = f"barrier {name!r} failed: {errors.capped(gone.values())}"
-    return _failure("TASK_LOST", errors.ClientLostError, text, clients=tuple(gone))
+def lost(name: str, clients: Sequence[int], fates: Iterable[str]) -> Failure:
+    """``fates`` may be only of the first of the clients."""
+    text = f"barrier {name!r} failed: {errors.capped(fates, count=len(clients))}"
+    return _failure("TASK_LOST", errors.ClientLostError, text, clients=tuple(clients))
 
 
-def timed_out(name: str, timeout_s: float, num_participants: int, missing: Mapping[int, str]) -> Failure:
-    arrived = f"{num_participants - len(missing)}/{num_participants} arrived"
-    text = f"barrier {name!r} timed out after {timeout_s:g} s: {arrived}, missing {errors.capped(missing.values())}"
+def timed_out(name: str, timeout_s: float, situation: str, missing: Sequence[int]) -> Failure:
+    text = f"barrier {name!r} timed out after {timeout_s:g} s: {situation}"
     return _failure("TIMEOUT", errors.BarrierTimeoutError, text, missing=tuple(missing))
 
 

@@ -187,10 +187,11 @@ def fork_amid_a_save(path: str) -> None:
         assert gate.reached.wait(WAIT_S)
         child = os.fork()
         if not child:
-            from dtckpt.checkpoint import in_flight
-
-            in_flight.wait(1.0)
-            os._exit(0)
+            try:
+                handle.result(WAIT_S)
+            except errors.ForkedProcessError:
+                sys.exit(0)
+            os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
     handle.result(WAIT_S)
 

@@ -122,7 +122,7 @@ def save_differently(path: str, clients: int, kind: str) -> None:
         axes, specs = ({"z": 2 * clients}, "z") if is_odd else ({"x": clients, "y": 2}, ("x", "y"))
         tree = {"w": packed(torch.zeros(50257), Layout([specs], dtckpt.create_distributed_mesh(axes)))}
     elif is_odd and kind == "unsavable":
-        tree["v"] = {1, 2}
+        tree["v"] = object()
     elif is_odd and kind == "name":
         tree["../v"] = torch.zeros(2)
     elif is_odd and kind == "error of the state":

@@ -187,7 +187,7 @@ def test_one_save_is_in_flight_at_a_time(tmp_path, second):
 
 
 BAD = {
-    "TreeError": {"v": {1, 2}},
+    "TreeError": {"v": object()},
     "TensorNameError": {"../v": torch.ones(2)},
     "DTypeError": {"v": torch.ones(2).to_sparse()},
     "CheckpointExistsError": {"w": torch.ones(2)},

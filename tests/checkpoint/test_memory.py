@@ -166,7 +166,7 @@ def test_a_forked_process_says_what_to_do(tmp_path):
         answer = answers.get(timeout=60)
     finally:
         child.join(60)
-    assert answer.startswith("StorageError: this process was forked")
+    assert answer.startswith("ForkedProcessError: this process was forked")
 
 
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])

@@ -15,7 +15,7 @@ from dtckpt.checkpoint import block_digests
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.manifest import BLOCKS_NAME, ArrayEntry, ArrayKind, Manifest
-from dtckpt.storage.arrays import ArrayReader
+from dtckpt.storage.array_reader import ArrayReader
 from dtckpt.storage.folders import LocalFolder
 from dtckpt.storage.located import StoredValue
 

@@ -2,6 +2,7 @@
 
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
@@ -12,6 +13,9 @@ from states import packed
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
 from dtckpt.format.codecs import CODECS
+from dtckpt.format.dtypes import DTYPES
+
+BITS = {"float4_e2m1fn_x2": np.uint8, "complex32": np.uint32}
 
 MESH = abstract_mesh({"x": 2, "y": 2})
 TREE = {
@@ -68,12 +72,26 @@ def test_tensorstore_opens_both_kinds(tmp_path, kvstore, codec):
 
 
 def test_every_dtype_is_a_zarr_data_type(tmp_path):
-    from dtckpt.format.dtypes import DTYPES
-
-    tree = {name: torch.ones(3).to(getattr(torch, name)) for name in DTYPES}
+    names = [name for name in DTYPES if name not in BITS]
+    tree = {name: torch.ones(3).to(getattr(torch, name)) for name in names}
     dtckpt.save(tmp_path / "s", tree, options=SaveOptions(kvstore="zarr"))
-    for name in DTYPES:
+    for name in names:
         array = ts.open({"driver": "zarr3", "kvstore": f"file://{tmp_path}/s/{name}/"}, read=True).result()
         assert array.dtype.name == name
         assert array.read().result().astype(np.complex128).tolist() == [1, 1, 1]
         assert json.loads((tmp_path / "s" / name / "zarr.json").read_text())["data_type"] == name
+
+
+@pytest.mark.filterwarnings("ignore:Object at dtckpt.manifest is not recognized")
+def test_the_bits_of_other_dtypes_are_integers(tmp_path):
+    pair = torch.tensor([0x2F, 0x40], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)  # -6 and 1, 0 and 2
+    half = torch.tensor([1.5, -2.0], dtype=torch.float16).view(torch.complex32)
+    dtckpt.save(tmp_path / "s", {"pair": pair, "half": half}, options=SaveOptions(kvstore="zarr"))
+    root = zarr.open_group(tmp_path / "s", mode="r")
+    for name, tensor in {"pair": pair, "half": half}.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        assert (root[name].dtype, root[name].attrs["dtckpt"]["dtype"]) == (BITS[dtype], dtype)
+    packed_pairs = root["pair"][...]
+    numbers = np.stack([packed_pairs & 15, packed_pairs >> 4], axis=-1).view(ml_dtypes.float4_e2m1fn)
+    assert numbers.astype(np.float32).tolist() == [[-6, 1], [0, 2]]
+    assert root["half"][...].view(np.float16).tolist() == [1.5, -2]

@@ -8,7 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import MESH_MAKERS, bits_of, differences, dtype_names, layouts, meshes, packed, shapes, tensor_of
+from states import (
+    MESH_MAKERS,
+    bits_of,
+    differences,
+    dtype_names,
+    layouts,
+    meshes,
+    packed,
+    shapes,
+    tensor_of,
+    zeros_of,
+)
 
 import dtckpt
 from dtckpt import Layout, Region, SaveOptions, abstract_mesh
@@ -47,7 +58,7 @@ def tree_of(wholes, chosen, device="cpu"):
 
 
 def zeros_on(wholes, chosen, device="cpu"):
-    return tree_of({name: torch.zeros_like(whole) for name, whole in wholes.items()}, chosen, device)
+    return tree_of({name: zeros_of(whole) for name, whole in wholes.items()}, chosen, device)
 
 
 def assert_holds(restored, wholes):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import bits_of, tensor_of
+from states import bits_of, tensor_of, zeros_of
 
 import dtckpt
 from dtckpt import Region, RestoreOptions, SaveOptions
@@ -47,7 +47,7 @@ def small_tree(count=300):
 
 
 def emptied(tree):
-    return {name: torch.zeros_like(tensor) for name, tensor in tree.items()}
+    return {name: zeros_of(tensor) for name, tensor in tree.items()}
 
 
 def assert_same(tree, other):

@@ -127,3 +127,15 @@ def test_what_the_save_took(run, source, tensors):
     phases = run("inspect", source, "--json").events[0]["phases"]
     assert [(each["client"], each["phase"], each["bytes"]) for each in phases] == [(0, "plan", 0), (0, "write", nbytes)]
     assert all(each["seconds"] > 0 for each in phases)
+
+
+def test_values_that_json_lacks(run, tmp_path):
+    dtckpt.save(tmp_path / "s", {"set": {2, 1}, "complex": 1j, "range": range(3), "size": torch.Size([2])})
+    (event,) = run("inspect", tmp_path / "s", "--json").events
+    assert event["values"] == {
+        "set": {"set": [{"value": 1}, {"value": 2}]},
+        "complex": {"complex": ["0.0", "1.0"]},
+        "range": {"range": [0, 3, 1]},
+        "size": {"torch.Size": [2]},
+    }
+    assert "complex  1j" in run("inspect", tmp_path / "s").out

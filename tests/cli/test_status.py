@@ -87,7 +87,13 @@ def test_json(run, server, waiting):
     assert (job["job"], job["num_clients"], job["attempt"]) == ("train", 3, 0)
     (barrier,) = job["barriers"]
     assert barrier.pop("age_s") > 0
-    assert barrier == {"name": "save/written", "generation": 0, "num_participants": 3, "missing": [1, 2]}
+    assert barrier == {
+        "name": "save/written",
+        "generation": 0,
+        "num_participants": 3,
+        "missing": [1, 2],
+        "num_unlisted": 0,
+    }
     assert job["tasks"][1]["progress"] == {"phase": "write", "step": 12, "bytes_done": 250, "bytes_total": 1000}
     assert job["tasks"][1]["incarnation"] == f"{waiting[1].member.incarnation:x}"
     assert job["tasks"][2]["heartbeat_age_s"] is None

@@ -186,7 +186,11 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 class Proxy:
-    """Hands bytes on to a port of this machine; while `flowing` is not set, it swallows them without a word."""
+    """Hands bytes on to a port of this machine.
+
+    While `flowing` is not set, it holds them back without a word; after `cut` it closes all connections, and each new
+    one, until `heal`.
+    """
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -195,6 +199,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []
+        self._is_cut = False
         self.num_connections = 0
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -204,6 +209,9 @@ class Proxy:
             while True:
                 near, _ = self._listener.accept()
                 self.num_connections += 1
+                if self._is_cut:
+                    near.close()
+                    continue
                 try:
                     far = socket.create_connection(("127.0.0.1", self._target))
                 except OSError:  # nobody is there
@@ -223,6 +231,15 @@ class Proxy:
         for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        self._is_cut = True
+        for end in list(self._sockets):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def heal(self) -> None:
+        self._is_cut = False
 
     def close(self) -> None:
         self.flowing.set()

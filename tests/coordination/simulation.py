@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from dtckpt_server import rules as server_rules
 from dtckpt_server.events import Arrive, Cancel, Event, Heartbeat, Identity, Leave, Register, Report, Tick
-from dtckpt_server.rules import Barrier, Effects, Rules, apply
+from dtckpt_server.rules import Rules, apply
+from dtckpt_server.state import Barrier, Effects
 from dtckpt_server.texts import Progress
 
 from dtckpt import barriers
@@ -108,9 +109,8 @@ class Simulation:
         self.now += server_rules.KEPT_VERDICTS_S + 1
         self.happen(Tick())
         rules = self.rules
-        for kept in (rules.jobs, rules._barriers, rules._decided, rules._payloads):
+        for kept in (rules.jobs, rules.memory.barriers, rules.memory.decided, rules.memory.nbytes):
             assert not kept, "something is never forgotten"
-        assert rules._payload_bytes == 0
 
     # --- what is promised ---------------------------------------------------------------------------------------
 

@@ -47,7 +47,10 @@ class World:
 
     def happen(self, event):
         self.rules, effects = apply(self.rules, event, self.now)
-        self.metrics.note(effects)
+        for transition in effects.log:
+            self.metrics.note(transition)
+        if effects.refusal is not None:
+            self.metrics.note_refused_event(effects.refusal)
         return effects
 
     def register(self, job="job", num_clients=2, **options):

@@ -42,12 +42,10 @@ def answer(sequence):
 
 def test_slow_reader_costs_a_bounded_number_of_notices():
     async def flood():
-        context, streams = Context(is_read=False), Streams(LONG_S)
-        who = Identity("job", 0, 1)
+        context = Context(is_read=False)
         stream = Stream(context)
-        streams.add(who, stream)
         for _ in range(3 * MAX_UNSENT):
-            streams.tell(who, pb.Notice())
+            stream.tell(pb.HeartbeatStreamResponse(notice=pb.Notice()))
         context.is_read.set()
         await stream.settle()
         stream.end()

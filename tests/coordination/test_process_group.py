@@ -12,7 +12,7 @@ from dtckpt import errors
 from dtckpt.coordination import Member, process_group
 from dtckpt.coordination.process_group import ProcessGroupCoordination
 
-from .contract import HEARTBEAT_S, ManyClientsContract, at, leave_all, together
+from .contract import HEARTBEAT_S, ManyClientsContract, Running, at, leave_all, same_error, together, wait_until
 
 
 def clients_at(store, num_clients, job, **options):
@@ -124,6 +124,28 @@ def test_silent_store_is_reported(monkeypatch):
         first.status()
     never.set()
     second.leave()
+
+
+def test_host_of_the_store_does_not_wait_again_for_a_client_that_was_named_lost():
+    """It watches the others all the time, not only from when it leaves."""
+    timeout_s = 3.0
+    store, job = dist.HashStore(), secrets.token_hex(4)
+    host, watching, lost = (
+        ProcessGroupCoordination(
+            store,
+            Member(job, client, 3, incarnation=secrets.randbits(60)),
+            heartbeat_timeout_s=timeout_s,
+            host_client=0,
+        )
+        for client in range(3)
+    )
+    together([host, watching, lost], lambda client: client.register())
+    lost._send = lambda link, state: None
+    first = Running([watching], at("b"))  # it looks after the others, and the host after it alone
+    wait_until(lambda: watching.status().barriers)
+    same_error({**first.results(), **together([host], at("b"))}, errors.ClientLostError, "client 2")
+    left = together([host, watching], lambda client: client.leave())
+    assert max(result.seconds for result in left.values()) < timeout_s / 6 + 1.0, left
 
 
 def _freeze(ask, release):

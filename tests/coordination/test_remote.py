@@ -407,8 +407,8 @@ if child == 0:
         coordinator_pb2_grpc.CoordinatorStub(channel).ListJobs(pb.ListJobsRequest(), timeout=10)
     try:
         client.barrier("b", timeout_s=10)
-    except errors.FencedError as error:
-        os._exit(0 if "forked from client 0 (fork/0)" in str(error) else 2)
+    except errors.ForkedProcessError as error:
+        os._exit(0 if f"forked from process {os.getppid()}" in str(error) else 2)
     os._exit(3)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert client.barrier("b", timeout_s=10).generation == 1
@@ -424,7 +424,7 @@ def test_fork_after_the_client_was_made(port):
 FORK_WHILE_CONNECTING = """
 import os, signal, threading, time
 import dtckpt.clients, dtckpt.coordination.access, dtckpt.coordination.remote  # no import may be under way either
-from dtckpt import coordination
+from dtckpt import coordination, errors
 threading.Thread(target=coordination.initialize_multi_client, args=("127.0.0.1:1",), daemon=True).start()
 while coordination._lock.acquire(blocking=False):
     coordination._lock.release()
@@ -432,7 +432,11 @@ while coordination._lock.acquire(blocking=False):
 child = os.fork()
 if child == 0:
     signal.alarm(20)
-    os._exit(0 if type(coordination.current_coordination()).__name__ == "LocalCoordination" else 1)
+    try:
+        coordination.current_coordination()
+    except errors.ForkedProcessError:
+        os._exit(0)
+    os._exit(1)
 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 os._exit(0 if code == 0 else 1)
 """

@@ -4,6 +4,7 @@ import itertools
 import tracemalloc
 
 import pytest
+from dtckpt_server import memory
 from dtckpt_server import rules as server_rules
 from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Leave, Register, Tick
 from dtckpt_server.rules import Rules, UnknownError, apply
@@ -160,7 +161,7 @@ def test_repeated_call_gets_the_verdict_and_another_life_does_not():
 
 
 def test_call_whose_round_is_forgotten_is_a_new_one_or_is_over(world, monkeypatch):
-    monkeypatch.setattr(server_rules, "KEPT_VERDICTS", 1)
+    monkeypatch.setattr(memory, "KEPT_VERDICTS", 1)
     for call in (10, 20, 30):
         for task in range(3):
             passed = world.arrive(task, call=call)
@@ -231,8 +232,8 @@ def test_recovery_window_is_a_full_timeout_for_each_task():
 
 
 def test_verdicts_payloads_and_jobs_do_not_pile_up(world, monkeypatch):
-    monkeypatch.setattr(server_rules, "KEPT_VERDICTS", 50)
-    monkeypatch.setattr(server_rules, "KEPT_PAYLOAD_BYTES", 10_000)
+    monkeypatch.setattr(memory, "KEPT_VERDICTS", 50)
+    monkeypatch.setattr(memory, "KEPT_PAYLOAD_BYTES", 10_000)
     for step in range(1000):
         for task in range(3):
             world.arrive(task, name=f"step {step}", payload=b"x" * 1000)
@@ -251,7 +252,7 @@ def test_verdicts_payloads_and_jobs_do_not_pile_up(world, monkeypatch):
     world.tick()
     assert not world.rules.jobs
     assert not world.rules._barriers
-    assert world.rules._payload_bytes == 0
+    assert world.rules.memory.nbytes == 0
 
 
 def test_open_barriers_are_limited(world, monkeypatch):
@@ -285,13 +286,13 @@ def test_a_refusal_changes_nothing_but_is_an_effect(world):
 
 def test_who_beats_but_does_nothing_is_shown_as_stuck(world):
     world.beat(2, phase="restore/read", step=12, done=41, total=100)
-    barrier = world.arrive(0)
+    barrier = world.arrive(0, participants=(0, 2))
     world.now += 310
     world.beat(2, phase="restore/read", step=12, done=41, total=100)
     seen = "client 2 (job/2); last seen in phase 'restore/read' step 12, 41%"
-    assert world.rules.waiting_for(barrier, world.now)[2] == f"{seen}, unchanged for 310 s"
+    assert world.rules.waiting_for(barrier, world.now) == f"{seen}, unchanged for 310 s"
     world.beat(2, phase="restore/read", step=12, done=42, total=100)
-    assert world.rules.waiting_for(barrier, world.now)[2] == seen.replace("41", "42")
+    assert world.rules.waiting_for(barrier, world.now) == seen.replace("41", "42")
 
 
 def test_cancel_is_for_participants_of_open_barriers(world):
@@ -305,7 +306,7 @@ def test_cancel_is_for_participants_of_open_barriers(world):
 
 
 def test_memory_does_not_grow_over_ten_thousand_barrier_names(world, monkeypatch):
-    monkeypatch.setattr(server_rules, "KEPT_VERDICTS", 100)
+    monkeypatch.setattr(memory, "KEPT_VERDICTS", 100)
 
     def use_names(numbers):
         for number in numbers:

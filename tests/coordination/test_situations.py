@@ -9,7 +9,7 @@ import threading
 
 import grpc
 import pytest
-from dtckpt_server import rules
+from dtckpt_server import memory
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
@@ -289,7 +289,7 @@ def test_late_arrival(raw, ok):
 
 def test_late_arrival_when_the_verdict_is_forgotten(raw, monkeypatch):
     """A call that its client has left behind is refused; another one meets the others in their next round."""
-    monkeypatch.setattr(rules, "KEPT_VERDICTS", 1)
+    monkeypatch.setattr(memory, "KEPT_VERDICTS", 1)
     for task in range(NUM_CLIENTS):
         raw.register(task)
     for call in (10, 20, 30):

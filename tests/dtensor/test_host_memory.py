@@ -1,4 +1,5 @@
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -79,25 +80,33 @@ class Runtime:
 class Owner: ...
 
 
+CARD = torch.device("cuda", 3)
+
+
 def test_memory_is_locked_until_it_is_unlocked_or_its_owner_is_gone(monkeypatch):
     runtime = Runtime()
+    current = []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda card: nullcontext(current.append(card)))
     memory, other, owner = torch.empty(100), torch.empty(10), Owner()
-    unlock = host_memory.lock_pages(memory, owner)
-    host_memory.lock_pages(other, owner)
+    unlock = host_memory.lock_pages(memory, owner, CARD)
+    host_memory.lock_pages(other, owner, CARD)
     assert runtime.locked == {memory.data_ptr(): 400, other.data_ptr(): 40}
     unlock()
     unlock()
     assert runtime.locked == {other.data_ptr(): 40}
     del owner
     assert runtime.locked == {}
+    # CUDA would make a context on whichever card is current.
+    assert current == [CARD] * 4
 
 
 def test_memory_that_cannot_be_locked_serves_as_it_is(monkeypatch, caplog):
     taken = []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=2))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(host_memory, "_take_last_error", lambda: taken.append(True))
-    host_memory.lock_pages(torch.empty(100), Owner())()
+    host_memory.lock_pages(torch.empty(100), Owner(), CARD)()
     assert taken == [True]
     assert "400 bytes of host memory cannot be page-locked: cudaError 2" in caplog.text
 
@@ -106,7 +115,7 @@ def test_memory_that_cannot_be_locked_serves_as_it_is(monkeypatch, caplog):
 def test_what_is_refused_does_not_show_in_the_next_kernel(card, caplog):
     memory, owner = torch.empty(100), Owner()
     torch.ones(1, device=card)
-    host_memory.lock_pages(memory, owner)
-    host_memory.lock_pages(memory, Owner())
+    host_memory.lock_pages(memory, owner, torch.device(card))
+    host_memory.lock_pages(memory, Owner(), torch.device(card))
     assert "cannot be page-locked" in caplog.text
     assert (torch.ones(2, device=card) + 1).tolist() == [2, 2]

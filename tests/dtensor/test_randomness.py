@@ -11,6 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from states import bits_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtckpt import Region, abstract_mesh, dtensor
 from dtckpt.dtensor.randomness import agreed_key, draw_key, fill, filling, integer_bounds, permutation
@@ -169,6 +171,41 @@ def test_cards_make_the_same_numbers(kind, dtype, params):
         assert bits_of(made) == bits_of(expected)
     else:
         torch.testing.assert_close(made.cpu(), expected)
+
+
+class Calls(TorchDispatchMode):
+    """Notes which operators run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"), [("uniform", {}), ("exponential", {}), ("bernoulli", {"p": ...}), ("integers", {"high": 9})]
+)
+def test_the_host_does_not_wait_for_a_card(kind, params):
+    with FakeTensorMode(), Calls() as calls:
+        params = {
+            name: torch.full((1024,), 0.5, device="cuda") if value is ... else value for name, value in params.items()
+        }
+        draw = draw_of(kind, torch.float32, params)
+        draw.values(TensorStream(5, torch.device("cuda")).words(0, 1024 * draw.bits // 256))
+    # The first brings a number of Python's to the card, the second one from there.
+    assert not calls.names & {"aten::lift_fresh", "aten::_local_scalar_dense"}
+
+
+def test_no_graph_repeats_the_same_numbers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    before = torch.get_rng_state()
+    with pytest.raises(RandomParameterError, match="a CUDA graph that draws them cannot be captured"):
+        dtensor.rand(4, device_mesh=abstract_mesh({"x": 2}))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_meta_and_empty_parts():

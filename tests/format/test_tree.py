@@ -1,12 +1,21 @@
 import contextlib
+import enum
 import json
 import math
+import pathlib
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass, field
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtckpt.errors import CheckpointCorruptError, TreeError
+from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TreeError
+from dtckpt.format import plain_values
 from dtckpt.format import tree as trees
 
 
@@ -18,39 +27,81 @@ def is_leaf(value):
     return isinstance(value, Leaf)
 
 
-plain = (
+floats = st.floats(allow_nan=True, allow_infinity=True)
+numpy_scalars = (
+    st.sampled_from([np.bool_, np.int8, np.uint16, np.int64, np.uint64]).flatmap(
+        lambda kind: st.integers(0, 1 if kind is np.bool_ else int(np.iinfo(kind).max)).map(kind)
+    )
+    | st.floats(width=16).map(np.float16)
+    | st.floats(width=32).map(np.float32)
+    | floats.map(np.float64)
+    | st.complex_numbers(width=64).map(np.complex64)
+    | st.complex_numbers().map(np.complex128)
+)
+hashable = (
     st.none()
     | st.booleans()
     | st.integers()
-    | st.floats(allow_nan=True, allow_infinity=True)
-    | st.text(st.characters(exclude_categories=()))
-    | st.binary()
+    | floats
+    | st.text(st.characters(exclude_categories=()), max_size=8)
+    | st.binary(max_size=8)
+    | st.builds(complex, floats, floats)
+    | st.builds(range, st.integers(), st.integers(), st.integers(1, 5))
+    | st.lists(st.integers(0, 2**40), max_size=3).map(torch.Size)
+    | numpy_scalars
 )
-keys = st.text(st.characters(exclude_characters="/"), max_size=4) | st.integers(-5, 5)
+elements = hashable | st.tuples(hashable, hashable)
+plain = hashable | st.sets(elements, max_size=4) | st.frozensets(elements, max_size=4)
+keys = (
+    st.text(st.characters(exclude_characters="/"), max_size=4)
+    | st.integers(-5, 5)
+    | st.sampled_from([None, True, 1.5, -math.inf, b"k", (1, "a"), (), 2j, np.int64(3), np.float32(0.1)])
+)
+fields = st.from_regex(r"[a-z]{1,4}", fullmatch=True).filter(str.isidentifier)
+FACTORIES = (None, bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+
+
+def dicts(children, names=keys):
+    return st.dictionaries(names, children, max_size=4).filter(
+        lambda made: len({str(key) for key in made}) == len(made)
+    )
+
+
 state_trees = st.recursive(
     plain | st.builds(Leaf),
     lambda children: (
         st.lists(children, max_size=4)
         | st.lists(children, max_size=4).map(tuple)
-        | st.dictionaries(keys, children, max_size=4).filter(lambda made: len({str(key) for key in made}) == len(made))
+        | dicts(children)
+        | dicts(children).map(OrderedDict)
+        | dicts(children).map(Counter)
+        | dicts(children).map(MappingProxyType)
+        | st.builds(defaultdict, st.sampled_from(FACTORIES), dicts(children))
+        | dicts(children, fields).map(lambda made: SimpleNamespace(**made))
+        | st.builds(deque, st.lists(children, max_size=4), st.none() | st.integers(0, 5))
     ),
     max_leaves=12,
 )
 
 
 def same(one, other):
+    """Whether two trees are equal, and of the same types all the way down."""
     if type(one) is not type(other):
         return False
-    if isinstance(one, dict):
+    if isinstance(one, SimpleNamespace):
+        return same(vars(one), vars(other))
+    if isinstance(one, dict | MappingProxyType):
         pairs = zip(one.items(), other.items(), strict=True)
-        return len(one) == len(other) and all(type(a) is type(b) and a == b and same(c, d) for (a, c), (b, d) in pairs)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, float):
-        return (math.isnan(one) and math.isnan(other)) or (
-            one == other and math.copysign(1, one) == math.copysign(1, other)
-        )
-    return one is other if isinstance(one, Leaf) else one == other
+        facts = [getattr(item, "default_factory", None) for item in (one, other)]
+        return len(one) == len(other) and facts[0] is facts[1] and all(same(a, b) for a, b in pairs)
+    if isinstance(one, list | tuple | deque):
+        if len(one) != len(other) or getattr(one, "maxlen", None) != getattr(other, "maxlen", None):
+            return False
+        return all(same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, set | frozenset):
+        return sorted(map(repr, one)) == sorted(map(repr, other))
+    # The texts of floats tell NaN from NaN, and zeros by sign.
+    return one is other if isinstance(one, Leaf) else repr(one) == repr(other)
 
 
 @given(state_trees)
@@ -67,10 +118,11 @@ def test_every_leaf_is_a_tensor_or_a_value(tree):
     found = []
 
     def count(node):
-        if isinstance(node, dict):
+        node = vars(node) if isinstance(node, SimpleNamespace) else node
+        if isinstance(node, dict | MappingProxyType):
             for child in node.values():
                 count(child)
-        elif isinstance(node, list | tuple):
+        elif isinstance(node, list | deque) or type(node) is tuple:
             for child in node:
                 count(child)
         else:
@@ -88,16 +140,66 @@ def test_names_are_paths():
     assert list(trees.flatten(leaf, is_leaf)[0]) == ["value"]
 
 
+class Shout(str):
+    __slots__ = ()
+
+
+class Output(OrderedDict):
+    """As the outputs of transformers' models are."""
+
+
+class Rows(list):
+    """A list of its own."""
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+class Corner(namedtuple("Corner", "x y"), enum.Enum):
+    LEFT = 0, 1
+
+
+@dataclass
+class Config(dict):
+    width: int = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "cure"),
+    [
+        (Shout("x"), r"pass str\(…\) of it"),
+        (Output(a=1), r"pass dict\(…\) of it"),
+        (Config(), r"pass dict\(…\) of it"),
+        (UserDict(a=1), r"pass dict\(…\) of it"),
+        (Rows([1]), r"pass list\(…\) of it"),
+        (torch.ones(2).max(0), r"pass tuple\(…\) of it"),
+        (np.str_("x"), r"pass its item\(\)"),
+        (np.longdouble(1), r"pass its item\(\)"),
+        (np.ones(2), r"pass torch.from_numpy\(array\)"),
+        (Color.RED, "pass its value or its name"),
+        (Corner.LEFT, "pass its value or its name"),
+        (pathlib.Path("x"), "expected a tensor, a plain value"),
+        (bytearray(b"x"), "expected a tensor, a plain value"),
+        (Config, "expected a tensor, a plain value"),
+        (torch.float32, "expected a tensor, a plain value"),
+        (defaultdict(lambda: 1), "only code could make its factory"),
+        (defaultdict(Counter), r"pass dict\(…\) of it"),
+    ],
+)
+def test_what_would_come_back_as_something_else_is_refused_with_a_cure(value, cure):
+    with pytest.raises(TreeError, match=rf"cannot save .* at 'a/0'.*{cure}"):
+        trees.flatten({"a": [value]}, is_leaf)
+
+
 @pytest.mark.parametrize(
     ("tree", "reason"),
     [
-        ({"a": {1, 2}}, "cannot save set at 'a'"),
-        ({"a": object()}, "cannot save object at 'a'"),
-        ([{"a": 1j}], "cannot save complex at '0/a'"),
-        ({1.5: 1}, r"keys must be str or int; got 1.5 \(float\)"),
-        ({True: 1}, r"keys must be str or int; got True \(bool\)"),
-        ({None: 1}, "keys must be str or int; got None"),
-        ({"a": {("b",): 1}}, "keys must be str or int"),
+        ({"a": object()}, "cannot save object at 'a': expected a tensor, a plain value"),
+        ({"a": {("b", Leaf()): 1}}, "cannot save Leaf as a key or in a set at 'a'"),
+        ([{1, Leaf()}], "cannot save Leaf as a key or in a set at '0'"),
+        ({"a": {frozenset(): 1}}, "cannot save frozenset as a key or in a set at 'a'"),
+        ({Shout("x"): 1}, "cannot save Shout as a key"),
         ({1: Leaf(), "1": Leaf()}, "would both be named '1'"),
         ({"a/b": Leaf(), "a": {"b": Leaf()}}, "would both be named 'a/b'"),
         ({"a": lambda: 1}, "cannot save function at 'a'"),
@@ -122,22 +224,88 @@ def test_a_tree_that_contains_itself():
         trees.flatten(tree, is_leaf)
 
 
-def test_trees_run_no_code():
-    class Shout(str):
-        __slots__ = ()
-
-    with pytest.raises(TreeError, match="cannot save Shout"):
-        trees.flatten({"a": Shout("x")}, is_leaf)
+class Point(NamedTuple):
+    x: Any
+    y: Any = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Moments:
+    mean: Any
+    unset: Any = field(init=False)
+
+
+def rebuilt(tree):
+    leaves, structure = trees.flatten(tree, is_leaf)
+    return trees.build(trees.load(trees.dump(structure)), leaves.__getitem__)
+
+
+def test_named_tuples_come_back_as_stand_ins():
+    leaf = Leaf()
+    back = rebuilt({"p": Point(leaf, [1])})["p"]
+    assert back == Point(leaf, [1])
+    assert (type(back).__name__, back._fields, back.y) == ("Point", ("x", "y"), [1])
+    odd = namedtuple("Odd", ["class", "a"], rename=True)(1, 2)
+    assert rebuilt(odd)._fields == ("_0", "a")
+    assert list(trees.flatten({"p": Point(leaf)}, is_leaf)[0]) == ["p/x"]
+
+
+def test_dataclasses_come_back_as_namespaces_of_their_fields():
+    leaf = Leaf()
+    assert rebuilt([Moments(leaf)]) == [SimpleNamespace(mean=leaf)]
+    assert list(trees.flatten({"m": Moments(leaf)}, is_leaf)[0]) == ["m/mean"]
+
+
+def test_sets_have_one_form_on_every_client():
+    tree = [{"b", "a", "c"}, frozenset([3, 1])]
+    _, structure = trees.flatten(tree, is_leaf)
+    assert [node["value"] for node in structure["list"][0]["set"]] == ["a", "b", "c"]
+    assert dict(trees.values(structure)) == {"0": {"a", "b", "c"}, "1": {1, 3}}
+
+
+def test_every_scalar_of_numpy():
+    for name, kind in plain_values.NUMPY_TYPES.items():
+        back = rebuilt(kind(1))
+        assert (type(back), back, np.dtype(kind).name) == (kind, 1, name)
+
+
+def test_states_of_objects_are_part_of_the_tree():
+    states = {"object": {"deep": 1j}}
+    _, structure = trees.flatten({"a": "x", "o": is_leaf}, is_leaf, lambda value: states["object"])
+    assert trees.build(structure, {}.get) == {"a": "x", "o": {"deep": 1j}}
+
+
+def test_names_of_a_checkpoint_run_no_code():
+    """Python makes code of the names of a named tuple."""
+    evil = "x=__import__('os').abort()"
+    for names, expected in (([evil, "y"], ("_0", "y")), (["class", "__new__"], ("_0", "_1"))):
+        items = {"dict": [[name, {"value": 1}] for name in names]}
+        made = trees.build(trees.load(json.dumps({"type": ["namedtuple", evil, items]}).encode()), {}.get)
+        assert (type(made).__name__, made._fields) == ("namedtuple", expected)
+    namespace = {"type": ["SimpleNamespace", None, {"dict": [["__class__", {"value": 1}]]}]}
+    assert type(trees.build(trees.load(json.dumps(namespace).encode()), {}.get)) is SimpleNamespace
+
+
+def test_renamed_containers_keep_their_types():
+    tree = {"o": OrderedDict(a=1, b=2), "d": deque([1, 2], 3), "p": Point(1, 2), 1.5: {(1, 2): 3}}
+    _, structure = trees.flatten(tree, is_leaf)
+    back = trees.build(trees.rename(structure, {"o/a": "o/z"}), {}.get)
+    assert same(back["o"], OrderedDict(z=1, b=2))
+    assert same(back["d"], tree["d"])
+    assert back["p"] == tree["p"]
+    assert back[1.5] == {(1, 2): 3}
+    back = trees.build(trees.rename(structure, {"d/0": "e/0"}), {}.get)
+    assert (back["d"], back["e"]) == ({"1": 2}, {"0": 1})
+
+
+KINDS = [*plain_values._DECODERS, "dict", "list", "tuple", "type", "tensor", "x"]
 nodes = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda children: (
-        st.lists(children, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["dict", "list", "tuple", "tensor", "value", "float", "bytes", "x"]), children, max_size=2
-        )
-    ),
+    st.sampled_from(["OrderedDict", "Counter", "deque", "defaultdict", "namedtuple", "int32", "nan"])
+    | st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(max_size=5),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.sampled_from(KINDS), children, max_size=2),
     max_leaves=8,
 )
 
@@ -151,11 +319,46 @@ def test_a_malformed_structure_is_corruption_and_nothing_else(document):
         list(trees.values(node))
         return trees.build(node, lambda name: ("tensor", name))
 
-    with contextlib.suppress(CheckpointCorruptError):
+    with contextlib.suppress(CheckpointCorruptError, CheckpointVersionError):
         read()
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b'{"value": 1, "list": []}', b'{"odd": 1}'])
+MALFORMED = [
+    b'{"type": ["deque", 1, {"list": [{"value": 1}, {"value": 2}]}]}',
+    b'{"type": ["deque", -1, {"list": []}]}',
+    b'{"type": ["deque", null, {"tensor": "abc"}]}',
+    b'{"type": ["Counter", null, {"list": []}]}',
+    b'{"type": ["namedtuple", null, {"dict": [[1, {"value": 1}]]}]}',
+    b'{"type": [["x"], null, {"dict": []}]}',
+    b'{"type": ["SimpleNamespace", null, {"dict": [[1, {"value": 1}]]}]}',
+    b'{"dict": [[1.5, {"value": 1}]]}',
+    b'{"dict": [[{"set": []}, {"value": 1}]]}',
+    b'{"dict": [[{"value": 1}, {"value": 1}], [1, {"value": 1}]]}',
+    b'{"set": [{"set": []}]}',
+    b'{"numpy": ["object", {"value": 1}]}',
+    b'{"numpy": ["uint8", {"value": 300}]}',
+    b'{"complex": ["x", "0"]}',
+    b'{"range": [0, 1, 0]}',
+    b'{"torch.Size": ["x"]}',
+    b'{"value": []}',
+    b'{"tensor": 1}',
+]
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b'{"value": 1, "list": []}', *MALFORMED])
 def test_a_malformed_document(data):
     with pytest.raises(CheckpointCorruptError, match="the manifest's state tree"):
         trees.build(trees.load(data), {}.get)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"odd": 1},
+        {"type": ["frozendict", None, {"dict": []}]},
+        {"type": ["defaultdict", "deque", {"dict": []}]},
+    ],
+)
+def test_what_only_a_newer_version_knows(node):
+    with pytest.raises(CheckpointVersionError, match=r"'(odd|frozendict|deque)', which this version does not know"):
+        trees.load(json.dumps({"list": [node]}).encode())

@@ -10,14 +10,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from states import IS_DEVELOPMENT_TORCH
 
 from .database import BACKWARD, DIRECTIONS, FORWARD, FULL, QUICK, RIGHT, outcomes_of
 from .samples import operators
 
 SCALE = FULL if os.environ.get("DTCKPT_OPERATORS") == "all" else QUICK
 EXCEPTIONS = tomllib.loads(Path(__file__).with_name("exceptions.toml").read_text())
-LEAST_RIGHT = {FORWARD: 660, BACKWARD: 535}
-"""Of 663 and 541 operators; PyTorch's own DTensor has 523 and 470 of a selection of 633."""
+LEAST_RIGHT = {FORWARD: 660, BACKWARD: 535} if IS_DEVELOPMENT_TORCH else {FORWARD: 655, BACKWARD: 529}
+"""Of 663 and 541 operators, of PyTorch 2.11's 658 and 535; PyTorch's DTensor has 523 and 470 of a selection of 633."""
 
 
 @pytest.mark.parametrize("name", operators())
@@ -33,7 +34,7 @@ def test_operator(name):
 
 def test_exceptions_have_reasons():
     for name, entry in EXCEPTIONS.items():
-        assert name in operators()
+        assert name in operators() or not IS_DEVELOPMENT_TORCH  # older ones do not have all
         assert set(entry) == {"directions", "reason"}
         assert entry["reason"]
         assert entry["directions"]

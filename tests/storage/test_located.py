@@ -11,8 +11,9 @@ import torch
 import dtckpt
 from dtckpt import Region, SaveOptions
 from dtckpt.errors import CheckpointCorruptError
+from dtckpt.storage.database import Database, Place
 from dtckpt.storage.folders import LocalFolder, open_context
-from dtckpt.storage.located import DatabaseFiles, FolderFiles, StoredValue
+from dtckpt.storage.located import File, StoredValue
 
 KEYS = [f"model/layers/{number:03}/{name}/c/0" for number in range(60) for name in ("a", "wörter ab:c")]
 VALUES = {key: f"value of {key}".encode() for key in KEYS}
@@ -21,15 +22,19 @@ VALUES = {key: f"value of {key}".encode() for key in KEYS}
 @pytest.fixture(params=[700, 8 << 20], ids=["many nodes", "one node"])
 def database(request, tmp_path):
     """A database, of nodes of nodes if they are small."""
-    base = LocalFolder(tmp_path).kvstore()
+    folder = LocalFolder(tmp_path)
     config = {"max_decoded_node_bytes": request.param, "max_inline_value_bytes": 8}
     context = open_context()
-    store = ts.KvStore.open({"driver": "ocdbt", "base": base, "config": config}, context=context).result()
+    store = ts.KvStore.open({"driver": "ocdbt", "base": folder.kvstore(), "config": config}, context=context).result()
     transaction = ts.Transaction(atomic=True)
     for key, value in {**VALUES, "inline": b"1"}.items():
         store.with_transaction(transaction).write(key, value).result()
     transaction.commit_async().result()
-    return DatabaseFiles(tmp_path, base, context)
+    return Database(folder, context)
+
+
+def stored(tmp_path, place: Place) -> StoredValue:
+    return StoredValue(File(f"{tmp_path}/{place.file}"), place.start, place.nbytes)
 
 
 def content(value: StoredValue) -> bytes:
@@ -38,32 +43,29 @@ def content(value: StoredValue) -> bytes:
     return bytes(memory)
 
 
-def test_all_values_are_found_once_it_pays_to_look(database):
-    assert database.find(KEYS[0], 1) is None  # TensorStore is quicker for one of many
-    database.expect(len(KEYS))
-    assert {key: content(database.find(key, 1)) for key in KEYS} == VALUES
+def test_all_values_are_found(database, tmp_path):
+    assert {key: content(stored(tmp_path, database.find(key))) for key in KEYS} == VALUES
 
 
-def test_a_large_value_counts_as_many(database):
-    assert content(database.find(KEYS[0], 1 << 20)) == VALUES[KEYS[0]]
+def test_a_small_value_comes_with_its_node(database):
+    assert database.find("inline") == b"1"
 
 
-@pytest.mark.parametrize("key", ["inline", "model", "zzz", "", "model/layers/000/b/c/0"])
-def test_what_is_not_in_a_file_is_left_to_tensorstore(database, key):
-    database.expect(len(KEYS))
-    assert database.find(key, 1) is None
+@pytest.mark.parametrize("key", ["model", "zzz", "", "model/layers/000/b/c/0"])
+def test_what_is_not_there_is_missing(database, key):
+    with pytest.raises(FileNotFoundError):
+        database.find(key)
 
 
-def test_few_places_are_kept(database, monkeypatch):
-    monkeypatch.setattr("dtckpt.storage.located.MAX_KNOWN_KEYS", 20)
-    database.expect(len(KEYS))
-    assert [content(database.find(key, 1)) for key in KEYS[::-1]] == [VALUES[key] for key in KEYS[::-1]]
-    assert sum(leaf.places is not None for leaf in database._leaves) <= 3
+def test_few_places_are_kept(database, monkeypatch, tmp_path):
+    monkeypatch.setattr("dtckpt.storage.database.MAX_KNOWN_KEYS", 20)
+    monkeypatch.setattr("dtckpt.storage.database.MAX_HEIGHT", 4)
+    assert [content(stored(tmp_path, database.find(key))) for key in KEYS[::-1]] == [VALUES[key] for key in KEYS[::-1]]
+    assert len(database._known) <= 5
 
 
-def test_a_value_is_read_to_its_end_only(database):
-    database.expect(len(KEYS))
-    value, memory = database.find(KEYS[0], 1), bytearray(100)
+def test_a_value_is_read_to_its_end_only(database, tmp_path):
+    value, memory = stored(tmp_path, database.find(KEYS[0])), bytearray(100)
     with pytest.raises(ValueError, match="cut short"):
         value.read_into(memoryview(memory), 0)
     value.read_into(memoryview(memory)[:5], 3)
@@ -72,9 +74,7 @@ def test_a_value_is_read_to_its_end_only(database):
 
 def test_a_file_is_open_as_long_as_somebody_reads_from_it(tmp_path):
     (tmp_path / "x").write_bytes(b"content")
-    files = FolderFiles(tmp_path)
-    value, memory = files.find("x", 7), bytearray(7)
-    files.close()
+    value, memory = stored(tmp_path, Place("x", 0, 7)), bytearray(7)
     (tmp_path / "x").unlink()
     value.read_into(memoryview(memory), 0)
     number = value.file.number
@@ -130,7 +130,7 @@ def test_parts_of_chunks_go_where_they_are_wanted(tmp_path, dtype):
 def test_what_the_system_holds_is_not_announced(tmp_path, monkeypatch, is_held):
     """It is asked for a page of the value's own: that of the last byte may be the next value's, too."""
     (tmp_path / "value").write_bytes(bytes(1 << 20))
-    value = FolderFiles(tmp_path).find("value", 0)
+    value = stored(tmp_path, Place("value", 0, 1 << 20))
     probed, announced = [], []
 
     def probe(number, memory, place, flags):

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -124,6 +125,33 @@ def test_dead_saves_are_collected(root, kvstore):
         dead.commit(overwrite=True)
     assert holds(f"{root}/step_00000001")
     assert dtckpt.CheckpointManager(root).all_steps() == [1]
+
+
+def test_two_jobs_that_save_to_one_path(bucket):
+    """Each begins when it likes; whoever is refused is so for a save of the other's that is committed."""
+    path, count = f"{bucket}/run/step_1", 6
+    saves = []
+
+    def job(name):
+        for number in range(count):
+            start, text = time.monotonic(), ""
+            try:
+                dtckpt.save(path, state(number) | {"job": name}, options=SaveOptions(overwrite=True))
+            except StorageError as error:
+                text = str(error)
+            saves.append((name, start, time.monotonic(), text))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(job, "ab"))
+    refused = [save for save in saves if save[3]]
+    for name, start, end, text in refused:
+        assert "another attempt saves to this path" in text
+        assert any(not other[3] and other[0] != name and other[1] < end and start < other[2] for other in saves), saves
+    assert len(refused) <= count
+    restored = dtckpt.restore(path)
+    assert restored["job"] in ("a", "b")
+    with dtckpt.open_checkpoint(path) as checkpoint:
+        assert checkpoint.verify().is_sound
 
 
 @on_objects

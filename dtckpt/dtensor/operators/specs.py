@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensor import KEYS, DTensor
 from dtckpt.layout import Layout
 
 _BOUND = 1 << 16
@@ -57,6 +57,7 @@ def wrapped(components: Sequence[torch.Tensor], described: Spec, device: torch.d
         strides=described.stride,
         dtype=described.dtype,
         device=components[0].device if components else device or torch.device("cpu"),
+        _extra_dispatch_keys=KEYS,
     )
     made._components = tuple(components)
     made._layout = described.layout

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dtckpt.dtensor.collectives import all_gather_object
-from dtckpt.errors import CoordinationError, GeneratorMismatchError, capped
+from dtckpt.errors import CoordinationError, GeneratorMismatchError, RandomParameterError, capped
 from dtckpt.groups import is_connected
 from dtckpt.mesh import Mesh
 
@@ -30,7 +30,16 @@ def draw_key(generator: torch.Generator | None = None) -> int:
     """Return a number from 0 to 2**63 - 1, drawn from a generator, default torch's own of the CPU.
 
     So ``torch.manual_seed`` and saved generator states determine all that follows. One draw, whatever it is for.
+
+    Raises:
+        RandomParameterError: A CUDA graph is being captured: the key is drawn on the host, so every replay would
+            repeat the same numbers.
     """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        raise RandomParameterError(
+            "random numbers: a CUDA graph that draws them cannot be captured, since each replay would draw the same "
+            "ones; draw them outside of the graph, or capture a model in eval mode"
+        )
     device = torch.device("cpu") if generator is None else generator.device
     return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
 

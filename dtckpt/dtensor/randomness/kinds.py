@@ -129,7 +129,12 @@ def _open(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _scaled_sum(numbers: torch.Tensor, factor: float, term: float) -> torch.Tensor:
     """Return ``numbers * factor + term`` in one pass; factors are powers of two, so fused or not, it is the same."""
-    return torch.add(torch.tensor(term, dtype=numbers.dtype, device=numbers.device), numbers, alpha=factor)
+    return torch.add(_scalar(term, numbers.dtype, numbers.device), numbers, alpha=factor)
+
+
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a number on a device; `torch.tensor` would copy it there, for which the host waits on CUDA."""
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Draw:
@@ -237,8 +242,12 @@ def _geometric(dtype: torch.dtype, p: float) -> Draw:
 def _bernoulli(dtype: torch.dtype, p: float | torch.Tensor = 0.5) -> Draw:
     del dtype
     if isinstance(p, torch.Tensor):
-        is_right = p.dtype in _FLOATS and (p.numel() == 0 or bool(((p >= 0) & (p <= 1)).all()))
-        _require(is_right, f"a tensor p of {p.dtype} for bernoulli", "floats from 0 to 1")
+        _require(p.dtype in _FLOATS, f"a tensor p of {p.dtype} for bernoulli", "floats from 0 to 1")
+        is_right = ((p >= 0) & (p <= 1)).all()
+        if p.is_cuda:  # the host need not wait
+            torch._assert_async(is_right, "random numbers: p for bernoulli is not from 0 to 1")
+        else:
+            _require(bool(is_right), f"a tensor p of {p.dtype} for bernoulli", "floats from 0 to 1")
         return Draw(*_unit(53 if p.dtype == torch.float64 else 24), limit=p)
     _require(0 <= p <= 1, f"p {p} for bernoulli", "0 <= p <= 1")
     largest = round(p * 2.0**32) - 2**31 - 1
@@ -280,7 +289,7 @@ def _integers(dtype: torch.dtype, low: int = 0, high: int | None = None) -> Draw
 
 def _scaled_briefly(words: torch.Tensor, low: int, span: int) -> torch.Tensor:
     """Return ``low`` and the upper halves of products of unsigned words of 32 bits, given as signed ones."""
-    first = torch.tensor((low << 32) + (span << 31), dtype=torch.int64, device=words.device)
+    first = _scalar((low << 32) + (span << 31), torch.int64, words.device)
     return torch.add(first, words.to(torch.int64), alpha=span).bitwise_right_shift_(32)
 
 

@@ -26,6 +26,12 @@ def _replicated(like: Any, shape: Any, dtype: torch.dtype, value: int) -> DTenso
     return DTensor(parts, replicated_layout(like.device_mesh, len(shape)), tuple(shape), dtype, device=like.device)
 
 
+def _on_host(like: Any, value: int) -> DTensor:
+    """Return a number whose copies lie in host memory: to read it from a card, the backward pass would wait."""
+    parts = [torch.full((), value, dtype=torch.int64) for _ in like.components]
+    return DTensor(parts, replicated_layout(like.device_mesh, 0), (), torch.int64)
+
+
 def _repeated(tensor: Any, count: int) -> Any:
     """Return heads of keys or values, each as often as there are heads of queries for it."""
     batch, heads, length, size = tensor.shape
@@ -62,7 +68,7 @@ def _forward(func: Operator) -> None:
             if isinstance(meta, torch.Tensor):
                 results[place] = _replicated(out, meta.shape, meta.dtype, 0)
         results[0] = out.to(call["query"].dtype)
-        results[seeds[0]] = _replicated(out, (), torch.int64, number)
+        results[seeds[0]] = _on_host(out, number)
         return tuple(results)
 
 

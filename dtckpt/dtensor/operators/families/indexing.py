@@ -87,7 +87,8 @@ def _index_select(call: Call) -> Rule | None:
         index, absent = inside(index, start, count, size, sign)
         if not count:
             return piece.new_zeros([*piece.shape[:dim], len(index), *piece.shape[dim + 1 :]])
-        return piece.index_select(dim, index).index_fill_(dim, absent.nonzero()[:, 0], 0)
+        # Not `index_fill_`: the host would wait to learn how many indices are absent.
+        return piece.index_select(dim, index).masked_fill_(absent.view(-1, *[1] * (piece.ndim - dim - 1)), 0)
 
     return by_part(found, dim, shape[dim], lookup)
 

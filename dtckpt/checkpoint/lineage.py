@@ -1,0 +1,117 @@
+"""Which of the steps below a root belong to the run that saved last; pure.
+
+A run may go back to an older step and train on. The newer steps then belong to a run that was abandoned. Nothing is
+moved or marked for that: every checkpoint says, in a file that is committed with it, which other steps it does not
+descend from. The newest commit alone decides, so each commit moves all readers at once from one view to the next.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dtckpt.format.digest import bytes_digest
+
+LINEAGE_NAME = "lineage.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """What one checkpoint says about the saves of its root.
+
+    Args:
+        number: Grows from commit to commit; 0 where nothing is known: another program put the checkpoint there, an
+            older version saved it, or the file is damaged.
+        aside: The steps that were there and that this checkpoint does not descend from.
+    """
+
+    number: int = 0
+    aside: frozenset[int] = frozenset()
+
+    def to_bytes(self) -> bytes:
+        """Return the file."""
+        data = json.dumps({"number": self.number, "aside": sorted(self.aside)}).encode()
+        return b"%s\n%016x\n" % (data, bytes_digest(data))
+
+    @classmethod
+    def from_bytes(cls, file: bytes) -> Lineage:
+        """Read the file.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        data, digest, _ = file.split(b"\n")
+        if int(digest, 16) != bytes_digest(data):
+            raise ValueError("its digest differs")
+        found = json.loads(data)
+        return cls(found["number"], frozenset(found["aside"]))
+
+
+UNKNOWN = Lineage()
+Saved = Mapping[int, Lineage]
+"""All steps that have a finished checkpoint, and what each says."""
+
+
+def current_steps(saved: Saved) -> frozenset[int]:
+    """Return the steps of the run that saved last.
+
+    A step of unknown lineage is one of them unless the newest commit has set it aside.
+    """
+    newest = max(saved, key=lambda step: (saved[step].number, step), default=0)
+    if not saved or not saved[newest].number:
+        return frozenset(saved)
+    unknown = {step for step in saved if not saved[step].number} - saved[newest].aside
+    return ancestry(saved, newest) | unknown
+
+
+def ancestry(saved: Saved, step: int) -> frozenset[int]:
+    """Return a step and those that it descends from, as far as they are still there.
+
+    A checkpoint descends from smaller steps only, which were there when it was saved. So what replaced one of them
+    later is told by its number. A step of unknown lineage is taken to descend from the smaller steps of the run that
+    saved last.
+    """
+    own = saved.get(step, UNKNOWN)
+    if not own.number:
+        return frozenset(other for other in current_steps(saved) if other < step) | (saved.keys() & {step})
+    older = {other for other, lineage in saved.items() if other < step and lineage.number <= own.number}
+    return frozenset(older - own.aside) | {step}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The saves that a training state descends from, as steps with the numbers of their commits.
+
+    Args:
+        saves: Those that were there.
+        begun: The save that was begun last. It counts when it is there: it may have failed.
+    """
+
+    saves: frozenset[tuple[int, int]]
+    begun: tuple[int, int] | None = None
+
+    @classmethod
+    def at(cls, saved: Saved, steps: frozenset[int]) -> Run:
+        """Return the run that saved these steps."""
+        return cls(frozenset((step, saved[step].number) for step in steps))
+
+    def save(self, step: int, saved: Saved, now_ns: int) -> tuple[Run, Lineage]:
+        """Return the run that begins a further save, and what that says.
+
+        The run loses greater steps: it has gone back.
+
+        Args:
+            step: The step that is to be saved.
+            saved: What there is.
+            now_ns: Nanoseconds since the epoch. The clock numbers commits, because two managers that do not see each
+                other's commit must not take one number; commits count on where the clock is behind.
+        """
+        # A file that cannot be read for a moment must not make a strange step of one of this run.
+        mine = {save for save in self.saves if save[0] in saved and saved[save[0]].number in (save[1], 0)}
+        if self.begun and saved.get(self.begun[0], UNKNOWN).number == self.begun[1]:
+            mine.add(self.begun)
+        mine = {save for save in mine if save[0] <= step}
+        number = max(now_ns, 1 + max((lineage.number for lineage in saved.values()), default=0))
+        aside = saved.keys() - {other for other, _ in mine} - {step}
+        return Run(frozenset(mine), (step, number)), Lineage(number, frozenset(aside))

@@ -1,0 +1,116 @@
+"""Containers of a state tree beyond dict, list and tuple: how each is taken apart and made anew.
+
+The manifest holds such a container as ``{"type": [name, argument, node]}``: a name of the table below, never of a
+class; what else makes it, as JSON; and its items as a node of kind ``dict`` or ``list``. Named tuples and
+dataclasses have classes of their own, which only code could make anew: the manifest has the names of their fields, by
+which they fill those of a restore's target. Without one they come back as stand-ins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import keyword
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+from dtckpt.errors import TreeError
+
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    factory.__name__: factory for factory in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+}
+
+
+class Container(NamedTuple):
+    """One kind of container.
+
+    Args:
+        base: The type of its items: a dict or a list.
+        make: Makes it of its argument and its items.
+        items: Returns its items.
+        argument: Returns what else makes it, as JSON; called with the container and its path.
+    """
+
+    base: type[dict[Any, Any]] | type[list[Any]]
+    make: Callable[[Any, Any], Any]
+    items: Callable[[Any], Any] = lambda container: container
+    argument: Callable[[Any, str], Any] = lambda _container, _where: None
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of a named tuple, a dataclass or a namespace, by name."""
+    if isinstance(value, tuple):
+        return dict(zip(type(value)._fields, value, strict=True))  # type: ignore[attr-defined]
+    if isinstance(value, SimpleNamespace):
+        return vars(value)
+    names = (field.name for field in dataclasses.fields(value))
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _factory_name(container: defaultdict[Any, Any], where: str) -> str | None:
+    factory = container.default_factory
+    if factory is None:
+        return None
+    name = getattr(factory, "__name__", "")
+    if _FACTORIES.get(name) is not factory:
+        raise TreeError(
+            f"cannot save the defaultdict at {where!r}: only code could make its factory {factory!r} anew; expected "
+            f"None, {', '.join(_FACTORIES)}; pass dict(…) of it"
+        )
+    return name
+
+
+def _make_defaultdict(factory: str | None, items: dict[Any, Any]) -> defaultdict[Any, Any]:
+    return defaultdict(None if factory is None else _FACTORIES[factory], items)
+
+
+def _make_deque(maxlen: int | None, items: list[Any]) -> deque[Any]:
+    if maxlen is not None and maxlen < len(items):
+        raise ValueError(f"a deque of at most {maxlen} items cannot hold {len(items)}")
+    return deque(items, maxlen)
+
+
+@lru_cache(maxsize=256)
+def _stand_in(name: str, fields: tuple[str, ...]) -> Any:
+    """Return a class of named tuples. Names that cannot be are replaced: Python makes code of them."""
+    is_name = name.isidentifier() and not keyword.iskeyword(name)
+    return namedtuple(name if is_name else "namedtuple", fields, rename=True)
+
+
+CONTAINERS: dict[str, Container] = {
+    "OrderedDict": Container(dict, lambda _, items: OrderedDict(items)),
+    "Counter": Container(dict, lambda _, items: Counter(items)),
+    "defaultdict": Container(dict, _make_defaultdict, argument=_factory_name),
+    "mappingproxy": Container(dict, lambda _, items: MappingProxyType(items)),
+    "deque": Container(list, _make_deque, argument=lambda made, _: made.maxlen),
+    "SimpleNamespace": Container(dict, lambda _, items: SimpleNamespace(**items), fields_of),
+    "namedtuple": Container(
+        dict,
+        lambda name, items: _stand_in(name, tuple(items))(*items.values()),
+        fields_of,
+        lambda made, _: type(made).__name__,
+    ),
+    "dataclass": Container(
+        dict, lambda _, items: SimpleNamespace(**items), fields_of, lambda made, _: type(made).__name__
+    ),
+}
+_NAMES: Mapping[type, str] = {
+    kind: kind.__name__ for kind in (OrderedDict, Counter, defaultdict, MappingProxyType, deque, SimpleNamespace)
+}
+_BUILTIN = (dict, list, tuple, set, frozenset, str, bytes, int, float, complex)
+
+
+def name_of(value: Any) -> str | None:
+    """Return the name of an object's kind of container; None for all else."""
+    if (name := _NAMES.get(type(value))) is not None:
+        return name
+    if isinstance(value, enum.Enum):
+        return None
+    if isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make"):
+        return "namedtuple"
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, *_BUILTIN)):
+        return "dataclass"
+    return None

@@ -1,0 +1,168 @@
+"""Plain values of a state tree, and their JSON form: what holds no tensor and comes back by no code but Python's own.
+
+``{"value": JSON}`` is None, a bool, an int, a finite float or a str. The other kinds are ``{"float": text}`` for the
+floats that JSON lacks, ``{"bytes": base64}``, ``{"complex": [text, text]}``, ``{"range": [start, stop, step]}``,
+``{"torch.Size": [int, …]}``, ``{"numpy": [dtype, node]}`` for numpy's scalars, and ``{"set": [node, …]}`` and
+``{"frozenset": [node, …]}``, in the order of the nodes' JSON, because clients compare it.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtckpt.errors import CheckpointCorruptError, TreeError
+
+Node = dict[str, Any]
+
+MAX_INT_BITS = 8192
+"""Largest int; longer decimal numbers are refused by Python's own parser."""
+
+NUMPY_TYPES = {
+    name: np.dtype(name).type
+    for name in (
+        "bool",
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is plain. The type must be the very one: a subclass would come back as its base."""
+    return type(value) in _ENCODERS
+
+
+def encode_value(value: Any, where: str) -> Node:
+    """Return the node of a plain value, at a path.
+
+    Raises:
+        TreeError: It is a number of too many digits, or a set that holds something else than plain values.
+    """
+    return _ENCODERS[type(value)](value, where)
+
+
+def encode_hashable(value: Any, where: str) -> Node:
+    """Return the node of a key or of an element of a set: a plain value that is no set, or a tuple of such.
+
+    Raises:
+        TreeError: It is something else.
+    """
+    if type(value) is tuple:
+        return {"tuple": [encode_hashable(item, where) for item in value]}
+    if not is_plain(value) or type(value) is frozenset:
+        raise TreeError(
+            f"cannot save {type(value).__name__} as a key or in a set at {where!r}; expected None, bool, int, float, "
+            "complex, str, bytes, range, torch.Size, a scalar of numpy, or a tuple of those"
+        )
+    return encode_value(value, where)
+
+
+def _encode_json(value: str | bool | None, where: str) -> Node:  # noqa: ARG001  (all encoders are called alike)
+    return {"value": value}
+
+
+def _encode_int(value: int, where: str) -> Node:
+    if value.bit_length() > MAX_INT_BITS:
+        raise TreeError(
+            f"int at {where!r} is too large; got {value.bit_length()} bits, expected at most {MAX_INT_BITS}"
+        )
+    return {"value": value}
+
+
+def _encode_float(value: float, where: str) -> Node:  # noqa: ARG001
+    return {"value": value} if math.isfinite(value) else {"float": repr(value)}
+
+
+def _encode_scalar(value: np.generic, where: str) -> Node:
+    return {"numpy": [value.dtype.name, encode_value(value.item(), where)]}
+
+
+def _encode_set(value: set[Any] | frozenset[Any], where: str) -> Node:
+    return {type(value).__name__: sorted((encode_hashable(item, where) for item in value), key=json.dumps)}
+
+
+_ENCODERS: dict[type, Callable[[Any, str], Node]] = {
+    **dict.fromkeys((type(None), bool, str), _encode_json),
+    int: _encode_int,
+    float: _encode_float,
+    bytes: lambda value, _: {"bytes": base64.b64encode(value).decode()},
+    complex: lambda value, _: {"complex": [repr(value.real), repr(value.imag)]},
+    range: lambda value, where: {
+        "range": [encode_value(bound, where)["value"] for bound in (value.start, value.stop, value.step)]
+    },
+    torch.Size: lambda value, _: {"torch.Size": list(value)},
+    **dict.fromkeys(NUMPY_TYPES.values(), _encode_scalar),
+    set: _encode_set,
+    frozenset: _encode_set,
+}
+
+
+def decode_value(kind: str, content: Any) -> Any:
+    """Return the value of a node of one kind.
+
+    Raises:
+        CheckpointCorruptError: The node is malformed.
+        KeyError: There is no such kind.
+    """
+    decode = _DECODERS[kind]
+    try:
+        return decode(content)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {kind}: {error}") from error
+
+
+def decode_hashable(node: Any) -> Any:
+    """Return what `encode_hashable` made a node of."""
+    ((kind, content),) = node.items()
+    return tuple(map(decode_hashable, content)) if kind == "tuple" else decode_value(kind, content)
+
+
+def _decode_json(content: Any) -> Any:
+    if type(content) not in (type(None), bool, int, float, str):
+        raise TypeError("expected null, a boolean, a number or a string")
+    if type(content) is int and content.bit_length() > MAX_INT_BITS:
+        raise ValueError(f"got an int of {content.bit_length()} bits, expected at most {MAX_INT_BITS}")
+    return content
+
+
+_DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "value": _decode_json,
+    "float": lambda text: float(text.strip()),
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "complex": lambda parts: complex(*(float(text.strip()) for text in parts)),
+    "range": lambda bounds: range(*map(_decode_json, bounds)),
+    "torch.Size": torch.Size,
+    "numpy": lambda pair: NUMPY_TYPES[pair[0]](decode_hashable(pair[1])),
+    "set": lambda items: set(map(decode_hashable, items)),
+    "frozenset": lambda items: frozenset(map(decode_hashable, items)),
+}
+
+
+def refusal(value: Any, where: str, verb: str = "save") -> TreeError:
+    """Return the error for an object that a tree cannot hold, with the cure for the common ones."""
+    plain = next((base for base in (str, bytes, bool, int, float, complex) if isinstance(value, base)), None)
+    container = next((base for base in (dict, list, tuple, set, frozenset) if isinstance(value, base)), None)
+    if isinstance(value, enum.Enum):
+        cure = "only code could make its class anew; pass its value or its name"
+    elif isinstance(value, np.ndarray):
+        cure = "pass torch.from_numpy(array), which shares the array's memory"
+    elif isinstance(value, np.generic):
+        cure = "pass its item()"
+    elif plain or container or isinstance(value, Mapping):
+        base = plain or container or dict
+        cure = f"its class would be lost; pass {base.__name__}(…) of it, or give the class a state_dict()"
+    else:
+        cure = (
+            "expected a tensor, a plain value (None, bool, int, float, complex, str, bytes, range, set, torch.Size, "
+            "numpy's scalars), a container (dict, list, tuple, deque, SimpleNamespace and the like, a named tuple, a "
+            "dataclass), or an object with state_dict() and load_state_dict()"
+        )
+    return TreeError(f"cannot {verb} {type(value).__name__} at {where!r}: {cure}")

@@ -1,0 +1,78 @@
+"""Jobs through random faults, against the real rules: nothing is ever mixed, and the job heals.
+
+``DTCKPT_TESTS=all`` goes through a hundred thousand histories.
+"""
+
+import os
+import random
+from collections import Counter
+
+import pytest
+
+from dtckpt.coordination import ordinals
+
+from .model import FAULTS, Fault, Job, World, random_job
+
+HISTORIES = 100_000 if os.environ.get("DTCKPT_TESTS") == "all" else 400
+TAIL = 8
+"""The last steps of a job that runs free, by which who was behind has caught up."""
+
+
+def history(seed):
+    job = random_job(random.Random(seed))
+    world = World(job, seed)
+    world.run()
+    return job, world
+
+
+def too_many_failures(job, world):
+    """Return the steps that were not saved though the job had healed."""
+    if not job.is_lockstep:
+        return world.failures_after(job.num_steps - TAIL - 1)
+    failures = world.failures_after(world.last_fault_step)
+    # Without steps, two faults of one client between two saves can hide behind each other.
+    allowed = 1 if job.gives_step or len(job.faults) == 1 else 2
+    return failures[allowed:]
+
+
+def test_no_history_mixes_operations_and_every_job_heals():
+    for seed in range(HISTORIES):
+        job, world = history(seed)
+        assert not world.mixed(), (seed, job, world.trace)
+        assert not too_many_failures(job, world), (seed, job, world.trace)
+
+
+def test_the_histories_hold_every_fault_and_every_kind_of_end():
+    faults, ends = Counter(), Counter()
+    for seed in range(100):
+        job, world = history(seed)
+        faults.update(fault.kind for fault in job.faults)
+        ends.update(outcome.partition(":")[0] for client in world.clients for outcome in client.outcomes.values())
+    assert set(faults) == set(FAULTS)
+    assert set(ends) >= {"saved", "skipped", "VerdictError", "NoVerdictError", "DisagreementError", "KeyboardInterrupt"}
+
+
+@pytest.mark.parametrize("is_lockstep", [True, False])
+@pytest.mark.parametrize("gives_step", [True, False])
+def test_after_one_cut_one_save_fails(gives_step, is_lockstep):
+    world = World(Job(2, 12, is_lockstep, gives_step, (Fault("cut", 1, 4, 0.02, 1.0),)), seed=1)
+    world.run()
+    assert world.failures_after(4) == []
+    assert not world.mixed()
+
+
+def test_the_model_sees_what_the_comparison_prevents(monkeypatch):
+    """With a comparison that finds all clients level, operations are mixed."""
+    monkeypatch.setattr(ordinals, "compare", lambda *_: ordinals.SAME)
+    assert any(history(seed)[1].mixed() for seed in range(100))
+
+
+def test_the_model_sees_what_catching_up_prevents(monkeypatch):
+    """With a comparison that always levels the counts, operations are mixed once a client was cut off."""
+    compare = ordinals.compare
+
+    def level(found, *arguments):
+        return compare({client: ordinals.Ordinal(each.number, each.step) for client, each in found.items()}, *arguments)
+
+    monkeypatch.setattr(ordinals, "compare", level)
+    assert any(history(seed)[1].mixed() for seed in range(200))
