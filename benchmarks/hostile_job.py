@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import threading
 import time
 import urllib.request
@@ -78,6 +79,7 @@ class Hostile:
     def __init__(self, stub: pb_grpc.CoordinatorAsyncStub, num_barriers: int) -> None:
         self._stub = stub
         self._num_barriers = num_barriers
+        self._calls = itertools.count(1)
         self._attempt = 0
 
     def _who(self, task: int = 0) -> pb.TaskIdentity:
@@ -92,7 +94,8 @@ class Hostile:
     async def open_barriers(self, timeout_s: float = 600.0) -> None:
         for number in range(self._num_barriers):
             vote = pb.Vote(ok=True, payload=bytes(4096))
-            arrival = pb.ArriveRequest(task=self._who(), name=f"{timeout_s}/{number}", timeout_s=timeout_s, vote=vote)
+            name, call = f"{timeout_s}/{number}", next(self._calls)
+            arrival = pb.ArriveRequest(task=self._who(), name=name, call=call, timeout_s=timeout_s, vote=vote)
             await self._stub.Arrive(arrival, timeout=LIMIT_S)
 
     async def get_job(self) -> None:

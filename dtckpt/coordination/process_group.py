@@ -491,12 +491,13 @@ def from_environment(
 ) -> ProcessGroupCoordination:
     """Meet at the store of the default process group, or at the one that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
 
-    Collective: Over all clients, if there is no default process group.
+    Collective: Over all clients, if there is no default process group and torchrun's agent hosts the store: it outlives
+    attempts of the job, so the clients agree on theirs.
 
     Raises:
         ConfigError: There is no process group and the environment names no store.
         CoordinatorUnavailableError: The store cannot be reached.
-        BarrierTimeoutError: There is no process group, and other clients did not come to the store.
+        BarrierTimeoutError: The clients have to agree on their attempt, and some did not come.
     """
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if dist.is_initialized():
@@ -505,9 +506,11 @@ def from_environment(
             logger.warning("%s", rendezvous.ADVICE)
     else:
         config = Config.from_environ()
-        topic = f"coordination/{quote(member.job, safe='')}"
-        store, attempt = rendezvous.meet(rendezvous.open_store(config), topic, config)
-        member = replace(member, attempt=attempt)
+        store = rendezvous.open_store(config)
+        if agent_hosts:
+            topic = f"coordination/{quote(member.job, safe='')}"
+            store, attempt = rendezvous.meet(store, topic, config)
+            member = replace(member, attempt=attempt)
     return ProcessGroupCoordination(
         store, member, heartbeat_timeout_s=heartbeat_timeout_s, host_client=None if agent_hosts else 0
     )

@@ -311,9 +311,14 @@ class ManyClientsContract(CoordinationContract):
         results = {**together(clients[:2], at("b", position=SECOND)), **waiting.results()}
         assert not any(result.error for result in results.values()), results
 
-    def test_late_arrival_that_may_be_a_new_one_waits_for_the_grace(self, clients, monkeypatch):
+    def test_late_arrival_at_a_round_that_did_not_time_out_is_told_at_once(self, clients):
+        """It had no time to come."""
+        early = together(clients[:2], at("b", vote=Vote(ok=False, reason="full")))
+        late = together(clients[2:], at("b"))
+        same_error({**early, **late}, errors.ClientFailedError, "client .: full")
+
+    def test_late_arrival_that_may_be_a_new_one_waits_for_the_grace(self, clients):
         """Alone, it is told the old failure then."""
-        monkeypatch.setattr(barriers, "is_late", lambda **_: False)  # as if much time had passed
         together(clients[:2], at("b", timeout_s=0.3))
         late = together(clients[2:], at("b"))
         error = same_error(
@@ -326,7 +331,6 @@ class ManyClientsContract(CoordinationContract):
         assert barriers.grace_s(HEARTBEAT_S) <= late[2].seconds < AT_ONCE_S
 
     def test_late_arrival_that_others_join_takes_part(self, clients, monkeypatch):
-        monkeypatch.setattr(barriers, "is_late", lambda **_: False)
         monkeypatch.setattr(barriers, "grace_s", lambda _: TIMEOUT_S)
         together(clients[:2], at("b", timeout_s=0.3))
         late = Running(clients[2:], at("b"))

@@ -14,6 +14,7 @@ from dtckpt_server import rules as server_rules
 from dtckpt_server.events import Arrive, Cancel, Event, Heartbeat, Identity, Leave, Register, Report, Tick
 from dtckpt_server.rules import Rules, apply
 from dtckpt_server.state import Barrier, Effects
+from dtckpt_server.tasks import KEPT_CALLS
 from dtckpt_server.texts import Progress
 
 from dtckpt import barriers
@@ -36,7 +37,7 @@ class Caller:
     """What one life of a client knows of its calls."""
 
     num_calls: int = 0
-    arrivals: deque[Arrive] = field(default_factory=lambda: deque(maxlen=server_rules.KEPT_CALLS // 2))
+    arrivals: deque[Arrive] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS // 2))
     report: Report = field(default_factory=Report)
 
 
@@ -201,15 +202,13 @@ class Simulation:
         if event.operation:
             assert self._once.setdefault(mine, barrier_id) == barrier_id, "a round of an operation took place twice"
         elif was_decided and not is_repeated and not is_broken:
-            decided_at, failure = self._verdicts[barrier_id]
+            _, failure = self._verdicts[barrier_id]
             assert failure is not None, "a new call passed by an earlier round"
             assert who.task not in present, "a new call got the verdict of another call of its client"
             assert event.position == position, "a client was told to be late for a round at another position"
-            assert barriers.is_late(
-                is_certain=event.is_certain or event.is_again or event.was_cut_off,
-                age_s=self.now - decided_at,
-                heartbeat_timeout_s=TIMEOUT_S,
-            ), "a client that may be a new one was told an old failure at once"
+            assert barriers.is_late(who.task, is_certain=event.is_certain, missing=failure.missing), (
+                "a client that may be a new one was told an old failure at once"
+            )
         present.setdefault(who.task, event.call)
         if barrier.is_passed and event.operation == "" and barrier_id not in self.operations[who.job]:
             self.operations[who.job].append(barrier_id)

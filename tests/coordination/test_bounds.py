@@ -4,6 +4,7 @@ Work is counted rather than timed: how many barriers and tasks one step touches.
 """
 
 import asyncio
+import itertools
 import logging
 import socket
 import tracemalloc
@@ -36,6 +37,7 @@ class World:
     def __init__(self):
         self.now = 100.0
         self.rules = Rules(60.0, incarnation=0xC0)
+        self.calls = itertools.count(1)
 
     def happen(self, event):
         self.rules, effects = apply(self.rules, event, self.now)
@@ -47,8 +49,10 @@ class World:
         for task in tasks:
             self.happen(Register(Identity(job, task, task + 1), num_clients))
 
-    def arrive(self, name, task=0, job="hostile", participants=(), timeout_s=60.0, **vote):
-        return self.happen(Arrive(Identity(job, task, task + 1), name, 0, participants, timeout_s, **vote)).barrier
+    def arrive(self, name, task=0, job="hostile", participants=(), timeout_s=60.0, call=0, **vote):
+        """Let a task arrive by a new call, unless the number of one is given."""
+        who, call = Identity(job, task, task + 1), call or next(self.calls)
+        return self.happen(Arrive(who, name, call, participants, timeout_s, **vote)).barrier
 
     def tick(self):
         return self.happen(Tick())
@@ -126,6 +130,12 @@ def test_others_get_turns_between_the_steps_of_much_work():
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
+def arrive(stub, who, number):
+    """Arrive at a barrier whose name is a number, by a call of that number and one, as there is no call 0."""
+    arrival = pb.ArriveRequest(task=who, name=f"{number}", call=number + 1, timeout_s=600, vote=pb.Vote(ok=True))
+    stub.Arrive(arrival, timeout=10)
+
+
 @pytest.fixture
 def hostile():
     """A coordinator with a job of few clients that claims to have many, and waits at many barriers."""
@@ -136,8 +146,7 @@ def hostile():
         who = pb.TaskIdentity(job="hostile", task=0, incarnation=1)
         stub.Register(pb.RegisterRequest(task=who, num_clients=MANY, host="h" * 500), timeout=10)
         for number in range(300):
-            arrival = pb.ArriveRequest(task=who, name=f"{number}", timeout_s=600, vote=pb.Vote(ok=True))
-            stub.Arrive(arrival, timeout=10)
+            arrive(stub, who, number)
         yield server, stub, who
 
 
@@ -186,8 +195,7 @@ def test_observer_turns_all_pages(monkeypatch):
             who = pb.TaskIdentity(job=f"job {number:02}", task=3, incarnation=1)
             stub.Register(pb.RegisterRequest(task=who, num_clients=50), timeout=10)
         for number in range(10):
-            arrival = pb.ArriveRequest(task=who, name=f"{number}", timeout_s=60, vote=pb.Vote(ok=True))
-            stub.Arrive(arrival, timeout=10)
+            arrive(stub, who, number)
         observer = Observer(f"127.0.0.1:{port}", PLAINTEXT)
         assert observer.jobs() == [f"job {number:02}" for number in range(20)]
         job = observer.job("job 19")
@@ -244,12 +252,12 @@ def test_verdicts_of_one_job_do_not_displace_those_of_another(monkeypatch):
     monkeypatch.setattr(memory, "KEPT_VERDICTS", 100)
     world = World()
     world.register(0, job="other", num_clients=1)
-    world.arrive("kept", job="other")
+    kept = world.arrive("kept", job="other", call=7)
     world.register(0, num_clients=1)
     for number in range(1000):
         world.arrive(str(number))
     assert len(world.rules.jobs["hostile"].verdicts) == 100
-    assert world.arrive("kept", job="other").barrier_id == "c0-1"
+    assert world.arrive("kept", job="other", call=7) is kept
 
 
 def test_verdicts_are_bounded_in_bytes(monkeypatch):
@@ -257,8 +265,7 @@ def test_verdicts_are_bounded_in_bytes(monkeypatch):
     world = World()
     world.register(0)
     for number in range(1000):
-        world.arrive(str(number), participants=(0, *range(1, 1000)))
-        world.arrive(str(number), participants=(0, *range(1, 1000)), ok=False, reason="r" * 4000)
+        world.arrive(str(number), participants=tuple(range(1000)), ok=False, reason="r" * 4000)
         assert world.rules.jobs["hostile"].verdict_nbytes <= MIB
 
 
@@ -292,15 +299,14 @@ def test_an_arrival_that_does_not_fit_is_told_to_all(monkeypatch):
     assert world.rules.jobs["hostile"].nbytes < memory.JOB_BYTES
 
 
-def test_a_payload_that_grows_is_counted(monkeypatch):
-    monkeypatch.setattr(memory, "JOB_BYTES", 1 * MIB)
+def test_a_call_that_is_repeated_takes_no_more_room():
+    """Also if it says something else then; that is not taken."""
     world = World()
-    world.register(*range(300), num_clients=1000)
-    barriers = [world.arrive("b", task) for task in range(300)]
-    for task in range(300):
-        world.arrive("b", task, payload=bytes(4096))
-        assert world.rules.jobs["hostile"].nbytes <= MIB
-    assert not barriers[0].is_open
+    world.register(0)
+    first, nbytes = world.arrive("b", call=7, payload=b"x"), world.rules.memory.nbytes
+    assert world.arrive("b", call=7, payload=bytes(4096)) is first
+    assert world.rules.memory.nbytes == nbytes
+    assert first.payloads == {0: b"x"}
 
 
 def test_all_jobs_together_are_bounded(monkeypatch):
@@ -412,7 +418,10 @@ def test_metrics_of_many_jobs_are_small():
         job = f"{number}" + '"' * 200
         for event in (
             Register(Identity(job, 0, 1), 1),
-            *(Arrive(Identity(job, 0, 1), name, 0, (), 60.0) for name in ("save/begin", "save/written", "x")),
+            *(
+                Arrive(Identity(job, 0, 1), name, call, (), 60.0)
+                for call, name in enumerate(("save/begin", "save/written", "x"), 1)
+            ),
         ):
             for transition in world.happen(event).log:
                 counted.note(transition)

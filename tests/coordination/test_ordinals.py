@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from dtckpt.coordination.ordinals import NBYTES, SAME, Comparison, Ordinal, Standing, compare
+from dtckpt import errors
+from dtckpt.coordination.ordinals import LEAST_VAIN_WAIT_S, NBYTES, SAME, Comparison, Ordinal, Standing, compare
 from dtckpt.coordination.protocol import Position
 
 LEVEL = "a client skipped one, gave one up alone, or was restarted; nothing was done, and all are level now"
@@ -17,6 +20,11 @@ def numbers(*given: int, **options: bool | int) -> dict[int, Ordinal]:
 
 def steps(*given: int | None) -> dict[int, Ordinal]:
     return {client: Ordinal(1, step) for client, step in enumerate(given)}
+
+
+def timed_out(*missing: int) -> errors.DtckptError:
+    """Return the verdict of a barrier to which these clients did not come."""
+    return errors.BarrierTimeoutError("timed out", is_verdict=True, missing=missing)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -41,7 +49,7 @@ def test_goes_over_the_wire(ordinal):
     ("ordinal", "position"),
     [
         (Ordinal(7), Position("#7", is_certain=False)),
-        (Ordinal(7, was_cut_off=True), Position("#7", is_certain=True)),
+        (Ordinal(7, was_cut_off=True), Position("#7", is_certain=False)),
         (Ordinal(7, step=12), Position("step 12", is_certain=True)),
         (Ordinal(7, step=0), Position("step 0", is_certain=True)),
     ],
@@ -68,16 +76,13 @@ def test_client_that_skipped_one_makes_all_fail():
     assert compare(numbers(8, 7, 8), "save") == Comparison(frozenset({1}), 1, others_wait=False, message=expected)
 
 
-def test_client_that_was_cut_off_is_waited_for():
-    ordinals = numbers(8, 8) | {2: Ordinal(5, was_cut_off=True)}
+@pytest.mark.parametrize("cut_off", [0, 1, 2])
+def test_who_is_behind_is_waited_for_where_any_client_was_cut_off(cut_off):
+    """Either it has gone on without the others, or they without it: the counts are right."""
+    ordinals = numbers(8, 8, 5)
+    ordinals[cut_off] = replace(ordinals[cut_off], was_cut_off=True)
     expected = f"client 2 is at its 5th save, the others at their 8th: {BEHIND}"
     assert compare(ordinals, "save") == Comparison(frozenset({2}), 3, others_wait=True, message=expected)
-
-
-def test_client_that_was_cut_off_and_is_ahead_is_not_waited_for():
-    """The count of the others may be wrong; all get level."""
-    found = compare({0: Ordinal(8, was_cut_off=True), 1: Ordinal(7)}, "save")
-    assert (found.behind, found.others_wait) == (frozenset({1}), False)
 
 
 @pytest.mark.parametrize(("gap", "is_same"), [(1, False), (2, True), (3, True)])
@@ -145,14 +150,20 @@ class Clients:
 
     def skip(self, *clients: int) -> None:
         """Let clients come to an operation that the others do not come to, and hear its failure."""
+        missing = set(range(len(self.standings))) - set(clients)
         for client in clients:
             self.standings[client].advance()
-            self.standings[client].note_failure(has_verdict=True)
+            self.standings[client].note_failure(timed_out(*missing), client, LEAST_VAIN_WAIT_S)
 
     def give_up(self, client: int) -> None:
         """Let a client come to an operation and be cut off from it."""
         self.standings[client].advance()
-        self.standings[client].note_failure(has_verdict=False)
+        self.standings[client].note_failure(errors.CoordinatorUnavailableError("cut off"), client, LEAST_VAIN_WAIT_S)
+
+    def come_late(self, client: int) -> None:
+        """Let a client come to an operation that the others have given up without it."""
+        self.standings[client].advance()
+        self.standings[client].note_failure(timed_out(client), client, 0.0)
 
     def meet(self, *given: int | None) -> list[str]:
         """Let all come to their next operation, if they do not wait at one; return what each is told, "" for success.
@@ -170,20 +181,19 @@ class Clients:
         told = found[0]
         self.waiting = {}
         answers = []
-        for client, standing in enumerate(self.standings):
+        for client in ordinals:
             if told.others_wait and client not in told.behind:
                 self.waiting[client] = ordinals[client]
                 answers.append("waits")
-                continue
-            if not told.is_same:
-                standing.note_failure(has_verdict=True)
-            answers.append(told.message)
+            else:
+                answers.append(told.message)
         return answers
 
-    def stop_waiting(self) -> None:
+    def stop_waiting(self, waited_s: float = LEAST_VAIN_WAIT_S) -> None:
         """Let the time of those be over who wait."""
+        missing = set(range(len(self.standings))) - set(self.waiting)
         for client in self.waiting:
-            self.standings[client].note_failure(has_verdict=True)
+            self.standings[client].note_failure(timed_out(*missing), client, waited_s)
         self.waiting = {}
 
 
@@ -217,6 +227,26 @@ def test_client_that_was_cut_off_catches_up_while_the_others_wait():
     assert not any(standing.advance().was_cut_off for standing in clients.standings)
 
 
+def test_client_that_heard_that_the_others_went_on_without_it_catches_up():
+    """To have come too late is to have been cut off: its count is right."""
+    clients = Clients(3)
+    clients.meet()
+    for _ in range(3):
+        clients.skip(0, 1)
+    clients.come_late(2)
+    told = [clients.meet() for _ in range(3)]
+    assert [answers[:2] for answers in told] == [["waits", "waits"]] * 2 + [["", ""]]
+    assert told[2][2] == ""
+
+
+def test_client_that_was_cut_off_and_is_ahead_waits():
+    """It went on alone; the others come to what it has given up."""
+    clients = Clients(2)
+    clients.give_up(0)
+    clients.give_up(0)
+    assert [clients.meet()[0] for _ in range(3)] == ["waits", "waits", ""]
+
+
 def test_client_that_was_cut_off_and_skipped_costs_two_failures():
     """The others wait in vain, once; then it is known that its count is wrong."""
     clients = Clients(2)
@@ -230,6 +260,19 @@ def test_client_that_was_cut_off_and_skipped_costs_two_failures():
     assert clients.meet() == ["", ""]
     assert clients.meet() == ["", ""]
     assert [standing.advance() for standing in clients.standings] == [Ordinal(7)] * 2
+
+
+def test_waiting_that_was_short_was_not_in_vain():
+    """Who is behind may just be slow."""
+    clients = Clients(2)
+    clients.give_up(1)
+    clients.skip(0)
+    clients.skip(0)
+    assert clients.meet()[0] == "waits"
+    clients.stop_waiting(LEAST_VAIN_WAIT_S - 0.1)
+    assert clients.meet()[0] == "waits"
+    clients.stop_waiting()
+    assert clients.meet() == ["", ""]
 
 
 def test_waiting_is_over_when_the_other_has_come():
@@ -254,6 +297,7 @@ def test_clients_that_heard_at_a_later_try_are_cut_off():
     found = [standing.settle(ordinals, client, cut_off=(1,)) for client, standing in enumerate(standings)]
     assert found[0] == found[1]
     assert found[0].others_wait
+    assert all(standing.advance().was_cut_off for standing in standings), "until all are level again"
 
 
 def test_chase_with_steps():
@@ -273,7 +317,7 @@ def test_steps_of_clients_of_which_one_skipped_go_on_together():
     clients = Clients(2)
     clients.meet(1, 1)
     clients.standings[0].advance(2)
-    clients.standings[0].note_failure(has_verdict=True)
+    clients.standings[0].note_failure(timed_out(1), 0, LEAST_VAIN_WAIT_S)
     assert clients.meet(3, 3) == ["", ""]
 
 
@@ -285,14 +329,35 @@ def test_step_on_one_client_only_levels_the_numbers():
     assert clients.meet() == ["", ""]
 
 
-def test_failures_with_a_verdict_cut_nobody_off():
+@pytest.mark.parametrize(
+    ("error", "cut_off"),
+    [
+        (timed_out(1), {1}),
+        (timed_out(0, 2), {0, 2}),
+        (errors.ClientLostError("lost", is_verdict=True, clients=(1,)), {1}),
+        (errors.ClientFailedError("voted no", is_verdict=True), set()),
+        (errors.BarrierCancelledError("was interrupted", is_verdict=True), set()),
+        (errors.CoordinatorUnavailableError("cut off"), {0, 1, 2}),
+        (KeyboardInterrupt(), {0, 1, 2}),
+    ],
+)
+def test_client_was_cut_off_by_what_is_no_verdict_or_names_it(error, cut_off):
+    for client in range(3):
+        standing = Standing("save")
+        standing.advance()
+        standing.note_failure(error, client, 0.0)
+        assert standing.advance() == Ordinal(2, was_cut_off=client in cut_off)
+
+
+def test_client_stays_cut_off_until_all_are_level():
     standing = Standing("save")
     standing.advance()
-    standing.note_failure(has_verdict=True)
-    assert standing.advance() == Ordinal(2)
-    standing.note_failure(has_verdict=False)
-    assert standing.advance() == Ordinal(3, was_cut_off=True)
-    standing.note_failure(has_verdict=True)
-    assert standing.advance() == Ordinal(4, was_cut_off=True)
-    standing.settle({0: Ordinal(4, was_cut_off=True)}, 0)
-    assert standing.advance() == Ordinal(5)
+    standing.note_failure(timed_out(0), 0, 0.0)
+    standing.note_failure(timed_out(1), 0, 0.0)
+    behind = standing.advance()
+    assert behind == Ordinal(2, was_cut_off=True)
+    assert standing.settle({0: behind, 1: Ordinal(3)}, 0).others_wait
+    level = standing.advance()
+    assert level == Ordinal(3, was_cut_off=True)
+    assert standing.settle({0: level, 1: Ordinal(3)}, 0).is_same
+    assert standing.advance() == Ordinal(4)

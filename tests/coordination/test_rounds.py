@@ -3,12 +3,12 @@
 import itertools
 
 import pytest
-from dtckpt_server import rules as server_rules
+from dtckpt_server import memory
 from dtckpt_server.events import Cancel, Heartbeat, Register, Report
 
 from dtckpt import barriers, errors
 
-from .test_rules import TIMEOUT_S, World
+from .test_rules import TICK_S, TIMEOUT_S, World
 
 GRACE_S = barriers.grace_s(TIMEOUT_S)
 OLD_S = 2 * GRACE_S
@@ -44,33 +44,72 @@ def pair():
     return world
 
 
-def fail(world, *tasks, **options):
-    """Let a round fail in which these tasks were."""
+def time_out(world, *tasks, **options):
+    """Let a round time out in which these tasks were."""
+    for task in tasks:
+        failed = world.arrive(task, timeout_s=TICK_S, **options)
+    world.pass_time(TICK_S)
+    assert failed.failure.missing
+    return failed
+
+
+def cancel(world, *tasks, **options):
+    """Let the first of these tasks cancel a round in which they were."""
     for task in tasks:
         failed = world.arrive(task, **options)
     world.happen(Cancel(world.who(tasks[0]), failed.barrier_id, "was interrupted"))
     return failed
 
 
+def vote_no(world, *tasks, **options):
+    """Let a round fail in which these tasks were by the vote of the last."""
+    for task in tasks:
+        failed = world.arrive(task, ok=task != tasks[-1], **options)
+    return failed
+
+
+def lose(world, *tasks, **options):
+    """Let a round fail in which these tasks were, as the others fell silent; they are back then."""
+    for task in tasks:
+        failed = world.arrive(task, **options)
+    world.pass_time(TIMEOUT_S + TICK_S, beating=tasks)
+    world.beat(*range(world.num_clients))
+    return failed
+
+
 # --- late or new ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("certain", [{"is_certain": True}, {"was_cut_off": True}, {"is_again": True}])
+@pytest.mark.parametrize("fail", [time_out, cancel, vote_no, lose])
 @pytest.mark.parametrize("age_s", [0.0, 1000.0])
-def test_late_arrival_that_is_certain_is_told_at_once(world, certain, age_s):
+def test_late_arrival_whose_position_is_certain_is_told_at_once(world, fail, age_s):
     failed = fail(world, 0, 1, position="step 7")
     world.pass_time(age_s, beating=(0, 1, 2))
-    assert world.arrive(2, position="step 7", **certain) is failed
+    assert world.arrive(2, position="step 7", is_certain=True) is failed
 
 
-def test_late_arrival_that_may_be_a_new_one_is_told_at_once_while_the_failure_is_young(world):
-    failed = fail(world, 0, 1, position="#7")
-    world.now += GRACE_S / 2
-    assert world.arrive(2, position="#7") is failed
+@pytest.mark.parametrize("fail", [cancel, vote_no, lose])
+@pytest.mark.parametrize("position", ["#7", ""])
+@pytest.mark.parametrize("age_s", [0.0, 1000.0])
+def test_late_arrival_at_a_round_that_did_not_time_out_is_told_at_once(world, fail, position, age_s):
+    """It had no time to come to that one, or was lost."""
+    failed = fail(world, 0, 1, position=position)
+    world.pass_time(age_s, beating=(0, 1, 2))
+    assert world.arrive(2, position=position) is failed
+
+
+@pytest.mark.parametrize("position", ["#7", ""])
+@pytest.mark.parametrize("cut_off", [{}, {"was_cut_off": True}, {"is_again": True}])
+def test_late_arrival_that_was_waited_for_may_be_a_new_one(world, position, cut_off):
+    """However young the failure is, and also if the client was cut off."""
+    failed = time_out(world, 0, 1, position=position)
+    late = world.arrive(2, position=position, **cut_off)
+    assert late.is_open
+    assert late.former is failed
 
 
 def test_late_arrival_alone_is_told_after_the_grace(world):
-    fail(world, 0, 1, position="#7")
+    time_out(world, 0, 1, position="#7")
     world.pass_time(OLD_S, beating=(0, 1, 2))
     late = world.arrive(2, position="#7")
     world.now += GRACE_S * 0.9
@@ -78,26 +117,26 @@ def test_late_arrival_alone_is_told_after_the_grace(world):
     assert late.is_open
     world.now += GRACE_S * 0.1
     world.tick()
-    assert late.failure.code == "BarrierCancelledError"
+    assert late.failure.code == "BarrierTimeoutError"
     assert late.failure.message == (
         "barrier 'b': the others had given up 2.0 s before this client came; that round failed: "
-        "barrier 'b': client 0 (job/0) was interrupted"
+        "barrier 'b' timed out after 0.5 s: 2/3 arrived, missing client 2 (job/2)"
     )
+    assert late.failure.missing == (2,)
 
 
 def test_late_arrivals_that_only_meet_each_other_are_told_after_the_grace(world):
-    fail(world, 0, position="#7")
-    world.pass_time(OLD_S, beating=(0, 1, 2))
+    time_out(world, 0, position="#7")
     late = [world.arrive(task, position="#7") for task in (1, 2)]
     assert late[0] is late[1]
     world.pass_time(GRACE_S, beating=(0, 1, 2))
-    assert late[0].failure.code == "BarrierCancelledError"
+    assert late[0].failure.code == "BarrierTimeoutError"
 
 
 @pytest.mark.parametrize("position", ["#7", "#8"])
 def test_late_arrival_that_others_join_takes_part(world, position):
     """Those who were in the failed round come for the next one."""
-    fail(world, 0, 1, position="#7")
+    time_out(world, 0, 1, position="#7")
     world.pass_time(OLD_S, beating=(0, 1, 2))
     late = world.arrive(2, position="#7")
     world.arrive(0, position=position)
@@ -108,14 +147,14 @@ def test_late_arrival_that_others_join_takes_part(world, position):
 
 
 def test_arrival_with_another_position_is_not_late(world):
-    fail(world, 0, 1, position="step 7")
+    cancel(world, 0, 1, position="step 7")
     new = world.arrive(2, position="step 8", is_certain=True)
     world.pass_time(2 * GRACE_S, beating=(0, 1, 2))
     assert new.is_open
 
 
 def test_late_arrival_is_told_of_each_round_that_it_missed(world):
-    failed = [fail(world, 0, 1, position=f"step {step}") for step in range(3)]
+    failed = [time_out(world, 0, 1, position=f"step {step}") for step in range(3)]
     for step in range(3):
         assert world.arrive(2, position=f"step {step}", is_certain=True) is failed[step]
     waiting = world.arrive(0, position="step 3", is_certain=True)
@@ -126,7 +165,7 @@ def test_late_arrival_is_told_of_each_round_that_it_missed(world):
 
 def test_late_arrival_is_told_once(world):
     """Its next call with the same position is a new one: it is known not to be late."""
-    failed = fail(world, 0, 1)
+    failed = cancel(world, 0, 1)
     assert world.arrive(2) is failed
     assert world.arrive(2).is_open
 
@@ -147,16 +186,9 @@ def test_client_that_comes_anew_fails_the_round_of_its_earlier_call(pair):
         "barrier 'b': client 0 (job/0) has given up waiting: it was cut off, interrupted, or its own time was over"
     )
     assert later.is_open
-    pair.now += OLD_S
+    assert pair.arrive(1) is earlier, "it is late for the round that failed without it"
     assert pair.arrive(1) is later
     assert later.is_passed
-
-
-def test_client_that_waits_is_told_that_the_other_came_anew_before_it_came(pair):
-    """The other's two calls fail a round without it; for that one it is late while the failure is young."""
-    earlier = pair.arrive(0)
-    pair.arrive(0)
-    assert pair.arrive(1) is earlier
 
 
 def test_call_that_was_overtaken_disturbs_nobody(pair):
@@ -374,7 +406,7 @@ def test_operations_of_other_participants_are_not_broken_with_it():
 
 
 def test_broken_operations_are_forgotten(monkeypatch):
-    monkeypatch.setattr(server_rules, "KEPT_VERDICTS", 1)
+    monkeypatch.setattr(memory, "KEPT_VERDICTS", 1)
     world = restarted(Report("old-1", 7), Report("", 0))
     assert not world.arrive(0, "save/written", operation="old-1").is_open
     job = world.rules.jobs["job"]

@@ -8,6 +8,7 @@ from dtckpt_server import memory
 from dtckpt_server import rules as server_rules
 from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Leave, Register, Tick
 from dtckpt_server.rules import Rules, UnknownError, apply
+from dtckpt_server.tasks import KEPT_CALLS
 from dtckpt_server.texts import Progress
 
 from dtckpt import errors
@@ -244,7 +245,7 @@ def test_verdicts_payloads_and_jobs_do_not_pile_up(world, monkeypatch):
         world.arrive(0, position=f"step {step}", ok=False)
     assert len(job.missed) == len(kept) == 50
     assert (len(job.latest), len(job.named)) == (1, 1)
-    assert max(len(task.calls) for task in job.tasks.values()) == server_rules.KEPT_CALLS
+    assert max(len(task.calls) for task in job.tasks.values()) == KEPT_CALLS
     assert not job.open
     for task in range(3):
         world.leave(task)
