@@ -21,6 +21,8 @@ class Outcome:
     missing: tuple[int, ...] = ()
     decided_at: float = 0.0
     """Seconds since the epoch, for messages."""
+    is_retold: bool = False
+    """Whether it tells of an earlier round."""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -108,7 +110,7 @@ def timed_out(name: str, timeout_s: float, num_participants: int, missing: Mappi
 
 def came_late(name: str, age_s: float, former: Outcome) -> Outcome:
     """Return the outcome of a round at which only clients arrived that had missed an earlier one."""
-    return replace(former, message=printable(barriers.came_late(name, age_s, former.message)))
+    return replace(former, message=printable(barriers.came_late(name, age_s, former.message)), is_retold=True)
 
 
 def gave_up(name: str, who: str) -> Outcome:

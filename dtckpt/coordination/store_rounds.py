@@ -232,9 +232,12 @@ class StoreRounds:
         failed = (*claim.failed, (claim.generation, claim.position)) if outcome and outcome.code else claim.failed
         for generation, position in reversed(failed):
             missed = replace(found, claim=replace(claim, generation=generation))
-            if position != meeting.position.text or link.has(*missed.arrival_keys(me)):
+            if position != meeting.position.text or (failure := self.verdict(link, missed)) is None:
                 continue
-            if (failure := self.verdict(link, missed)) is None:
+            was_there = link.has(*missed.arrival_keys(me))
+            if was_there and failure.is_retold:
+                return None  # it was told of all before
+            if was_there or failure.is_retold:
                 continue
             if barriers.is_late(me, is_certain=meeting.position.is_certain, missing=failure.missing):
                 return Joined(missed, failure)

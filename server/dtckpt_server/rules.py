@@ -364,6 +364,10 @@ class Rules:
         former = barrier.former
         assert former is not None and former.failure is not None and former.decided_at is not None  # noqa: S101, PT018
         if now >= barrier.opened_at + barriers.grace_s(self.heartbeat_timeout_s):
+            # Those who were in the earlier round know, and come for the next one: they have not missed this one.
+            known = {number: call for number, call in former.arrived.items() if number not in barrier.arrived}
+            self.memory.resize_barrier(self.jobs[barrier.job], barrier, ARRIVAL_NBYTES * len(known))
+            barrier.arrived |= known
             age_s = barrier.opened_at - former.decided_at
             self._decide(barrier, texts.came_late(barrier.name, age_s, former.failure), now)
 

@@ -330,6 +330,13 @@ class ManyClientsContract(CoordinationContract):
         assert error.missing == (2,)
         assert barriers.grace_s(HEARTBEAT_S) <= late[2].seconds < AT_ONCE_S
 
+    def test_nobody_is_late_for_a_round_that_told_of_an_earlier_one(self, clients):
+        """Those who were in the earlier one come for the next, and meet the one that was told."""
+        together(clients[:2], at("b", timeout_s=0.3))
+        same_error(together(clients[2:], at("b")), errors.BarrierTimeoutError, "the others had given up")
+        results = together(clients, at("b"))
+        assert [result.value.generation for result in results.values()] == [2] * len(clients), results
+
     def test_late_arrival_that_others_join_takes_part(self, clients, monkeypatch):
         monkeypatch.setattr(barriers, "grace_s", lambda _: TIMEOUT_S)
         together(clients[:2], at("b", timeout_s=0.3))

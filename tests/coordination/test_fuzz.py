@@ -3,6 +3,7 @@
 ``FUZZED_REQUESTS=10000`` makes it that many.
 """
 
+import itertools
 import os
 import random
 import secrets
@@ -31,6 +32,7 @@ UNARY = [method for method in SERVICE.methods if not method.client_streaming]
 STREAM = SERVICE.methods_by_name["HeartbeatStream"]
 JOBS = ("", "fuzz", "fuzz2", "ü", "x" * 300)
 STREAMERS = [pb.TaskIdentity(job="streams", task=task, incarnation=task + 1) for task in range(2)]
+CALLS = itertools.count(1)
 REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "ABORTED", "RESOURCE_EXHAUSTED"}
 
 
@@ -71,8 +73,9 @@ def request(method, draw):
         if message.HasField("arrival") and kind > 0.2:
             message.arrival.task.CopyFrom(message.task)
         if message.HasField("arrival") and kind > 0.5:
-            message.arrival.MergeFrom(pb.ArriveRequest(name="fuzz", call=draw.randrange(1, 1000), timeout_s=0.01))
-            message.arrival.ClearField("participants")
+            message.arrival.MergeFrom(pb.ArriveRequest(name="fuzz", call=next(CALLS), timeout_s=0.01))
+            for name in ("participants", "operation", "position", "report"):
+                message.arrival.ClearField(name)
             message.arrival.vote.payload = b""
         return message.SerializeToString()
     is_in_honest_job = "task" in method.input_type.fields_by_name and kind > 0.8 and method.name != "Register"

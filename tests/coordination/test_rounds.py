@@ -133,6 +133,26 @@ def test_late_arrivals_that_only_meet_each_other_are_told_after_the_grace(world)
     assert late[0].failure.code == "BarrierTimeoutError"
 
 
+def test_nobody_is_late_for_a_round_that_told_of_an_earlier_one(world):
+    """Those who were in the earlier one come for the next, and meet the one that was told."""
+    time_out(world, 0, 2, position="#7")
+    told = world.arrive(1, position="#7")
+    world.pass_time(GRACE_S, beating=(0, 1, 2))
+    assert not told.is_open
+    new = world.arrive(0, position="#7")
+    for task in (1, 2):
+        assert world.arrive(task, position="#7") is new
+    assert new.is_passed
+
+
+def test_whoever_missed_both_rounds_is_late_for_the_one_that_told(world):
+    time_out(world, 0, position="#7")
+    told = world.arrive(1, position="#7")
+    world.pass_time(GRACE_S, beating=(0, 1, 2))
+    assert not told.is_open
+    assert world.arrive(2, position="#7", is_certain=True) is told
+
+
 @pytest.mark.parametrize("position", ["#7", "#8"])
 def test_late_arrival_that_others_join_takes_part(world, position):
     """Those who were in the failed round come for the next one."""

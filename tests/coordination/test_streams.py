@@ -264,6 +264,22 @@ class Swallowed(grpc.RpcError):
     def details(self):
         return ""
 
+    def trailing_metadata(self):
+        return ()
+
+
+def test_all_are_told_whose_arrival_got_through_at_a_later_try_only(clients, monkeypatch):
+    def lose(request, timeout):
+        monkeypatch.undo()
+        raise Swallowed
+
+    monkeypatch.setattr(clients[0], "_arrive_on_stream", lambda *_: None)
+    monkeypatch.setattr(clients[0]._stub(), "Arrive", lose)
+    passed = together(clients, at("b"))
+    assert [result.value.cut_off for result in passed.values()] == [(0,), (0,)], passed
+    passed = together(clients, at("b"))
+    assert [result.value.cut_off for result in passed.values()] == [(), ()], passed
+
 
 def raw_stream(stub, task, arrivals):
     """Open a stream that beats once, and then arrives again and again, without asking for more."""
