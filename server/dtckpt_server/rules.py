@@ -12,7 +12,7 @@ coordinator grants it a full heartbeat timeout from then on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
 from dtckpt import barriers, errors
@@ -364,12 +364,15 @@ class Rules:
         former = barrier.former
         assert former is not None and former.failure is not None and former.decided_at is not None  # noqa: S101, PT018
         if now >= barrier.opened_at + barriers.grace_s(self.heartbeat_timeout_s):
-            # Those who were in the earlier round know, and come for the next one: they have not missed this one.
-            known = {number: call for number, call in former.arrived.items() if number not in barrier.arrived}
-            self.memory.resize_barrier(self.jobs[barrier.job], barrier, ARRIVAL_NBYTES * len(known))
-            barrier.arrived |= known
+            self._note_known(barrier, former.arrived)  # those who were in the earlier round
             age_s = barrier.opened_at - former.decided_at
             self._decide(barrier, texts.came_late(barrier.name, age_s, former.failure), now)
+
+    def _note_known(self, barrier: Barrier, numbers: Iterable[int]) -> None:
+        """Count tasks that know how a round fails as arrived there: they have not missed it."""
+        known = {number: 0 for number in numbers if number not in barrier.arrived}
+        self.memory.resize_barrier(self.jobs[barrier.job], barrier, ARRIVAL_NBYTES * len(known))
+        barrier.arrived |= known
 
     # --- where tasks are ----------------------------------------------------------------------------------------
 
@@ -401,7 +404,9 @@ class Rules:
         self._decide(barrier, failure, now)
         if barrier.operation not in self._barriers:  # then calls of the same operation may still wait to begin it
             job.broken[barrier.key[2]] = barrier
+            inside = [each.number for each in job.tasks.values() if each.report.operation == barrier.operation]
             for other in [other for other in job.open.values() if other.is_again and other.key[2] == barrier.key[2]]:
+                self._note_known(other, inside)
                 self._decide(other, failure, now)
 
     def _first_elsewhere(self, job: Job, barrier: Barrier) -> Task | None:

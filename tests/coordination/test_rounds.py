@@ -416,8 +416,9 @@ def test_call_that_never_heard_that_its_operation_began_fails_with_it(first):
         return world.arrive(0, "save/written", operation="old-1")
 
     def begin_again():
-        return world.arrive(1, "save/begin", operation="", is_again=True)
+        return world.arrive(1, "save/begin", operation="", is_again=True, **at_step)
 
+    at_step = {"position": "step 7", "is_certain": True}
     if first == "begin":
         begin, later = begin_again(), go_on()
     else:
@@ -427,7 +428,9 @@ def test_call_that_never_heard_that_its_operation_began_fails_with_it(first):
         begin = begin_again()
     assert later.failure.message.startswith(ELSEWHERE)
     assert begin.failure == later.failure
-    assert world.arrive(1, "save/begin", operation="").is_open
+    again = [world.arrive(task, "save/begin", operation="", **at_step) for task in range(2)]
+    assert again[0] is again[1], "both know, and may try the step again"
+    assert again[0].is_passed
 
 
 def test_operations_of_other_participants_are_not_broken_with_it():
