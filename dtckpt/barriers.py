@@ -23,12 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-LONGEST_GRACE_S = 1.0
-
 
 def grace_s(heartbeat_timeout_s: float) -> float:
-    """Return how long a client that may be late waits for others: one heartbeat interval, at most a second."""
-    return min(heartbeat_timeout_s / 6, LONGEST_GRACE_S)
+    """Return how long a client that may be late waits for others: one heartbeat interval."""
+    return heartbeat_timeout_s / 6
 
 
 def is_late(client: int, *, is_certain: bool, missing: Collection[int]) -> bool:

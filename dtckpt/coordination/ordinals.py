@@ -1,4 +1,4 @@
-"""Which operation each client is at, and whether all are at the same one. Pure.
+"""Which operation each client is at, and whether all are at the same one.
 
 Clients that come to the first round of an operation compare their ordinals before anything is done: the step, where
 all give one; else the ordinal of the call in the life of each process. Where they differ there are two explanations:
@@ -11,12 +11,13 @@ all give one; else the ordinal of the call in the life of each process. Where th
 
 A client knows whether it or the others went on alone: a call of it ended without a verdict, or with one that names it
 as gone. Then counts are right. Steps tell by themselves, once the same clients are behind a second time. So does
-waiting: where a client that was waited for came no closer, it had skipped.
+waiting: where a client came no closer in a time in which a free one would have, it had skipped.
 """
 
 from __future__ import annotations
 
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,9 @@ _FORMAT = struct.Struct("<QqQ?")
 NBYTES = _FORMAT.size
 NO_STEP = -1
 LEAST_VAIN_WAIT_S = 2.0
-"""To have waited for less, and in vain, says nothing: the others may just be slow."""
+PAUSES_WAITED = 2.0
+"""To have waited for less, or for fewer of the pauses between operations, says nothing: a client that runs free and is
+behind needs such a pause to come closer by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,19 +149,26 @@ class Standing:
 
     Args:
         operation: What the clients do, for messages.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._operation = operation
+        self._clock = clock
         self._number = 0
         self._was_cut_off = False
-        self._waited_gap = 0
         self._last_behind: frozenset[int] = frozenset()
-        self._waiting_gap = 0
+        self._begun_at = clock()
+        self._pause_s = 0.0  # between the last two operations
+        self._waiting_gap = 0  # of the first meeting of this operation, if the others are waited for
+        self._last_gap = 0  # of the operation before it
+        self._waited_s = 0.0  # in vain, since the gap last became smaller
+        self._waited_gap = 0  # the gap, once it was waited for long enough in vain
 
     def advance(self, step: int | None = None) -> Ordinal:
         """Return the ordinal of the next operation."""
-        self._number += 1
+        now = self._clock()
+        self._number, self._begun_at, self._pause_s = self._number + 1, now, now - self._begun_at
         self._waiting_gap = 0
         return Ordinal(self._number, step, self._was_cut_off, self._waited_gap)
 
@@ -178,11 +188,14 @@ class Standing:
         self._last_behind = found.behind
         if found.is_same or not found.others_wait:
             self._number = max(ordinal.number for ordinal in ordinals.values())
-            self._was_cut_off, self._waited_gap = False, 0
+            self._was_cut_off, self._waited_s, self._waited_gap, self._last_gap = False, 0.0, 0, 0
         else:
             self._was_cut_off = True  # whoever knows it: until all are level again
-        if found.others_wait and client not in found.behind:
-            self._waiting_gap = self._waiting_gap or found.gap  # of the first meeting: each further one is closer
+            if client not in found.behind and not self._waiting_gap:
+                self._waiting_gap = found.gap
+                if found.gap < self._last_gap:
+                    self._waited_s, self._waited_gap = 0.0, 0
+                self._last_gap = found.gap
         return found
 
     def note_failure(self, error: BaseException, client: int, waited_s: float) -> None:
@@ -198,5 +211,8 @@ class Standing:
         """
         absent = (*getattr(error, "clients", ()), *getattr(error, "missing", ()))
         self._was_cut_off |= not getattr(error, "is_verdict", False) or client in absent
-        if waited_s >= LEAST_VAIN_WAIT_S:
-            self._waited_gap = self._waiting_gap or self._waited_gap
+        self._begun_at += waited_s  # a pause is the time that the program takes between operations
+        if self._waiting_gap:
+            self._waited_s += waited_s
+            if self._waited_s >= max(LEAST_VAIN_WAIT_S, PAUSES_WAITED * self._pause_s):
+                self._waited_gap = self._waiting_gap

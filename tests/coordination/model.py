@@ -63,6 +63,8 @@ class Job:
         is_lockstep: Whether a step begins when all clients have ended the one before, as where steps have collectives.
         gives_step: Whether saves are told their step.
         faults: What goes wrong.
+        step_s: About how long a step takes.
+        timeout_s: Longest wait of a save for others, per round.
     """
 
     num_clients: int
@@ -70,6 +72,8 @@ class Job:
     is_lockstep: bool
     gives_step: bool
     faults: tuple[Fault, ...] = ()
+    step_s: float = 0.5
+    timeout_s: float = TIMEOUT_S
 
 
 class VerdictError(Exception):
@@ -98,9 +102,9 @@ class Client:
     """One client, in the present life of its process."""
 
     number: int
+    standing: Standing
     life: int = 0
     calls: Calls = field(default_factory=Calls)
-    standing: Standing = field(default_factory=lambda: Standing("save"))
     is_cut: int = 0
     frozen_until: float = 0.0
     step: int = 0
@@ -128,7 +132,9 @@ class World:
         self.job = job
         self.draw = random.Random(seed)
         self.now = 0.0
-        self.clients = [Client(number) for number in range(job.num_clients)]
+        self.clients = [
+            Client(number, standing=Standing("save", lambda: self.now)) for number in range(job.num_clients)
+        ]
         self.commits: list[tuple[int, ...]] = []
         self.last_fault_step = 0
         self.trace: list[str] = []
@@ -231,7 +237,7 @@ class World:
             yield RETRY_S  # the place is held until the life before has been silent for long enough
         while client.step < self.job.num_steps:
             step = client.step
-            yield 0.4 + 0.2 * self.draw.random()
+            yield self.job.step_s + 0.2 * (self.draw.random() - 0.5)
             begun = self.now
             struck = {fault.kind for fault in self._strike(client, step)}
             if "skip" in struck:
@@ -268,7 +274,7 @@ class World:
             elif fault.kind == "restart" and self.rules is None:
                 self._begin_coordinator()
             elif fault.kind == "reborn":
-                client.calls, client.standing = Calls(), Standing("save")
+                client.calls, client.standing = Calls(), Standing("save", lambda: self.now)
                 self._start(client)
 
         if fault.kind == "reborn" and client.life:
@@ -303,7 +309,9 @@ class World:
             while True:
                 begun = self.now
                 calls.leave_operation()
-                barrier = yield from self._barrier(client, "save/begin", "", TIMEOUT_S, ordinal=ordinal, is_ok=is_fit)
+                barrier = yield from self._barrier(
+                    client, "save/begin", "", self.job.timeout_s, ordinal=ordinal, is_ok=is_fit
+                )
                 ordinals = {task: Ordinal.from_bytes(data) for task, data in barrier.payloads.items()}
                 found = standing.settle(ordinals, client.number, cut_off=sorted(barrier.cut_off))
                 if found.is_same:
@@ -317,12 +325,12 @@ class World:
         try:
             self._rows.setdefault(operation, {})[client.number] = step
             yield 0.05 * self.draw.random()
-            yield from self._barrier(client, "save/written", operation, TIMEOUT_S)
+            yield from self._barrier(client, "save/written", operation, self.job.timeout_s)
             if client.number == 0:
                 yield 0.02 * self.draw.random()
                 rows = self._rows[operation]
                 self.commits.append(tuple(rows.get(number, -1) for number in range(self.job.num_clients)))
-            yield from self._barrier(client, "save/merged", operation, TIMEOUT_S)
+            yield from self._barrier(client, "save/merged", operation, self.job.timeout_s)
         except (VerdictError, NoVerdictError, KeyboardInterrupt) as error:
             standing.note_failure(error, client.number, self.now - begun)
             raise
@@ -432,4 +440,5 @@ def random_job(draw: random.Random) -> Job:
         for _ in range(draw.choice((1, 1, 2, 3, 5)))
     )
     num_steps = 14 if is_lockstep else 60
-    return Job(num_clients, num_steps, is_lockstep, gives_step, faults)
+    step_s, timeout_s = draw.choice(((0.5, TIMEOUT_S), (0.5, TIMEOUT_S), (0.1, TIMEOUT_S), (4.0, 2.5)))
+    return Job(num_clients, num_steps, is_lockstep, gives_step, faults, step_s, timeout_s)
