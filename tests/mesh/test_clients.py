@@ -37,7 +37,7 @@ def test_groups_end_with_the_world(pool):
         assert (along_tp, num_worlds) == (first, 1)
         assert left == 1  # the one that the case kept
         assert refused[0] == "CoordinationError"
-        assert "expected clients that a default process group spans; call torch.distributed.init" in refused[1]
+        assert "expected clients that a default process group spans; call dtckpt.init" in refused[1]
 
 
 def test_a_group_that_was_destroyed_is_made_again(pool):
