@@ -188,7 +188,8 @@ class Standing:
         self._last_behind = found.behind
         if found.is_same or not found.others_wait:
             self._number = max(ordinal.number for ordinal in ordinals.values())
-            self._was_cut_off, self._waited_s, self._waited_gap, self._last_gap = False, 0.0, 0, 0
+            self._was_cut_off, self._waited_s = False, 0.0
+            self._waiting_gap = self._last_gap = self._waited_gap = 0
         else:
             self._was_cut_off = True  # whoever knows it: until all are level again
             if client not in found.behind and not self._waiting_gap:
@@ -201,8 +202,8 @@ class Standing:
     def note_failure(self, error: BaseException, client: int, waited_s: float) -> None:
         """Note how a round of an operation failed for this client.
 
-        It was cut off if that is no verdict, or one that names this client as lost or missing: it has gone on without
-        the others, or they without it.
+        It was cut off if that is no verdict, or one that names this client as lost or missing, or if an arrival of the
+        operation got through at a later try only: it has gone on without the others, or they without it.
 
         Args:
             error: What the barrier raised.
@@ -210,7 +211,8 @@ class Standing:
             waited_s: Seconds that it waited there.
         """
         absent = (*getattr(error, "clients", ()), *getattr(error, "missing", ()))
-        self._was_cut_off |= not getattr(error, "is_verdict", False) or client in absent
+        is_verdict, was_cut_off = (getattr(error, fact, False) for fact in ("is_verdict", "was_cut_off"))
+        self._was_cut_off |= not is_verdict or was_cut_off or client in absent
         self._begun_at += waited_s  # a pause is the time that the program takes between operations
         if self._waiting_gap:
             self._waited_s += waited_s

@@ -279,7 +279,8 @@ class Coordination(Protocol):
         """Wait until all participants (default: all clients) have arrived.
 
         Collective: Over ``participants``. Returns for all, or raises the same error class and text for all. An error
-        that is the barrier's verdict has an attribute ``is_verdict``; another one leaves open how the round ended.
+        that is the barrier's verdict has an attribute ``is_verdict``; another one leaves open how the round ended. The
+        attribute ``was_cut_off`` tells that this client's arrival got through at a later try only.
         Blocks: At most about ``timeout_s``; the shortest timeout among those that arrived decides.
 
         Args:

@@ -324,7 +324,7 @@ class GrpcCoordination(Caller):
             self.on_decision(Decision(name, of, members, answer.barrier_id, outcome, kept))
         if self.member.client in failure.clients:
             self._beat()  # it was taken for lost: whoever hears of that shall find it alive again
-        outcome.raise_failure()
+        outcome.raise_failure(was_cut_off=request.was_cut_off)
         cut_off = tuple(answer.verdict.cut_off)
         return Verdict(name, answer.generation, payloads, Operation(begun), cut_off)
 

@@ -32,12 +32,16 @@ class Outcome:
         fields = json.loads(text)
         return cls(**{**fields, "clients": tuple(fields["clients"]), "missing": tuple(fields["missing"])})
 
-    def raise_failure(self) -> None:
-        """Raise the error of a failed barrier; return for a passed one."""
+    def raise_failure(self, *, was_cut_off: bool = False) -> None:
+        """Raise the error of a failed barrier; return for a passed one.
+
+        Args:
+            was_cut_off: Whether this client's arrival got through at a later try only.
+        """
         if self.code:
             facts = {"clients": self.clients, "missing": self.missing}
             known = {name: ids for name, ids in facts.items() if ids}
-            raise errors.from_wire(self.code, self.message, is_verdict=True, **known)
+            raise errors.from_wire(self.code, self.message, is_verdict=True, was_cut_off=was_cut_off, **known)
 
 
 @dataclass(frozen=True, slots=True)

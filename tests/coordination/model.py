@@ -79,9 +79,10 @@ class Job:
 class VerdictError(Exception):
     """A failed barrier, as a client raises it."""
 
-    def __init__(self, failure: Any) -> None:
+    def __init__(self, failure: Any, was_cut_off: bool) -> None:
         super().__init__(failure.message)
         self.is_verdict = True
+        self.was_cut_off = was_cut_off
         self.clients, self.missing = failure.clients, failure.missing
 
 
@@ -395,7 +396,7 @@ class World:
                     break
                 yield 0.05 + 0.02 * self.draw.random()
             if barrier.failure is not None:
-                raise VerdictError(barrier.failure)
+                raise VerdictError(barrier.failure, was_cut_off)
             begun = operation or barrier.barrier_id
             return barrier
         finally:
