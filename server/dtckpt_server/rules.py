@@ -141,7 +141,7 @@ class Rules:
                 f"of attempt {job.attempt} said; DTENSOR_JOB_NAME and DTCKPT_JOB must be the same for all clients"
             )
         task = job.tasks.get(who.task)
-        if task is not None and task.incarnation == who.incarnation:
+        if task is not None and task.incarnation == who.incarnation and task.attempt == attempt:
             self._revive(job, task, now)
             self._note_report(job, task, event.report, now)
             return
