@@ -421,8 +421,10 @@ class Rules:
                 failure = texts.wait_for_each_other(
                     task_name(job.name, number), barrier.name, task_name(job.name, waiting), other.name
                 )
-                self._decide(other, failure, now)
-                self._decide(barrier, failure, now)
+                known = {*other.arrived, *barrier.arrived}
+                for each in (other, barrier):
+                    self._note_known(each, known)
+                    self._decide(each, failure, now)
                 return
 
     def _cancel(self, event: Cancel, now: float) -> None:
