@@ -81,9 +81,13 @@ class Calls:
             self._report = Report(operation, max(call, self._report.num_ended))
 
     def leave_operation(self) -> None:
-        """Note that the client is in no operation any more."""
+        """Note that the client is in no operation any more, and waits for no answer.
+
+        After an interrupt a thread may still wait for one; whatever it hears, nobody goes on with that.
+        """
         with self._lock:
-            self._report = Report("", self._report.num_ended)
+            self._report = Report("", max(self._latest, self._report.num_ended))
+            self._latest = 0
 
 
 def calls_of(member: Member) -> Calls:

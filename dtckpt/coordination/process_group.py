@@ -366,7 +366,12 @@ class ProcessGroupCoordination:
             return None
         failure = rules.wait_for_each_other(self._who(), round_.name, self._who(client), name)
         decided = self._rounds.decide(link, other, failure)
-        return failure if decided.message == failure.message else None
+        if decided.message != failure.message:
+            return None
+        decided = self._rounds.decide(link, round_, failure)
+        if decided.message == failure.message:
+            self._rounds.note_known(link, other, round_)
+        return decided
 
     def publish(self, decision: Decision) -> None:
         """Write down how a round ended elsewhere, for clients that come here to ask.

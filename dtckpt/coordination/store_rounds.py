@@ -262,6 +262,18 @@ class StoreRounds:
         (key,) = round_.arrival_keys(self._member.client)
         link.set_if(key, "", self.arrival(meeting, is_late=True))
 
+    def note_known(self, link: Link, *rounds: Round) -> None:
+        """Write down that whoever is in one of these failed rounds knows how all of them failed."""
+        known = {
+            client
+            for round_ in rounds
+            for client in round_.claim.participants
+            if link.has(*round_.arrival_keys(client))
+        }
+        for round_ in rounds:
+            for client in known.intersection(round_.claim.participants):
+                link.set_if(*round_.arrival_keys(client), "", Arrival(ELSEWHERE, 0, True, None).dump())
+
     def arrive(self, link: Link, joined: Joined, meeting: Meeting) -> Outcome | None:
         """Arrive with an ok vote; return the verdict if that is the last arrival."""
         round_ = joined.round

@@ -141,7 +141,7 @@ class Rules:
                 f"of attempt {job.attempt} said; DTENSOR_JOB_NAME and DTCKPT_JOB must be the same for all clients"
             )
         task = job.tasks.get(who.task)
-        if task is not None and task.incarnation == who.incarnation:
+        if task is not None and task.incarnation == who.incarnation and task.attempt == attempt:
             self._revive(job, task, now)
             self._note_report(job, task, event.report, now)
             return
@@ -421,8 +421,10 @@ class Rules:
                 failure = texts.wait_for_each_other(
                     task_name(job.name, number), barrier.name, task_name(job.name, waiting), other.name
                 )
-                self._decide(other, failure, now)
-                self._decide(barrier, failure, now)
+                known = {*other.arrived, *barrier.arrived}
+                for each in (other, barrier):
+                    self._note_known(each, known)
+                    self._decide(each, failure, now)
                 return
 
     def _cancel(self, event: Cancel, now: float) -> None:

@@ -411,6 +411,16 @@ class ManyClientsContract(CoordinationContract):
             same_error(results, errors.BarrierConflictError, expected)
             assert max(result.seconds for result in results.values()) < AT_ONCE_S
 
+    def test_operations_that_waited_for_each_other_are_told_once(self, clients):
+        """Each client knows how both rounds failed, so its next call is a new one."""
+        pair = {"operation": BEGIN, "participants": [0, 1]}
+        save = Running(clients[:1], at("save/begin", **pair))
+        wait_until(lambda: clients[0].status().barriers)
+        assert together(clients[1:2], at("restore/begin", **pair))[1].error is not None
+        assert save.results()[0].error is not None
+        for name in ("save/begin", "restore/begin"):
+            assert not any(result.error for result in together(clients[:2], at(name, **pair)).values())
+
     @pytest.mark.parametrize("silent", [0, 2])
     def test_lost_client_is_named(self, clients, silent):
         together(clients, lambda client: client.register())

@@ -28,3 +28,13 @@ def test_interrupted_call_that_ends_late_does_not_take_the_client_out_of_its_nex
     calls.end(calls.begin(of_operation=True), "next")
     calls.end(interrupted, "")
     assert calls.report == Report("next", 2)
+
+
+def test_client_that_leaves_an_operation_waits_for_no_answer():
+    calls = Calls()
+    interrupted = calls.begin(of_operation=True)
+    calls.wait_at("save/begin")
+    calls.leave_operation()
+    assert calls.report == Report("", 1)
+    calls.end(interrupted, "begun meanwhile")
+    assert calls.report == Report("", 1)

@@ -345,6 +345,15 @@ def test_operations_that_wait_for_each_other_fail_at_once(world):
     )
 
 
+def test_operations_that_waited_for_each_other_are_told_once(pair):
+    """Each task knows how both rounds failed, so its next call is a new one, wherever that is."""
+    pair.begin(0)
+    assert not pair.begin(1, name="restore/begin")[0].is_open
+    for name in ("save/begin", "restore/begin"):
+        assert pair.begin(1, name=name)[0].is_open
+        assert pair.begin(0, name=name)[0].is_passed
+
+
 def test_clients_of_one_operation_that_are_in_different_rounds_of_it_fail_at_once(pair):
     """One of them went on without a round that the other still waits in, as when it failed before it got there."""
     begun, calls = pair.begin(0, 1, name="manager/chosen")

@@ -264,6 +264,19 @@ def test_open_barriers_are_limited(world, monkeypatch):
         world.arrive(0, name="one more")
 
 
+def test_process_that_goes_on_in_a_higher_attempt_is_told_no_verdict_of_the_old_one(world):
+    """It left, and joined the attempt that others had begun; it counts its calls anew."""
+    assert [world.arrive(task, call=1).is_passed for task in range(3)] == [False, False, True]
+    world.register(1, attempt=1, incarnation=51)
+    world.register(0, 2, attempt=1)
+    assert world.rules.jobs["job"].tasks[0].attempt == 1
+    barrier = world.arrive(0, call=1)
+    assert barrier.is_open
+    world.arrive(1, call=1, incarnation=51)
+    assert world.arrive(2, call=1) is barrier
+    assert barrier.is_passed
+
+
 def test_higher_attempt_may_have_another_size(world):
     barrier = world.arrive(0)
     world.num_clients = 2

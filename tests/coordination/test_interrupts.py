@@ -1,0 +1,58 @@
+"""Ctrl-C while a client waits in the first round of a save: its call goes on in a thread of its own."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from dtckpt import errors
+from dtckpt.checkpoint.rounds import Rounds
+from dtckpt.coordination import Member
+from dtckpt.coordination.process import calls_of
+from dtckpt.coordination.process_group import ProcessGroupCoordination
+from dtckpt.coordination.remote import GrpcCoordination
+
+from .contract import AT_ONCE_S, HEARTBEAT_S, TIMEOUT_S, leave_all, wait_until
+from .servers import server_in_thread
+
+
+@pytest.fixture(params=["grpc", "process_group"])
+def pair(request):
+    members = [Member(f"job{secrets.randbits(40)}", client, 2, secrets.randbits(60)) for client in range(2)]
+    members = [Member(members[0].job, each.client, 2, each.incarnation) for each in members]
+    if request.param == "grpc":
+        with server_in_thread() as port:
+            pair = [GrpcCoordination(f"127.0.0.1:{port}", each, heartbeat_timeout_s=HEARTBEAT_S) for each in members]
+            yield pair
+            leave_all(pair)
+    else:
+        store = HashStore()
+        pair = [ProcessGroupCoordination(store, each, heartbeat_timeout_s=HEARTBEAT_S) for each in members]
+        yield pair
+        leave_all(pair)
+
+
+def test_nobody_waits_for_a_client_that_was_interrupted(pair):
+    first, second = pair
+    second.register()
+
+    def interrupt():
+        wait_until(lambda: second.status().barriers or calls_of(first.member).report.waits_at)
+        raise KeyboardInterrupt
+
+    interrupted = Rounds(first, "save", TIMEOUT_S)
+    with pytest.raises(KeyboardInterrupt), interrupted.exclusive():
+        interrupted.begin("begin", lambda: b"", meanwhile=interrupt)
+    start = time.monotonic()
+    other = Rounds(second, "save", TIMEOUT_S)
+
+    def go_on():
+        other.begin("begin", lambda: b"")
+        other.run("written", lambda: b"")
+
+    with pytest.raises(errors.CoordinationError, match=r"has given up waiting|is not in this operation any more"):
+        go_on()
+    assert time.monotonic() - start < AT_ONCE_S
