@@ -23,6 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+ANYBODYS = "?"
+"""Position of a client that cannot say where it is. If its round fails, all who were not there came for it."""
+
 
 def grace_s(heartbeat_timeout_s: float) -> float:
     """Return how long a client that may be late waits for others: one heartbeat interval."""

@@ -151,6 +151,8 @@ class Failure(_message.Message):
         CAUSE_CONFLICT: Failure._Cause.ValueType  # 4
         CAUSE_CANCELLED: Failure._Cause.ValueType  # 5
         CAUSE_FENCED: Failure._Cause.ValueType  # 6
+        CAUSE_LATE: Failure._Cause.ValueType  # 7
+        """only tasks came that had missed an earlier round, whose error this is"""
 
     class Cause(_Cause, metaclass=_CauseEnumTypeWrapper): ...
     CAUSE_UNSPECIFIED: Failure.Cause.ValueType  # 0
@@ -160,6 +162,8 @@ class Failure(_message.Message):
     CAUSE_CONFLICT: Failure.Cause.ValueType  # 4
     CAUSE_CANCELLED: Failure.Cause.ValueType  # 5
     CAUSE_FENCED: Failure.Cause.ValueType  # 6
+    CAUSE_LATE: Failure.Cause.ValueType  # 7
+    """only tasks came that had missed an earlier round, whose error this is"""
 
     CAUSE_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int

@@ -7,25 +7,39 @@ inside another one, such as a restore inside a manager's, takes all of its round
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from time import monotonic
+from typing import SupportsIndex, TypeGuard
 
 from dtckpt.checkpoint.phases import BARRIER, Phases
 from dtckpt.coordination import Coordination, Member, Operation, Position, Progress, Verdict, Vote
 from dtckpt.coordination.ordinals import NBYTES, Ordinal, Standing
 from dtckpt.coordination.process import calls_of
 from dtckpt.coordination.protocol import ANYWHERE, BEGIN
-from dtckpt.errors import CoordinationError, DtckptError, MeshError, SaveDisagreementError
+from dtckpt.errors import ConfigError, CoordinationError, DtckptError, MeshError, SaveDisagreementError
 from dtckpt.format.digest import bytes_digest
 from dtckpt.threads import begin
 
 _running = threading.Lock()
 _outer: ContextVar[Rounds | None] = ContextVar("_outer", default=None)
 """The operation that this thread is inside of."""
+
+
+def is_step(step: object) -> TypeGuard[SupportsIndex]:
+    """Whether clients can compare this as a step."""
+    return hasattr(step, "__index__") and not isinstance(step, bool) and 0 <= operator.index(step) < 1 << 63
+
+
+def validate_step(step: object) -> None:
+    """Raise `ConfigError` if this is neither a step nor None."""
+    if step is not None and not is_step(step):
+        raise ConfigError(f"a step must be a whole number from 0 to 2^63 - 1; got {step!r}")
 
 
 @functools.cache
@@ -139,12 +153,20 @@ class Rounds:
             meanwhile: What to do while the others are waited for.
 
         Raises:
+            ConfigError: The step is none; raised on all clients.
             SaveDisagreementError: Clients are at different operations; see `dtckpt.coordination.ordinals`.
         """
+
+        def part() -> bytes:
+            validate_step(step)
+            return work() or b""
+
         if len(self.participants) == 1:
-            return self.run(name, work, phase=phase, meanwhile=meanwhile)
+            return self.run(name, part, phase=phase, meanwhile=meanwhile)
         standing = self._standing = standing_of(self._coordination.member, self._name, self.participants)
-        ordinal = standing.advance(step)
+        ordinal = standing.advance(operator.index(step)) if is_step(step) else standing.advance()
+        # Whatever the others are at: that the step is none concerns them.
+        ordinal = replace(ordinal, is_somewhere=ordinal.is_somewhere or not (step is None or is_step(step)))
 
         def meet(vote: Vote) -> Mapping[int, bytes]:
             def once() -> Verdict:
@@ -154,7 +176,7 @@ class Rounds:
 
             return meet_alike(once, standing, self.client)
 
-        return self._round(name, lambda: ordinal.to_bytes() + (work() or b""), meet, phase, meanwhile)
+        return self._round(name, lambda: ordinal.to_bytes() + part(), meet, phase, meanwhile)
 
     def run(
         self,

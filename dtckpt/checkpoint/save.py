@@ -24,7 +24,7 @@ from dtckpt.checkpoint.rounds import Rounds
 from dtckpt.checkpoint.uncollected import uncollected
 from dtckpt.checkpoint.writing import ClientWriter, Source, merge_clients, remove_working_files
 from dtckpt.coordination import Coordination, current_coordination
-from dtckpt.errors import CheckpointError, ConfigError, SliceError
+from dtckpt.errors import CheckpointError, SliceError
 from dtckpt.format import tree as trees
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.manifest import Manifest, PhaseCost
@@ -287,11 +287,6 @@ def save_state(
         return attempt.complete()
 
 
-def is_step(step: object) -> bool:
-    """Whether clients can compare this as a step."""
-    return type(step) is int and 0 <= step < 1 << 63
-
-
 Stage = Callable[[State, SavePlan, int], State]
 """Turns a planned state of a client into one that later changes of its tensors do not reach."""
 
@@ -348,7 +343,7 @@ class Attempt:
             payloads = self.rounds.begin(
                 "begin",
                 self._prepare,
-                step=self._step if is_step(self._step) else None,
+                step=self._step,
                 phase="plan",
                 meanwhile=self._stage_state,
             )
@@ -368,8 +363,6 @@ class Attempt:
 
     def _prepare(self) -> bytes:
         in_flight.raise_unseen()
-        if self._step is not None and not is_step(self._step):
-            raise ConfigError(f"a step must be a whole number from 0 to 2^63 - 1; got {self._step!r}")
         self._place = place = places.place_of(location_of(self._path))
         state = self._collect()
         plan = kept_plan(state.specs, self._options.chunk_nbytes)

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dtckpt.barriers import ANYBODYS
 from dtckpt.coordination.protocol import Position
 from dtckpt.errors import capped
 
@@ -43,16 +44,20 @@ class Ordinal:
         step: Of the training run, from 0 on; None: not said.
         was_cut_off: Whether it has gone on without the others, or they without it, since all were level.
         waited_gap: How far others were behind when this client waited for them in vain; 0: it did not.
+        is_somewhere: Whether the client cannot say, so that it waits for others and is not told that it is late.
     """
 
     number: int
     step: int | None = None
     was_cut_off: bool = False
     waited_gap: int = 0
+    is_somewhere: bool = False
 
     @property
     def position(self) -> Position:
-        """What keepers of barriers tell late arrivals by."""
+        """Return the mark by which keepers of barriers know late arrivals."""
+        if self.is_somewhere:
+            return Position(ANYBODYS)
         text = f"#{self.number}" if self.step is None else f"step {self.step}"
         return Position(text, is_certain=self.step is not None)
 
@@ -160,6 +165,7 @@ class Standing:
         self._last_behind: frozenset[int] = frozenset()
         self._begun_at = clock()
         self._pause_s = 0.0  # between the last two operations
+        self._was_retold = False  # the last operation failed with the error of an earlier one
         self._waiting_gap = 0  # of the first meeting of this operation, if the others are waited for
         self._last_gap = 0  # of the operation before it
         self._waited_s = 0.0  # in vain, since the gap last became smaller
@@ -170,7 +176,9 @@ class Standing:
         now = self._clock()
         self._number, self._begun_at, self._pause_s = self._number + 1, now, now - self._begun_at
         self._waiting_gap = 0
-        return Ordinal(self._number, step, self._was_cut_off, self._waited_gap)
+        # A client that has been told twice to be late would be so for ever if it is always the first to come.
+        was_retold, self._was_retold = self._was_retold and step is None, False
+        return Ordinal(self._number, step, self._was_cut_off, self._waited_gap, was_retold)
 
     def settle(self, ordinals: Mapping[int, Ordinal], client: int, *, cut_off: Sequence[int] = ()) -> Comparison:
         """Compare the ordinals of all clients, and take the consequences for this one.
@@ -212,6 +220,7 @@ class Standing:
         """
         absent = (*getattr(error, "clients", ()), *getattr(error, "missing", ()))
         is_verdict, was_cut_off = (getattr(error, fact, False) for fact in ("is_verdict", "was_cut_off"))
+        self._was_retold = getattr(error, "is_retold", False)
         self._was_cut_off |= not is_verdict or was_cut_off or client in absent
         self._begun_at += waited_s  # a pause is the time that the program takes between operations
         if self._waiting_gap:

@@ -280,7 +280,8 @@ class Coordination(Protocol):
 
         Collective: Over ``participants``. Returns for all, or raises the same error class and text for all. An error
         that is the barrier's verdict has an attribute ``is_verdict``; another one leaves open how the round ended. The
-        attribute ``was_cut_off`` tells that this client's arrival got through at a later try only.
+        attribute ``was_cut_off`` tells that this client's arrival got through at a later try only, ``is_retold`` that
+        the error is that of an earlier round, which this client had missed.
         Blocks: At most about ``timeout_s``; the shortest timeout among those that arrived decides.
 
         Args:

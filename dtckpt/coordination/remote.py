@@ -316,7 +316,10 @@ class GrpcCoordination(Caller):
             if operation is not None:
                 self._calls.end(call, operation.id or begun)
         failure = answer.verdict.failure
-        outcome = Outcome(failure.code, failure.message, tuple(failure.clients), tuple(failure.missing))
+        is_retold = failure.cause == pb.Failure.CAUSE_LATE
+        outcome = Outcome(
+            failure.code, failure.message, tuple(failure.clients), tuple(failure.missing), is_retold=is_retold
+        )
         payloads = dict(answer.verdict.payloads)
         if self.on_decision is not None:
             of = None if operation is None else operation.id

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -41,7 +40,14 @@ class Outcome:
         if self.code:
             facts = {"clients": self.clients, "missing": self.missing}
             known = {name: ids for name, ids in facts.items() if ids}
-            raise errors.from_wire(self.code, self.message, is_verdict=True, was_cut_off=was_cut_off, **known)
+            raise errors.from_wire(
+                self.code,
+                self.message,
+                is_verdict=True,
+                is_retold=self.is_retold,
+                was_cut_off=was_cut_off,
+                **known,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,7 @@ class Decision:
 
 
 PASSED = Outcome()
+MAX_TIMEOUT_S = 7 * 86400.0
 STILL_WAITING_S = 30.0
 """How often a waiting client says for whom it waits."""
 
@@ -165,8 +172,11 @@ def validate_barrier(
         raise errors.ConfigError(f"barrier name {name!r} is not valid Unicode: {error.reason}") from None
     if not 0 < nbytes <= MAX_NAME_BYTES:
         raise errors.ConfigError(f"barrier name {name!r} has {nbytes} bytes; expected 1 to {MAX_NAME_BYTES}")
-    if not 0 < timeout_s < math.inf:
-        raise errors.ConfigError(f"barrier {name!r}: timeout_s is {timeout_s}; expected a positive number of seconds")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise errors.ConfigError(
+            f"barrier {name!r}: timeout_s is {timeout_s}; expected a positive number of seconds, at most "
+            f"{MAX_TIMEOUT_S:g}"
+        )
     everyone = range(member.num_clients)
     members = tuple(everyone) if participants is None else tuple(sorted(set(participants)))
     strangers = [client for client in members if client not in everyone]

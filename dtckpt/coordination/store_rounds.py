@@ -232,7 +232,10 @@ class StoreRounds:
         failed = (*claim.failed, (claim.generation, claim.position)) if outcome and outcome.code else claim.failed
         for generation, position in reversed(failed):
             missed = replace(found, claim=replace(claim, generation=generation))
-            if position != meeting.position.text or (failure := self.verdict(link, missed)) is None:
+            if (
+                position not in (barriers.ANYBODYS, meeting.position.text)
+                or (failure := self.verdict(link, missed)) is None
+            ):
                 continue
             was_there = link.has(*missed.arrival_keys(me))
             if was_there and failure.is_retold:
@@ -272,7 +275,8 @@ class StoreRounds:
         }
         for round_ in rounds:
             for client in known.intersection(round_.claim.participants):
-                link.set_if(*round_.arrival_keys(client), "", Arrival(ELSEWHERE, 0, True, None).dump())
+                (key,) = round_.arrival_keys(client)
+                link.set_if(key, "", Arrival(ELSEWHERE, 0, True, None).dump())
 
     def arrive(self, link: Link, joined: Joined, meeting: Meeting) -> Outcome | None:
         """Arrive with an ok vote; return the verdict if that is the last arrival."""

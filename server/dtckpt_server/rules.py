@@ -240,6 +240,8 @@ class Rules:
             return
         job.tasks.place(task, LEFT)
         self._log_task("left", job, task, "left")
+        for barrier in [barrier for barrier in job.open.values() if barrier.waits_for(task.number)]:
+            self._note_known(barrier, [task.number])  # when it comes back, it comes for another round
         self._fail_without(job, [task.number], now)
 
     # --- barriers -----------------------------------------------------------------------------------------------
@@ -279,7 +281,7 @@ class Rules:
             return latest or self._open(job, arrival, key, participants, now)
         if arrival.is_again and key[2] in job.broken:
             return job.broken[key[2]]
-        missed = job.missed.get((key, arrival.position))
+        missed = job.missed.get((key, arrival.position)) or job.missed.get((key, barriers.ANYBODYS))
         if missed is not None and task.number in missed.arrived:
             missed = None
         if (

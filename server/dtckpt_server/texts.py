@@ -91,7 +91,7 @@ def fenced(name: str, job: str, attempt: int) -> Failure:
 def came_late(name: str, age_s: float, former: Failure) -> Failure:
     """Return the failure of a round at which only tasks arrived that had missed an earlier one."""
     message = barriers.came_late(name, age_s, former.message)[: errors.MAX_MESSAGE_CHARS]
-    return Failure(former.cause, former.code, message, former.clients, former.missing)
+    return Failure("LATE", former.code, message, former.clients, former.missing)
 
 
 def gave_up(name: str, who: str) -> Failure:

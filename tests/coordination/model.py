@@ -65,6 +65,7 @@ class Job:
         faults: What goes wrong.
         step_s: About how long a step takes.
         timeout_s: Longest wait of a save for others, per round.
+        lead: A client, and how long before the others it comes to each save.
     """
 
     num_clients: int
@@ -74,6 +75,7 @@ class Job:
     faults: tuple[Fault, ...] = ()
     step_s: float = 0.5
     timeout_s: float = TIMEOUT_S
+    lead: tuple[int, float] = (-1, 0.0)
 
 
 class VerdictError(Exception):
@@ -83,6 +85,7 @@ class VerdictError(Exception):
         super().__init__(failure.message)
         self.is_verdict = True
         self.was_cut_off = was_cut_off
+        self.is_retold = failure.cause == "LATE"
         self.clients, self.missing = failure.clients, failure.missing
 
 
@@ -238,7 +241,8 @@ class World:
             yield RETRY_S  # the place is held until the life before has been silent for long enough
         while client.step < self.job.num_steps:
             step = client.step
-            yield self.job.step_s + 0.2 * (self.draw.random() - 0.5)
+            first, lead_s = self.job.lead
+            yield self.job.step_s + 0.2 * (self.draw.random() - 0.5) + lead_s * (client.number != first)
             begun = self.now
             struck = {fault.kind for fault in self._strike(client, step)}
             if "skip" in struck:

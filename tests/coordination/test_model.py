@@ -11,7 +11,7 @@ import pytest
 
 from dtckpt.coordination import ordinals
 
-from .model import FAULTS, Fault, Job, World, random_job
+from .model import FAULTS, HEARTBEAT_TIMEOUT_S, Fault, Job, World, random_job
 
 HISTORIES = 100_000 if os.environ.get("DTCKPT_TESTS") == "all" else 400
 TAIL = 8
@@ -60,6 +60,18 @@ def test_after_one_cut_one_save_fails(gives_step, is_lockstep):
     world.run()
     assert world.failures_after(4) == []
     assert not world.mixed()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_client_that_skipped_and_is_always_the_first_to_come(first):
+    """Its grace is over each time before the other one comes."""
+    lead_s = 3 * HEARTBEAT_TIMEOUT_S / 6
+    job = Job(
+        2, 12, is_lockstep=True, gives_step=False, faults=(Fault("skip", first, 3, 0.0, 0.0),), lead=(first, lead_s)
+    )
+    world = World(job, seed=1)
+    world.run()
+    assert world.failures_after(3) in ([4], [4, 5], [4, 5, 6]), world.trace
 
 
 def test_the_model_sees_what_the_comparison_prevents(monkeypatch):

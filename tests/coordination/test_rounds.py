@@ -115,11 +115,11 @@ def test_late_arrival_alone_is_told_after_the_grace(world):
     world.now += GRACE_S * 0.9
     world.tick()
     assert late.is_open
-    world.now += GRACE_S * 0.1
+    world.now += GRACE_S * 0.2
     world.tick()
     assert late.failure.code == "BarrierTimeoutError"
     assert late.failure.message == (
-        "barrier 'b': the others had given up 2.0 s before this client came; that round failed: "
+        f"barrier 'b': the others had given up {OLD_S:.1f} s before this client came; that round failed: "
         "barrier 'b' timed out after 0.5 s: 2/3 arrived, missing client 2 (job/2)"
     )
     assert late.failure.missing == (2,)
@@ -364,6 +364,23 @@ def test_clients_of_one_operation_that_are_in_different_rounds_of_it_fail_at_onc
     )
     assert early.failure == late.failure
     assert "each for the other" in early.failure.message
+
+
+def test_round_that_failed_at_a_position_that_nobody_knows_is_told_to_all(pair):
+    """As where the step of one client is none."""
+    failed = pair.arrive(0, position=barriers.ANYBODYS, ok=False, code="ConfigError", reason="no step")
+    assert pair.arrive(1, position="step 5", is_certain=True) is failed
+    assert pair.arrive(1, position="step 5", is_certain=True).is_open, "it is told once"
+
+
+def test_client_that_left_is_not_told_of_the_round_that_its_going_failed(pair):
+    failed, _ = pair.begin(0, position="#3")
+    pair.leave(1)
+    assert failed.failure.clients == (1,)
+    pair.register(1)
+    again, _ = pair.begin(1, position="#3")
+    assert again.is_open
+    assert pair.begin(0, position="#4")[0] is again
 
 
 def test_operations_of_clients_that_do_not_wait_for_each_other_go_on(world):
