@@ -108,6 +108,18 @@ def test_client_that_was_cut_off_for_a_while(tmp_path, where, is_lockstep):
     assert saved[-5:] == list(range(training.num_steps - 5, training.num_steps)), seen
 
 
+@pytest.mark.parametrize("where", ["one path", "a path each"])
+@pytest.mark.parametrize("is_lockstep", [False, True])
+def test_client_that_gave_a_save_up_while_it_was_cut_off(tmp_path, where, is_lockstep):
+    """It is cut off for longer than it looks for the coordinator, so its call ends without a verdict."""
+    steps = 14 if is_lockstep else 60
+    training = Training(num_steps=steps, where=where, is_lockstep=is_lockstep, step_s=0.15, patience_s=0.5)
+    seen = train(training, tmp_path, faults={3: lambda around, network: around.cut(network, TIMEOUT_S + 1.5)})
+    saved = saved_by_all(seen)
+    assert len(saved) < steps, "the network was cut"
+    assert saved[-4:] == list(range(steps - 4, steps)), seen
+
+
 @pytest.mark.parametrize("at_store", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_client_that_skipped_a_save(tmp_path, at_store, is_async):

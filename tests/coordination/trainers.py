@@ -36,6 +36,7 @@ class Training:
         skips: (client, step) where a client does not call save.
         raises: (client, step) where a client's state cannot be had.
         interrupts: (client, step) where a client's save is interrupted as by Ctrl-C.
+        patience_s: How long after its timeout a call still looks for the coordinator; default: as long as it does.
     """
 
     num_clients: int = 2
@@ -48,6 +49,7 @@ class Training:
     skips: tuple[tuple[int, int], ...] = ()
     raises: tuple[tuple[int, int], ...] = ()
     interrupts: tuple[tuple[int, int], ...] = ()
+    patience_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,12 @@ def work(training: Training, port: int | None, store_port: int, client: int, roo
 
     import torch.distributed as dist
 
-    from dtckpt.coordination import Member, set_coordination
+    from dtckpt.coordination import Member, calls, remote, set_coordination
     from dtckpt.coordination.process_group import ProcessGroupCoordination
     from dtckpt.coordination.remote import GrpcCoordination
 
+    if training.patience_s is not None:
+        calls.CALL_TIMEOUT_S = remote.CALL_TIMEOUT_S = training.patience_s
     member = Member("job", client, training.num_clients, secrets.randbits(60))
     if port is not None:
         coordination: Any = GrpcCoordination(f"127.0.0.1:{port}", member, heartbeat_timeout_s=HEARTBEAT_S)
