@@ -444,6 +444,6 @@ def random_job(draw: random.Random) -> Job:
         )
         for _ in range(draw.choice((1, 1, 2, 3, 5)))
     )
-    num_steps = 14 if is_lockstep else 60
+    num_steps = (14 if gives_step else 24) if is_lockstep else 60
     step_s, timeout_s = draw.choice(((0.5, TIMEOUT_S), (0.5, TIMEOUT_S), (0.1, TIMEOUT_S), (4.0, 2.5)))
     return Job(num_clients, num_steps, is_lockstep, gives_step, faults, step_s, timeout_s)
