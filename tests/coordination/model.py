@@ -240,6 +240,8 @@ class World:
         while not (self._reaches(client) and self._register(client)):
             yield RETRY_S  # the place is held until the life before has been silent for long enough
         while client.step < self.job.num_steps:
+            while self.job.is_lockstep and min(other.step for other in self.clients) < client.step:
+                yield 0.01
             step = client.step
             first, lead_s = self.job.lead
             yield self.job.step_s + 0.2 * (self.draw.random() - 0.5) + lead_s * (client.number != first)
@@ -257,8 +259,6 @@ class World:
             client.interrupts = client.is_impatient = False
             self.trace.append(f"{self.now:7.2f} client {client.number} step {step}: {client.outcomes[step]}")
             client.step = step + 1
-            while self.job.is_lockstep and min(other.step for other in self.clients) < client.step:
-                yield 0.01
 
     def _strike(self, client: Client, step: int) -> list[Fault]:
         """Let this client's faults of a step begin; return them."""
