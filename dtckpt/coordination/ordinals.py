@@ -223,7 +223,8 @@ class Standing:
         self._was_retold = getattr(error, "is_retold", False)
         self._was_cut_off |= not is_verdict or was_cut_off or client in absent
         self._begun_at += waited_s  # a pause is the time that the program takes between operations
-        if self._waiting_gap and not getattr(error, "clients", ()):  # a client that was lost could not come
+        # A client that was lost could not come; and one that heard no verdict does not know whether another came.
+        if self._waiting_gap and is_verdict and not getattr(error, "clients", ()):
             self._waited_s += waited_s
             if self._waited_s >= max(LEAST_VAIN_WAIT_S, PAUSES_WAITED * self._pause_s):
                 self._waited_gap = self._waiting_gap

@@ -433,7 +433,7 @@ def random_job(draw: random.Random) -> Job:
     gives_step = draw.random() < 0.5
     kinds = list(FAULTS)
     if not is_lockstep and not gives_step:  # nothing but the count of calls can tell steps apart, so it must be right
-        kinds = [kind for kind in kinds if kind not in ("skip", "reborn")]
+        kinds = [kind for kind in kinds if kind not in ("skip", "reborn", "impatient")]
     faults = tuple(
         Fault(
             draw.choice(kinds),
