@@ -25,11 +25,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import dtckpt
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.save import state_of_tree
-from dtckpt.checkpoint.staging import StagingMemory
-from dtckpt.coordination import current_coordination
+from dtckpt.checkpoint.saving.plan import plan_save
+from dtckpt.checkpoint.saving.save import state_of_tree
+from dtckpt.checkpoint.saving.staging import StagingMemory
+from dtckpt.coordination.connect import current_coordination
 from dtckpt.errors import RandomParameterError
-from dtckpt.planning.save_plan import plan_save
 from examples.gpt import GPT, SEED, batch_of, distributed, placed, train_step
 
 TENSORS = 64

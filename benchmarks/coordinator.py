@@ -36,7 +36,7 @@ from benchmarks.rivals import (
 )
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.checkpoint.uncollected import uncollected
+from dtckpt.checkpoint.gc_pause import uncollected
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

@@ -22,7 +22,7 @@ from rich.table import Table
 
 import dtckpt
 from dtckpt import dtensor as ours
-from dtckpt.dtensor.device_mesh import KINDS
+from dtckpt.layout.device_mesh import KINDS
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda x, _: x + x,

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from dtckpt import Layout
-from dtckpt.clients import abstract_mesh
+from dtckpt.checkpoint.saving.plan import SavePlan, TensorSpec, holdings_of, plan_save
 from dtckpt.format.content import content_share
 from dtckpt.format.digest import digest_chunk
 from dtckpt.format.manifest import ArrayEntry, ArrayKind, Manifest
-from dtckpt.planning.save_plan import SavePlan, TensorSpec, holdings_of, plan_save
-from dtckpt.region import Region
+from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.region import Region
 
 MESH = abstract_mesh({"dp": 32, "tp": 8})
 ROWS, COLUMNS = 32768, 8192

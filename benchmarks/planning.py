@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dtckpt import Layout, Mesh
-from dtckpt.layout import UNSHARDED, Spec
-from dtckpt.planning.exchange import plan_exchange
+from dtckpt.layout.layout import UNSHARDED, Spec
+from dtckpt.redistribution.exchange_plan import plan_exchange
 
 SOURCE, TARGET = {"dp": 512, "tp": 8}, {"dp": 2048, "tp": 8}
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 126, 16384, 53248, 128, 8, 128256

@@ -20,7 +20,7 @@ from torch.distributed import tensor as theirs
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtckpt
-from dtckpt.dtensor.redistribution import program_of
+from dtckpt.redistribution.execute import program_of
 
 CHANGES = {
     "S0 -> S1": (["S0"], ["S1"]),

@@ -11,19 +11,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtckpt import dtensor, errors
-    from dtckpt.checkpoint.asynchronous import SaveHandle, save_async
-    from dtckpt.checkpoint.manager import CheckpointManager
-    from dtckpt.checkpoint.named import name_based_restore, name_based_save, sharded_save
-    from dtckpt.checkpoint.newest import RestoredStep
-    from dtckpt.checkpoint.objects import DTensorCheckpoint
+    from dtckpt.checkpoint.managing.manager import CheckpointManager
+    from dtckpt.checkpoint.managing.restore_newest import RestoredStep
+    from dtckpt.checkpoint.managing.retention import Retention
     from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
-    from dtckpt.checkpoint.reader import Checkpoint, TensorInfo, open_checkpoint
-    from dtckpt.checkpoint.restore import restore
-    from dtckpt.checkpoint.restore_report import RestoreReport
-    from dtckpt.checkpoint.retention import Retention
-    from dtckpt.checkpoint.save import SaveReport, save
-    from dtckpt.checkpoint.verifying import VerifyReport
-    from dtckpt.clients import (
+    from dtckpt.checkpoint.reading.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+    from dtckpt.checkpoint.reading.verify import VerifyReport
+    from dtckpt.checkpoint.resharding.reshard import reshard
+    from dtckpt.checkpoint.restoring.report import RestoreReport
+    from dtckpt.checkpoint.restoring.restore import restore
+    from dtckpt.checkpoint.saving.save import SaveReport, save
+    from dtckpt.checkpoint.saving.save_async import SaveHandle, save_async
+    from dtckpt.checkpoint.tensorflow.dtensor_checkpoint import DTensorCheckpoint
+    from dtckpt.checkpoint.tensorflow.named import name_based_restore, name_based_save, sharded_save
+    from dtckpt.comm.rendezvous import init_process_group
+    from dtckpt.coordination.connect import initialize_multi_client, job_status, shutdown_multi_client
+    from dtckpt.dtensor import (
+        DTensor,
+        DVariable,
+        call_with_layout,
+        check_layout,
+        copy_to_mesh,
+        enable_save_as_bf16,
+        fetch_layout,
+        pack,
+        relayout,
+        run_on,
+        unpack,
+    )
+    from dtckpt.layout.clients import (
         abstract_mesh,
         client_id,
         configure_virtual_devices,
@@ -41,41 +57,25 @@ if TYPE_CHECKING:
         num_local_devices,
         shutdown_tpu_system,
     )
-    from dtckpt.coordination import initialize_multi_client, job_status, shutdown_multi_client
-    from dtckpt.dtensor import (
-        DTensor,
-        DVariable,
-        call_with_layout,
-        check_layout,
-        copy_to_mesh,
-        enable_save_as_bf16,
-        fetch_layout,
-        pack,
-        relayout,
-        run_on,
-        unpack,
-    )
-    from dtckpt.layout import MATCH, UNSHARDED, Layout
-    from dtckpt.mesh import Mesh
-    from dtckpt.placement import Partial, Placement, Replicate, Shard
-    from dtckpt.region import Region
-    from dtckpt.rendezvous import init_process_group
-    from dtckpt.resharding.engine import reshard
+    from dtckpt.layout.layout import MATCH, UNSHARDED, Layout
+    from dtckpt.layout.mesh import Mesh
+    from dtckpt.layout.placement import Partial, Placement, Replicate, Shard
+    from dtckpt.layout.region import Region
 
 _MODULES = {
-    "checkpoint.asynchronous": ("SaveHandle", "save_async"),
-    "checkpoint.manager": ("CheckpointManager",),
-    "checkpoint.named": ("name_based_restore", "name_based_save", "sharded_save"),
-    "checkpoint.newest": ("RestoredStep",),
-    "checkpoint.objects": ("DTensorCheckpoint",),
+    "checkpoint.saving.save_async": ("SaveHandle", "save_async"),
+    "checkpoint.managing.manager": ("CheckpointManager",),
+    "checkpoint.tensorflow.named": ("name_based_restore", "name_based_save", "sharded_save"),
+    "checkpoint.managing.restore_newest": ("RestoredStep",),
+    "checkpoint.tensorflow.dtensor_checkpoint": ("DTensorCheckpoint",),
     "checkpoint.options": ("RestoreOptions", "SaveOptions"),
-    "checkpoint.reader": ("Checkpoint", "TensorInfo", "open_checkpoint"),
-    "checkpoint.restore": ("restore",),
-    "checkpoint.retention": ("Retention",),
-    "checkpoint.restore_report": ("RestoreReport",),
-    "checkpoint.save": ("SaveReport", "save"),
-    "checkpoint.verifying": ("VerifyReport",),
-    "clients": (
+    "checkpoint.reading.checkpoint": ("Checkpoint", "TensorInfo", "open_checkpoint"),
+    "checkpoint.restoring.restore": ("restore",),
+    "checkpoint.managing.retention": ("Retention",),
+    "checkpoint.restoring.report": ("RestoreReport",),
+    "checkpoint.saving.save": ("SaveReport", "save"),
+    "checkpoint.reading.verify": ("VerifyReport",),
+    "layout.clients": (
         "abstract_mesh",
         "client_id",
         "configure_virtual_devices",
@@ -93,7 +93,7 @@ _MODULES = {
         "num_local_devices",
         "shutdown_tpu_system",
     ),
-    "coordination": ("initialize_multi_client", "job_status", "shutdown_multi_client"),
+    "coordination.connect": ("initialize_multi_client", "job_status", "shutdown_multi_client"),
     "dtensor": (
         "DTensor",
         "DVariable",
@@ -107,12 +107,12 @@ _MODULES = {
         "run_on",
         "unpack",
     ),
-    "layout": ("MATCH", "UNSHARDED", "Layout"),
-    "mesh": ("Mesh",),
-    "placement": ("Partial", "Placement", "Replicate", "Shard"),
-    "region": ("Region",),
-    "rendezvous": ("init_process_group",),
-    "resharding.engine": ("reshard",),
+    "layout.layout": ("MATCH", "UNSHARDED", "Layout"),
+    "layout.mesh": ("Mesh",),
+    "layout.placement": ("Partial", "Placement", "Replicate", "Shard"),
+    "layout.region": ("Region",),
+    "comm.rendezvous": ("init_process_group",),
+    "checkpoint.resharding.reshard": ("reshard",),
 }
 _SUBMODULES = ("dtensor", "errors")
 _HOME = {name: f"dtckpt.{module}" for module, names in _MODULES.items() for name in names}

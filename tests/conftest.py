@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from workers import Pool
 
-from dtckpt import clients
-from dtckpt.coordination import set_coordination
+from dtckpt.coordination.connect import set_coordination
+from dtckpt.layout import clients
 
 settings.register_profile("dtckpt", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dtckpt")

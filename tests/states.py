@@ -12,8 +12,8 @@ import torch
 from hypothesis import strategies as st
 
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, abstract_mesh, create_mesh, pack, unpack
-from dtckpt.clients import virtual_devices
 from dtckpt.format.dtypes import DTYPES
+from dtckpt.layout.clients import virtual_devices
 
 dtype_names = st.sampled_from(sorted(DTYPES))
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from dtckpt import threads
+from dtckpt.comm import background_threads
 
 WAIT_S = 30
 
@@ -22,36 +22,36 @@ def fail():
 def at_any_time(request, monkeypatch):
     """Both at work and while the process ends."""
     if "reserve" in request.param:
-        threads.keep_reserve()
+        background_threads.keep_reserve()
         monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
 def test_without_a_reserve_it_is_refused(monkeypatch):
-    monkeypatch.setattr(threads, "_reserve", None)
+    monkeypatch.setattr(background_threads, "_reserve", None)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="can't create new thread"):
-        threads.begin(fail, "dtckpt-test")
+        background_threads.begin(fail, "dtckpt-test")
 
 
 def test_the_reserve_is_started_once():
-    threads.keep_reserve()
+    background_threads.keep_reserve()
     before = threading.active_count()
-    threads.keep_reserve()
+    background_threads.keep_reserve()
     assert threading.active_count() == before
 
 
 @pytest.mark.usefixtures("at_any_time")
 def test_work_has_an_outcome():
-    assert threads.begin(lambda: threading.current_thread().daemon, "dtckpt-test").result(WAIT_S)
+    assert background_threads.begin(lambda: threading.current_thread().daemon, "dtckpt-test").result(WAIT_S)
     with pytest.raises(ZeroDivisionError):
-        threads.begin(fail, "dtckpt-test").result(WAIT_S)
+        background_threads.begin(fail, "dtckpt-test").result(WAIT_S)
 
 
 @pytest.mark.usefixtures("at_any_time")
-@pytest.mark.parametrize("size", [1, 3, 2 * threads.RESERVE])
+@pytest.mark.parametrize("size", [1, 3, 2 * background_threads.RESERVE])
 def test_a_pool_does_its_work(size):
     prepared = []
-    with threads.Pool(size, "dtckpt-test", partial(prepared.append, True)) as pool:
+    with background_threads.Pool(size, "dtckpt-test", partial(prepared.append, True)) as pool:
         assert list(pool.map(lambda number: number**2, range(100))) == [number**2 for number in range(100)]
         failed = pool.submit(fail)
     assert isinstance(failed.exception(WAIT_S), ZeroDivisionError)
@@ -61,7 +61,7 @@ def test_a_pool_does_its_work(size):
 @pytest.mark.usefixtures("at_any_time")
 def test_a_pool_does_one_thing_at_a_time_in_one_thread():
     done = []
-    with threads.Pool(1, "dtckpt-test") as pool:
+    with background_threads.Pool(1, "dtckpt-test") as pool:
         for number in range(50):
             pool.submit(done.append, number)
     assert done == list(range(50))
@@ -69,7 +69,7 @@ def test_a_pool_does_one_thing_at_a_time_in_one_thread():
 
 def test_what_is_cancelled_is_not_done():
     release, done = threading.Event(), []
-    pool = threads.Pool(1, "dtckpt-test")
+    pool = background_threads.Pool(1, "dtckpt-test")
     first = pool.submit(release.wait, WAIT_S)
     while not first.running():
         pass
@@ -82,7 +82,7 @@ def test_what_is_cancelled_is_not_done():
 
 
 def test_a_pool_that_is_dropped_ends_its_threads():
-    pool = threads.Pool(2, "dtckpt-dropped")
+    pool = background_threads.Pool(2, "dtckpt-dropped")
     workers = [pool.submit(threading.current_thread).result(WAIT_S) for _ in range(2)]
     del pool
     for worker in workers:

@@ -22,7 +22,7 @@ from typing import Any
 
 CASE_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0
-IMPORTED = ["torch.distributed", "tensorstore", "dtckpt.checkpoint.manager"]
+IMPORTED = ["torch.distributed", "tensorstore", "dtckpt.checkpoint.managing.manager"]
 """What client processes need in most cases."""
 READY = b"ready"
 
@@ -251,8 +251,8 @@ def _make_group(task: Task) -> None:
 def _tidy_up() -> None:
     import torch.distributed as dist
 
-    from dtckpt import clients
-    from dtckpt.coordination import shutdown_multi_client
+    from dtckpt.coordination.connect import shutdown_multi_client
+    from dtckpt.layout import clients
 
     shutdown_multi_client()
     clients._configured.clear()

@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
-from dtckpt import interop
-from dtckpt.dtensor import DTensor, DVariable
+from dtckpt.dtensor import DTensor, DVariable, torch_interop
 from dtckpt.errors import DTypeError, LayoutError
 from dtckpt.format.dtypes import DTYPES, UNCONVERTED, validate_dtype
-from dtckpt.layout import Layout
-from dtckpt.mesh import Mesh
-from dtckpt.region import Region
+from dtckpt.layout import torch_device_mesh
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.region import Region
 
 
 @runtime_checkable
@@ -111,8 +111,8 @@ def state_of_object(value: Any) -> Any:
 
 def mesh_of(value: Any) -> Mesh | None:
     """Return the mesh that a tensor is on; None for a plain one."""
-    if interop.is_torch_dtensor(value):
-        return interop.mesh_of(value.device_mesh)
+    if torch_interop.is_torch_dtensor(value):
+        return torch_device_mesh.mesh_of(value.device_mesh)
     return value.device_mesh if isinstance(value, DTensor) else None
 
 
@@ -128,8 +128,8 @@ def as_leaf(value: torch.Tensor, name: str) -> Leaf:
             fake, on the meta device, or of a subclass that computes its elements.
         LayoutError: The layout has MATCH specs or pending reductions.
     """
-    if interop.is_torch_dtensor(value):
-        layout, local = interop.layout_and_local(value)
+    if torch_interop.is_torch_dtensor(value):
+        layout, local = torch_interop.layout_and_local(value)
         components: tuple[torch.Tensor, ...] = () if local is None else (local,)
     elif isinstance(value, DTensor):
         layout, components = value.layout, value.components

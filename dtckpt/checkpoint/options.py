@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from dtckpt.checkpoint.renaming import Rename, validate_rename
-from dtckpt.checkpoint.restore_report import RestoreReport
+from dtckpt.checkpoint.restoring.renaming import Rename, validate_rename
+from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.errors import ConfigError
 from dtckpt.format.codecs import CODECS
 from dtckpt.format.dtypes import STORED_AS
@@ -68,7 +68,7 @@ class RestoreOptions:
         cast: Which dtype conversions are fine: none (``exact``), those that keep every value (``lossless``), ``any``.
         allow_missing: Leave tensors and values of the target as they are where the checkpoint has none.
         allow_unexpected: Pass over tensors and values of the checkpoint that the target does not ask for.
-        rename: Other names for what is in the checkpoint; see `dtckpt.checkpoint.renaming.Rename`.
+        rename: Other names for what is in the checkpoint; see `dtckpt.checkpoint.restoring.renaming.Rename`.
         report: Called with the `RestoreReport`, when all is restored or when the restore is refused because something
             is missing, unexpected, reshaped or cast.
         read_once: Whether each byte is read from storage by one client, which hands it on to those that need it too

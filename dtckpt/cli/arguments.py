@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from dtckpt import wire
-from dtckpt.checkpoint.reader import TensorInfo
-from dtckpt.checkpoint.restore import kept_layout
-from dtckpt.clients import abstract_mesh
+from dtckpt.checkpoint.reading.checkpoint import TensorInfo
+from dtckpt.checkpoint.restoring.restore import kept_layout
 from dtckpt.errors import ConfigError, LayoutError, MeshError, capped
 from dtckpt.format.dtypes import DTYPES, is_floating
-from dtckpt.layout import MATCH, Layout
-from dtckpt.mesh import Mesh
+from dtckpt.layout import text_format
+from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.layout import MATCH, Layout
+from dtckpt.layout.mesh import Mesh
 
 MAX_DEVICES = 1 << 18
 """Largest mesh; planning for it takes seconds per tensor."""
@@ -107,7 +107,7 @@ def layout_text(layout: Layout | None) -> str:
     """Return a layout's specs as `LayoutRule` reads them; a word where there are none."""
     if layout is None:
         return "none"
-    return ",".join(map(wire.spec_to_text, layout.sharding_specs)) or "scalar"
+    return ",".join(map(text_format.spec_to_text, layout.sharding_specs)) or "scalar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,9 @@ class LayoutRule:
         pattern, equals, spec_text = text.rpartition("=")
         if not equals or not pattern.strip():
             raise LayoutError(f"layout {text!r} cannot be used; expected PATTERN=SPEC, as in '*/weight=data,unsharded'")
-        specs = [wire.spec_from_text(entry.strip()) for entry in spec_text.split(",")] if spec_text.strip() else []
+        specs = (
+            [text_format.spec_from_text(entry.strip()) for entry in spec_text.split(",")] if spec_text.strip() else []
+        )
         if MATCH in specs:
             raise LayoutError(f"layout {text!r} cannot be used; got {MATCH!r}, expected an axis or 'unsharded'")
         try:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 import dtckpt
-from dtckpt.cli.exits import exit_code_help
+from dtckpt.cli.exit_codes import exit_code_help
 
 KVSTORES = ("ocdbt", "zarr")
 """As in `dtckpt.format.manifest`, which is slow to import."""
@@ -97,7 +97,7 @@ def reshard(**options: Any) -> None:
 
     Names, values and structure stay as they are. DST appears whole or not at all.
     """
-    from dtckpt.cli.resharding import Request, run_reshard
+    from dtckpt.cli.reshard import Request, run_reshard
 
     run_reshard(Request(**options))
 
@@ -110,7 +110,7 @@ def reshard(**options: Any) -> None:
 @_debug_option
 def inspect(path: str, patterns: tuple[str, ...], with_chunks: bool, as_json: bool) -> None:
     """Show what checkpoint PATH holds."""
-    from dtckpt.cli.inspecting import run_inspect
+    from dtckpt.cli.inspect import run_inspect
 
     run_inspect(path, patterns, with_chunks=with_chunks, as_json=as_json)
 
@@ -122,7 +122,7 @@ def inspect(path: str, patterns: tuple[str, ...], with_chunks: bool, as_json: bo
 @_debug_option
 def verify(path: str, threads: int | None, as_json: bool) -> int:
     """Read all of checkpoint PATH and compare every digest; exit with 1 if anything is damaged."""
-    from dtckpt.cli.verifying import run_verify
+    from dtckpt.cli.verify import run_verify
 
     return run_verify(path, as_json=as_json, threads=threads)
 
@@ -168,6 +168,6 @@ Variables:
 @_debug_option
 def status(**options: Any) -> None:
     """Show jobs, clients and open barriers of a coordinator: who is missing, and what they did last."""
-    from dtckpt.cli.watching import Request, run_status
+    from dtckpt.cli.status import Request, run_status
 
     run_status(Request(**options))

@@ -13,7 +13,7 @@ from types import FrameType
 import click
 
 from dtckpt.cli.commands import cli
-from dtckpt.cli.exits import ExitCode, exit_code_of
+from dtckpt.cli.exit_codes import ExitCode, exit_code_of
 from dtckpt.cli.output import write_event
 from dtckpt.errors import DtckptError
 from dtckpt.text import printable

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from torch._C._distributed_c10d import HashStore
 
 from dtckpt import errors
-from dtckpt.coordination import rules
-from dtckpt.coordination.process_group import ProcessGroupCoordination, from_environment
-from dtckpt.coordination.protocol import (
+from dtckpt.coordination import verdicts
+from dtckpt.coordination.api import (
     ANYWHERE,
     YES,
     Coordination,
@@ -33,8 +32,9 @@ from dtckpt.coordination.protocol import (
     Verdict,
     Vote,
 )
-from dtckpt.coordination.remote import GrpcCoordination
-from dtckpt.coordination.rules import Decision
+from dtckpt.coordination.grpc_client import GrpcCoordination
+from dtckpt.coordination.torch_store import ProcessGroupCoordination, from_environment
+from dtckpt.coordination.verdicts import Decision
 
 logger = logging.getLogger("dtckpt.coordination")
 
@@ -94,7 +94,7 @@ class FallbackCoordination:
 
     def _give_up(self, error: errors.CoordinatorUnavailableError) -> None:
         """Decide for all, unless another client was faster."""
-        who = rules.task_name(self.member.job, self.member.client)
+        who = verdicts.task_name(self.member.job, self.member.client)
         try:
             reason = self._secondary.settle(_KEY, f"{who} gave it up: {error.message}")
         except errors.CoordinationError as other:
@@ -179,7 +179,7 @@ class FallbackCoordination:
 
         Blocks: When the coordinator is given up amid the barrier, for up to ``timeout_s`` once more.
         """
-        members = rules.validate_barrier(self.member, name, timeout_s, participants)
+        members = verdicts.validate_barrier(self.member, name, timeout_s, participants)
         self.register()
         moved_from: str | None = None
         if not self._reason:

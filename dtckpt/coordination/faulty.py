@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dtckpt.coordination.protocol import (
+from dtckpt.coordination.api import (
     ANYWHERE,
     YES,
     Coordination,

@@ -6,17 +6,17 @@ Mirrors ``torch.distributed.tensor`` name for name, beside TensorFlow's names fo
 from torch.serialization import add_safe_globals
 
 from dtckpt.dtensor import torch_hooks
-from dtckpt.dtensor.compiling import keep_from_tracing
-from dtckpt.dtensor.device_mesh import DeviceMesh, init_device_mesh
-from dtckpt.dtensor.distribution import distribute_module, distribute_tensor
+from dtckpt.dtensor.components import pack, unpack
+from dtckpt.dtensor.distribute import distribute_module, distribute_tensor
 from dtckpt.dtensor.factories import empty, full, ones, rand, randn, zeros
-from dtckpt.dtensor.moving import call_with_layout, copy_to_mesh, relayout, run_on
 from dtckpt.dtensor.operators import dispatch as dispatch
-from dtckpt.dtensor.packing import pack, unpack
 from dtckpt.dtensor.serialization import SAFE_GLOBALS
 from dtckpt.dtensor.tensor import DTensor, check_layout, fetch_layout
+from dtckpt.dtensor.tensorflow_names import call_with_layout, copy_to_mesh, relayout, run_on
+from dtckpt.dtensor.torch_compile import keep_from_tracing
 from dtckpt.dtensor.variable import DVariable, enable_save_as_bf16
-from dtckpt.placement import Partial, Placement, Replicate, Shard
+from dtckpt.layout.device_mesh import DeviceMesh, init_device_mesh
+from dtckpt.layout.placement import Partial, Placement, Replicate, Shard
 
 __all__ = [
     "DTensor",

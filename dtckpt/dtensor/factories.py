@@ -8,18 +8,18 @@ from typing import Any, SupportsIndex, TypedDict, Unpack
 
 import torch
 
-from dtckpt import host_memory
-from dtckpt.dtensor.devices import device_of
-from dtckpt.dtensor.functional import from_placements, redistribute
-from dtckpt.dtensor.moving import MeshLike, as_mesh, get_default_mesh
-from dtckpt.dtensor.randomness import agreed_key
-from dtckpt.dtensor.randomness import fill as fill_randomly
+from dtckpt.comm import host_memory
+from dtckpt.comm.torch_device import device_of
+from dtckpt.dtensor.autograd import from_placements, redistribute
+from dtckpt.dtensor.random import agreed_key
+from dtckpt.dtensor.random import fill as fill_randomly
 from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensorflow_names import MeshLike, as_mesh, get_default_mesh
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
-from dtckpt.layout import Layout
-from dtckpt.mesh import Mesh
-from dtckpt.placement import Placement
-from dtckpt.region import Region
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.placement import Placement
+from dtckpt.layout.region import Region
 
 Fill = Callable[[torch.Tensor, Region], object]
 """Fills one device's part, given the region that it covers."""

@@ -10,9 +10,9 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import OperatorError
-from dtckpt.layout import Layout, layout_of_parts
-from dtckpt.mesh import mesh_of_bytes
-from dtckpt.placement import Partial, Replicate, Shard, _StridedShard
+from dtckpt.layout.layout import Layout, layout_of_parts
+from dtckpt.layout.mesh import mesh_of_bytes
+from dtckpt.layout.placement import Partial, Replicate, Shard, _StridedShard
 
 
 def reduce(tensor: DTensor) -> tuple[Any, ...]:

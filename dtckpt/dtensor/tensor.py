@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtckpt import wire
 from dtckpt.errors import DtckptError, LayoutError, LayoutTypeError, capped
-from dtckpt.layout import Layout
-from dtckpt.mesh import Mesh
-from dtckpt.placement import Placement
+from dtckpt.layout import text_format
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.placement import Placement
 
 if TYPE_CHECKING:
-    from dtckpt.dtensor.moving import MeshLike
-    from dtckpt.dtensor.operators.specs import Spec
-    from dtckpt.dtensor.operators.views import View
-    from dtckpt.dtensor.redistribution import Running
+    from dtckpt.dtensor.operators.tensor_spec import Spec
+    from dtckpt.dtensor.operators.view_tracking import View
+    from dtckpt.dtensor.tensorflow_names import MeshLike
+    from dtckpt.redistribution.execute import Running
 
 EARLY_KEY_NAME = "DeferredInit"
 EARLY_KEY = torch._C._dispatch_key_parse(EARLY_KEY_NAME)
-"""A dispatch key that DTensors alone have, since PyTorch has no kernels for it; see `dtckpt.dtensor.operators.early`.
+"""A dispatch key that DTensors alone have, as PyTorch has no kernels for it: `dtckpt.dtensor.operators.pre_autograd`.
 
 It comes before autograd, and after PyTorch has noted the state that it restores for ``__torch_dispatch__``.
 """
@@ -49,7 +49,7 @@ class DTensor(torch.Tensor):
     _pending: Running | None = None
     """What the components wait for before they may be read; see `redistribute`."""
     _spec: Spec | None = None
-    """See `dtckpt.dtensor.operators.specs`; made when it is first asked for."""
+    """See `dtckpt.dtensor.operators.tensor_spec`; made when it is first asked for."""
     _view: View | None = None
     """How the tensor follows another one whose values it shares, but not the memory."""
     _writes: list[int] | None = None
@@ -114,9 +114,9 @@ class DTensor(torch.Tensor):
         if not isinstance(tensor, DTensor):
             raise LayoutTypeError(f"the data of a DTensor is a DTensor; got {type(tensor).__name__}")
         _DATA.__set__(self, tensor)
-        from dtckpt.dtensor.operators import views
+        from dtckpt.dtensor.operators import view_tracking
 
-        alias = views.alias_of(tensor)
+        alias = view_tracking.alias_of(tensor)
         self._components, self._layout, self._spec = alias._components, alias._layout, None
         self._view, self._writes = alias._view, alias._writes
 
@@ -134,13 +134,13 @@ class DTensor(torch.Tensor):
             return None
         if isinstance(found, DTensor) and found._layout is self._layout and not self._layout.partial:
             return found
-        from dtckpt.dtensor import functional
-        from dtckpt.dtensor.operators import adopting
+        from dtckpt.dtensor import autograd
+        from dtckpt.dtensor.operators import plain_tensors
 
-        gradient = adopting.adopted(found, self.device_mesh)
-        wanted = functional.gradient_layout(self._layout)
+        gradient = plain_tensors.adopted(found, self.device_mesh)
+        wanted = autograd.gradient_layout(self._layout)
         if gradient._layout != wanted:
-            gradient = functional.redistribute(gradient, wanted)
+            gradient = autograd.redistribute(gradient, wanted)
         if gradient is not found:
             _GRAD.__set__(self, gradient)
         return gradient
@@ -192,17 +192,18 @@ class DTensor(torch.Tensor):
             ReplicaMismatchError: Copies differ.
         """
         del stride
-        from dtckpt.dtensor import factories, functional, packing
+        from dtckpt.dtensor import autograd, factories
+        from dtckpt.dtensor import components as packing
 
         mesh = factories.require_mesh(device_mesh)
         try:
             if not isinstance(local_tensor, torch.Tensor):
                 raise LayoutTypeError(f"from_local needs a tensor; got {type(local_tensor).__name__}")
-            layout = functional.from_placements(mesh, placements, local_tensor.ndim)
+            layout = autograd.from_placements(mesh, placements, local_tensor.ndim)
             gradient = None if grad_placements is None else Layout.from_placements(mesh, grad_placements, layout.rank)
         except DtckptError as error:
             raise packing.shared_failure(error, mesh) if shape is None or run_check else error from None
-        return functional.from_local(local_tensor, layout, shape=shape, gradient=gradient, run_check=run_check)
+        return autograd.from_local(local_tensor, layout, shape=shape, gradient=gradient, run_check=run_check)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the component of this client's only device; it shares memory with the tensor. Differentiable.
@@ -215,11 +216,11 @@ class DTensor(torch.Tensor):
         Raises:
             ComponentError: This client has several devices in the mesh; `unpack` gives all components.
         """
-        from dtckpt.dtensor import functional
+        from dtckpt.dtensor import autograd
 
         if grad_placements is None:
-            return functional.to_local(self, functional.gradient_layout(self._layout))
-        return functional.to_local(self, Layout.from_placements(self.device_mesh, grad_placements, self.ndim))
+            return autograd.to_local(self, autograd.gradient_layout(self._layout))
+        return autograd.to_local(self, Layout.from_placements(self.device_mesh, grad_placements, self.ndim))
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -236,12 +237,12 @@ class DTensor(torch.Tensor):
         Args:
             grad_placements: Placements of the gradient on the mesh of one device per client; default replicated.
         """
-        from dtckpt.dtensor import functional
+        from dtckpt.dtensor import autograd
 
         if grad_placements is None:
-            return functional.full_tensor(self)
-        hosts = functional.one_device_per_client(self.device_mesh)
-        return functional.full_tensor(self, Layout.from_placements(hosts, grad_placements, self.ndim))
+            return autograd.full_tensor(self)
+        hosts = autograd.one_device_per_client(self.device_mesh)
+        return autograd.full_tensor(self, Layout.from_placements(hosts, grad_placements, self.ndim))
 
     def redistribute(
         self,
@@ -267,7 +268,7 @@ class DTensor(torch.Tensor):
         # The commonest change of all, none, costs no more than finding that out.
         if is_plain and isinstance(placements, list | tuple) and tuple(placements) == self.placements:
             return self
-        from dtckpt.dtensor import functional
+        from dtckpt.dtensor import autograd
 
         mesh = self.device_mesh
         try:
@@ -275,13 +276,13 @@ class DTensor(torch.Tensor):
                 from dtckpt.dtensor import factories
 
                 mesh = factories.require_mesh(device_mesh)
-            layout = functional.from_placements(mesh, placements, self.ndim)
+            layout = autograd.from_placements(mesh, placements, self.ndim)
         except DtckptError as error:
-            from dtckpt.dtensor import redistribution
+            from dtckpt.redistribution import execute
 
-            redistribution.tell(error, [self.device_mesh, mesh])
+            execute.tell(error, [self.device_mesh, mesh])
             raise
-        return functional.redistribute(
+        return autograd.redistribute(
             self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op
         )
 
@@ -310,20 +311,20 @@ class DTensor(torch.Tensor):
         return serialization.deepcopy(self, memo)
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Return the boxes that this client holds; see `dtckpt.dtensor.dcp`."""
-        from dtckpt.dtensor import dcp
+        """Return the boxes that this client holds; see `dtckpt.dtensor.torch_checkpoint`."""
+        from dtckpt.dtensor import torch_checkpoint
 
-        return dcp.chunk_list(self)
+        return torch_checkpoint.chunk_list(self)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002  (PyTorch's name)
-        from dtckpt.dtensor import dcp
+        from dtckpt.dtensor import torch_checkpoint
 
-        return dcp.write_items(fqn, object)
+        return torch_checkpoint.write_items(fqn, object)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        from dtckpt.dtensor import dcp
+        from dtckpt.dtensor import torch_checkpoint
 
-        return dcp.shard_at(self, index)
+        return torch_checkpoint.shard_at(self, index)
 
     # --- values as numbers, which are global: every client gets all of them ---------------------------------------
 
@@ -375,5 +376,5 @@ def described(layout: Layout) -> str:
     mesh = layout.mesh
     if mesh.is_single_device() or not mesh.device_ids:
         return layout.to_string()
-    specs, _, _ = wire.layout_to_text(layout.record).partition(" mesh:")
+    specs, _, _ = text_format.layout_to_text(layout.record).partition(" mesh:")
     return f"{specs} on {mesh.device_type} mesh {mesh.name!r} {mesh.axis_sizes} of clients {capped(mesh.clients)}"

@@ -16,7 +16,7 @@ from torch.testing import _comparison
 from torch.utils._foreach_utils import _foreach_supported_types as _gradients_types
 
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.mesh import Mesh
+from dtckpt.layout.mesh import Mesh
 
 _input_mask = torch.masked._ops._input_mask
 _pair: Any = _comparison.TensorLikePair

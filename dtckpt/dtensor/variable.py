@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dtckpt.dtensor.moving import copy_to_mesh, relayout
 from dtckpt.dtensor.tensor import DTensor, check_layout
+from dtckpt.dtensor.tensorflow_names import copy_to_mesh, relayout
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError
-from dtckpt.layout import Layout
+from dtckpt.layout.layout import Layout
 
 
 class DVariable(DTensor):

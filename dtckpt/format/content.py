@@ -25,7 +25,7 @@ import numpy.typing as npt
 from awscrt.checksums import combine_crc64nvme, crc64nvme
 
 from dtckpt.format.digest import as_bytes, buffer_of
-from dtckpt.region import Region
+from dtckpt.layout.region import Region
 
 _ONES = 2**64 - 1
 """What the CRC begins with, and is inverted by in the end."""

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from dtckpt.format.grid import ChunkGrid
-from dtckpt.region import Region
+from dtckpt.layout.region import Region
 
 BLOCK_NBYTES = 256 << 10
 """Bytes of a block, unless one row of a chunk is larger. Part of the format."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from dtckpt.errors import RegionError
-from dtckpt.region import Region
+from dtckpt.layout.region import Region
 
 MAX_RANK = 32
 """Most dims of an array that TensorStore opens."""

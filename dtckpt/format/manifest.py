@@ -23,8 +23,8 @@ from dtckpt.format.digest import Blocks, bytes_digest
 from dtckpt.format.dtypes import validate_dtype
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.names import is_path_of
-from dtckpt.layout import Layout
-from dtckpt.mesh import Mesh
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.mesh import Mesh
 from dtckpt.text import format_nbytes
 
 FORMAT_VERSION = 1

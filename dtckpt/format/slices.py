@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtckpt.errors import SliceError
-from dtckpt.region import Region
+from dtckpt.layout.region import Region
 
 
 @dataclass(frozen=True, slots=True)

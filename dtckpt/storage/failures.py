@@ -6,7 +6,7 @@ import errno
 import re
 from types import TracebackType
 
-from dtckpt import forks
+from dtckpt.comm import fork_guard
 from dtckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -57,7 +57,7 @@ class translated:  # noqa: N801  (a context manager is used as a function is)
         self._is_read = is_read
 
     def __enter__(self) -> None:
-        forks.validate_process()  # TensorStore ends a forked process that calls it, with SIGABRT
+        fork_guard.validate_process()  # TensorStore ends a forked process that calls it, with SIGABRT
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dtckpt.threads import begin
+from dtckpt.comm.background_threads import begin
 
 _PERIOD_S = 0.01
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write out dirty pages, and wait for none

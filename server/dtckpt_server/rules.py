@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
-from dtckpt import barriers, errors
+from dtckpt import errors
+from dtckpt.coordination import barrier_rules
 from dtckpt_server import texts
 from dtckpt_server.events import (
     MAX_NAME_BYTES,
@@ -269,25 +270,25 @@ class Rules:
         return barrier
 
     def _round_for(self, job: Job, task: Task, arrival: Arrive, now: float) -> Barrier:
-        """Return the round that a new call joins, or that it is late for; see `dtckpt.barriers`."""
+        """Return the round that a new call joins, or that it is late for; see `dtckpt.coordination.barrier_rules`."""
         participants = arrival.members(job.num_clients)
         key: Key = arrival.name, arrival.operation, participants if isinstance(participants, Members) else ()
         latest = job.latest.get(key)
         is_overtaken = any(call > arrival.call and other.key == key for call, other in task.calls.items())
         if is_overtaken or (arrival.operation is not None and arrival.call <= task.report.num_ended):
             # Its client has gone on, and waits for no answer.
-            raise errors.BarrierConflictError(barriers.gave_up(arrival.name, task_name(job.name, task.number)))
+            raise errors.BarrierConflictError(barrier_rules.gave_up(arrival.name, task_name(job.name, task.number)))
         if arrival.operation:
             return latest or self._open(job, arrival, key, participants, now)
         if arrival.is_again and key[2] in job.broken:
             return job.broken[key[2]]
-        missed = job.missed.get((key, arrival.position)) or job.missed.get((key, barriers.ANYBODYS))
+        missed = job.missed.get((key, arrival.position)) or job.missed.get((key, barrier_rules.ANYBODYS))
         if missed is not None and task.number in missed.arrived:
             missed = None
         if (
             missed is not None
             and missed.failure is not None
-            and barriers.is_late(task.number, is_certain=arrival.is_certain, missing=missed.failure.missing)
+            and barrier_rules.is_late(task.number, is_certain=arrival.is_certain, missing=missed.failure.missing)
         ):
             return missed
         if latest is not None and latest.is_open and task.number in latest.arrived:
@@ -365,7 +366,7 @@ class Rules:
         """Tell tasks that nobody has joined of the round that they had missed."""
         former = barrier.former
         assert former is not None and former.failure is not None and former.decided_at is not None  # noqa: S101, PT018
-        if now >= barrier.opened_at + barriers.grace_s(self.heartbeat_timeout_s):
+        if now >= barrier.opened_at + barrier_rules.grace_s(self.heartbeat_timeout_s):
             self._note_known(barrier, former.arrived)  # those who were in the earlier round
             age_s = barrier.opened_at - former.decided_at
             self._decide(barrier, texts.came_late(barrier.name, age_s, former.failure), now)

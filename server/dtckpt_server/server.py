@@ -15,9 +15,9 @@ from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.errors import ConfigError
 from dtckpt_server.handlers import add_handlers
-from dtckpt_server.pages import Pages
 from dtckpt_server.rules import MAX_CLIENTS, MAX_PAUSE_S, Rules
 from dtckpt_server.service import MAX_CALLS, CoordinatorService
+from dtckpt_server.status_page import Pages
 from dtckpt_server.tls import TlsFiles, server_credentials
 from dtckpt_server.tokens import Tokens
 

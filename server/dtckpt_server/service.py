@@ -39,11 +39,11 @@ from dtckpt_server.events import (
     Report,
     Tick,
 )
+from dtckpt_server.grpc_errors import Refusal
+from dtckpt_server.heartbeat_streams import GATHER_S, MAX_UNSENT, Stream, Streams
 from dtckpt_server.metrics import Metrics
-from dtckpt_server.refusals import Refusal
 from dtckpt_server.rules import Rules
 from dtckpt_server.state import Barrier, Effects, Transition
-from dtckpt_server.streams import GATHER_S, MAX_UNSENT, Stream, Streams
 from dtckpt_server.texts import Progress
 from dtckpt_server.tokens import Tokens
 

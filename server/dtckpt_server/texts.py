@@ -1,6 +1,6 @@
 """What the coordinator says about barriers.
 
-The clients' `dtckpt.coordination.rules` says the same about barriers that no coordinator decides. The server may not
+The clients' `dtckpt.coordination.verdicts` says the same about barriers that no coordinator decides. The server may not
 import it (its image carries no part of the library that needs torch), so these few sentences stand twice; the contract
 tests hold both to the same words.
 """
@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dtckpt import barriers, errors
+from dtckpt import errors
+from dtckpt.coordination import barrier_rules
 
 UNCHANGED_S = 10.0
 """From when on it is said how long a task's progress has not changed."""
@@ -90,20 +91,20 @@ def fenced(name: str, job: str, attempt: int) -> Failure:
 
 def came_late(name: str, age_s: float, former: Failure) -> Failure:
     """Return the failure of a round at which only tasks arrived that had missed an earlier one."""
-    message = barriers.came_late(name, age_s, former.message)[: errors.MAX_MESSAGE_CHARS]
+    message = barrier_rules.came_late(name, age_s, former.message)[: errors.MAX_MESSAGE_CHARS]
     return Failure("LATE", former.code, message, former.clients, former.missing)
 
 
 def gave_up(name: str, who: str) -> Failure:
-    return _failure("CANCELLED", errors.BarrierCancelledError, barriers.gave_up(name, who))
+    return _failure("CANCELLED", errors.BarrierCancelledError, barrier_rules.gave_up(name, who))
 
 
 def is_elsewhere(name: str, who: str) -> Failure:
-    return _failure("CONFLICT", errors.BarrierConflictError, barriers.is_elsewhere(name, who))
+    return _failure("CONFLICT", errors.BarrierConflictError, barrier_rules.is_elsewhere(name, who))
 
 
 def wait_for_each_other(first: str, first_name: str, second: str, second_name: str) -> Failure:
-    text = barriers.wait_for_each_other(first, first_name, second, second_name)
+    text = barrier_rules.wait_for_each_other(first, first_name, second, second_name)
     return _failure("CONFLICT", errors.BarrierConflictError, text)
 
 

@@ -15,9 +15,9 @@ from states import bits_of
 
 import dtckpt
 from dtckpt import SaveOptions, errors
-from dtckpt.checkpoint import save as saving
-from dtckpt.storage import directory
-from dtckpt.storage.arrays import ArrayWriter
+from dtckpt.checkpoint.saving import save as saving
+from dtckpt.storage import commit_by_rename
+from dtckpt.storage.zarr_tensorstore import ArrayWriter
 
 from .cases import Tensors, mesh_over_all, save_differently, tree_on
 
@@ -134,7 +134,7 @@ def die_in_background(path: str, victim: int, where: str) -> float:
     if client == victim and where == "writing":
         ArrayWriter.write = die  # type: ignore[method-assign]
     elif client == victim and where == "committing":
-        directory.commit = die
+        commit_by_rename.commit = die
     handle = dtckpt.save_async(path, tree, options=options)
     handle.result(WAIT_S)
     raise AssertionError("a client was lost, but the save went well")
@@ -142,7 +142,7 @@ def die_in_background(path: str, victim: int, where: str) -> float:
 
 def fail_to_stage(path: str, victim: int) -> None:
     """One client has no memory for the copy."""
-    from dtckpt.checkpoint import staging
+    from dtckpt.checkpoint.saving import staging
 
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
@@ -213,7 +213,7 @@ def manage(root: str, steps: int, **options: Any) -> list[Any]:
 
 def resume(root: str, odd_client: int = -1) -> tuple[int, list[int], list[str]]:
     """Restore the newest valid step; one client may find the newest one damaged though the others do not."""
-    from dtckpt.checkpoint import manager as managing
+    from dtckpt.checkpoint.managing import manager as managing
 
     mesh = mesh_over_all({"x": dtckpt.num_clients()})
     restore = managing.restore
@@ -295,7 +295,7 @@ def die_while_removing(root: str, where: str) -> None:
     for step in range(2):
         if step == 1 and dtckpt.client_id() == 0:
             if where == "before the rename":
-                directory.discard = die
+                commit_by_rename.discard = die
             elif where == "before the deletion":
                 shutil.rmtree = die
             else:

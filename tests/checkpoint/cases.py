@@ -17,10 +17,10 @@ from states import bits_of, cluster_mesh, differences, packed, tensor_of
 
 import dtckpt
 from dtckpt import Layout, Mesh, SaveOptions
-from dtckpt.coordination import connect, set_coordination
+from dtckpt.coordination.connect import connect, set_coordination
 from dtckpt.coordination.faulty import Fault, FaultyCoordination
 from dtckpt.errors import DtckptError
-from dtckpt.storage import directory
+from dtckpt.storage import commit_by_rename
 
 Tensors = Mapping[str, tuple[tuple[int, ...], str, Sequence[Any] | None]]
 """Tensors by name: shape, dtype, sharding specs (None: a plain tensor, of which all clients have a copy)."""
@@ -258,12 +258,12 @@ def save_and_die(
         coordination = FaultyCoordination(inner, {("heartbeat", 2): Fault(before=_die)} if is_victim else {})
     elif when == "amid the merge":
         if is_victim:
-            from dtckpt.checkpoint import writing
+            from dtckpt.checkpoint.saving import write as writing
 
             writing.merge = lambda *args, **kwargs: _die()
     elif when == "before the commit":
         if is_victim:
-            directory.commit = lambda *args, **kwargs: _die()
+            commit_by_rename.commit = lambda *args, **kwargs: _die()
     elif when == "in merged":
         coordination = FaultyCoordination(inner, {("barrier", 2): Fault(before=_die)} if is_victim else {})
     else:
@@ -275,7 +275,7 @@ def save_and_die(
 
 
 def _die_at_write(number: int) -> None:
-    from dtckpt.storage.arrays import ArrayWriter
+    from dtckpt.storage.zarr_tensorstore import ArrayWriter
 
     write, count = ArrayWriter.write, iter(range(number))
 
@@ -406,13 +406,13 @@ def as_nobody(folder: str) -> dict[str, str]:
 def save_elsewhere(path: str, private: str = "") -> None:
     """Save; a client with a ``private`` folder sees that where the others see ``path``'s."""
     mesh = mesh_over_all({"x": 2})
-    staging_path = directory.staging_path
+    staging_path = commit_by_rename.staging_path
     if private:
-        directory.staging_path = lambda target, token: Path(private) / token
+        commit_by_rename.staging_path = lambda target, token: Path(private) / token
     try:
         dtckpt.save(path, tree_on(mesh, WEIGHT), options=SaveOptions(timeout_s=20))
     finally:
-        directory.staging_path = staging_path
+        commit_by_rename.staging_path = staging_path
 
 
 def save_on_a_part_of_the_job(path: str, members: int) -> list[str]:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from dtckpt.checkpoint import in_flight
+from dtckpt.checkpoint.saving import save_handle
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +43,6 @@ def meeting(request):
 def nothing_in_flight():
     """Leave no save in flight to the next test, nor a failure that nobody looked at."""
     yield
-    if in_flight._latest is not None:
-        in_flight._latest.wait(30)
-    in_flight._latest = None
+    if save_handle._latest is not None:
+        save_handle._latest.wait(30)
+    save_handle._latest = None

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import dtckpt
-from dtckpt.coordination import current_coordination
+from dtckpt.coordination.connect import current_coordination
 from dtckpt.errors import DtckptError, ForkedProcessError
 
 from .cases import tree_on

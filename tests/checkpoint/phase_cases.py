@@ -9,9 +9,9 @@ from typing import Any
 
 import dtckpt
 from dtckpt import SaveOptions
-from dtckpt.checkpoint import phases
-from dtckpt.checkpoint.reader import Checkpoint
-from dtckpt.storage.arrays import ArrayWriter
+from dtckpt.checkpoint import timing
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.storage.zarr_tensorstore import ArrayWriter
 
 from .cases import Tensors, mesh_over_all, tree_on
 
@@ -49,19 +49,19 @@ def restore_with_slow_client(path: str, tensors: Tensors, victim: int) -> list[s
 @contextmanager
 def slowness_of(victim: int, owner: type, name: str) -> Iterator[list[str]]:
     """Let one client's clock go on by `STEP_S` with each call of a method; give this client's warnings."""
-    listener, method, monotonic, late = Listener(logging.WARNING), getattr(owner, name), phases.monotonic, [0.0]
+    listener, method, monotonic, late = Listener(logging.WARNING), getattr(owner, name), timing.monotonic, [0.0]
 
     def slow_method(*args: Any, **kwargs: Any) -> Any:
         late[0] += STEP_S
         return method(*args, **kwargs)
 
-    phases.logger.addHandler(listener)
+    timing.logger.addHandler(listener)
     if dtckpt.client_id() == victim:
         setattr(owner, name, slow_method)
-        phases.monotonic = lambda: monotonic() + late[0]
+        timing.monotonic = lambda: monotonic() + late[0]
     try:
         yield listener.texts
     finally:
-        phases.logger.removeHandler(listener)
+        timing.logger.removeHandler(listener)
         setattr(owner, name, method)
-        phases.monotonic = monotonic
+        timing.monotonic = monotonic

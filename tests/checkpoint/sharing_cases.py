@@ -11,7 +11,7 @@ from states import differences, packed, tensor_of
 
 import dtckpt
 from dtckpt import Layout, RestoreOptions, RestoreReport
-from dtckpt.checkpoint import sharing
+from dtckpt.checkpoint.restoring import read_once as sharing
 
 from .cases import mesh_over_all
 

@@ -13,11 +13,11 @@ from states import MESH_MAKERS, bits_of, needs_card, tensor_of
 
 import dtckpt
 from dtckpt import SaveOptions, abstract_mesh, errors
-from dtckpt.checkpoint import save as saving
-from dtckpt.checkpoint import staging
-from dtckpt.dtensor.devices import device_of
-from dtckpt.planning.save_plan import plan_save
-from dtckpt.storage.arrays import ArrayWriter
+from dtckpt.checkpoint.saving import save as saving
+from dtckpt.checkpoint.saving import staging
+from dtckpt.checkpoint.saving.plan import plan_save
+from dtckpt.comm.torch_device import device_of
+from dtckpt.storage.zarr_tensorstore import ArrayWriter
 
 from . import async_cases, cases
 

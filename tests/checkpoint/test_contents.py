@@ -7,8 +7,8 @@ from states import packed, tensor_of
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
+from dtckpt.checkpoint.resharding import reshard
 from dtckpt.errors import CheckpointCorruptError
-from dtckpt.resharding import engine
 
 MESH = abstract_mesh({"x": 3, "y": 2})
 WHOLE = {"w": tensor_of("w", (50, 33), "float32"), "v": tensor_of("v", (1001,), "bfloat16"), "s": torch.tensor(3)}
@@ -63,7 +63,7 @@ def test_reshard_keeps_contents_or_does_not_commit(tmp_path, monkeypatch):
     mesh = abstract_mesh({"x": 4})
     report = dtckpt.reshard(tmp_path / "a", tmp_path / "b", mesh=mesh, layouts={"w": Layout(["unsharded", "x"], mesh)})
     assert contents(tmp_path / "b") == expected == {item.name: item.content_digest for item in report.tensors}
-    fetch = engine.CheckpointSource.fetch
+    fetch = reshard.CheckpointSource.fetch
 
     def fetch_wrongly(self, plan, region):
         elements = np.array(fetch(self, plan, region))
@@ -71,7 +71,7 @@ def test_reshard_keeps_contents_or_does_not_commit(tmp_path, monkeypatch):
             elements.reshape(-1)[:2] = elements.reshape(-1)[1::-1]
         return elements
 
-    monkeypatch.setattr(engine.CheckpointSource, "fetch", fetch_wrongly)
+    monkeypatch.setattr(reshard.CheckpointSource, "fetch", fetch_wrongly)
     with pytest.raises(CheckpointCorruptError, match="tensor 'w' would not hold what it held before; got content"):
         dtckpt.reshard(tmp_path / "a", tmp_path / "c", mesh=mesh)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b"]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import dtckpt
-from dtckpt import errors, forks
+from dtckpt import errors
+from dtckpt.comm import fork_guard
 
 NUM_CHILDREN = 204 if os.environ.get("DTCKPT_TESTS") == "all" else 17
 RIGHTS = {"close", "shutdown", "sum"}
@@ -54,12 +55,12 @@ def test_children_of_clients_that_meet_others(tmp_path):
 
 
 def test_a_child_of_a_process_that_has_not_used_checkpoints_may(monkeypatch):
-    monkeypatch.setattr(forks, "_is_used", False)
-    forks._note_fork()
-    assert not forks.is_forked()
-    forks.claim_process()
-    monkeypatch.setattr(forks, "_parent", 0)
-    forks._note_fork()
-    assert forks.is_forked()
+    monkeypatch.setattr(fork_guard, "_is_used", False)
+    fork_guard._note_fork()
+    assert not fork_guard.is_forked()
+    fork_guard.claim_process()
+    monkeypatch.setattr(fork_guard, "_parent", 0)
+    fork_guard._note_fork()
+    assert fork_guard.is_forked()
     with pytest.raises(errors.ForkedProcessError, match=f"forked from process {os.getppid()}, .* with .*'spawn'"):
         dtckpt.save_async("nowhere", {})

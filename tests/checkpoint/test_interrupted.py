@@ -8,27 +8,27 @@ import torch
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh, errors
-from dtckpt.checkpoint import save as saving
-from dtckpt.checkpoint import writing
-from dtckpt.checkpoint.agreement import MAX_FINGERPRINTS, Summary
-from dtckpt.coordination import MAX_PAYLOAD_BYTES
-from dtckpt.planning.save_plan import Holding, TensorSpec, plan_save
-from dtckpt.region import Region
-from dtckpt.storage import arrays, directory, folders
+from dtckpt.checkpoint.saving import save as saving
+from dtckpt.checkpoint.saving import write
+from dtckpt.checkpoint.saving.plan import Holding, TensorSpec, plan_save
+from dtckpt.checkpoint.saving.votes import MAX_FINGERPRINTS, Summary
+from dtckpt.coordination.api import MAX_PAYLOAD_BYTES
+from dtckpt.layout.region import Region
+from dtckpt.storage import commit_by_rename, folder, zarr_tensorstore
 
 OLD, NEW = {"w": torch.zeros(64, 4), "step": 1}, {"w": torch.ones(64, 4), "step": 2}
 STEPS = {
     "planning": (saving, "kept_plan"),
-    "the directory": (directory, "begin"),
-    "a write": (arrays.ArrayWriter, "write"),
-    "the writes' end": (arrays.ArrayWriter, "commit"),
-    "a write's sync": (folders.LocalFolder, "sync"),
-    "the chunk list": (folders.LocalFolder, "write"),
-    "merging": (writing, "merge"),
+    "the directory": (commit_by_rename, "begin"),
+    "a write": (zarr_tensorstore.ArrayWriter, "write"),
+    "the writes' end": (zarr_tensorstore.ArrayWriter, "commit"),
+    "a write's sync": (folder.LocalFolder, "sync"),
+    "the chunk list": (folder.LocalFolder, "write"),
+    "merging": (write, "merge"),
     "tidying": (saving, "remove_working_files"),
-    "the commit": (directory, "commit"),
-    "syncing": (directory, "sync_all"),
-    "renaming": (directory, "_replace"),
+    "the commit": (commit_by_rename, "commit"),
+    "syncing": (commit_by_rename, "sync_all"),
+    "renaming": (commit_by_rename, "_replace"),
 }
 FAILURES = {
     "full": (OSError(errno.ENOSPC, "No space left on device"), (errors.StorageFullError, OSError)),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dtckpt.checkpoint.lineage import UNKNOWN, Lineage, Run, ancestry, current_steps
+from dtckpt.checkpoint.managing.lineage import UNKNOWN, Lineage, Run, ancestry, current_steps
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dtckpt
-from dtckpt import CheckpointManager, Retention, errors, forks
-from dtckpt.checkpoint.leftovers import collect_leftovers
-from dtckpt.storage.arrays import ArrayWriter
-from dtckpt.storage.places import DirectoryPlace
+from dtckpt import CheckpointManager, Retention, errors
+from dtckpt.checkpoint.managing.leftovers import collect_leftovers
+from dtckpt.comm import fork_guard
+from dtckpt.storage.commit import DirectoryPlace
+from dtckpt.storage.zarr_tensorstore import ArrayWriter
 
 from . import async_cases
 
@@ -185,7 +186,7 @@ def test_a_root_that_is_a_file(tmp_path):
 
 def directory_lock(folder):
     """As a reader in another process holds it."""
-    from dtckpt.storage.locks import locked
+    from dtckpt.storage.directory_lock import locked
 
     return locked(folder, is_shared=True)
 
@@ -269,7 +270,7 @@ def test_a_forked_process_does_not_watch_for_signals(tmp_path, monkeypatch):
     before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
     try:
         with CheckpointManager(tmp_path).preemption(signal.SIGUSR1):
-            monkeypatch.setattr(forks, "_parent", 1)
+            monkeypatch.setattr(fork_guard, "_parent", 1)
             signal.raise_signal(signal.SIGUSR1)
             assert heard == ["before"]
     finally:

@@ -10,11 +10,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import dtckpt
 from dtckpt import CheckpointManager, Retention
-from dtckpt.checkpoint import save as saving
-from dtckpt.checkpoint.lineage import LINEAGE_NAME
-from dtckpt.storage import directory
-from dtckpt.storage.folders import LocalFolder
-from dtckpt.storage.foreign import ForeignFolder
+from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME
+from dtckpt.checkpoint.saving import save as saving
+from dtckpt.storage import commit_by_rename
+from dtckpt.storage.folder import LocalFolder
+from dtckpt.storage.fsspec_folder import ForeignFolder
 
 from .test_manager import WAIT_S, flip_a_byte, state
 
@@ -244,7 +244,7 @@ def crash_at_change(patch, number):
 
     for owner, name in ((ForeignFolder, "_write"), (ForeignFolder, "remove"), (ForeignFolder, "clear")):
         patch.setattr(owner, name, dying(getattr(owner, name)))
-    for owner, name in ((LocalFolder, "write"), (directory, "_rename"), (Path, "rename"), (shutil, "rmtree")):
+    for owner, name in ((LocalFolder, "write"), (commit_by_rename, "_rename"), (Path, "rename"), (shutil, "rmtree")):
         patch.setattr(owner, name, dying(getattr(owner, name)))
     tidy_up_whole = CheckpointManager._tidy_up
     patch.setattr(CheckpointManager, "_tidy_up", tidy_up)

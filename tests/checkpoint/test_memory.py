@@ -11,9 +11,11 @@ import torch
 
 import dtckpt
 from dtckpt import SaveOptions
-from dtckpt.checkpoint import digesting, reader, writing
+from dtckpt.checkpoint.reading import checkpoint as reader
+from dtckpt.checkpoint.saving import digests as digesting
+from dtckpt.checkpoint.saving import write
 from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError, LayoutError, ReplicaMismatchError
-from dtckpt.storage.arrays import ArrayWriter
+from dtckpt.storage.zarr_tensorstore import ArrayWriter
 
 OVERWRITE = SaveOptions(overwrite=True, chunk_nbytes=4096)
 
@@ -99,7 +101,7 @@ def test_a_local_restore_begins_anew_when_the_checkpoint_is_replaced(tmp_path, m
             dtckpt.save(path, {"w": torch.full((4,), 7.0)}, options=OVERWRITE)
         return checkpoint
 
-    monkeypatch.setattr("dtckpt.checkpoint.restore.open_checkpoint", open_then_replace)
+    monkeypatch.setattr("dtckpt.checkpoint.restoring.restore.open_checkpoint", open_then_replace)
     assert torch.equal(dtckpt.restore(path)["w"], torch.full((4,), 7.0))
     assert len(opened) == 2
 
@@ -183,7 +185,7 @@ def test_what_is_made_for_a_save_is_written_out_before_it_is_much(
     times = []
     write_out = ArrayWriter._write_out
     monkeypatch.setattr(ArrayWriter, "_write_out", lambda self: times.append(0) or write_out(self))
-    monkeypatch.setattr(writing, "PENDING_NBYTES", 2 * nbytes)
+    monkeypatch.setattr(write, "PENDING_NBYTES", 2 * nbytes)
     dtckpt.save(tmp_path / "s", tree, options=SaveOptions(kvstore=kvstore, **options))
     assert len(times) > 3 if is_made else len(times) == 1
     for name, restored in dtckpt.restore(tmp_path / "s").items():

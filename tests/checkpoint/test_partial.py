@@ -11,13 +11,13 @@ from states import bits_of, packed, tensor_of
 
 import dtckpt
 from dtckpt import Layout, Region, RestoreOptions, SaveOptions, abstract_mesh
-from dtckpt.checkpoint import block_digests
+from dtckpt.checkpoint.reading import block_digests
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.manifest import BLOCKS_NAME, ArrayEntry, ArrayKind, Manifest
-from dtckpt.storage.array_reader import ArrayReader
-from dtckpt.storage.folders import LocalFolder
-from dtckpt.storage.located import StoredValue
+from dtckpt.storage.chunk_reader import ArrayReader
+from dtckpt.storage.folder import LocalFolder
+from dtckpt.storage.local_values import StoredValue
 
 KVSTORES = ("ocdbt", "zarr")
 WHOLE = torch.arange(4 << 20, dtype=torch.int64).reshape(4096, 1024)

@@ -12,10 +12,10 @@ from states import packed
 
 import dtckpt
 from dtckpt import Layout, RestoreOptions, SaveOptions, abstract_mesh
-from dtckpt.checkpoint import phases as measuring
-from dtckpt.checkpoint.agreement import Written
-from dtckpt.checkpoint.phases import Phases, find_slow
-from dtckpt.coordination import MAX_PAYLOAD_BYTES
+from dtckpt.checkpoint import timing as measuring
+from dtckpt.checkpoint.saving.votes import Written
+from dtckpt.checkpoint.timing import Phases, find_slow
+from dtckpt.coordination.api import MAX_PAYLOAD_BYTES
 from dtckpt.errors import CheckpointExistsError
 from dtckpt.format.manifest import PhaseCost
 

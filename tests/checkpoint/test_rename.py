@@ -8,8 +8,8 @@ from states import packed
 
 import dtckpt
 from dtckpt import Layout, RestoreOptions, abstract_mesh
-from dtckpt.checkpoint.renaming import renamed
-from dtckpt.checkpoint.restore_report import Cast, Reshaped
+from dtckpt.checkpoint.restoring.renaming import renamed
+from dtckpt.checkpoint.restoring.report import Cast, Reshaped
 from dtckpt.errors import (
     ConfigError,
     DTypeError,

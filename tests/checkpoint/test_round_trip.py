@@ -23,7 +23,7 @@ from states import (
 
 import dtckpt
 from dtckpt import Layout, Region, SaveOptions, abstract_mesh
-from dtckpt.dtensor.devices import device_of
+from dtckpt.comm.torch_device import device_of
 from dtckpt.format.codecs import CODECS
 from dtckpt.format.dtypes import DTYPES
 

@@ -8,9 +8,9 @@ from states import cluster_mesh, tensor_of
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
-from dtckpt.checkpoint.sharing import reads, rows_layout
+from dtckpt.checkpoint.restoring.read_once import reads, rows_layout
 from dtckpt.errors import ConfigError
-from dtckpt.storage import mounts
+from dtckpt.storage import filesystem
 
 from . import sharing_cases as cases
 from .sharing_cases import DTYPE, SHAPES
@@ -112,11 +112,11 @@ def test_what_is_this_machines_storage(tmp_path, monkeypatch):
         "lustre /data/fast\\040disk lustre rw 0 0\n"
         "tmpfs /data/local tmpfs rw 0 0\n"
     )
-    monkeypatch.setattr(mounts, "_MOUNTS", file)
+    monkeypatch.setattr(filesystem, "_MOUNTS", file)
     found = ["/x", "/data", "/data/a/b", "/data/fast disk/a", "/data/local/x", "/database", "s3://b/c"]
-    assert [mounts.is_remote(path) for path in found] == [False, True, True, True, False, False, True]
-    monkeypatch.setattr(mounts, "_MOUNTS", tmp_path / "none")
-    assert not mounts.is_remote("/data")
+    assert [filesystem.is_remote(path) for path in found] == [False, True, True, True, False, False, True]
+    monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "none")
+    assert not filesystem.is_remote("/data")
 
 
 def test_the_option_is_a_flag():

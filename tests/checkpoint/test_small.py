@@ -14,11 +14,11 @@ from states import bits_of, tensor_of, zeros_of
 
 import dtckpt
 from dtckpt import Region, RestoreOptions, SaveOptions
-from dtckpt.checkpoint import region_reads
-from dtckpt.checkpoint.chunk_reads import COPIED_NBYTES, is_slow
+from dtckpt.checkpoint.reading import read_regions
+from dtckpt.checkpoint.reading.read_chunks import COPIED_NBYTES, is_slow
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.storage import located
+from dtckpt.storage import local_values
 
 SHAPES = ((64, 32), (), (1,), (0, 4), (3, 5, 7), (100, 100))
 STRANGE_OFFSETS = (0, 1, 16, 33, 63, 64, 100)
@@ -72,7 +72,7 @@ def test_a_few_calls_read_many(tmp_path, calls):
     dtckpt.restore(tmp_path / "s", target)
     assert_same(tree, target)
     assert sum(calls) == 1000
-    assert len(calls) <= 1000 // located.MAX_RUN + 8
+    assert len(calls) <= 1000 // local_values.MAX_RUN + 8
 
 
 def test_what_a_call_leaves_out_is_read_once_more(tmp_path, monkeypatch):
@@ -126,15 +126,15 @@ def test_runs_cover_each_value_once(data):
     for _ in range(data.draw(st.integers(0, 300))):
         number, gap = data.draw(st.integers(0, 1)), data.draw(st.sampled_from([0, 0, 0, 5]))
         nbytes = data.draw(st.sampled_from([1, 8]))
-        values.append(located.StoredValue(files[number], ends[number] + gap, nbytes))
+        values.append(local_values.StoredValue(files[number], ends[number] + gap, nbytes))
         sizes.append(min(nbytes, data.draw(st.sampled_from([8, 8, 8, 1]))))
         ends[number] += gap + nbytes
     order = data.draw(st.permutations(range(len(values))))
     values, sizes = [values[each] for each in order], [sizes[each] for each in order]
-    runs = list(located.runs_of(values, sizes))
+    runs = list(local_values.runs_of(values, sizes))
     assert sorted(position for run in runs for position in run) == list(range(len(values)))
     for run in runs:
-        assert 1 <= len(run) <= located.MAX_RUN
+        assert 1 <= len(run) <= local_values.MAX_RUN
         for first, second in itertools.pairwise(run):
             assert values[first].file is values[second].file
             assert values[first].start + sizes[first] == values[second].start
@@ -190,8 +190,8 @@ def test_parts_of_small_tensors_and_other_dtypes(tmp_path):
 @pytest.fixture(params=[1, 3])
 def threads(request, monkeypatch):
     """Threads that read large chunks, whatever this machine has."""
-    monkeypatch.setattr(region_reads, "_spare_threads", lambda: request.param)
-    monkeypatch.setattr(region_reads, "LARGE_NBYTES", 1 << 10)
+    monkeypatch.setattr(read_regions, "_spare_threads", lambda: request.param)
+    monkeypatch.setattr(read_regions, "LARGE_NBYTES", 1 << 10)
     return request.param
 
 
@@ -218,7 +218,7 @@ def test_damage_ends_all_reads(threads, tmp_path, monkeypatch):
     data[1000] ^= 1
     file.write_bytes(data)
     under_way = []
-    read_into = located.StoredValue.read_into
+    read_into = local_values.StoredValue.read_into
 
     def noted(self, memory, start):
         under_way.append(1)
@@ -227,7 +227,7 @@ def test_damage_ends_all_reads(threads, tmp_path, monkeypatch):
         finally:
             under_way.pop()
 
-    monkeypatch.setattr(located.StoredValue, "read_into", noted)
+    monkeypatch.setattr(local_values.StoredValue, "read_into", noted)
     before = set(threading.enumerate())
     for _ in range(10):
         with pytest.raises(CheckpointCorruptError, match="'t07'"):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from dtckpt.checkpoint.uncollected import uncollected
+from dtckpt.checkpoint.gc_pause import uncollected
 
 
 def test_collections_go_on_when_the_last_is_out():

@@ -11,7 +11,7 @@ from states import packed
 import dtckpt
 from dtckpt import UNSHARDED, Layout, abstract_mesh, errors
 from dtckpt.cli import commands
-from dtckpt.cli.exits import EXIT_CODES, MEANINGS, ExitCode, exit_code_of
+from dtckpt.cli.exit_codes import EXIT_CODES, MEANINGS, ExitCode, exit_code_of
 
 from .conftest import run_process
 
@@ -154,7 +154,7 @@ def test_interrupt(source, tmp_path):
     program = (
         "import os, signal, sys\n"
         "from dtckpt.cli.main import main\n"
-        "from dtckpt.cli.reporting import Reporter\n"
+        "from dtckpt.cli.reshard_progress import Reporter\n"
         "Reporter.advance = lambda self, name, nbytes: os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )

@@ -8,7 +8,7 @@ from states import bits_of
 
 import dtckpt
 from dtckpt import UNSHARDED
-from dtckpt.cli.reporting import Reporter
+from dtckpt.cli.reshard_progress import Reporter
 
 MESH = ("--mesh", "data=2,x=3")
 LAYOUTS = ("--layout", "*/w=data+x,unsharded", "--layout", "optim/a=b=x", "--layout", "optim/scale=")

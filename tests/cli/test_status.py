@@ -16,8 +16,8 @@ from coordination.servers import running_server, server_process
 from dtckpt_server.tls import TlsFiles
 from dtckpt_server.tokens import Tokens
 
-from dtckpt.coordination import BarrierStatus, JobStatus, Member, Progress, TaskStatus
-from dtckpt.coordination.remote import GrpcCoordination
+from dtckpt.coordination.api import BarrierStatus, JobStatus, Member, Progress, TaskStatus
+from dtckpt.coordination.grpc_client import GrpcCoordination
 
 from .conftest import run_process
 
@@ -100,7 +100,7 @@ def test_json(run, server, waiting):
 
 
 def test_the_worst_are_first():
-    from dtckpt.cli.watching import _report
+    from dtckpt.cli.status import _report
 
     states = ("left", "registered", "suspect", "registered", "lost", "unknown", "fenced")
     tasks = tuple(

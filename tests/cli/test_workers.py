@@ -14,11 +14,11 @@ from states import bits_of
 import dtckpt
 from dtckpt import abstract_mesh, errors
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.resharding import workers
+from dtckpt.checkpoint.resharding.reshard import reshard
+from dtckpt.checkpoint.resharding.workers import MARK_NAME, Worker
 from dtckpt.cli.main import main
-from dtckpt.resharding import workers
-from dtckpt.resharding.engine import reshard
-from dtckpt.resharding.workers import MARK_NAME, Worker
-from dtckpt.storage.locks import locked
+from dtckpt.storage.directory_lock import locked
 
 NUM_WORKERS = 3
 MESH = {"data": 2, "x": 3}
@@ -201,7 +201,7 @@ def dying(source, target, index, kvstore, at, pipe):
 def test_the_last_worker_is_killed_at_any_time(source, tmp_path, tensors, kvstore, step):
     """What was there stays until all is there; whoever resumes completes it, be it that worker or another."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dtckpt.resharding.engine"])
+    context.set_forkserver_preload(["dtckpt.checkpoint.resharding.reshard"])
     begun = tmp_path / "begun"
     begun.mkdir()
     dtckpt.save(begun / "new", {"old": 1})

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from dtckpt import barriers, errors
-from dtckpt.coordination import Coordination, Operation, Position, Progress, Verdict, Vote, rules
-from dtckpt.coordination.process import calls_of
-from dtckpt.coordination.protocol import BEGIN
+from dtckpt import errors
+from dtckpt.coordination import barrier_rules, verdicts
+from dtckpt.coordination.api import BEGIN, Coordination, Operation, Position, Progress, Verdict, Vote
+from dtckpt.coordination.identity import calls_of
 
 TIMEOUT_S = 20.0
 """Of barriers that are expected to end earlier."""
@@ -328,7 +328,7 @@ class ManyClientsContract(CoordinationContract):
             rf"barrier 'b' timed out after 0.3 s: 2/3 arrived, missing {TASK.format(2)}",
         )
         assert error.missing == (2,)
-        assert barriers.grace_s(HEARTBEAT_S) <= late[2].seconds < AT_ONCE_S
+        assert barrier_rules.grace_s(HEARTBEAT_S) <= late[2].seconds < AT_ONCE_S
 
     def test_nobody_is_late_for_a_round_that_told_of_an_earlier_one(self, clients):
         """Those who were in the earlier one come for the next, and meet the one that was told."""
@@ -338,7 +338,7 @@ class ManyClientsContract(CoordinationContract):
         assert [result.value.generation for result in results.values()] == [2] * len(clients), results
 
     def test_late_arrival_that_others_join_takes_part(self, clients, monkeypatch):
-        monkeypatch.setattr(barriers, "grace_s", lambda _: TIMEOUT_S)
+        monkeypatch.setattr(barrier_rules, "grace_s", lambda _: TIMEOUT_S)
         together(clients[:2], at("b", timeout_s=0.3))
         late = Running(clients[2:], at("b"))
         wait_until(lambda: clients[2].status().barriers)
@@ -475,7 +475,7 @@ class ManyClientsContract(CoordinationContract):
         same_error(others.results(), errors.BarrierCancelledError, expected)
 
     def test_says_for_whom_it_waits(self, clients, monkeypatch, caplog):
-        monkeypatch.setattr(rules, "STILL_WAITING_S", 0.2)
+        monkeypatch.setattr(verdicts, "STILL_WAITING_S", 0.2)
         clients[1].register()
         clients[1].heartbeat(Progress("read", 7))
         wait_until(lambda: clients[1].status().tasks[1].progress.step == 7)

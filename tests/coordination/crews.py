@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 ANSWER_WITHIN_S = 60.0
-PRELOAD = ["dtckpt.checkpoint.save", "dtckpt.coordination.process_group", "dtckpt.coordination.remote"]
+PRELOAD = ["dtckpt.checkpoint.saving.save", "dtckpt.coordination.torch_store", "dtckpt.coordination.grpc_client"]
 """What processes of all crews find imported: the server that forks them is one."""
 
 

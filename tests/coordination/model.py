@@ -1,7 +1,7 @@
 """A model of whole jobs: clients that save step after step through faults of every kind, against the real rules.
 
 Real are the coordinator's rules (`dtckpt_server.rules`) and the clients' comparison of ordinals
-(`dtckpt.coordination.ordinals`); modelled are the network, time, and the few lines of a client between them
+(`dtckpt.coordination.operation_ordinals`); modelled are the network, time, and the few lines of a client between them
 (`GrpcCoordination.barrier`, `Rounds`, the save protocol). Each client writes rows of its own step, so a commit that
 joins operations is seen at once.
 
@@ -21,8 +21,8 @@ from dtckpt_server import rules as server_rules
 from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Register, Report, Tick
 from dtckpt_server.rules import Rules
 
-from dtckpt.coordination.ordinals import Ordinal, Standing
-from dtckpt.coordination.process import Calls
+from dtckpt.coordination.identity import Calls
+from dtckpt.coordination.operation_ordinals import Ordinal, Standing
 
 HEARTBEAT_TIMEOUT_S = 2.0
 INTERVAL_S = HEARTBEAT_TIMEOUT_S / 6

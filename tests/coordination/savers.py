@@ -55,9 +55,10 @@ class Halting:
 def work(port: int, client: int, store_port: int | None, job: str, pipe: Connection) -> None:
     """Do what comes through the pipe, until it is None."""
     os.environ |= {"RANK": str(client), "WORLD_SIZE": str(NUM_CLIENTS)}
-    from dtckpt.coordination import Member, set_coordination
+    from dtckpt.coordination.api import Member
+    from dtckpt.coordination.connect import set_coordination
     from dtckpt.coordination.fallback import with_fallback
-    from dtckpt.coordination.remote import GrpcCoordination
+    from dtckpt.coordination.grpc_client import GrpcCoordination
 
     member = Member(job, client, NUM_CLIENTS, secrets.randbits(60))
     address = f"127.0.0.1:{port}"
@@ -105,7 +106,7 @@ def _hold_gil(seconds: float) -> str:
 
 
 def _meet(name: str) -> str:
-    from dtckpt.coordination import current_coordination
+    from dtckpt.coordination.connect import current_coordination
 
     current_coordination().barrier(name, timeout_s=40.0)
     return "met"
@@ -120,7 +121,7 @@ def _store_at(port: int) -> dict[str, str]:
 
 
 def _has_fallen_back(_: None) -> bool:
-    from dtckpt.coordination import current_coordination
+    from dtckpt.coordination.connect import current_coordination
 
     return current_coordination().has_fallen_back
 

@@ -17,7 +17,7 @@ from dtckpt_server.state import Barrier, Effects
 from dtckpt_server.tasks import KEPT_CALLS
 from dtckpt_server.texts import Progress
 
-from dtckpt import barriers
+from dtckpt.coordination import barrier_rules
 
 TIMEOUT_S = 10.0
 TICK_S = 0.5
@@ -206,7 +206,7 @@ class Simulation:
             assert failure is not None, "a new call passed by an earlier round"
             assert who.task not in present, "a new call got the verdict of another call of its client"
             assert event.position == position, "a client was told to be late for a round at another position"
-            assert barriers.is_late(who.task, is_certain=event.is_certain, missing=failure.missing), (
+            assert barrier_rules.is_late(who.task, is_certain=event.is_certain, missing=failure.missing), (
                 "a client that may be a new one was told an old failure at once"
             )
         present.setdefault(who.task, event.call)

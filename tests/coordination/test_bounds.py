@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 import grpc
 import pytest
-from dtckpt_server import answers, chores, memory, metrics, pages, rules
+from dtckpt_server import answers, chores, memory, metrics, rules, status_page
 from dtckpt_server.events import Arrive, Identity, Leave, Register, Tick
 from dtckpt_server.rules import Rules, apply
 from dtckpt_server.tokens import Tokens
@@ -21,8 +21,8 @@ from dtckpt_server.tokens import Tokens
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.coordination.access import PLAINTEXT
-from dtckpt.coordination.observer import Observer
+from dtckpt.coordination.grpc_credentials import PLAINTEXT
+from dtckpt.coordination.grpc_status import Observer
 
 from .contract import wait_until
 from .servers import running_server, server_in_thread
@@ -385,7 +385,7 @@ def scrape(server):
 
 def test_slow_clients_do_not_keep_others_from_the_metrics():
     with running_server(metrics_port=0) as server:
-        slow = [connect(server) for _ in range(2 * pages.MAX_CONNECTIONS)]
+        slow = [connect(server) for _ in range(2 * status_page.MAX_CONNECTIONS)]
         for connection in slow:
             connection.settimeout(20)
             connection.send(b"GET /metrics HTTP/1.0\r\nX: ")
@@ -397,7 +397,7 @@ def test_slow_clients_do_not_keep_others_from_the_metrics():
 
 
 def test_a_request_has_one_deadline_however_it_trickles(monkeypatch):
-    monkeypatch.setattr(pages, "REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(status_page, "REQUEST_TIMEOUT_S", 0.2)
     with running_server(metrics_port=0) as server, connect(server) as slow:
 
         def is_cut_off():
@@ -440,6 +440,6 @@ def test_status_page_of_long_names_is_small():
         for task in range(60):
             world.happen(Register(Identity(job, task, task + 1), MANY, host='"' * 128))
             world.arrive(f"{task}" + "&" * 250, task, job=job)
-    page = pages.status_page(world.rules, world.now).encode()
+    page = status_page.status_page(world.rules, world.now).encode()
     assert MIB / 2 < len(page) < MIB
     assert b"more jobs" in page

@@ -1,6 +1,6 @@
 """What a client keeps of its calls, and tells the others."""
 
-from dtckpt.coordination.process import Calls, Report
+from dtckpt.coordination.identity import Calls, Report
 
 
 def test_calls_are_numbered_upwards():

@@ -5,8 +5,9 @@ import logging
 
 import pytest
 
-import dtckpt.coordination as coordination
+from dtckpt.coordination import connect
 from dtckpt.coordination.discovery import CoordinatorAddress, find_coordinator
+from dtckpt.coordination.single_client import LocalCoordination
 from dtckpt.errors import ConfigError
 
 FLAG = "flag:1"
@@ -58,10 +59,10 @@ def test_ipv6_addresses_get_brackets():
 
 def test_connecting_uses_and_logs_it(caplog):
     with caplog.at_level(logging.INFO, "dtckpt.coordination"):
-        chosen = coordination.connect(MASTER | PORT)
+        chosen = connect.connect(MASTER | PORT)
     assert chosen._address == "master:3"
     assert "the coordinator is at master:3, says MASTER_ADDR and DTCKPT_COORDINATOR_PORT_NUMBER" in caplog.text
-    assert isinstance(coordination.connect(MASTER), coordination.LocalCoordination)
+    assert isinstance(connect.connect(MASTER), LocalCoordination)
 
 
 def test_variables_that_kubernetes_makes_of_a_service_name_nothing():

@@ -9,12 +9,13 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-import dtckpt.coordination as coordination
 from dtckpt import errors
-from dtckpt.coordination import LocalCoordination, Member, Progress, Vote
+from dtckpt.coordination import connect
+from dtckpt.coordination.api import Member, Progress, Vote
 from dtckpt.coordination.fallback import FallbackCoordination
-from dtckpt.coordination.process_group import ProcessGroupCoordination
-from dtckpt.coordination.remote import GrpcCoordination
+from dtckpt.coordination.grpc_client import GrpcCoordination
+from dtckpt.coordination.single_client import LocalCoordination
+from dtckpt.coordination.torch_store import ProcessGroupCoordination
 
 from .contract import Running, at, leave_all, same_error, together, wait_until
 from .savers import HEARTBEAT_S, NUM_CLIENTS, Halt, proxy, savers
@@ -152,17 +153,17 @@ def test_neither_coordinator_nor_store():
 def test_options(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "DTCKPT_COORDINATOR"):
         monkeypatch.delenv(name, raising=False)
-    assert isinstance(coordination.connect({}, fallback="process_group"), LocalCoordination)
+    assert isinstance(connect.connect({}, fallback="process_group"), LocalCoordination)
     env = {"DTCKPT_COORDINATOR": "127.0.0.1:1", "DTCKPT_COORDINATOR_FALLBACK": "process_group"}
-    assert isinstance(coordination.connect(env), FallbackCoordination)
-    assert isinstance(coordination.connect(env, fallback=""), GrpcCoordination)
+    assert isinstance(connect.connect(env), FallbackCoordination)
+    assert isinstance(connect.connect(env, fallback=""), GrpcCoordination)
     with pytest.raises(errors.ConfigError, match=r"fallback.*is 'store'; expected process_group"):
-        coordination.connect(env, fallback="store")
+        connect.connect(env, fallback="store")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(errors.ConfigError, match="have no place to meet"):
-        coordination.connect(env)
+        connect.connect(env)
 
 
 # --- with real processes --------------------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ import secrets
 
 import pytest
 
-from dtckpt.coordination import LocalCoordination, Member, process_group
+from dtckpt.coordination import torch_store
+from dtckpt.coordination.api import Member
 from dtckpt.coordination.faulty import Fault, FaultyCoordination
+from dtckpt.coordination.single_client import LocalCoordination
 
 from .contract import HEARTBEAT_S, ManyClientsContract
 
@@ -13,12 +15,12 @@ from .contract import HEARTBEAT_S, ManyClientsContract
 class TestFaultyWithoutFaults(ManyClientsContract):
     @pytest.fixture(autouse=True)
     def meeting_point(self):
-        self.store = process_group.HashStore()
+        self.store = torch_store.HashStore()
 
     def make(self, num_clients, job):
         return [
             FaultyCoordination(
-                process_group.ProcessGroupCoordination(
+                torch_store.ProcessGroupCoordination(
                     self.store,
                     Member(job, client, num_clients, incarnation=secrets.randbits(60)),
                     heartbeat_timeout_s=HEARTBEAT_S,
@@ -48,7 +50,7 @@ def test_can_lose_the_answer():
 
 
 def test_can_wait_and_drop_heartbeats():
-    from dtckpt.coordination import Progress
+    from dtckpt.coordination.api import Progress
 
     called = []
     coordination = FaultyCoordination(LocalCoordination(), {("status", 0): Fault(before=lambda: called.append(1))})

@@ -16,8 +16,8 @@ import pytest
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
-from dtckpt.coordination import Member, Vote
-from dtckpt.coordination.remote import GrpcCoordination
+from dtckpt.coordination.api import Member, Vote
+from dtckpt.coordination.grpc_client import GrpcCoordination
 
 from .contract import leave_all, same_error, together
 from .servers import server_process

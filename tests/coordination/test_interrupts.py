@@ -9,11 +9,11 @@ import pytest
 from torch.distributed import HashStore
 
 from dtckpt import errors
-from dtckpt.checkpoint.rounds import Rounds
-from dtckpt.coordination import Member
-from dtckpt.coordination.process import calls_of
-from dtckpt.coordination.process_group import ProcessGroupCoordination
-from dtckpt.coordination.remote import GrpcCoordination
+from dtckpt.checkpoint.collective import Rounds
+from dtckpt.coordination.api import Member
+from dtckpt.coordination.grpc_client import GrpcCoordination
+from dtckpt.coordination.identity import calls_of
+from dtckpt.coordination.torch_store import ProcessGroupCoordination
 
 from .contract import AT_ONCE_S, HEARTBEAT_S, TIMEOUT_S, leave_all, wait_until
 from .servers import server_in_thread

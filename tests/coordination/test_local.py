@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from dtckpt import errors
-from dtckpt.coordination import LocalCoordination, Member, Progress
+from dtckpt.coordination.api import Member, Progress
+from dtckpt.coordination.single_client import LocalCoordination
 
 from .contract import CoordinationContract
 

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from dtckpt.coordination import ordinals
+from dtckpt.coordination import operation_ordinals
 
 from .model import FAULTS, HEARTBEAT_TIMEOUT_S, Fault, Job, World, random_job
 
@@ -76,16 +76,18 @@ def test_client_that_skipped_and_is_always_the_first_to_come(first):
 
 def test_the_model_sees_what_the_comparison_prevents(monkeypatch):
     """With a comparison that finds all clients level, operations are mixed."""
-    monkeypatch.setattr(ordinals, "compare", lambda *_: ordinals.SAME)
+    monkeypatch.setattr(operation_ordinals, "compare", lambda *_: operation_ordinals.SAME)
     assert any(history(seed)[1].mixed() for seed in range(100))
 
 
 def test_the_model_sees_what_catching_up_prevents(monkeypatch):
     """With a comparison that always levels the counts, operations are mixed once a client was cut off."""
-    compare = ordinals.compare
+    compare = operation_ordinals.compare
 
     def level(found, *arguments):
-        return compare({client: ordinals.Ordinal(each.number, each.step) for client, each in found.items()}, *arguments)
+        return compare(
+            {client: operation_ordinals.Ordinal(each.number, each.step) for client, each in found.items()}, *arguments
+        )
 
-    monkeypatch.setattr(ordinals, "compare", level)
+    monkeypatch.setattr(operation_ordinals, "compare", level)
     assert any(history(seed)[1].mixed() for seed in range(200))

@@ -10,11 +10,11 @@ import pytest
 
 import dtckpt
 from dtckpt import errors
-from dtckpt.coordination import Member, Vote
-from dtckpt.coordination.access import PLAINTEXT
-from dtckpt.coordination.calls import HeldError
-from dtckpt.coordination.observer import Observer
-from dtckpt.coordination.remote import GrpcCoordination
+from dtckpt.coordination.api import Member, Vote
+from dtckpt.coordination.grpc_calls import HeldError
+from dtckpt.coordination.grpc_client import GrpcCoordination
+from dtckpt.coordination.grpc_credentials import PLAINTEXT
+from dtckpt.coordination.grpc_status import Observer
 
 from .contract import at, leave_all, same_error, together
 from .servers import server_in_thread

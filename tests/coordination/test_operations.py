@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from dtckpt_server import events, metrics, pages
+from dtckpt_server import events, metrics, status_page
 from dtckpt_server.logs import JsonFormatter, LineFormatter
 from dtckpt_server.main import run
 from dtckpt_server.metrics import Metrics, kind_of
@@ -134,9 +134,13 @@ def test_names_of_barriers_make_no_labels():
 
 def test_barriers_of_a_save_are_of_a_kind():
     """The names stand in dtckpt.checkpoint, which the server may not import."""
-    from dtckpt.checkpoint import manager, newest, restore, save, schedule
+    from dtckpt.checkpoint.managing import manager, restore_newest, schedule
+    from dtckpt.checkpoint.restoring import restore
+    from dtckpt.checkpoint.saving import save
 
-    sources = {module: Path(module.__file__).read_text() for module in (manager, newest, restore, save, schedule)}
+    sources = {
+        module: Path(module.__file__).read_text() for module in (manager, restore_newest, restore, save, schedule)
+    }
     for kind in metrics.KINDS:
         operation, name = kind.split("/")
         assert any(f'"{name}"' in text or f'"{kind}"' in text for text in sources.values()), kind
@@ -204,7 +208,7 @@ def test_status_page_of_a_large_job_stays_small():
     world.register(num_clients=5000, host="h" * 256)
     for number in range(500):
         world.arrive(0, f"barrier {number}")
-    page = pages.status_page(world.rules, world.now)
+    page = status_page.status_page(world.rules, world.now)
     assert "and 4950 more tasks" in page
     assert "and 450 more open barriers" in page
     assert len(page) < 500_000
@@ -219,7 +223,7 @@ def test_who_is_worst_is_first():
         world.now += 0.5
         world.happen(events.Heartbeat(events.Identity("job", 0, 1)))
         world.happen(events.Tick())
-    page = pages.status_page(world.rules, world.now)
+    page = status_page.status_page(world.rules, world.now)
     assert page.index("<td>1<td class=bad>SUSPECT<td>7.0 s ago<td>write<td>12<td>1,000 / 4,000") < page.index(
         "<td>0<td>REG"
     )
@@ -234,7 +238,7 @@ def test_other_requests_are_refused(server):
 
 
 def test_a_blocked_loop_is_answered_too(server, monkeypatch, caplog):
-    monkeypatch.setattr(pages, "RENDER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(status_page, "RENDER_TIMEOUT_S", 0.1)
     monkeypatch.setattr("dtckpt_server.server.MAX_PAUSE_S", 0.1)
     loop, is_blocked, go_on = server._pages._loop, threading.Event(), threading.Event()
 

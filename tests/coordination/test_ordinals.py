@@ -7,8 +7,16 @@ from dataclasses import replace
 import pytest
 
 from dtckpt import errors
-from dtckpt.coordination.ordinals import LEAST_VAIN_WAIT_S, NBYTES, SAME, Comparison, Ordinal, Standing, compare
-from dtckpt.coordination.protocol import Position
+from dtckpt.coordination.api import Position
+from dtckpt.coordination.operation_ordinals import (
+    LEAST_VAIN_WAIT_S,
+    NBYTES,
+    SAME,
+    Comparison,
+    Ordinal,
+    Standing,
+    compare,
+)
 
 LEVEL = "a client skipped one, gave one up alone, or was restarted; nothing was done, and all are level now"
 BEHIND = "those who are behind come to what the others have given up, and have to catch up"

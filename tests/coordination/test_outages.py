@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 import dtckpt
-from dtckpt.coordination import Member
-from dtckpt.coordination.calls import CALL_TIMEOUT_S
-from dtckpt.coordination.remote import GrpcCoordination
+from dtckpt.coordination.api import Member
+from dtckpt.coordination.grpc_calls import CALL_TIMEOUT_S
+from dtckpt.coordination.grpc_client import GrpcCoordination
 
 from .contract import wait_until
 from .savers import HEARTBEAT_S, NUM_CLIENTS, Halt, proxy, savers

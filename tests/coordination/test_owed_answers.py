@@ -7,11 +7,11 @@ import asyncio
 
 import grpc
 import pytest
-from dtckpt_server import streams as streams_module
+from dtckpt_server import heartbeat_streams as streams_module
 from dtckpt_server.events import Identity, Register
+from dtckpt_server.heartbeat_streams import MAX_UNSENT, Stream, Streams
 from dtckpt_server.rules import Rules
 from dtckpt_server.service import CoordinatorService
-from dtckpt_server.streams import MAX_UNSENT, Stream, Streams
 
 from dtckpt._proto import coordinator_pb2 as pb
 

@@ -9,8 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from dtckpt import errors
-from dtckpt.coordination import Member, process_group
-from dtckpt.coordination.process_group import ProcessGroupCoordination
+from dtckpt.coordination import torch_store
+from dtckpt.coordination.api import Member
+from dtckpt.coordination.torch_store import ProcessGroupCoordination
 
 from .contract import HEARTBEAT_S, ManyClientsContract, Running, at, leave_all, same_error, together, wait_until
 
@@ -83,17 +84,17 @@ class TestPrefixOverMemory(StoreContract):
 def test_keys_do_not_pile_up():
     store = dist.HashStore()
     clients = clients_at(store, 2, "job")
-    for step in range(3 * process_group.KEPT_BARRIERS):
+    for step in range(3 * torch_store.KEPT_BARRIERS):
         together(clients, at(f"step {step}"))
     per_barrier = 6  # open, verdict, count, two arrivals, and what a barrier that just ends may still add
-    left_behind = 3 * process_group.KEPT_BARRIERS  # the emptied "open" key of each name
-    assert store.num_keys() < per_barrier * (process_group.KEPT_BARRIERS + 1) + left_behind + 4
+    left_behind = 3 * torch_store.KEPT_BARRIERS  # the emptied "open" key of each name
+    assert store.num_keys() < per_barrier * (torch_store.KEPT_BARRIERS + 1) + left_behind + 4
     leave_all(clients)
 
 
 def test_forgotten_barrier_does_not_look_open():
     clients = clients_at(dist.HashStore(), 2, "job")
-    for name in ["b", *map(str, range(2 * process_group.KEPT_BARRIERS)), "b"]:
+    for name in ["b", *map(str, range(2 * torch_store.KEPT_BARRIERS)), "b"]:
         assert not any(result.error for result in together(clients, at(name)).values())
     leave_all(clients)
 
@@ -101,7 +102,7 @@ def test_forgotten_barrier_does_not_look_open():
 def test_restarted_client_meets_the_others_whatever_has_been_forgotten():
     store = dist.HashStore()
     clients = clients_at(store, 2, "job")
-    for name in ["b", "b", *map(str, range(2 * process_group.KEPT_BARRIERS))]:
+    for name in ["b", "b", *map(str, range(2 * torch_store.KEPT_BARRIERS))]:
         together(clients, at(name))
     clients[1].leave()
     reborn = clients_at(store, 2, "job")[1]
@@ -117,7 +118,7 @@ def test_silent_store_is_reported(monkeypatch):
     (first, second) = clients_at(store, 2, "job", host_client=0)
     second.register()
     never = threading.Event()
-    monkeypatch.setattr(process_group.Link, "_ask", _freeze(process_group.Link._ask, never))
+    monkeypatch.setattr(torch_store.Link, "_ask", _freeze(torch_store.Link._ask, never))
     with pytest.raises(errors.ClientLostError, match=r"client 0 .*whose process hosts the store.*not answered for 1 s"):
         second.barrier("b", timeout_s=60)
     with pytest.raises(errors.CoordinatorUnavailableError, match="not answered for 1 s"):
@@ -160,7 +161,7 @@ def _freeze(ask, release):
 
 
 def test_local_group_meets():
-    group = process_group.local_group(4)
+    group = torch_store.local_group(4)
     results = together(group, at("b", collect=True))
     assert [sorted(result.value.payloads) for result in results.values()] == [[0, 1, 2, 3]] * 4
     leave_all(group)

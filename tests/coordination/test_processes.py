@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dtckpt.coordination import Member
-from dtckpt.coordination.remote import GrpcCoordination
+from dtckpt.coordination.api import Member
+from dtckpt.coordination.grpc_client import GrpcCoordination
 
 from .contract import wait_until
 from .servers import server_process

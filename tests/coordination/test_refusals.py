@@ -3,7 +3,7 @@
 import grpc
 import pytest
 from dtckpt_server import rules
-from dtckpt_server.refusals import KINDS, Refusal
+from dtckpt_server.grpc_errors import KINDS, Refusal
 from dtckpt_server.tokens import UnauthenticatedError
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
@@ -12,7 +12,7 @@ from grpc_status import rpc_status
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.coordination import calls
+from dtckpt.coordination import grpc_calls
 
 from .servers import server_in_thread
 
@@ -116,4 +116,4 @@ def test_details_of_others_name_no_class():
         (foreign.SerializeToString(), ""),
         (ours.SerializeToString(), "FencedError"),
     ):
-        assert calls._error_class(calls._status(Ended(data))) == name
+        assert grpc_calls._error_class(grpc_calls._status(Ended(data))) == name

@@ -16,9 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.coordination import Member, Vote, remote
-from dtckpt.coordination.calls import UnknownError
-from dtckpt.coordination.remote import GrpcCoordination
+from dtckpt.coordination import grpc_client
+from dtckpt.coordination.api import Member, Vote
+from dtckpt.coordination.grpc_calls import UnknownError
+from dtckpt.coordination.grpc_client import GrpcCoordination
 
 from .contract import ManyClientsContract, Running, at, leave_all, same_error, together, wait_until
 from .savers import proxy
@@ -192,7 +193,7 @@ def test_interrupted_while_it_registers_again(monkeypatch):
         def forget(*_):
             raise UnknownError("who?")
 
-        monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.0)
+        monkeypatch.setattr(grpc_client, "FIRST_WAIT_S", 0.0)
         monkeypatch.setattr(clients[0], "_await", forget)
         monkeypatch.setattr(clients[0], "_announce", be_interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -209,7 +210,7 @@ def test_thread_of_an_earlier_registration_ends(monkeypatch):
         assert go_on.wait(20)
 
     hanging, go_on = threading.Event(), threading.Event()
-    monkeypatch.setattr(remote, "GOODBYE_S", 0.05)
+    monkeypatch.setattr(grpc_client, "GOODBYE_S", 0.05)
     with server_in_thread() as port:
         (client,) = clients_at(port, 1)
         monkeypatch.setattr(client, "_beat_on_stream", lambda *_: False)
@@ -393,7 +394,7 @@ import os, secrets, signal, sys, time
 import grpc
 from dtckpt._proto import coordinator_pb2 as pb, coordinator_pb2_grpc
 from dtckpt.coordination import Member
-from dtckpt.coordination.remote import GrpcCoordination
+from dtckpt.coordination.grpc_client import GrpcCoordination
 from dtckpt import errors
 client = GrpcCoordination(f"127.0.0.1:{sys.argv[1]}", Member("fork", 0, 1, secrets.randbits(60)))
 client.register()
@@ -423,9 +424,11 @@ def test_fork_after_the_client_was_made(port):
 
 FORK_WHILE_CONNECTING = """
 import os, signal, threading, time
-import dtckpt.clients, dtckpt.coordination.access, dtckpt.coordination.remote  # no import may be under way either
-from dtckpt import coordination, errors
-threading.Thread(target=coordination.initialize_multi_client, args=("127.0.0.1:1",), daemon=True).start()
+import dtckpt.layout.clients, dtckpt.coordination.grpc_credentials  # no import may be under way either
+import dtckpt.coordination.grpc_client
+from dtckpt import errors
+from dtckpt.coordination import connect
+threading.Thread(target=connect.initialize_multi_client, args=("127.0.0.1:1",), daemon=True).start()
 while coordination._lock.acquire(blocking=False):
     coordination._lock.release()
     time.sleep(0.001)
@@ -433,7 +436,7 @@ child = os.fork()
 if child == 0:
     signal.alarm(20)
     try:
-        coordination.current_coordination()
+        connect.current_coordination()
     except errors.ForkedProcessError:
         os._exit(0)
     os._exit(1)

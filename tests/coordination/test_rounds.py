@@ -1,4 +1,4 @@
-"""Which round a call joins, and for whom an operation's rounds wait: `dtckpt.barriers` in the coordinator's rules."""
+"""Which round a call joins, and for whom an operation's rounds wait: the rules of barriers in the coordinator."""
 
 import itertools
 
@@ -6,11 +6,12 @@ import pytest
 from dtckpt_server import memory
 from dtckpt_server.events import Cancel, Heartbeat, Register, Report
 
-from dtckpt import barriers, errors
+from dtckpt import errors
+from dtckpt.coordination import barrier_rules
 
 from .test_rules import TICK_S, TIMEOUT_S, World
 
-GRACE_S = barriers.grace_s(TIMEOUT_S)
+GRACE_S = barrier_rules.grace_s(TIMEOUT_S)
 OLD_S = 2 * GRACE_S
 ELSEWHERE = "barrier 'save/written': client 1 (job/1) is not in this operation any more"
 
@@ -368,7 +369,7 @@ def test_clients_of_one_operation_that_are_in_different_rounds_of_it_fail_at_onc
 
 def test_round_that_failed_at_a_position_that_nobody_knows_is_told_to_all(pair):
     """As where the step of one client is none."""
-    failed = pair.arrive(0, position=barriers.ANYBODYS, ok=False, code="ConfigError", reason="no step")
+    failed = pair.arrive(0, position=barrier_rules.ANYBODYS, ok=False, code="ConfigError", reason="no step")
     assert pair.arrive(1, position="step 5", is_certain=True) is failed
     assert pair.arrive(1, position="step 5", is_certain=True).is_open, "it is told once"
 

@@ -16,13 +16,13 @@ from dtckpt_server.tokens import Tokens
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-import dtckpt.coordination as coordination
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.coordination import Member, Progress, Vote
-from dtckpt.coordination.access import Access
-from dtckpt.coordination.remote import GrpcCoordination
+from dtckpt.coordination import connect
+from dtckpt.coordination.api import Member, Progress, Vote
+from dtckpt.coordination.grpc_client import GrpcCoordination
+from dtckpt.coordination.grpc_credentials import Access
 
 from .contract import Running, at, leave_all, together, wait_until
 from .servers import running_server, server_in_thread, server_process
@@ -322,10 +322,10 @@ def test_variables_reach_the_client(guarded, ours, tmp_path, monkeypatch):
     monkeypatch.setenv("DTCKPT_JOB", "b")
     monkeypatch.setenv("DTCKPT_COORDINATOR_CA", str(ours.ca))
     monkeypatch.setenv("DTCKPT_COORDINATOR_TOKEN_FILE", str(file))
-    coordination.set_coordination(None)
-    coordination.initialize_multi_client(f"127.0.0.1:{guarded}")
-    coordination.current_coordination().barrier("variables", timeout_s=10)
-    coordination.shutdown_multi_client()
+    connect.set_coordination(None)
+    connect.initialize_multi_client(f"127.0.0.1:{guarded}")
+    connect.current_coordination().barrier("variables", timeout_s=10)
+    connect.shutdown_multi_client()
 
 
 def test_a_token_in_plaintext_if_told_so():

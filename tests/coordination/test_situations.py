@@ -14,10 +14,10 @@ from dtckpt_server import memory
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.coordination import Member, Progress, Vote, remote
-from dtckpt.coordination.calls import UnknownError
-from dtckpt.coordination.protocol import BEGIN
-from dtckpt.coordination.remote import GrpcCoordination
+from dtckpt.coordination import grpc_client
+from dtckpt.coordination.api import BEGIN, Member, Progress, Vote
+from dtckpt.coordination.grpc_calls import UnknownError
+from dtckpt.coordination.grpc_client import GrpcCoordination
 
 from .contract import (
     AT_ONCE_S,
@@ -361,7 +361,7 @@ def test_coordinator_restarts_outside_of_barriers(job):
 
 def test_coordinator_restarts_when_one_client_knows_that_an_operation_has_begun(job, monkeypatch):
     """The other one never will: both fail at once with the same error, and the next operation begins."""
-    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(grpc_client, "FIRST_WAIT_S", 0.0)
     is_restarted = threading.Event()
 
     def wait_in_vain(*_):

@@ -9,16 +9,16 @@ import time
 import grpc
 import pytest
 from dtckpt_server import server as server_module
+from dtckpt_server.heartbeat_streams import MAX_UNSENT
 from dtckpt_server.service import CoordinatorService
-from dtckpt_server.streams import MAX_UNSENT
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.coordination import Member, Progress, Vote, calls, remote
-from dtckpt.coordination.beating import HeartbeatStream
-from dtckpt.coordination.protocol import BEGIN
-from dtckpt.coordination.remote import GrpcCoordination
+from dtckpt.coordination import grpc_calls, grpc_client
+from dtckpt.coordination.api import BEGIN, Member, Progress, Vote
+from dtckpt.coordination.grpc_client import GrpcCoordination
+from dtckpt.coordination.grpc_heartbeat import HeartbeatStream
 
 from .contract import FIRST, SECOND, Running, at, begin, inside, leave_all, same_error, together, wait_until
 from .savers import proxy
@@ -117,7 +117,7 @@ def test_clients_meet_on_their_streams(clients, monkeypatch):
 
 
 def test_who_waits_for_long_asks_by_calls(clients, monkeypatch):
-    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(grpc_client, "FIRST_WAIT_S", 0.05)
     monkeypatch.setattr(clients[0], "_arrive_on_stream", unless_none(clients[0]._arrive_on_stream))
     waiting = Running(clients[:1], at("b"))
     asking = clients[0]._call
@@ -224,7 +224,7 @@ def test_who_leaves_the_coordinator_waits_for_it_no_longer(server):
         begin = time.monotonic()
         client.abandon("the reason")
         same_error(waiting.results(), errors.CoordinatorUnavailableError, "^the reason$")
-        assert time.monotonic() - begin < calls.CALL_TIMEOUT_S / 2
+        assert time.monotonic() - begin < grpc_calls.CALL_TIMEOUT_S / 2
         network.flowing.set()
         client.leave()
 
@@ -477,8 +477,8 @@ def test_stream_of_a_machine_that_vanished_ends(monkeypatch):
 def test_call_to_a_machine_that_vanished_ends(server, monkeypatch):
     """Long before the time that it was given."""
     named = {"grpc.keepalive_time_ms": 1000, "grpc.http2.ping_timeout_ms": 500}
-    assert named.keys() < dict(calls.OPTIONS).keys()
-    monkeypatch.setattr(calls, "OPTIONS", tuple((dict(calls.OPTIONS) | named).items()))
+    assert named.keys() < dict(grpc_calls.OPTIONS).keys()
+    monkeypatch.setattr(grpc_calls, "OPTIONS", tuple((dict(grpc_calls.OPTIONS) | named).items()))
     with proxy(server.port) as network:
         (client,) = clients_at(network.port, 1)
         client._beat_on_stream = lambda *_: False

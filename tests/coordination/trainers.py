@@ -80,12 +80,14 @@ def work(training: Training, port: int | None, store_port: int, client: int, roo
 
     import torch.distributed as dist
 
-    from dtckpt.coordination import Member, calls, remote, set_coordination
-    from dtckpt.coordination.process_group import ProcessGroupCoordination
-    from dtckpt.coordination.remote import GrpcCoordination
+    from dtckpt.coordination import grpc_calls, grpc_client
+    from dtckpt.coordination.api import Member
+    from dtckpt.coordination.connect import set_coordination
+    from dtckpt.coordination.grpc_client import GrpcCoordination
+    from dtckpt.coordination.torch_store import ProcessGroupCoordination
 
     if training.patience_s is not None:
-        calls.CALL_TIMEOUT_S = remote.CALL_TIMEOUT_S = training.patience_s
+        grpc_calls.CALL_TIMEOUT_S = grpc_client.CALL_TIMEOUT_S = training.patience_s
     member = Member("job", client, training.num_clients, secrets.randbits(60))
     if port is not None:
         coordination: Any = GrpcCoordination(f"127.0.0.1:{port}", member, heartbeat_timeout_s=HEARTBEAT_S)

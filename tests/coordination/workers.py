@@ -32,16 +32,16 @@ class Where:
 
 
 def _connect(where: Where, client: int) -> Any:
-    from dtckpt.coordination import Member
+    from dtckpt.coordination.api import Member
 
     member = Member("job", client, NUM_CLIENTS, secrets.randbits(60))
     if not where.is_store:
-        from dtckpt.coordination.remote import GrpcCoordination
+        from dtckpt.coordination.grpc_client import GrpcCoordination
 
         return GrpcCoordination(f"127.0.0.1:{where.port}", member, heartbeat_timeout_s=HEARTBEAT_S)
     import torch.distributed as dist
 
-    from dtckpt.coordination.process_group import ProcessGroupCoordination
+    from dtckpt.coordination.torch_store import ProcessGroupCoordination
 
     is_host = where.is_hosted_by_client_0 and client == 0
     store = dist.TCPStore("127.0.0.1", where.port, None, is_host, timedelta(seconds=30), wait_for_workers=False)

@@ -13,7 +13,7 @@ from states import bits_of, tensor_of
 
 import dtckpt
 from dtckpt import SaveOptions
-from dtckpt.coordination import current_coordination
+from dtckpt.coordination.connect import current_coordination
 from dtckpt.errors import CheckpointNotFoundError
 
 DEVICES = 4
@@ -37,8 +37,8 @@ def save(path: str, generation: str, **options: Any) -> None:
 
 def reshard_part(source: str, target: str, index: int, count: int, **options: Any) -> bool:
     """Do the part of one of several workers; return whether the new checkpoint is there."""
-    from dtckpt.resharding.engine import reshard
-    from dtckpt.resharding.workers import Worker
+    from dtckpt.checkpoint.resharding.reshard import reshard
+    from dtckpt.checkpoint.resharding.workers import Worker
 
     mesh = dtckpt.abstract_mesh({"x": 3})
     part = reshard(source, target, mesh=mesh, worker=Worker(index, count), options=SaveOptions(**options)).part

@@ -11,7 +11,7 @@ import grpc
 
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.coordination.calls import OPTIONS
+from dtckpt.coordination.grpc_calls import OPTIONS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from coordination.servers import server_process

@@ -19,8 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dtckpt.cli.arguments import parse_mesh, parse_size
 from dtckpt.cli.commands import cli
-from dtckpt.cli.exits import ExitCode
-from dtckpt.coordination import connect
+from dtckpt.cli.exit_codes import ExitCode
+from dtckpt.coordination.connect import connect
 from dtckpt.coordination.discovery import DEFAULT_PORT, find_coordinator
 
 from .dockerfile import read_stages

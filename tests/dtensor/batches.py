@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Partial, Replicate, Shard, pack, relayout
-from dtckpt.dtensor.collectives import Pairwise
-from dtckpt.dtensor.functional import redistribute_all
-from dtckpt.dtensor.hops import Change, Hop
-from dtckpt.dtensor.observing import Communication, observed_by
+from dtckpt.comm.collectives import Pairwise
+from dtckpt.comm.observers import Communication, observed_by
+from dtckpt.dtensor.autograd import redistribute_all
 from dtckpt.errors import LayoutError
+from dtckpt.redistribution.exchange import Change, Hop
 
 from .lines import bits_of, mesh_of
 

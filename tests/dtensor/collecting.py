@@ -15,7 +15,7 @@ import torch.distributed as dist
 from states import bits_of
 
 import dtckpt
-from dtckpt.dtensor.collectives import REDUCERS, Collectives, Native, Pairwise, all_gather_object
+from dtckpt.comm.collectives import REDUCERS, Collectives, Native, Pairwise, all_gather_object
 
 from .meeting import carriers
 

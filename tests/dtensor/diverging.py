@@ -14,8 +14,8 @@ from states import cluster_mesh
 
 import dtckpt
 from dtckpt import DTensor, Mesh, Partial, Replicate, Shard
-from dtckpt.dtensor import divergence, redistribution
 from dtckpt.errors import DtckptError
+from dtckpt.redistribution import disagreement, execute
 
 WHOLE = torch.arange(60.0).reshape(10, 6)
 
@@ -63,7 +63,7 @@ def ask_on_grid(
     client = dtckpt.client_id()
     if client in slow:
         has_asked = threading.Event()
-        with patch.object(divergence.Board, "advance", _slow(divergence.Board.advance, has_asked)):
+        with patch.object(disagreement.Board, "advance", _slow(disagreement.Board.advance, has_asked)):
             seen = ask_on_grid(wish, after, late=late)
             has_asked.set()
             return seen
@@ -100,7 +100,7 @@ def _results(
     tensor: DTensor, wishes: Sequence[Any], after: int, late: Sequence[int] = ()
 ) -> list[tuple[str, str] | bool]:
     client, clients = dtckpt.client_id(), range(dtckpt.num_clients())
-    board = divergence.Board(tuple(clients), 0, redistribution._part)
+    board = disagreement.Board(tuple(clients), 0, execute._part)
     while board.num_here() < after:
         time.sleep(0.01)
     store = dist.distributed_c10d._get_default_store()

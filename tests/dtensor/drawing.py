@@ -9,8 +9,9 @@ from states import cluster_mesh
 
 import dtckpt
 from dtckpt import Shard
-from dtckpt.dtensor import observing, randn
-from dtckpt.dtensor.randomness import agreed_key
+from dtckpt.comm import observers
+from dtckpt.dtensor import randn
+from dtckpt.dtensor.random import agreed_key
 from dtckpt.errors import DtckptError
 
 
@@ -33,7 +34,7 @@ def draw_and_recover(draws: int, seed: int, apart_at: int | None = None) -> Draw
     for number in range(1, draws + 1):
         if number == apart_at and client == 1:
             torch.rand(())
-        with observing.observed_by(lambda _, number=number: compared.append(number)):
+        with observers.observed_by(lambda _, number=number: compared.append(number)):
             try:
                 keys.append(agreed_key(mesh))
             except DtckptError as error:

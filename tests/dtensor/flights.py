@@ -10,7 +10,7 @@ from states import packed
 
 import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Replicate, Shard
-from dtckpt.dtensor.functional import redistribute, redistribute_all
+from dtckpt.dtensor.autograd import redistribute, redistribute_all
 from dtckpt.errors import DtckptError
 
 from . import batches

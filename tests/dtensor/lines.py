@@ -12,8 +12,8 @@ import torch
 
 import dtckpt
 from dtckpt import UNSHARDED, Layout, Mesh
-from dtckpt.dtensor.hops import Change, Hop
-from dtckpt.dtensor.native import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, NativeHop, recognise
+from dtckpt.redistribution.exchange import Change, Hop
+from dtckpt.redistribution.native_collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, NativeHop, recognise
 
 GRIDS = ((4,), (2, 2), (4, 1), (1, 4), (2, 1, 2), (1, 2, 2))
 SUMS, OTHERS = ("sum", "avg"), ("min", "max", "product")

@@ -12,19 +12,9 @@ from torch import nn
 
 import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Partial, Replicate, Shard, abstract_mesh
-from dtckpt.dtensor import (
-    distribute_module,
-    distribute_tensor,
-    empty,
-    full,
-    init_device_mesh,
-    observing,
-    ones,
-    rand,
-    randn,
-    zeros,
-)
-from dtckpt.dtensor.randomness.keys import FIRST_COMPARED
+from dtckpt.comm import observers
+from dtckpt.dtensor import distribute_module, distribute_tensor, empty, full, init_device_mesh, ones, rand, randn, zeros
+from dtckpt.dtensor.random.keys import FIRST_COMPARED
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError, MeshTypeError
 
 from . import moves
@@ -129,7 +119,7 @@ def nothing_is_sent():
     torch.manual_seed(5)
     for _ in range(FIRST_COMPARED):
         rand(1, device_mesh=mesh)
-    with observing.observed_by(found.append):
+    with observers.observed_by(found.append):
         for placements in ([Shard(0)], [Shard(1)], [Replicate()], [Partial()], None):
             made = distribute_tensor(own, mesh, placements, src_data_rank=None)
             for make in (zeros, ones, empty, rand, randn):

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import dtckpt
-from dtckpt import point_to_point
-from dtckpt.dtensor import hops
-from dtckpt.dtensor.collectives import Pairwise
-from dtckpt.layout import UNSHARDED, Layout
+from dtckpt.comm import point_to_point
+from dtckpt.comm.collectives import Pairwise
+from dtckpt.layout.layout import UNSHARDED, Layout
+from dtckpt.redistribution import exchange
 
 LARGE = (600, 400)
 """Shape whose pieces are too large to be sent eagerly."""
@@ -53,7 +53,7 @@ def meet(obstacle: str) -> tuple[set[str], bool]:
     with ExitStack() as stack:
         if rank in OBSTACLES[obstacle]:
             name, instead = OBSTACLES[obstacle][rank]
-            stack.enter_context(mock.patch(f"dtckpt.point_to_point.{name}", instead))
+            stack.enter_context(mock.patch(f"dtckpt.comm.point_to_point.{name}", instead))
         for size in (10, 100_000):
             rooms = [(peer, torch.zeros(size)) for peer in others]
             Pairwise(members, rank).exchange([(peer, torch.full((size,), rank + 0.5)) for peer in others], rooms).wait()
@@ -84,7 +84,7 @@ def cut_differently() -> bool:
     whole = torch.arange(31.0 * 31).view(31, 31)
     rows, columns = Layout(["a0", UNSHARDED], mesh), Layout([UNSHARDED, "a0"], mesh)
     tensor = dtckpt.pack([whole[rows.region(rank, whole.shape).slices()].clone()], rows, whole.shape)
-    with mock.patch.object(hops, "IN_FLIGHT_NBYTES", 400):
+    with mock.patch.object(exchange, "IN_FLIGHT_NBYTES", 400):
         moved = tensor.redistribute(placements=columns.placements)
     return torch.equal(moved.to_local(), whole[columns.region(rank, whole.shape).slices()])
 

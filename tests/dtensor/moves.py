@@ -11,9 +11,9 @@ from states import MeshMaker, cluster_mesh
 
 import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Region, abstract_mesh, pack
-from dtckpt.dtensor import boxes, hops
+from dtckpt.dtensor.autograd import redistribute
 from dtckpt.dtensor.debug import clear_plan_cache
-from dtckpt.dtensor.functional import redistribute
+from dtckpt.redistribution import exchange, messages
 
 REDUCE = {
     "sum": lambda terms: terms.sum(0),
@@ -163,10 +163,10 @@ def check_gradients(seeds: Sequence[int], devices: int) -> None:
 def check_clients_in_many_messages(seeds: Sequence[int], devices: int) -> list[str]:
     """As `check_clients`, while boxes count as large, and few messages as many."""
     sizes = [
-        (boxes, "LARGE_NBYTES", 24),
-        (boxes, "MESSAGE_NBYTES", 64),
-        (hops, "PIECE_NBYTES", 32),
-        (hops, "IN_FLIGHT_NBYTES", 100),
+        (messages, "LARGE_NBYTES", 24),
+        (messages, "MESSAGE_NBYTES", 64),
+        (exchange, "PIECE_NBYTES", 32),
+        (exchange, "IN_FLIGHT_NBYTES", 100),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in sizes]
     clear_plan_cache()

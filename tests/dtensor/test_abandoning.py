@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-from dtckpt.dtensor.collectives import Pending
-from dtckpt.dtensor.redistribution import Redistribution
+from dtckpt.comm.collectives import Pending
+from dtckpt.comm.same_host import EAGER_NBYTES, ProgressEngine, read_memory
 from dtckpt.errors import CoordinationError
-from dtckpt.host_transport import EAGER_NBYTES, ProgressEngine, read_memory
+from dtckpt.redistribution.execute import Redistribution
 
 TAG = 7
 LARGE, SMALL = 2 * EAGER_NBYTES, 16
@@ -74,7 +74,7 @@ def test_memory_that_is_being_written_to_is_given_up_when_that_is_done(ends, mon
     room = bytes_of(0, LARGE)
     received = ends[1].recv(room, TAG)
     ends[0].send(bytes_of(1, LARGE), TAG)
-    monkeypatch.setattr("dtckpt.host_transport.read_memory", slowly)
+    monkeypatch.setattr("dtckpt.comm.same_host.read_memory", slowly)
     threads = [threading.Thread(target=received.wait), threading.Thread(target=received.abandon)]
     threads[0].start()
     assert begun.wait(10)

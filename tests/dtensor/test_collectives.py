@@ -4,7 +4,7 @@ import pytest
 import torch
 from states import NCCL, needs_cards
 
-from dtckpt.dtensor.collectives import Native, Pairwise, collectives_of
+from dtckpt.comm.collectives import Native, Pairwise, collectives_of
 
 from . import collecting
 

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import dtckpt
 from dtckpt import MATCH, UNSHARDED, DTensor, Layout, Mesh, Partial, Replicate, Shard, abstract_mesh
-from dtckpt.dtensor import observing
+from dtckpt.comm import observers
+from dtckpt.dtensor.autograd import redistribute
 from dtckpt.dtensor.debug import CommDebugMode, clear_plan_cache, explain, plan_cache_info
-from dtckpt.dtensor.functional import redistribute
 from dtckpt.errors import LayoutError, LayoutTypeError
-from dtckpt.planning.exchange import plan_exchange
+from dtckpt.redistribution.exchange_plan import plan_exchange
 
 from . import moves
 
@@ -202,12 +202,12 @@ def test_the_plan_cache_counts_and_forgets():
 
 def test_observers_hear_while_they_listen():
     heard, twice = [], []
-    assert not observing.is_observed()
-    with observing.observed_by(heard.append), observing.observed_by(twice.append), observing.observed_by(twice.append):
-        assert observing.is_observed()
-        observing.report("exchange", 8, [0, 1])
-    assert not observing.is_observed()
-    assert heard == [observing.Communication("exchange", 8, (0, 1))]
+    assert not observers.is_observed()
+    with observers.observed_by(heard.append), observers.observed_by(twice.append), observers.observed_by(twice.append):
+        assert observers.is_observed()
+        observers.report("exchange", 8, [0, 1])
+    assert not observers.is_observed()
+    assert heard == [observers.Communication("exchange", 8, (0, 1))]
     assert len(twice) == 2
 
 
@@ -216,7 +216,7 @@ def test_the_log_tells_communications_and_steps(caplog):
     tensor = packed(torch.zeros(4, 4), placed(mesh, [Shard(0)]))
     with caplog.at_level(logging.DEBUG, "dtckpt.dtensor"):
         redistribute(tensor, placed(mesh, [Shard(1)]))
-        observing.report("all_reduce", 4, range(100))
+        observers.report("all_reduce", 4, range(100))
     step, communication = (record.getMessage() for record in caplog.records)
     assert step.startswith("redistribute (4, 4) of torch.float32: Layout.from_string(")
     assert communication == "all_reduce: got 4 bytes, clients 0, 1, 2, 3, 4, 5, 6, 7 and 92 more"
@@ -231,13 +231,13 @@ class Noisy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor):
         ctx.save_for_backward(tensor)  # so that recomputing goes as far as here
-        observing.report("all_reduce", 4, [0, 1])
+        observers.report("all_reduce", 4, [0, 1])
         return tensor * 2
 
     @staticmethod
     def backward(ctx, gradient):
         assert len(ctx.saved_tensors) == 1
-        observing.report("all_gather", 16, [0, 1])
+        observers.report("all_gather", 16, [0, 1])
         return gradient * 2
 
 
@@ -309,11 +309,11 @@ def test_what_is_recomputed_counts_as_backward():
 
 def test_entering_anew_forgets_and_leaving_stops():
     mode = trained(Net(), CommDebugMode())
-    observing.report("exchange", 1, [0])
+    observers.report("exchange", 1, [0])
     assert mode.get_total_counts() == 4
     with mode:
         assert mode.get_total_counts() == 0
-        observing.report("exchange", 1, [0])
+        observers.report("exchange", 1, [0])
     assert mode.get_comm_counts() == {"exchange": 1}
     assert mode.get_comm_counts()["all_gather"] == 0
     assert set(mode.get_module_counts()) == {"Global"}
@@ -323,15 +323,15 @@ def test_entering_anew_forgets_and_leaving_stops():
 def test_nested_modes_each_count():
     outer, inner = CommDebugMode(), CommDebugMode()
     with outer:
-        observing.report("exchange", 1, [0])
+        observers.report("exchange", 1, [0])
         trained(Net(), inner)
         with outer:
-            observing.report("exchange", 1, [0])
-        observing.report("exchange", 1, [0])
+            observers.report("exchange", 1, [0])
+        observers.report("exchange", 1, [0])
     assert inner.get_comm_counts() == {"all_reduce": 2, "all_gather": 2}
     assert outer.get_comm_counts() == {"exchange": 3, "all_reduce": 2, "all_gather": 2}
     assert outer.get_module_counts()["Net"] == inner.get_module_counts()["Net"]
-    assert not observing.is_observed()
+    assert not observers.is_observed()
 
 
 def test_an_error_leaves_nothing_behind():
@@ -341,9 +341,9 @@ def test_an_error_leaves_nothing_behind():
     with mode:
         with pytest.raises(RuntimeError):
             torch.nn.Linear(2, 2)(torch.ones(3))
-        observing.report("exchange", 1, [0])
+        observers.report("exchange", 1, [0])
     assert set(mode.get_module_counts()) == {"Global"}, "the module that failed has been left"
-    assert not observing.is_observed()
+    assert not observers.is_observed()
     net = Net()
     loss = trained(net, CommDebugMode())
     net(torch.ones(2)).sum().backward()

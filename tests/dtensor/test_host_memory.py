@@ -6,7 +6,7 @@ import pytest
 import torch
 from states import needs_card
 
-from dtckpt import host_memory
+from dtckpt.comm import host_memory
 
 _SMAPS = Path("/proc/self/smaps")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")

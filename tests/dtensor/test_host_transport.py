@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import bits_of
 
-from dtckpt.host_transport import EAGER_NBYTES, ProgressEngine
+from dtckpt.comm.same_host import EAGER_NBYTES, ProgressEngine
 
 SIZES = (1, EAGER_NBYTES - 1, EAGER_NBYTES, EAGER_NBYTES + 1, 3 << 20)
 

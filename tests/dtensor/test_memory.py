@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from dtckpt import UNSHARDED, Layout
-from dtckpt.dtensor.boxes import Box
-from dtckpt.dtensor.redistribution import program_of
-from dtckpt.region import Region
+from dtckpt.layout.region import Region
+from dtckpt.redistribution.execute import program_of
+from dtckpt.redistribution.messages import Box
 
 from .lines import mesh_of
 

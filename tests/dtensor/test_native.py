@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dtckpt import UNSHARDED, Layout
-from dtckpt.dtensor.hops import Change
-from dtckpt.dtensor.native import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Recognised, recognise
+from dtckpt.redistribution.exchange import Change
+from dtckpt.redistribution.native_collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Recognised, recognise
 
 from .lines import check, mesh_of
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from states import MESH_MAKERS, bits_of, differences, dtype_names, layouts, meshes, packed, shapes, tensor_of
 
 from dtckpt import MATCH, UNSHARDED, DTensor, Layout, Mesh, abstract_mesh, check_layout, fetch_layout, pack, unpack
-from dtckpt.dtensor.collectives import all_gather_object
+from dtckpt.comm.collectives import all_gather_object
 from dtckpt.errors import (
     ComponentError,
     CoordinationError,
@@ -14,7 +14,7 @@ from dtckpt.errors import (
     LayoutTypeError,
     ReplicaMismatchError,
 )
-from dtckpt.placement import REDUCE_OPS, Replicate, Shard
+from dtckpt.layout.placement import REDUCE_OPS, Replicate, Shard
 
 MESH = abstract_mesh({"x": 2, "y": 2})
 ROWS = Layout(["x", UNSHARDED], MESH)

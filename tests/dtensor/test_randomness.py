@@ -15,10 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtckpt import Region, abstract_mesh, dtensor
-from dtckpt.dtensor.randomness import agreed_key, draw_key, fill, filling, integer_bounds, permutation
-from dtckpt.dtensor.randomness.filling import pieces_of
-from dtckpt.dtensor.randomness.kinds import draw_of
-from dtckpt.dtensor.randomness.philox import TensorStream, stream_of
+from dtckpt.dtensor.random import agreed_key, draw_key, fill, integer_bounds, permutation
+from dtckpt.dtensor.random import fill as filling
+from dtckpt.dtensor.random.distributions import draw_of
+from dtckpt.dtensor.random.fill import pieces_of
+from dtckpt.dtensor.random.philox import TensorStream, stream_of
 from dtckpt.errors import ComponentError, DTypeError, RandomParameterError, RegionError
 
 from . import drawing, moves
@@ -155,7 +156,7 @@ def test_a_card_starts_few_runs():
 def test_other_devices_make_the_same_numbers(kind, dtype, params, monkeypatch):
     shape = (37, 129)
     expected = whole_of(kind, shape, 77, dtype, **params)
-    monkeypatch.setattr("dtckpt.dtensor.randomness.filling.stream_of", TensorStream)
+    monkeypatch.setattr("dtckpt.dtensor.random.fill.stream_of", TensorStream)
     assert bits_of(whole_of(kind, shape, 77, dtype, **params)) == bits_of(expected)
 
 

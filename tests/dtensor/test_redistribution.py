@@ -24,13 +24,13 @@ from dtckpt import (
     run_on,
     unpack,
 )
-from dtckpt.dtensor import redistribution
-from dtckpt.dtensor.functional import redistribute
-from dtckpt.dtensor.hops import Change, Hop
-from dtckpt.dtensor.moving import get_default_mesh
-from dtckpt.dtensor.redistribution import program_of
+from dtckpt.dtensor.autograd import redistribute
+from dtckpt.dtensor.tensorflow_names import get_default_mesh
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError, MeshTypeError
-from dtckpt.planning.exchange import plan_exchange
+from dtckpt.redistribution import execute
+from dtckpt.redistribution.exchange import Change, Hop
+from dtckpt.redistribution.exchange_plan import plan_exchange
+from dtckpt.redistribution.execute import program_of
 
 from . import moves
 
@@ -165,7 +165,7 @@ def test_a_process_group_with_another_backend_gets_programs_of_its_own(monkeypat
     change = Layout(["x"], mesh), Layout([UNSHARDED], mesh), (4,), torch.float32
     programs = []
     for memory in ("cuda", "cpu", "cuda"):
-        monkeypatch.setattr(redistribution, "message_memory", lambda _, memory=memory: memory)
+        monkeypatch.setattr(execute, "message_memory", lambda _, memory=memory: memory)
         programs.append(program_of(*change))
     assert programs[0] is programs[2] is not programs[1]
 

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dtckpt.dtensor import redistribution, streams
-from dtckpt.dtensor.streams import Beside
+from dtckpt.comm import cuda_streams
+from dtckpt.comm.cuda_streams import Beside
+from dtckpt.redistribution import execute
 
 HOST = torch.device("cpu")
 
@@ -32,7 +33,7 @@ class Stream:
 def log(monkeypatch):
     """What happens to the streams; `torch.cuda.current_stream` is called `current`, the one beside it `side`."""
     found = []
-    monkeypatch.setattr(streams, "_stream", lambda _: Stream("side", found))
+    monkeypatch.setattr(cuda_streams, "_stream", lambda _: Stream("side", found))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("current", found))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     return found
@@ -82,14 +83,14 @@ def test_tensors_on_the_host_may_come_with_those_on_cards(monkeypatch):
     class OnCard:
         device = torch.device("cuda", 1)
 
-    monkeypatch.setattr(redistribution, "Beside", Unused)
-    redistribution.redistribute([], [{0: torch.empty(1)}, {0: OnCard()}, {0: OnCard()}], is_async=True)
+    monkeypatch.setattr(execute, "Beside", Unused)
+    execute.redistribute([], [{0: torch.empty(1)}, {0: OnCard()}, {0: OnCard()}], is_async=True)
     assert devices == [torch.device("cuda", 1)]
 
 
 def test_clients_that_only_receive_do_so_beside_the_current_stream(monkeypatch):
     enqueued = []
-    monkeypatch.setattr(redistribution, "EnqueuedRedistribution", lambda *arguments: enqueued.append(arguments[-1]))
+    monkeypatch.setattr(execute, "EnqueuedRedistribution", lambda *arguments: enqueued.append(arguments[-1]))
     change = SimpleNamespace(device=torch.device("cuda", 2), device_type="cuda")
-    redistribution.redistribute([SimpleNamespace(is_local=False, change=change)], [{}], is_async=True)
+    execute.redistribute([SimpleNamespace(is_local=False, change=change)], [{}], is_async=True)
     assert enqueued == [[torch.device("cuda", 2)]]

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from coordination.contract import wait_until
 
 import dtckpt
-from dtckpt import errors, groups, rendezvous
+from dtckpt import errors
+from dtckpt.comm import process_groups, rendezvous
 from dtckpt.config import Config
-from dtckpt.coordination import Member
-from dtckpt.coordination.process_group import from_environment
+from dtckpt.coordination.api import Member
+from dtckpt.coordination.torch_store import from_environment
 
 SOON = timedelta(seconds=30)
 
@@ -100,7 +101,7 @@ def port(monkeypatch):
 
 def test_the_default_process_group(port):
     dtckpt.init_process_group("gloo", timeout=timedelta(seconds=77))
-    assert groups.timeout_of(dist.group.WORLD) == timedelta(seconds=77)
+    assert process_groups.timeout_of(dist.group.WORLD) == timedelta(seconds=77)
     assert rendezvous.attempt_of_default_group() == 0
     with pytest.raises(errors.ConfigError, match="got a default one already"):
         dtckpt.init_process_group("gloo")
@@ -133,6 +134,6 @@ def test_a_process_group_that_cannot_be_connected_names_the_cure(port, monkeypat
     def fail(*_, **__):
         raise RuntimeError("Gloo connectFullMesh failed")
 
-    monkeypatch.setattr(groups._c10d, "_new_process_group_helper", fail)
+    monkeypatch.setattr(process_groups._c10d, "_new_process_group_helper", fail)
     with pytest.raises(errors.CoordinationError, match=r"clients 0 failed: Gloo .*; call dtckpt.init_process_group"):
-        groups.group_of([0], override=("gloo", Options()))
+        process_groups.group_of([0], override=("gloo", Options()))

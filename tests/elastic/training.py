@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import dtckpt
-from dtckpt import rendezvous
+from dtckpt.comm import rendezvous
 
 SHAPE = 1003, 8
 PRIME = 1_000_003

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtckpt.format.content import content_digest, content_share
-from dtckpt.region import Region
+from dtckpt.layout.region import Region
 
 DTYPES = ("u1", "u2", "u4", "u8", "c16")
 # Lines of one dim, of several, of all, and longer than a tile.

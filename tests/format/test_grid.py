@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from dtckpt.errors import RegionError
 from dtckpt.format.grid import ChunkGrid
-from dtckpt.region import Region
+from dtckpt.layout.region import Region
 
 
 @st.composite

@@ -5,14 +5,14 @@ from hypothesis import strategies as st
 from states import dtype_names, layouts, meshes, shapes
 
 from dtckpt._proto import checkpoint_pb2
-from dtckpt.clients import abstract_mesh
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
 from dtckpt.format.codecs import CODECS
 from dtckpt.format.digest import bytes_digest
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.manifest import FORMAT_VERSION, ArrayEntry, ArrayKind, Manifest, PhaseCost
 from dtckpt.format.names import array_paths
-from dtckpt.layout import Layout
+from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.layout import Layout
 
 
 @st.composite

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from dtckpt.errors import SliceError
 from dtckpt.format.slices import SliceSpec, parse_slice_spec
-from dtckpt.region import Region
+from dtckpt.layout.region import Region
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 
-from dtckpt import groups, interop
-from dtckpt.dtensor.device_mesh import DeviceMesh, init_device_mesh
+from dtckpt.comm import process_groups
 from dtckpt.errors import DtckptError
-from dtckpt.mesh import Mesh
+from dtckpt.layout import torch_device_mesh
+from dtckpt.layout.device_mesh import DeviceMesh, init_device_mesh
+from dtckpt.layout.mesh import Mesh
 
 
 def num_groups():
@@ -37,8 +38,8 @@ def members_of_different_numbers_of_groups():
     seen = []
     for members in ([0, 1], [0, 2], [0, 1, 2], [3, 0]):
         if dist.get_rank() in members:
-            group = groups.group_of(members)
-            assert group is groups.group_of(reversed(members))
+            group = process_groups.group_of(members)
+            assert group is process_groups.group_of(reversed(members))
             seen.append((total(group), dist.get_process_group_ranks(group)))
     return seen
 
@@ -59,13 +60,13 @@ def groups_are_made_once():
 def groups_end_with_the_world(token):
     gc.collect()
     # PyTorch's caches keep meshes of earlier cases, and these keep their groups.
-    before, worlds_before = len(groups._made), len(groups._times_made)
+    before, worlds_before = len(process_groups._made), len(process_groups._times_made)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     kept = mesh.get_group("dp")
     first = total(mesh.get_group("tp"))
     dist.destroy_process_group()
     gc.collect()
-    left = len(groups._made) - before
+    left = len(process_groups._made) - before
     refused = message(lambda: mesh.get_group("dp"))
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore(token, store), rank=mesh.get_rank(), world_size=4)
@@ -76,7 +77,7 @@ def groups_end_with_the_world(token):
         refused,
         total(mesh.get_group("dp")),
         total(mesh.get_group("tp")),
-        len(groups._times_made) - worlds_before,
+        len(process_groups._times_made) - worlds_before,
     )
 
 
@@ -94,7 +95,7 @@ def outsiders():
     mesh = DeviceMesh("cpu", [2, 0], mesh_dim_names=("dp",))
     facts = mesh.get_coordinate(), mesh.get_rank(), mesh.mesh.tolist()
     if mesh.get_coordinate() is None:
-        calls = mesh.get_group, mesh.get_all_groups, mesh.get_local_rank, lambda: groups.group_of([0, 2])
+        calls = mesh.get_group, mesh.get_all_groups, mesh.get_local_rank, lambda: process_groups.group_of([0, 2])
         refusals = [message(call) for call in calls]
         return facts, [kind for kind, _ in refusals], mesh.to_device_mesh().get_coordinate()
     return facts, total(mesh.get_group()), mesh.to_device_mesh().get_coordinate()
@@ -106,7 +107,7 @@ def refusals():
         message(lambda: DeviceMesh("cpu", [0, 3])),
         message(lambda: init_device_mesh("cpu", (4,))),
         message(lambda: DeviceMesh.from_group(dist.group.WORLD, "cpu", [0, 1])),
-        message(lambda: groups.group_of([0, 3])),
+        message(lambda: process_groups.group_of([0, 3])),
     ]
 
 
@@ -121,7 +122,7 @@ def from_pytorch():
     theirs = init_torch_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ours = Mesh.from_device_mesh(theirs)
     count = num_groups()
-    assert ours == init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) == interop.mesh_of(theirs)
+    assert ours == init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) == torch_device_mesh.mesh_of(theirs)
     assert [ours.get_group(axis) is theirs.get_group(axis) for axis in ("dp", "tp")] == [True, True]
     assert ours["tp"] == Mesh.from_device_mesh(theirs["tp"])
     assert num_groups() == count

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dtckpt.mesh import Mesh
+from dtckpt.layout.mesh import Mesh
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from . import cases, programs
 
 pytestmark = pytest.mark.processes
-OURS = "dtckpt.dtensor.device_mesh"
+OURS = "dtckpt.layout.device_mesh"
 TORCHS = "torch.distributed.device_mesh"
 
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from dtckpt.clients import create_distributed_mesh
-from dtckpt.dtensor import device_mesh
-from dtckpt.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from dtckpt.errors import CoordinationError, MeshError, MeshTypeError
-from dtckpt.mesh import Mesh
+from dtckpt.layout import device_mesh
+from dtckpt.layout.clients import create_distributed_mesh
+from dtckpt.layout.device_mesh import DeviceMesh, init_device_mesh
+from dtckpt.layout.mesh import Mesh
 
 
 @pytest.fixture

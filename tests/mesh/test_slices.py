@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtckpt.clients import abstract_mesh, create_distributed_mesh
 from dtckpt.errors import MeshError, MeshTypeError
-from dtckpt.mesh import Mesh
+from dtckpt.layout.clients import abstract_mesh, create_distributed_mesh
+from dtckpt.layout.mesh import Mesh
 
 GRID = np.arange(8).reshape(2, 2, 2)
 NAMES = ["dp", "cp", "tp"]

@@ -15,7 +15,7 @@ from states import cluster_mesh
 import dtckpt
 from dtckpt import Layout, Mesh, Partial, Placement, Replicate, Shard
 from dtckpt.dtensor import DTensor, distribute_tensor, pack
-from dtckpt.placement import REDUCE_OPS
+from dtckpt.layout.placement import REDUCE_OPS
 
 REDUCTIONS = [op for op in REDUCE_OPS if op in {"sum", "avg", "max", "min"}]
 

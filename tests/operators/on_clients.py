@@ -14,7 +14,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import dtckpt
 from dtckpt import Mesh, Shard
-from dtckpt.dtensor import distribute_module, distribute_tensor, observing
+from dtckpt.comm import observers
+from dtckpt.dtensor import distribute_module, distribute_tensor
 from dtckpt.dtensor.experimental import implicit_replication, local_map
 
 
@@ -26,7 +27,7 @@ def numbers(*shape: int) -> torch.Tensor:
 def counting() -> Iterator[list[object]]:
     """Collect what is communicated; unlike `CommDebugMode` this does not import the compiler."""
     seen: list[object] = []
-    with observing.observed_by(seen.append):
+    with observers.observed_by(seen.append):
         yield seen
 
 

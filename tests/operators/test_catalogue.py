@@ -11,7 +11,7 @@ from dtckpt.dtensor import distribute_tensor
 from dtckpt.dtensor.debug import clear_operator_statistics, operator_statistics
 from dtckpt.dtensor.operators import dispatch
 from dtckpt.dtensor.operators.catalogue import catalogue, entries
-from dtckpt.dtensor.operators.table import COMPOSITES, RULES
+from dtckpt.dtensor.operators.registry import COMPOSITES, RULES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "operators.md"
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from dtckpt import DTensor, Replicate, Shard, abstract_mesh
 from dtckpt.dtensor import distribute_module, distribute_tensor
-from dtckpt.dtensor.compiling import REASON
+from dtckpt.dtensor.torch_compile import REASON
 
 MESH = abstract_mesh({"x": 4})
 

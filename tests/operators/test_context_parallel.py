@@ -7,7 +7,7 @@ from states import CLIENTS_WITH_CARDS, MESH_MAKERS, cluster_mesh
 
 import dtckpt
 from dtckpt import abstract_mesh
-from dtckpt.dtensor.devices import device_of
+from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor.experimental import context_parallel, context_parallel_unshard
 from dtckpt.dtensor.experimental.ring_attention import runs_of
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError, OperatorError

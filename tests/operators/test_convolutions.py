@@ -42,7 +42,7 @@ TABLE = [
 @pytest.mark.parametrize(("name", "placed", "expected"), TABLE, ids=str)
 def test_convolutions(name, placed, expected, monkeypatch):
     # Even of small images, channels that go in are to be contracted where they lie.
-    monkeypatch.setattr("dtckpt.dtensor.operators.choosing._LATENCY_NBYTES", 1)
+    monkeypatch.setattr("dtckpt.dtensor.operators.strategy._LATENCY_NBYTES", 1)
     function, options, shapes = CASES[name]
     tensors = [torch.randn(shape) for shape in shapes]
     check(

@@ -10,7 +10,7 @@ import torch
 from dtckpt import UNSHARDED, DTensor, Layout, Partial, Replicate, Shard, abstract_mesh, pack
 from dtckpt.dtensor import distribute_tensor, experimental
 from dtckpt.dtensor.experimental import local_map, register_sharding
-from dtckpt.dtensor.operators import dispatch, table
+from dtckpt.dtensor.operators import dispatch, registry
 from dtckpt.dtensor.operators.plans import is_trusted
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError, OperatorError, ReplicaMismatchError
 
@@ -171,10 +171,10 @@ def _(x):
 @pytest.fixture
 def registering():
     """Returns `register_sharding`; what it does is undone."""
-    before = dict(table.PLANNERS)
+    before = dict(registry.PLANNERS)
     yield register_sharding
-    table.PLANNERS.clear()
-    table.PLANNERS.update(before)
+    registry.PLANNERS.clear()
+    registry.PLANNERS.update(before)
     dispatch.clear()
 
 

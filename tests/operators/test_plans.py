@@ -7,7 +7,7 @@ import dtckpt
 from dtckpt import Layout, Partial, Replicate, Shard
 from dtckpt.dtensor import distribute_tensor, pack
 from dtckpt.dtensor.debug import CommDebugMode
-from dtckpt.dtensor.operators import dispatch, table
+from dtckpt.dtensor.operators import dispatch, registry
 from dtckpt.errors import OperatorError
 
 MESH = dtckpt.abstract_mesh({"x": 4})
@@ -138,6 +138,6 @@ def test_an_error_of_a_rule_is_no_want_of_one(monkeypatch):
     def refuse(call):
         raise OperatorError("no such thing")
 
-    monkeypatch.setitem(table.RULES, torch.ops.aten.exp.default, refuse)
+    monkeypatch.setitem(registry.RULES, torch.ops.aten.exp.default, refuse)
     with pytest.raises(OperatorError, match="no such thing"):
         placed(torch.ones(4), Shard(0)).exp()

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import axis_sizes, cluster_mesh
 
-from dtckpt.clients import abstract_mesh
-from dtckpt.layout import UNSHARDED, Layout
-from dtckpt.mesh import Mesh
-from dtckpt.planning.exchange import Move, kept_axes, meeting, plan_exchange, reduced_axes, term_of
-from dtckpt.region import Region
+from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.layout import UNSHARDED, Layout
+from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.region import Region
+from dtckpt.redistribution.exchange_plan import Move, kept_axes, meeting, plan_exchange, reduced_axes, term_of
 
 
 @st.composite

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from states import cluster_mesh
 
 from dtckpt import UNSHARDED, Layout, abstract_mesh
-from dtckpt.placement import REDUCE_OPS
-from dtckpt.planning.exchange import kept_axes, kind_of, plan_exchange, reduced_axes
-from dtckpt.planning.paths import plan_path
+from dtckpt.layout.placement import REDUCE_OPS
+from dtckpt.redistribution.exchange_plan import kept_axes, kind_of, plan_exchange, reduced_axes
+from dtckpt.redistribution.path_plan import plan_path
 
 SIZES = ((4,), (2, 2), (2, 3), (4, 2), (2, 2, 2), (3, 1, 2))
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtckpt.checkpoint.reading.plan import plan_reads
 from dtckpt.errors import RegionError
 from dtckpt.format.grid import ChunkGrid
-from dtckpt.planning.read_plan import plan_reads
-from dtckpt.region import Region
+from dtckpt.layout.region import Region
 
 
 @st.composite

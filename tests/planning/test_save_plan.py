@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import axis_sizes, cluster_mesh, dtype_names, layouts, shapes
 
-from dtckpt.clients import abstract_mesh
+from dtckpt.checkpoint.saving.plan import NO_CLIENT, Holding, TensorSpec, holdings_of, kept_plan, plan_save
 from dtckpt.errors import DTypeError, LayoutError, SliceError, TensorNameError
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.layout import UNSHARDED, Layout
-from dtckpt.planning.save_plan import NO_CLIENT, Holding, TensorSpec, holdings_of, kept_plan, plan_save
-from dtckpt.region import Region
+from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.layout import UNSHARDED, Layout
+from dtckpt.layout.region import Region
 
 
 @st.composite

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dtckpt.storage.locations import location_of
-from dtckpt.storage.places import open_folder
+from dtckpt.storage.commit import open_folder
+from dtckpt.storage.location import location_of
 
 from .servers import PROTOCOLS, gateway_to, server_of
 

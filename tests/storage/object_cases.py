@@ -33,7 +33,7 @@ def save_and_die(
         if when == "amid its writes":
             cases._die_at_write(2)
         else:
-            from dtckpt.storage.attempts import ObjectAttempt
+            from dtckpt.storage.commit_by_decision import ObjectAttempt
 
             ObjectAttempt.commit = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
     options = SaveOptions(overwrite=True, timeout_s=30, chunk_nbytes=64)

@@ -13,10 +13,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from dtckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from dtckpt.format.manifest import MANIFEST_NAME
-from dtckpt.storage import attempts
-from dtckpt.storage.attempts import COMMITTED, FORGET_AFTER_S, REGISTER, SILENT_AFTER_S, ObjectPlace, Register
-from dtckpt.storage.foreign import ForeignFolder
-from dtckpt.storage.locations import Url
+from dtckpt.storage import commit_by_decision
+from dtckpt.storage.commit_by_decision import COMMITTED, FORGET_AFTER_S, REGISTER, SILENT_AFTER_S, ObjectPlace, Register
+from dtckpt.storage.fsspec_folder import ForeignFolder
+from dtckpt.storage.location import Url
 
 WHERE = Url("memory", "run/step_1")
 HOUR_S = 3600.0
@@ -364,7 +364,7 @@ def test_clocks_may_differ(place, folder, clock):
 
 
 def test_a_leader_says_that_it_lives(place, folder, clock, monkeypatch):
-    monkeypatch.setattr(attempts, "RENEW_S", 0.001)
+    monkeypatch.setattr(commit_by_decision, "RENEW_S", 0.001)
     register, attempt = Register(WHERE, folder, clock), place.begin("1")
     renewed = threading.Event()
     renew = Register.renew

@@ -15,28 +15,28 @@ from dtckpt.errors import (
     StorageFullError,
     StoragePermissionError,
 )
-from dtckpt.storage import directory
+from dtckpt.storage import commit_by_rename
+from dtckpt.storage.commit import DirectoryPlace
+from dtckpt.storage.directory_lock import locked
 from dtckpt.storage.failures import translated
-from dtckpt.storage.locks import locked
-from dtckpt.storage.places import DirectoryPlace
 
 OLD, NEW = b"old", b"new"
 
 
 def build(target, content=NEW, token="1"):
-    staging = directory.begin(target, token)
+    staging = commit_by_rename.begin(target, token)
     (staging.path / "data").write_bytes(content)
-    (staging.path / directory.MANIFEST_NAME).write_bytes(content)
+    (staging.path / commit_by_rename.MANIFEST_NAME).write_bytes(content)
     return staging
 
 
 def committed(target, content=OLD):
-    directory.commit(build(target, content, "0"), overwrite=True)
+    commit_by_rename.commit(build(target, content, "0"), overwrite=True)
     return target
 
 
 def content_of(target):
-    return (directory.locate(target) / "data").read_bytes()
+    return (commit_by_rename.locate(target) / "data").read_bytes()
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -44,14 +44,14 @@ def file_system(request, monkeypatch):
     """With and without an atomic exchange of directories."""
     if request.param == "exchange":
         return
-    rename = directory._rename
+    rename = commit_by_rename._rename
 
     def no_exchange(source, target, flag):
-        if flag == directory._RENAME_EXCHANGE:
+        if flag == commit_by_rename._RENAME_EXCHANGE:
             raise OSError(errno.EINVAL, "no exchange here", str(target))
         rename(source, target, flag)
 
-    monkeypatch.setattr(directory, "_rename", no_exchange)
+    monkeypatch.setattr(commit_by_rename, "_rename", no_exchange)
 
 
 def test_nothing_shows_before_the_commit(tmp_path):
@@ -59,8 +59,8 @@ def test_nothing_shows_before_the_commit(tmp_path):
     staging = build(target)
     assert not target.exists()
     with pytest.raises(CheckpointNotFoundError, match="a save to it did not complete"):
-        directory.locate(target)
-    directory.commit(staging, overwrite=False)
+        commit_by_rename.locate(target)
+    commit_by_rename.commit(staging, overwrite=False)
     assert content_of(target) == NEW
     assert os.listdir(target.parent) == ["s"]
 
@@ -69,7 +69,7 @@ def test_a_replaced_checkpoint_is_there_until_the_commit(tmp_path, file_system):
     target = committed(tmp_path / "s")
     staging = build(target)
     assert content_of(target) == OLD
-    directory.commit(staging, overwrite=True)
+    commit_by_rename.commit(staging, overwrite=True)
     assert content_of(target) == NEW
     assert os.listdir(tmp_path) == ["s"]
 
@@ -91,10 +91,10 @@ def crash_at(monkeypatch, number):
 
         return change
 
-    monkeypatch.setattr(directory, "_rename", counting(directory._rename))
-    monkeypatch.setattr(directory.Path, "rename", counting(directory.Path.rename))
-    monkeypatch.setattr(directory.Path, "unlink", counting(directory.Path.unlink))
-    monkeypatch.setattr(directory.shutil, "rmtree", counting(directory.shutil.rmtree))
+    monkeypatch.setattr(commit_by_rename, "_rename", counting(commit_by_rename._rename))
+    monkeypatch.setattr(commit_by_rename.Path, "rename", counting(commit_by_rename.Path.rename))
+    monkeypatch.setattr(commit_by_rename.Path, "unlink", counting(commit_by_rename.Path.unlink))
+    monkeypatch.setattr(commit_by_rename.shutil, "rmtree", counting(commit_by_rename.shutil.rmtree))
     return count
 
 
@@ -105,14 +105,14 @@ def test_a_crash_at_any_change_leaves_the_old_or_the_new(tmp_path, file_system):
         with pytest.MonkeyPatch.context() as patch:
             count = crash_at(patch, number)
             with contextlib.suppress(Crash):
-                directory.commit(build(target), overwrite=True)
+                commit_by_rename.commit(build(target), overwrite=True)
         seen.add(content_of(target))
         if count[0] < number:
             break
         with pytest.raises(CheckpointExistsError):
-            directory.check_target(target, overwrite=False)
+            commit_by_rename.check_target(target, overwrite=False)
         # The next attempt cleans up.
-        directory.commit(build(target, b"newer", "2"), overwrite=True)
+        commit_by_rename.commit(build(target, b"newer", "2"), overwrite=True)
         assert content_of(target) == b"newer"
         assert os.listdir(target.parent) == ["s"]
     else:
@@ -126,8 +126,8 @@ def test_the_newest_attempt_owns_the_target(tmp_path):
     zombie = build(target, b"zombie", "1")
     staging = build(target, NEW, "2")
     with pytest.raises(StorageError, match="another attempt saves to this path"):
-        directory.commit(zombie, overwrite=True)
-    directory.commit(staging, overwrite=False)
+        commit_by_rename.commit(zombie, overwrite=True)
+    commit_by_rename.commit(staging, overwrite=False)
     assert content_of(target) == NEW
 
 
@@ -138,16 +138,16 @@ def test_a_newer_attempt_is_left_alone_while_it_lives(tmp_path):
     with locked(newer.path):
         for token in ("9-b", "0-b"):
             with pytest.raises(StorageError, match="another attempt saves to this path, and took over"):
-                directory.begin(target, token)
-        assert directory.is_own(newer)
-    directory.begin(target, "9-b")
+                commit_by_rename.begin(target, token)
+        assert commit_by_rename.is_own(newer)
+    commit_by_rename.begin(target, "9-b")
     assert not newer.path.exists()
 
 
 def test_what_nobody_can_have_locked_does_not_live(tmp_path):
     stray = tmp_path / ".s.dtckpt-new-10-a"
     stray.write_bytes(b"a file")
-    assert directory.begin(tmp_path / "s", "9-b").path.is_dir()
+    assert commit_by_rename.begin(tmp_path / "s", "9-b").path.is_dir()
     assert not stray.exists()
 
 
@@ -155,7 +155,7 @@ def test_what_nobody_can_have_locked_does_not_live(tmp_path):
 def test_an_attempt_that_is_not_newer_is_taken_away_although_it_lives(tmp_path, token):
     older = build(tmp_path / "s", NEW, "10-a")
     with locked(older.path):
-        directory.begin(tmp_path / "s", token)
+        commit_by_rename.begin(tmp_path / "s", token)
     assert not older.path.exists()
 
 
@@ -165,7 +165,7 @@ def test_something_that_took_the_target_meanwhile(tmp_path):
     target.mkdir()
     (target / "photo").write_bytes(b"x")
     with pytest.raises(CheckpointExistsError):
-        directory.commit(staging, overwrite=True)
+        commit_by_rename.commit(staging, overwrite=True)
     assert (target / "photo").read_bytes() == b"x"
 
 
@@ -174,27 +174,27 @@ def test_file_systems_without_renameat2(tmp_path, monkeypatch, code):
     class Lib:
         @staticmethod
         def renameat2(*_):
-            directory.ctypes.set_errno(code)
+            commit_by_rename.ctypes.set_errno(code)
             return -1
 
-    monkeypatch.setattr(directory.ctypes, "CDLL", lambda *args, **kwargs: Lib)
+    monkeypatch.setattr(commit_by_rename.ctypes, "CDLL", lambda *args, **kwargs: Lib)
     target = tmp_path / "s"
-    directory.commit(build(target, OLD, "0"), overwrite=False)
+    commit_by_rename.commit(build(target, OLD, "0"), overwrite=False)
     assert content_of(target) == OLD
-    directory.commit(build(target, NEW, "1"), overwrite=True)
+    commit_by_rename.commit(build(target, NEW, "1"), overwrite=True)
     assert content_of(target) == NEW
     assert os.listdir(tmp_path) == ["s"]
 
 
 def test_where_there_is_nothing(tmp_path):
     with pytest.raises(CheckpointNotFoundError):
-        directory.locate(tmp_path / "none" / "s")
+        commit_by_rename.locate(tmp_path / "none" / "s")
     (tmp_path / "s").mkdir()
     with pytest.raises(CheckpointNotFoundError):
-        directory.locate(tmp_path / "s")
+        commit_by_rename.locate(tmp_path / "s")
     (tmp_path / "s" / "data").write_bytes(b"")
     with pytest.raises(CheckpointIncompleteError):
-        directory.locate(tmp_path / "s")
+        commit_by_rename.locate(tmp_path / "s")
 
 
 def test_other_checkpoints_nearby_are_left_alone(tmp_path):
@@ -233,7 +233,7 @@ def test_what_storage_says_in_our_words(raised, error):
 def late(staging):
     """Do what a writer of an attempt that was given up may still do: make its directory again, and fill it."""
     staging.path.mkdir(exist_ok=True)
-    (staging.path / directory.MANIFEST_NAME).write_bytes(b"late")
+    (staging.path / commit_by_rename.MANIFEST_NAME).write_bytes(b"late")
 
 
 def test_a_directory_made_anew_by_a_late_writer_is_not_committed(tmp_path, file_system):
@@ -242,16 +242,16 @@ def test_a_directory_made_anew_by_a_late_writer_is_not_committed(tmp_path, file_
     staging = build(target, NEW, "2")
     late(zombie)
     with pytest.raises(StorageError, match="another attempt saves to this path"):
-        directory.commit(zombie, overwrite=True)
+        commit_by_rename.commit(zombie, overwrite=True)
     assert content_of(target) == OLD
-    directory.commit(staging, overwrite=True)
+    commit_by_rename.commit(staging, overwrite=True)
     assert content_of(target) == NEW
 
 
 def test_an_attempt_taken_over_between_check_and_exchange_puts_the_old_one_back(tmp_path, file_system, monkeypatch):
     target = committed(tmp_path / "s")
     zombie = build(target, b"zombie", "1")
-    validate = directory._validate_own
+    validate = commit_by_rename._validate_own
     calls = []
 
     def validate_then_lose(staging, path):
@@ -260,11 +260,11 @@ def test_an_attempt_taken_over_between_check_and_exchange_puts_the_old_one_back(
             calls.append(build(target, NEW, "2"))
             late(zombie)
 
-    monkeypatch.setattr(directory, "_validate_own", validate_then_lose)
+    monkeypatch.setattr(commit_by_rename, "_validate_own", validate_then_lose)
     with pytest.raises(StorageError, match="another attempt saves to this path"):
-        directory.commit(zombie, overwrite=True)
+        commit_by_rename.commit(zombie, overwrite=True)
     assert content_of(target) == OLD
-    directory.commit(calls[0], overwrite=True)
+    commit_by_rename.commit(calls[0], overwrite=True)
     assert content_of(target) == NEW
 
 
@@ -272,20 +272,20 @@ def test_a_removed_checkpoint_stays_removed(tmp_path, monkeypatch):
     target = committed(tmp_path / "s")
     with monkeypatch.context() as patch:
         # The writer dies when the new checkpoint stands, before the old one is deleted.
-        patch.setattr(directory.shutil, "rmtree", lambda *args, **kwargs: None)
-        directory.commit(build(target), overwrite=True)
-    directory.shutil.rmtree(target)
+        patch.setattr(commit_by_rename.shutil, "rmtree", lambda *args, **kwargs: None)
+        commit_by_rename.commit(build(target), overwrite=True)
+    commit_by_rename.shutil.rmtree(target)
     with pytest.raises(CheckpointNotFoundError):
-        directory.locate(target)
-    directory.check_target(target, overwrite=False)
-    directory.commit(build(target, b"newer", "2"), overwrite=False)
+        commit_by_rename.locate(target)
+    commit_by_rename.check_target(target, overwrite=False)
+    commit_by_rename.commit(build(target, b"newer", "2"), overwrite=False)
     assert os.listdir(tmp_path) == ["s"]
 
 
 @pytest.mark.parametrize("name", [".s.dtckpt-new-1", ".s.dtckpt-old-1", ".s.dtckpt-trash-1"])
 def test_names_of_working_directories_are_no_targets(tmp_path, name):
     with pytest.raises(ConfigError, match="cannot be a checkpoint"):
-        directory.validate_name(tmp_path / name)
+        commit_by_rename.validate_name(tmp_path / name)
 
 
 def test_a_directory_that_cannot_be_looked_at_hides_no_other_error(tmp_path, monkeypatch, caplog):
@@ -294,9 +294,9 @@ def test_a_directory_that_cannot_be_looked_at_hides_no_other_error(tmp_path, mon
     def fail(path):
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
-    monkeypatch.setattr(directory, "identity", fail)
-    directory.abandon(staging)
-    directory.sweep(staging.path, staging.target, staging.inode)
+    monkeypatch.setattr(commit_by_rename, "identity", fail)
+    commit_by_rename.abandon(staging)
+    commit_by_rename.sweep(staging.path, staging.target, staging.inode)
     assert [record.message.partition(": ")[0] for record in caplog.records] == [f"cannot take away {staging.path}"] * 2
 
 
@@ -311,7 +311,7 @@ def test_a_directory_that_cannot_be_read_is_not_taken_for_synced(tmp_path, monke
 
     monkeypatch.setattr(os, "scandir", fail)
     with pytest.raises(StorageError, match="Input/output error"):
-        directory.commit(staging, overwrite=False)
+        commit_by_rename.commit(staging, overwrite=False)
     assert not staging.target.exists()
 
 

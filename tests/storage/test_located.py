@@ -11,9 +11,9 @@ import torch
 import dtckpt
 from dtckpt import Region, SaveOptions
 from dtckpt.errors import CheckpointCorruptError
-from dtckpt.storage.database import Database, Place
-from dtckpt.storage.folders import LocalFolder, open_context
-from dtckpt.storage.located import File, StoredValue
+from dtckpt.storage.folder import LocalFolder, open_context
+from dtckpt.storage.local_values import File, StoredValue
+from dtckpt.storage.ocdbt_database import Database, Place
 
 KEYS = [f"model/layers/{number:03}/{name}/c/0" for number in range(60) for name in ("a", "wörter ab:c")]
 VALUES = {key: f"value of {key}".encode() for key in KEYS}
@@ -58,8 +58,8 @@ def test_what_is_not_there_is_missing(database, key):
 
 
 def test_few_places_are_kept(database, monkeypatch, tmp_path):
-    monkeypatch.setattr("dtckpt.storage.database.MAX_KNOWN_KEYS", 20)
-    monkeypatch.setattr("dtckpt.storage.database.MAX_HEIGHT", 4)
+    monkeypatch.setattr("dtckpt.storage.ocdbt_database.MAX_KNOWN_KEYS", 20)
+    monkeypatch.setattr("dtckpt.storage.ocdbt_database.MAX_HEIGHT", 4)
     assert [content(stored(tmp_path, database.find(key))) for key in KEYS[::-1]] == [VALUES[key] for key in KEYS[::-1]]
     assert len(database._known) <= 5
 

@@ -18,7 +18,7 @@ from states import packed
 
 import dtckpt
 from dtckpt import UNSHARDED, Layout, Region, SaveOptions
-from dtckpt.checkpoint.roots import root_of
+from dtckpt.checkpoint.managing.root import root_of
 from dtckpt.cli.main import main
 from dtckpt.errors import (
     CheckpointConflictError,
@@ -30,9 +30,9 @@ from dtckpt.errors import (
     StoragePermissionError,
 )
 from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME
-from dtckpt.storage import folders
-from dtckpt.storage.locations import location_of
-from dtckpt.storage.places import open_folder, place_of
+from dtckpt.storage import folder as folders
+from dtckpt.storage.commit import open_folder, place_of
+from dtckpt.storage.location import location_of
 
 from . import object_cases
 from .conftest import KINDS, folder_at
@@ -459,7 +459,7 @@ def test_what_other_file_systems_put_off_is_tried_again(monkeypatch):
     save("flaky://run/step", kvstore="zarr")
     assert holds("flaky://run/step")
     monkeypatch.setattr(Flaky, "count", itertools.repeat(1))
-    monkeypatch.setattr("dtckpt.storage.foreign.MAX_TRIES", 2)
+    monkeypatch.setattr("dtckpt.storage.fsspec_folder.MAX_TRIES", 2)
     with pytest.raises(StorageError, match="Service Unavailable"):
         dtckpt.restore("flaky://run/step")
     MemoryFileSystem.store.clear()

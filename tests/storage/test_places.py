@@ -6,8 +6,8 @@ from states import bits_of, differences, tensor_of
 
 import dtckpt
 from dtckpt import UNSHARDED, Layout, Region, SaveOptions
-from dtckpt.checkpoint import save as saving
-from dtckpt.checkpoint import writing
+from dtckpt.checkpoint.saving import save as saving
+from dtckpt.checkpoint.saving import write
 from dtckpt.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -15,10 +15,10 @@ from dtckpt.errors import (
     StorageError,
 )
 from dtckpt.format.manifest import MANIFEST_NAME
-from dtckpt.storage.arrays import DATABASE_NAME, ArrayWriter, client_folder
-from dtckpt.storage.chunks import ChunkWriter
-from dtckpt.storage.locations import is_inside, location_of
-from dtckpt.storage.places import place_of
+from dtckpt.storage.commit import place_of
+from dtckpt.storage.location import is_inside, location_of
+from dtckpt.storage.zarr_files import ChunkWriter
+from dtckpt.storage.zarr_tensorstore import DATABASE_NAME, ArrayWriter, client_folder
 
 from . import saved
 
@@ -89,7 +89,7 @@ def test_there_is_nothing(path):
 STEPS = {
     "a write": "write",
     "the writes' end": "commit",
-    "merging": (writing, "merge"),
+    "merging": (write, "merge"),
     "tidying": (saving, "remove_working_files"),
     "the commit": (saving, "merge_clients"),
 }
@@ -119,7 +119,7 @@ def test_a_save_that_fails_leaves_what_was_there(path, save, monkeypatch, step):
 
 def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
     """A client's database that is missing would pass for one that holds nothing."""
-    merge = writing.merge
+    merge = write.merge
 
     def lose(kind, root, last_written):
         ((client, key),) = last_written.items()
@@ -130,7 +130,7 @@ def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
 
     save(path, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "merge", lose)
+        patch.setattr(write, "merge", lose)
         with pytest.raises(CheckpointCorruptError, match=r"clients 0 wrote is not to be seen.*nothing was committed"):
             save(path, 2, overwrite=True)
     assert holds(path, 1)

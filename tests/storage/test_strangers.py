@@ -25,8 +25,8 @@ from dtckpt.format.codecs import zstd_bound
 from dtckpt.format.digest import Blocks, bytes_digest, digest_chunk
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, Manifest
-from dtckpt.storage.database import Database
-from dtckpt.storage.folders import LocalFolder, open_context
+from dtckpt.storage.folder import LocalFolder, open_context
+from dtckpt.storage.ocdbt_database import Database
 
 PATIENCE_S = 20
 """Nothing here takes a second; what hangs is found by this."""
@@ -475,7 +475,7 @@ def test_objects_are_measured_before_they_are_read(bucket, monkeypatch, bomb, bo
     root.write(MANIFEST_NAME, envelope.SerializeToString())
     with address_space(1 << 30):
         assert_damaged(lambda: dtckpt.restore(f"{path}2"))
-    monkeypatch.setattr("dtckpt.checkpoint.reader.MAX_MANIFEST_NBYTES", 100)
+    monkeypatch.setattr("dtckpt.checkpoint.reading.checkpoint.MAX_MANIFEST_NBYTES", 100)
     assert_damaged(lambda: dtckpt.open_checkpoint(f"{path}2"))
 
 

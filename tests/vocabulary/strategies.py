@@ -4,10 +4,10 @@ import string
 
 from hypothesis import strategies as st
 
-from dtckpt.clients import abstract_mesh
-from dtckpt.layout import UNSHARDED, Layout
-from dtckpt.mesh import RESERVED_NAMES, Mesh
-from dtckpt.placement import REDUCE_OPS
+from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.layout import UNSHARDED, Layout
+from dtckpt.layout.mesh import RESERVED_NAMES, Mesh
+from dtckpt.layout.placement import REDUCE_OPS
 
 names = st.text(
     st.characters(codec="utf-8", exclude_categories=("C", "Z"), exclude_characters="|,=*+"), min_size=1, max_size=5

@@ -3,10 +3,10 @@ import sys
 
 import pytest
 
-from dtckpt import clients
 from dtckpt.config import Config
 from dtckpt.errors import ConfigError, ConfigTypeError, MeshError, MeshTypeError
-from dtckpt.mesh import Mesh
+from dtckpt.layout import clients
+from dtckpt.layout.mesh import Mesh
 
 
 def torchrun(rank, world, local_rank=None, local_world=None):
@@ -189,9 +189,9 @@ def test_text_of_a_mesh_that_another_client_reads(environment):
 
 def test_vocabulary_does_not_import_torch():
     code = (
-        "import sys, dtckpt.clients, dtckpt.wire, dtckpt.region\n"
+        "import sys, dtckpt.layout.clients, dtckpt.layout.text_format, dtckpt.layout.region\n"
         "heavy = {'torch', 'tensorstore', 'grpc'} & sys.modules.keys()\n"
-        "dtckpt.clients.create_mesh({'x': 1}).to_string()\n"
+        "dtckpt.layout.clients.create_mesh({'x': 1}).to_string()\n"
         "sys.exit(f'imported {heavy}' if heavy or 'torch' in sys.modules else 0)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

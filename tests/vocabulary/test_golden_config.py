@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtckpt import clients
+from dtckpt.layout import clients
 
 from .golden import GOLDEN
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from dtckpt import clients
 from dtckpt._proto import layout_pb2
 from dtckpt.errors import DtckptError, LayoutError, MeshError
-from dtckpt.layout import MATCH, Layout
-from dtckpt.mesh import Mesh
+from dtckpt.layout import clients
+from dtckpt.layout.layout import MATCH, Layout
+from dtckpt.layout.mesh import Mesh
 
 from .golden import GOLDEN
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from dtckpt.clients import abstract_mesh, create_distributed_mesh, create_mesh, virtual_devices
 from dtckpt.errors import LayoutError
-from dtckpt.layout import MATCH, Layout, LayoutType
-from dtckpt.mesh import Mesh
+from dtckpt.layout.clients import abstract_mesh, create_distributed_mesh, create_mesh, virtual_devices
+from dtckpt.layout.layout import MATCH, Layout, LayoutType
+from dtckpt.layout.mesh import Mesh
 
 from .golden import GOLDEN
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from dtckpt.layout import Layout, LayoutType
-from dtckpt.mesh import Mesh
+from dtckpt.layout.layout import Layout, LayoutType
+from dtckpt.layout.mesh import Mesh
 
 from .golden import GOLDEN
 

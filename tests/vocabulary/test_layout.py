@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtckpt.clients import abstract_mesh
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
-from dtckpt.layout import UNSHARDED, Layout
-from dtckpt.placement import Partial, Replicate, Shard, _StridedShard
-from dtckpt.region import Region
+from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.layout import UNSHARDED, Layout
+from dtckpt.layout.placement import Partial, Replicate, Shard, _StridedShard
+from dtckpt.layout.region import Region
 
 from .strategies import layouts
 

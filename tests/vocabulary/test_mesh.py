@@ -5,10 +5,10 @@ import time
 import numpy as np
 import pytest
 
-from dtckpt.clients import abstract_mesh
-from dtckpt.devices import DeviceSpec
 from dtckpt.errors import MeshError, MeshTypeError
-from dtckpt.mesh import Mesh
+from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.device_names import DeviceSpec
+from dtckpt.layout.mesh import Mesh
 
 WORKERS = [f"/job:worker/replica:0/task:{task}/device:GPU:{index}" for task in range(3) for index in range(2)]
 

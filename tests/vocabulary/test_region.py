@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtckpt.errors import RegionError
-from dtckpt.region import Region
+from dtckpt.layout.region import Region
 
 
 def elements(region):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dtckpt import create_mesh, initialize_tpu_system, num_local_devices, shutdown_tpu_system
-from dtckpt.dtensor.devices import device_of
+from dtckpt.comm.torch_device import device_of
 from dtckpt.errors import DeviceNotFoundError, DtckptError
 
 

@@ -1,12 +1,12 @@
 import pytest
 from hypothesis import given
 
-from dtckpt import wire
 from dtckpt._proto import layout_pb2
-from dtckpt.clients import abstract_mesh
 from dtckpt.errors import LayoutError
-from dtckpt.layout import UNSHARDED, Layout
-from dtckpt.mesh import Mesh
+from dtckpt.layout import text_format
+from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.layout import UNSHARDED, Layout
+from dtckpt.layout.mesh import Mesh
 
 from .strategies import layouts
 
@@ -20,8 +20,12 @@ def test_round_trips(layout):
         assert Layout.from_string(value.to_string()) == value
         assert Layout.from_proto(value.as_proto()) == value
         assert Layout.from_str(value.serialized_string()) == value
-        assert wire.specs_from_proto(wire.specs_to_proto(value.sharding_specs)) == tuple(value.sharding_specs)
-        assert wire.partial_from_proto(wire.partial_to_proto(value.partial.items())) == tuple(value.partial.items())
+        assert text_format.specs_from_proto(text_format.specs_to_proto(value.sharding_specs)) == tuple(
+            value.sharding_specs
+        )
+        assert text_format.partial_from_proto(text_format.partial_to_proto(value.partial.items())) == tuple(
+            value.partial.items()
+        )
     assert Mesh.from_string(layout.mesh.to_string()) == layout.mesh
     assert Mesh.from_proto(layout.mesh.as_proto()) == layout.mesh
 

@@ -15,11 +15,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dtckpt.dtensor import observing
+from dtckpt.comm import observers
 from dtckpt.dtensor.debug.module_tracker import GLOBAL, ModuleTracker
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.mesh import Mesh
-from dtckpt.placement import Placement
+from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.placement import Placement
 
 TRIVIAL_OPERATORS = frozenset(
     {
@@ -93,7 +93,7 @@ class CommDebugMode:
             self._activities = {GLOBAL: _Activity()}
             with ExitStack() as stack:
                 stack.enter_context(self._tracker.tracking())
-                stack.enter_context(observing.observed_by(self._count))
+                stack.enter_context(observers.observed_by(self._count))
                 stack.enter_context(_OperatorMode(self._note, self._count))
                 self._active = stack.pop_all()
         return self
@@ -110,7 +110,7 @@ class CommDebugMode:
 
     # --- what is counted ------------------------------------------------------------------------------------------
 
-    def _count(self, communication: observing.Communication) -> None:
+    def _count(self, communication: observers.Communication) -> None:
         place = self._tracker.place()
         for name in (place.module, *place.parents):
             activity = self._activities.setdefault(name, _Activity())
@@ -129,7 +129,7 @@ class CommDebugMode:
         return sum(self.get_comm_counts().values())
 
     def get_comm_counts(self) -> Counter[str]:
-        """Return the number of communications by kind, 0 of others; see `dtckpt.dtensor.observing.Communication`."""
+        """Return the number of communications by kind, 0 of others; see `dtckpt.comm.observers.Communication`."""
         counts: Counter[str] = Counter()
         for phase in self._activities[GLOBAL].communications.values():
             counts.update(phase)
@@ -239,7 +239,7 @@ def _json_operations(operations: Mapping[_Operation, int], noise_level: int) -> 
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Tells of each operator, those on DTensors and those on plain tensors that they turn into."""
 
-    def __init__(self, note: Callable[[_Operation], None], count: Callable[[observing.Communication], None]) -> None:
+    def __init__(self, note: Callable[[_Operation], None], count: Callable[[observers.Communication], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self._note, self._count = note, count
 
@@ -261,5 +261,5 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         made = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional" and func._opname not in _NOT_COUNTED:
             nbytes = sum(tensor.nbytes for tensor in tree_leaves(made) if isinstance(tensor, torch.Tensor))
-            self._count(observing.Communication(func._opname.rstrip("_"), nbytes, ()))
+            self._count(observers.Communication(func._opname.rstrip("_"), nbytes, ()))
         return made

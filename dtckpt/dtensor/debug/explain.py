@@ -10,12 +10,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dtckpt.dtensor.redistribution import resolve_match
 from dtckpt.errors import LayoutError, LayoutTypeError
-from dtckpt.layout import UNSHARDED, Layout
-from dtckpt.planning.exchange import ExchangePlan, Move, kept_axes, meeting, plan_exchange, reduced_axes, term_of
-from dtckpt.planning.paths import plan_path
-from dtckpt.region import Region
+from dtckpt.layout.layout import UNSHARDED, Layout
+from dtckpt.layout.region import Region
+from dtckpt.redistribution.exchange_plan import (
+    ExchangePlan,
+    Move,
+    kept_axes,
+    meeting,
+    plan_exchange,
+    reduced_axes,
+    term_of,
+)
+from dtckpt.redistribution.execute import resolve_match
+from dtckpt.redistribution.path_plan import plan_path
 
 MAX_TEXT_DEVICES = 64
 """Devices that the text of an explanation lists."""

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.placement import Placement
+from dtckpt.layout.placement import Placement
 
 GLOBAL = "Global"
 """Stands for all modules, and for what runs outside of any."""

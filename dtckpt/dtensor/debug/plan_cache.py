@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtckpt.dtensor import redistribution
-from dtckpt.planning.exchange import plan_exchange
+from dtckpt.redistribution import execute
+from dtckpt.redistribution.exchange_plan import plan_exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class PlanCacheInfo:
 
 def plan_cache_info() -> PlanCacheInfo:
     """Return the statistics of this process's plan cache."""
-    return PlanCacheInfo(*redistribution.cache_info())
+    return PlanCacheInfo(*execute.cache_info())
 
 
 def clear_plan_cache() -> None:
     """Forget all plans of this process, and their statistics."""
-    redistribution.clear_cache()
+    execute.clear_cache()
     plan_exchange.cache_clear()

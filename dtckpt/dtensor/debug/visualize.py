@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dtckpt import wire
 from dtckpt.dtensor.tensor import DTensor, fetch_layout
 from dtckpt.errors import LayoutError, LayoutTypeError
-from dtckpt.layout import Layout
-from dtckpt.region import Region
+from dtckpt.layout import text_format
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.region import Region
 
 MAX_DEVICE_RUNS = 16
 """Runs of devices that the text of one region names."""
@@ -121,7 +121,7 @@ class _Subject:
         """Return lines that name the shape, the mesh, the sharding specs and the pending reductions."""
         mesh = self.layout.mesh
         axes = ", ".join(f"{axis}={size}" for axis, size in mesh.axis_sizes.items())
-        specs = ", ".join(map(wire.spec_to_text, self.layout.sharding_specs))
+        specs = ", ".join(map(text_format.spec_to_text, self.layout.sharding_specs))
         lines = [f"shape {self.shape}; mesh {axes}; sharding specs ({specs})"]
         pending = ", ".join(f"{op} over {axis}" for axis, op in self.layout.partial.items())
         return [*lines, f"partial: {pending}"] if pending else lines

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from dtckpt.comm.collectives import all_gather_object
+from dtckpt.comm.process_groups import rank
+from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor import factories
-from dtckpt.dtensor.collectives import all_gather_object
-from dtckpt.dtensor.devices import device_of
 from dtckpt.dtensor.experimental.ring_attention import Plan, Ring, RingAttention, runs_of
-from dtckpt.dtensor.moving import MeshLike
 from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensorflow_names import MeshLike
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError, OperatorError
-from dtckpt.groups import rank
-from dtckpt.mesh import Mesh
+from dtckpt.layout.mesh import Mesh
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from dtckpt.dtensor import factories, functional
-from dtckpt.dtensor.moving import MeshLike
-from dtckpt.dtensor.operators.moving import part
+from dtckpt.dtensor import autograd, factories
+from dtckpt.dtensor.operators.operands import part
 from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensorflow_names import MeshLike
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError
-from dtckpt.mesh import Mesh
-from dtckpt.placement import Placement
+from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.placement import Placement
 
 Placements = Sequence[Placement] | None
 
@@ -112,7 +112,7 @@ def _placed(number: int, value: Any, wanted: Placements, is_checked: bool, is_re
         return value
     if wanted is None:
         raise LayoutError(f"local_map: argument {number} is a DTensor; got no placements for it in in_placements")
-    layout = functional.from_placements(value.device_mesh, wanted, value.ndim)
+    layout = autograd.from_placements(value.device_mesh, wanted, value.ndim)
     if layout == value.layout:
         return value
     if not is_redistributed:
@@ -120,18 +120,18 @@ def _placed(number: int, value: Any, wanted: Placements, is_checked: bool, is_re
             f"local_map: argument {number} has placements {list(value.placements)}, expected "
             f"{list(layout.placements)}; redistribute_inputs=True brings it there"
         )
-    return functional.redistribute(value, layout)
+    return autograd.redistribute(value, layout)
 
 
 def _parts(tensor: DTensor, gradient: Placements) -> Sequence[torch.Tensor]:
     """Return a tensor's components, to which may be written; on a client outside the mesh, one without elements."""
     part(tensor)
     layout = (
-        functional.gradient_layout(tensor.layout)
+        autograd.gradient_layout(tensor.layout)
         if gradient is None
-        else functional.from_placements(tensor.device_mesh, gradient, tensor.ndim)
+        else autograd.from_placements(tensor.device_mesh, gradient, tensor.ndim)
     )
-    return functional.components_of(tensor, layout) or (torch.empty(0, dtype=tensor.dtype),)
+    return autograd.components_of(tensor, layout) or (torch.empty(0, dtype=tensor.dtype),)
 
 
 def _together(made: Sequence[tuple[list[Any], TreeSpec]], out_placements: Any, mesh: Mesh) -> Any:
@@ -156,7 +156,7 @@ def _result(values: Sequence[Any], placements: Placements, mesh: Mesh) -> Any:
         return first
     if any(isinstance(value, DTensor) for value in values):
         raise LayoutTypeError("local_map: the function returns a DTensor, expected a plain tensor")
-    layout = functional.from_placements(mesh, placements, first.ndim)
+    layout = autograd.from_placements(mesh, placements, first.ndim)
     is_known = placements is not None and not any(layout.split_axes)
     shape = tuple(first.shape) if is_known else None
-    return functional.tensor_of(values, layout, shape=shape, run_check=placements is None)
+    return autograd.tensor_of(values, layout, shape=shape, run_check=placements is None)

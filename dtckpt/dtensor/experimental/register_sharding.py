@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators import dispatch, table
+from dtckpt.dtensor.operators import dispatch, registry
 from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in, with_tensors
-from dtckpt.dtensor.operators.choosing import Choice, is_filled, move_cost
-from dtckpt.dtensor.operators.moving import part
+from dtckpt.dtensor.operators.operands import part
 from dtckpt.dtensor.operators.plans import Plan, RulePlan, WholePlan, on_meta, written_to
 from dtckpt.dtensor.operators.rule import Factors, Rule
+from dtckpt.dtensor.operators.strategy import Choice, is_filled, move_cost
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, OperatorError
-from dtckpt.layout import Layout
-from dtckpt.mesh import Mesh
-from dtckpt.placement import Partial, Placement, Replicate, Shard, _StridedShard
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard
 
 Row = tuple[list[Placement | None], list[Placement | None]]
 """Placements of the results, and of the arguments, along one mesh axis; None for what is no tensor."""
@@ -87,7 +87,7 @@ def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Fun
 
     def register(function: Function) -> Function:
         for one in operators:
-            table.PLANNERS[one] = partial(RegisteredPlan, function=function)
+            registry.PLANNERS[one] = partial(RegisteredPlan, function=function)
         dispatch.clear_plans()
         return function
 

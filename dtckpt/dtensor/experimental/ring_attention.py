@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from dtckpt.dtensor.collectives import Collectives, Work, collectives_of
-from dtckpt.groups import message_memory
+from dtckpt.comm.collectives import Collectives, Work, collectives_of
+from dtckpt.comm.process_groups import message_memory
 
 Run = tuple[int, int]
 """Start and stop of positions that follow each other."""

@@ -11,7 +11,7 @@ import torch
 
 from dtckpt.dtensor.operators import dispatch
 from dtckpt.dtensor.operators.call import Operator
-from dtckpt.dtensor.operators.table import COMPOSITES, PLANNERS, RULES, builder_of
+from dtckpt.dtensor.operators.registry import COMPOSITES, PLANNERS, RULES, builder_of
 
 _IMPLICIT = "CompositeImplicitAutograd"
 _HEAD = f"""# Operators on DTensors

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor import redistribution
-from dtckpt.dtensor.operators import families, plans
-from dtckpt.dtensor.operators.adopting import adopt
+from dtckpt.dtensor.operators import plans, rules
 from dtckpt.dtensor.operators.call import Call, Operator, functional_of, signature_of, tensors_in, with_tensors
-from dtckpt.dtensor.operators.choosing import choose
-from dtckpt.dtensor.operators.linking import UnknownShapeError
-from dtckpt.dtensor.operators.moving import replicated
-from dtckpt.dtensor.operators.specs import spec_of
-from dtckpt.dtensor.operators.table import COMPOSITES, PLANNERS, builder_of
+from dtckpt.dtensor.operators.operands import replicated
+from dtckpt.dtensor.operators.plain_tensors import adopt
+from dtckpt.dtensor.operators.registry import COMPOSITES, PLANNERS, builder_of
+from dtckpt.dtensor.operators.rule_builders import UnknownShapeError
+from dtckpt.dtensor.operators.strategy import choose
+from dtckpt.dtensor.operators.tensor_spec import spec_of
 from dtckpt.dtensor.tensor import DTensor, described
 from dtckpt.errors import ClientFailedError, DtckptError, LayoutError, capped
+from dtckpt.redistribution import execute
 
-assert families  # noqa: S101  (importing them fills the table)
+assert rules  # noqa: S101  (importing them fills the table)
 
 _LOG = logging.getLogger("dtckpt.dtensor.operators")
 
@@ -78,7 +78,7 @@ def _tell(error: Exception, func: Operator, tensors: Sequence[DTensor]) -> None:
     error.is_told = True  # type: ignore[attr-defined]  # by the innermost of the operators that this goes through
     failure = ClientFailedError(f"operator {func}: {type(error).__name__}: {error}")
     with suppress(DtckptError, RuntimeError):  # nobody is there to be told
-        redistribution.tell(failure, [tensors[0].device_mesh])
+        execute.tell(failure, [tensors[0].device_mesh])
 
 
 def _describe(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> bool:
@@ -128,7 +128,7 @@ def _common_mesh(func: Operator, tensors: Sequence[DTensor]) -> Any:
             "moves a DTensor to another mesh"
         )
         for mesh in {mesh.clients: mesh for mesh in meshes}.values():
-            if redistribution.tell(error, [mesh]):
+            if execute.tell(error, [mesh]):
                 break
         raise error
     return next(iter(meshes))

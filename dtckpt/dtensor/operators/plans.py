@@ -9,15 +9,15 @@ from typing import Any, Protocol
 
 import torch
 
-from dtckpt.dtensor.operators import views
+from dtckpt.dtensor.operators import view_tracking
 from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in, with_tensors
-from dtckpt.dtensor.operators.choosing import Choice
-from dtckpt.dtensor.operators.moving import brought, no_dispatch, part, replicated, replicated_layout, write
+from dtckpt.dtensor.operators.operands import brought, no_dispatch, part, replicated, replicated_layout, write
 from dtckpt.dtensor.operators.rule import Rule
-from dtckpt.dtensor.operators.specs import Spec, global_stride, spec, wrapped
+from dtckpt.dtensor.operators.strategy import Choice
+from dtckpt.dtensor.operators.tensor_spec import Spec, global_stride, spec, wrapped
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError
-from dtckpt.layout import Layout
+from dtckpt.layout.layout import Layout
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
@@ -183,9 +183,9 @@ class RulePlan:
         for number, result in enumerate([results] if isinstance(results, DTensor) else results):
             is_shared = is_own and (not self._may_copy or _share(result.components[0], source.components[0]))
             if is_shared:
-                result._writes = views.writes_to(source)
+                result._writes = view_tracking.writes_to(source)
             else:
-                views.remember(result, source, call, None if result is results else number)
+                view_tracking.remember(result, source, call, None if result is results else number)
 
 
 def _viewed(call: Call) -> list[torch.Tensor]:
@@ -213,7 +213,7 @@ def written_to(tensor: Any) -> Any:
     """Have what was written to a tensor, or to each of a list, reach what it is a view of."""
     for one in tensors_in([tensor]):
         if one._view is not None:
-            views.write_through(one)
+            view_tracking.write_through(one)
         if one._writes is not None:
             one._writes[0] += 1
     return tensor
@@ -407,9 +407,9 @@ class WholePlan:
             source, copy = tensors[0], whole[0]
             is_own = copy is source and source._view is None
             if is_own and _share(first, copy.components[0]):
-                made._writes = views.writes_to(source)
+                made._writes = view_tracking.writes_to(source)
             else:
-                views.remember(made, source, call, place)
+                view_tracking.remember(made, source, call, place)
         return made
 
 
@@ -427,7 +427,7 @@ class ReshapingPlan:
         """As `Plan.run`."""
         tensor = tensors[0]
         with torch.no_grad():
-            made = self._functional(views.alias_of(tensor), *args[1:], **kwargs)
+            made = self._functional(view_tracking.alias_of(tensor), *args[1:], **kwargs)
         with no_dispatch():
             self.func(*args, **kwargs)
         tensor._components, tensor._layout, tensor._spec = made.components, made._layout, None

@@ -2,7 +2,7 @@
 
 Every dim is a list of factors, major first; a dim of size 1 that is broadcast has none. A factor that stands in
 operands and results may be sharded: what each device then computes from its pieces is its piece of the result. From
-this follows everything else, see `dtckpt.dtensor.operators.choosing`. Source of the notion: factor rules of OpenXLA
+this follows everything else, see `dtckpt.dtensor.operators.strategy`. Source of the notion: factor rules of OpenXLA
 Shardy.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.placement import REDUCE_OPS
+from dtckpt.layout.placement import REDUCE_OPS
 
 Dims = tuple[tuple[int, ...], ...]
 """The factors of every dim of a tensor, by their numbers."""

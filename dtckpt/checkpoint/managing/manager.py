@@ -1,0 +1,379 @@
+"""`CheckpointManager`: the checkpoints of a training run, by step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from dtckpt.checkpoint.collective import Rounds
+from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, ancestry, current_steps
+from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid
+from dtckpt.checkpoint.managing.retention import Metrics, Retention
+from dtckpt.checkpoint.managing.root import root_of
+from dtckpt.checkpoint.managing.schedule import SaveRules, Schedule
+from dtckpt.checkpoint.managing.step_folders import METRICS_NAME, StepFolders
+from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
+from dtckpt.checkpoint.restoring.restore import Layouts, restore
+from dtckpt.checkpoint.saving.save import State, state_of_tree
+from dtckpt.checkpoint.saving.save_async import start_save
+from dtckpt.checkpoint.saving.save_handle import SaveHandle
+from dtckpt.comm import fork_guard
+from dtckpt.coordination.connect import current_coordination
+from dtckpt.errors import (
+    ConfigError,
+    DtckptError,
+)
+from dtckpt.layout.mesh import Mesh
+from dtckpt.storage.location import Location, location_of
+
+logger = logging.getLogger("dtckpt.checkpoint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerOptions:
+    """How a manager works; see `CheckpointManager`."""
+
+    keep: Retention
+    rules: SaveRules
+    is_async: bool
+    leftover_age_s: float
+    save: SaveOptions
+
+    def __post_init__(self) -> None:
+        if not self.leftover_age_s > 0:
+            raise ConfigError(f"leftover_age_s must be positive; got {self.leftover_age_s!r}")
+
+
+class CheckpointManager:
+    """Saves checkpoints as ``root/step_00000010``, decides when, keeps the wanted ones, restores the newest valid one.
+
+    Whatever else lies in ``root`` is ignored. One process at a time manages a root; others may read.
+
+    A step that is saved again replaces the one that is there, atomically. A run that restores an older step, or saves a
+    smaller one, goes back: what it then saves leaves the newer steps to `abandoned_steps`.
+
+    Args:
+        root: Directory of the checkpoints, made by the first save; or a URL.
+        keep: Which checkpoints are kept: a number of newest ones, or a `Retention`; default all.
+        save_interval_steps: Save at multiples of this. Default, if nothing else says when to save: every step.
+        save_interval_s: Save when this many seconds have passed since the last save began; client 0 decides.
+        save_when: Save when this says so; client 0 decides.
+        is_async: Whether saves go on in the background.
+        skip_when_busy: Whether a step is passed over while a save is still in flight; else it waits for that.
+        leftover_age_s: Seconds without any change after which an unfinished attempt whose leader is gone is removed.
+        options: How checkpoints are written; ``overwrite`` is always on.
+
+    >>> import tempfile, torch, dtckpt
+    >>> weight = torch.zeros(3)
+    >>> with dtckpt.CheckpointManager(tempfile.mkdtemp(), keep=2, save_interval_steps=10) as manager:
+    ...     for step in range(40):
+    ...         weight += 1
+    ...         handle = manager.save(step, {"weight": weight})
+    ...     manager.wait()
+    ...     manager.all_steps(), manager.restore().tree["weight"].tolist()
+    ([20, 30], [31.0, 31.0, 31.0])
+    """
+
+    def __init__(
+        self,
+        root: str | Location,
+        *,
+        keep: int | Retention | None = None,
+        save_interval_steps: int | None = None,
+        save_interval_s: float | None = None,
+        save_when: Callable[[int], bool] | None = None,
+        is_async: bool = True,
+        skip_when_busy: bool = False,
+        leftover_age_s: float = 3600.0,
+        options: SaveOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._root = root_of(location_of(root))
+        self._folders = StepFolders(self._root)
+        self.options = ManagerOptions(
+            keep=keep if isinstance(keep, Retention) else Retention(last=keep),
+            rules=SaveRules(
+                interval_steps=save_interval_steps,
+                interval_s=save_interval_s,
+                when=save_when,
+                skip_when_busy=skip_when_busy,
+            ),
+            is_async=is_async,
+            leftover_age_s=leftover_age_s,
+            save=replace(options or SaveOptions(), overwrite=True),
+        )
+        self._schedule = Schedule(self.options.rules, timeout_s=self.options.save.timeout_s, clock=clock)
+        self._handle: SaveHandle | None = None
+        # On client 0 only: what the state descends from, and what there is; None until that is known.
+        self._run: Run | None = None
+        self._saved: Saved | None = None
+        self._removing = threading.Lock()
+        self._pinned: set[int] = set()
+        self._damaged: set[int] = set()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except DtckptError as failure:
+            if error is None:
+                raise
+            logger.error("while another error was on its way: %s", failure)
+
+    # --- what there is ------------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> Location:
+        """Where the checkpoints are."""
+        return self._folders.root
+
+    def path(self, step: int) -> Location:
+        """Return where the checkpoint of a step is, or would be."""
+        return self._folders.path(step)
+
+    def all_steps(self) -> list[int]:
+        """Return the steps of the run that have a finished checkpoint, ascending, as this client sees them."""
+        return self._folders.all_steps()
+
+    def abandoned_steps(self) -> list[int]:
+        """Return the steps of runs that were abandoned, ascending; they are restored by their number only."""
+        saved = self._folders.saved()
+        return sorted(saved.keys() - current_steps(saved))
+
+    def latest_step(self) -> int | None:
+        """Return the newest step of the run that has a finished checkpoint."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """Return the step with the best metric, as ``keep`` names it."""
+        steps = self.all_steps()
+        return next(iter(self.options.keep.ranked(steps, {step: self.metrics(step) for step in steps})), None)
+
+    def metrics(self, step: int) -> Metrics:
+        """Return the metrics that a step was saved with; empty if there were none."""
+        return self._folders.metrics(step)
+
+    # --- when to save -------------------------------------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Whether a step is to be saved; the same on all clients. Asking again does not change the answer.
+
+        Collective: Over all clients, if client 0 decides (``save_interval_s``, ``save_when``, ``skip_when_busy``) or
+        preemption is watched: barrier ``manager/decide``. Local otherwise.
+
+        Raises:
+            BarrierConflictError: Clients ask for different steps.
+            ClientFailedError: ``save_when`` failed on client 0; raised on all clients.
+        """
+        self.path(step)
+        return self._schedule.should_save(step, is_busy=self._handle is not None and not self._handle.done())
+
+    def preemption(self, *signals: int) -> AbstractContextManager[None]:
+        """Watch, in a context, for signals that announce the end of the process, by default SIGTERM.
+
+        The first `should_save` after any client got one is true on all clients, and `reached_preemption` is set
+        there: save, and leave the training loop. What the signals did before is put back at the end.
+
+        Collective: All clients watch; then `should_save` is collective.
+
+        Raises:
+            ValueError: This is not the main thread; only that one can handle signals.
+        """
+        return self._schedule.preemption(*signals)
+
+    @property
+    def reached_preemption(self) -> bool:
+        """Whether a signal has reached some client, and all clients know."""
+        return self._schedule.reached_preemption
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, tree: Any, *, metrics: Metrics | None = None, force: bool = False) -> SaveHandle | None:
+        """Save the state of a step, if it is due.
+
+        When the checkpoint is committed, those that need not be kept are removed, in the background too.
+
+        Collective: As `should_save`, then as `dtckpt.save_async` (``is_async``) or `dtckpt.save`.
+
+        Args:
+            step: The step.
+            tree: As for `dtckpt.save`; several named items are a dict.
+            metrics: Numbers by name, for ``keep``; those of client 0 count.
+            force: Whether to save although it is not due.
+
+        Returns:
+            The save's handle; None if the step is not due.
+
+        Raises:
+            CheckpointConflictError: Another process, or another manager of this one, saves to this root.
+            DtckptError: As for `dtckpt.save_async` and `dtckpt.save`; and what the save before failed with, if nobody
+                has looked.
+        """
+        if not force and not self.should_save(step):
+            return None
+        options, coordination = self.options.save, current_coordination()
+        is_leader = coordination.member.client == 0
+        files: dict[str, bytes] = {}
+        if self._handle is not None:
+            self._handle.wait()  # and so for its removals, which must not see half of this save
+
+        def collect() -> State:
+            if is_leader:
+                self._root.right.acquire()
+                if metrics:
+                    files[METRICS_NAME] = json.dumps({name: float(metrics[name]) for name in metrics}).encode()
+                files[LINEAGE_NAME] = self._descend(step)
+            return state_of_tree(tree, options, coordination)
+
+        self._handle = start_save(
+            self.path(step),
+            collect,
+            options=options,
+            coordination=coordination,
+            extra_files=files,
+            then=lambda handle: self._tidy_up(step) if is_leader and handle.is_committed else None,
+            step=step,
+        )
+        self._schedule.note_saved(step)
+        if not self.options.is_async:
+            self._handle.result()
+            self._handle.wait()
+        return self._handle
+
+    def _descend(self, step: int) -> bytes:
+        """Return what the checkpoint of a step is to say about the others."""
+        # What there is was read in the background after the last commit; after a failure it is read again.
+        saved, self._saved = self._saved or self._folders.saved(), None
+        run = self._run or Run.at(saved, current_steps(saved))
+        self._run, lineage = run.save(step, saved, time.time_ns())
+        return lineage.to_bytes()
+
+    def wait(self) -> None:
+        """Wait for the save in flight and for the removal of old checkpoints.
+
+        Raises:
+            DtckptError: What the save failed with, if nobody has looked.
+        """
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle.raise_if_unseen()
+
+    def close(self) -> None:
+        """Wait as `wait` does, and let other processes manage the root. Idempotent.
+
+        In a process that was forked from the one that saves there is nothing to wait for or to let go of.
+        """
+        if fork_guard.is_forked():
+            return
+        try:
+            self.wait()
+        finally:
+            self._saved = None  # others may save there now
+            self._root.right.release()
+
+    # --- restoring ----------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        target: Any = None,
+        *,
+        mesh: Mesh | None = None,
+        layouts: Layouts | None = None,
+        options: RestoreOptions | None = None,
+        partial: bool = False,
+    ) -> RestoredStep:
+        """Restore a step; by default the newest valid one, passing over those that are damaged.
+
+        The next save goes on from it: steps that are not older belong to an abandoned run from then on. A restore alone
+        changes nothing on storage; to look at a step amid a run, restore it by another manager, or from its `path`.
+
+        Waits for a save in flight first; its failure is not raised here.
+
+        Collective: Over all clients; barriers ``manager/chosen`` and ``manager/restored`` around `dtckpt.restore`.
+
+        Args:
+            step: The step; default the newest. A step that is named is not replaced by another.
+            target: As for `dtckpt.restore`.
+            mesh: As for `dtckpt.restore`.
+            layouts: As for `dtckpt.restore`.
+            options: As for `dtckpt.restore`.
+            partial: Whether the target may ask for less than there is: some items of many.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint, or none that is valid.
+            DtckptError: As for `dtckpt.restore`, where it is not about damage, or the step was named.
+        """
+        options = options or RestoreOptions()
+        options = replace(options, allow_unexpected=options.allow_unexpected or partial)
+        rounds = Rounds(current_coordination(), "manager", options.timeout_s)
+        if self._handle is not None:
+            self._handle.wait()
+
+        def read(chosen: int) -> tuple[Any, Run | None]:
+            tree = restore(self.path(chosen), target, mesh=mesh, layouts=layouts, options=options)
+            if not rounds.is_leader:
+                return tree, None
+            saved = self._folders.saved()
+            return tree, Run.at(saved, ancestry(saved, chosen))
+
+        with rounds.exclusive():
+            found = restore_newest_valid(self._folders, rounds, step, read, self._pin)
+        tree, self._run = found.tree
+        self._saved = None
+        self._schedule.note_restored()
+        self._damaged.update(found.skipped)
+        return replace(found, tree=tree)
+
+    @contextmanager
+    def _pin(self, step: int) -> Iterator[None]:
+        """Keep a step from being removed, by this process or another one on this host."""
+        with self._removing:
+            self._pinned.add(step)
+        try:
+            with self._folders.place(step).pinned():
+                yield
+        finally:
+            self._pinned.discard(step)
+
+    # --- removing -----------------------------------------------------------------------------------------------
+
+    def _tidy_up(self, saved: int) -> None:
+        """Remove what need not be kept, and what dead attempts left. In the background, on client 0 only."""
+        self._damaged.discard(saved)
+        with self._tolerated():
+            self._saved = found = self._folders.saved()
+            steps = current_steps(found)
+            known = {step: self.metrics(step) for step in steps} if self.options.keep.best else {}
+            abandoned = found.keys() - steps
+            for step in self.options.keep.doomed(
+                steps, known, protected={saved}, damaged=self._damaged, abandoned=abandoned
+            ):
+                with self._tolerated():
+                    self._remove(step)
+        with self._tolerated():
+            self._root.collect(min_age_s=self.options.leftover_age_s, now=time.time())
+
+    @contextmanager
+    def _tolerated(self) -> Iterator[None]:
+        """Go on, with a warning, if something cannot be removed: the save is good, and the next one tries again."""
+        try:
+            yield
+        except (DtckptError, OSError) as error:
+            logger.warning("old checkpoints in %s could not all be removed: %s", self.root, error)
+
+    def _remove(self, step: int) -> None:
+        with self._removing:
+            if step not in self._pinned:
+                self._folders.place(step).remove()

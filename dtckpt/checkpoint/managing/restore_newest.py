@@ -1,0 +1,131 @@
+"""The newest step that can be restored: chosen by client 0, tried by all, passed over by all if any client cannot."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from dtckpt.checkpoint.collective import Rounds
+from dtckpt.checkpoint.managing.step_folders import StepFolders
+from dtckpt.coordination.api import printable
+from dtckpt.errors import (
+    BarrierConflictError,
+    CheckpointCorruptError,
+    CheckpointIncompleteError,
+    CheckpointNotFoundError,
+    CheckpointVersionError,
+    DtckptError,
+    StorageError,
+    capped,
+)
+
+logger = logging.getLogger("dtckpt.checkpoint")
+
+MAX_REASON_CHARS = 500
+DAMAGE = (
+    CheckpointCorruptError,
+    CheckpointIncompleteError,
+    CheckpointNotFoundError,
+    CheckpointVersionError,
+    StorageError,
+)
+"""Errors that say that a checkpoint cannot be read, not that the caller asked for the wrong thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredStep:
+    """What `CheckpointManager.restore` found.
+
+    Args:
+        step: The step that was restored.
+        tree: The target, or the new tree.
+        skipped: Newer steps that could not be restored, and why.
+    """
+
+    step: int
+    tree: Any
+    skipped: Mapping[int, str]
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What trying to restore a step led to, on this client."""
+
+    tree: Any = None
+    failure: DtckptError | None = None
+
+
+def restore_newest_valid(
+    folders: StepFolders,
+    rounds: Rounds,
+    step: int | None,
+    read: Callable[[int], Any],
+    pin: Callable[[int], AbstractContextManager[None]],
+) -> RestoredStep:
+    """Restore a step, or the newest that is not damaged.
+
+    Collective: Over the rounds' participants; barriers ``<operation>/chosen``, ``<operation>/restored``, and what
+    ``read`` waits at.
+
+    Args:
+        folders: The steps that there are.
+        rounds: The way to the other clients.
+        step: The step; default the newest. A step that is named is not replaced by another.
+        read: Restores a step.
+        pin: Keeps a step from being removed while it is read.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint, or none that is valid.
+        BarrierConflictError: Clients name different steps.
+        DtckptError: As for `dtckpt.restore`, where it is not about damage, or the step was named.
+    """
+    skipped: dict[int, str] = {}
+    while (chosen := _choose(folders, rounds, step, skipped)) is not None:
+        outcome = _Outcome()
+        work = functools.partial(_try, chosen, read, pin(chosen), outcome)
+        with rounds.around():
+            answers = rounds.run("restored", work)
+        reasons = [f"client {client}: {text.decode()}" for client, text in sorted(answers.items()) if text]
+        if not reasons:
+            return RestoredStep(chosen, outcome.tree, skipped)
+        if step is not None:
+            raise outcome.failure or CheckpointCorruptError(f"step {step} cannot be restored: {reasons[0]}")
+        logger.error("step %d cannot be restored, trying the one before: %s", chosen, reasons[0])
+        skipped[chosen] = reasons[0]
+    told = "".join(f"; step {step}: {reason}" for step, reason in skipped.items())
+    raise CheckpointNotFoundError(f"there is no valid checkpoint in {folders.root}{told}")
+
+
+def _choose(folders: StepFolders, rounds: Rounds, step: int | None, skipped: Mapping[int, str]) -> int | None:
+    """Return the step to be restored next, as client 0 sees it."""
+
+    def propose() -> bytes:
+        if step is not None:
+            folders.path(step)
+            return json.dumps([step, step]).encode()
+        return json.dumps(
+            [None, max((found for found in folders.all_steps() if found not in skipped), default=None)]
+        ).encode()
+
+    proposals = {client: json.loads(data) for client, data in sorted(rounds.run("chosen", propose).items())}
+    named = {client: proposal[0] for client, proposal in proposals.items()}
+    if len(set(named.values())) > 1:
+        raise BarrierConflictError(f"clients restore different steps; got {capped(named.items())}")
+    chosen: int | None = proposals[0][1]
+    return chosen
+
+
+def _try(step: int, read: Callable[[int], Any], pinned: AbstractContextManager[None], outcome: _Outcome) -> bytes:
+    """Restore a step; return what is damaged about it."""
+    try:
+        with pinned:
+            outcome.tree = read(step)
+    except DAMAGE as error:
+        outcome.failure = error
+        return printable(f"{type(error).__name__}: {error}")[:MAX_REASON_CHARS].encode()
+    return b""

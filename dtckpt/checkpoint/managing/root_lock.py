@@ -1,0 +1,80 @@
+"""Which process manages the checkpoints of a directory.
+
+A record lock (``fcntl``), not one of an open file: a forked data loader that outlives its parent must not keep the job
+that is started next out. Record locks do not tell managers of one process apart; a registry does.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import weakref
+from pathlib import Path
+
+from dtckpt.errors import CheckpointConflictError
+from dtckpt.storage import commit_by_rename
+from dtckpt.storage.failures import translated
+
+logger = logging.getLogger("dtckpt.checkpoint")
+
+LOCK_NAME = ".dtckpt-manager.lock"
+_held: weakref.WeakValueDictionary[tuple[int, Path], RootLock] = weakref.WeakValueDictionary()
+
+
+class RootLock:
+    """The right to change the checkpoints of a directory; ends with the process at the latest."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+        self._close: weakref.finalize[[int], RootLock] | None = None
+
+    def acquire(self) -> None:
+        """Take the right; idempotent.
+
+        Raises:
+            CheckpointConflictError: Another process or another manager of this process has it.
+            StorageError: The directory cannot be written.
+        """
+        key = os.getpid(), self._root
+        if _held.get(key) is self:
+            return
+        with translated("lock the directory of checkpoints", self._root):
+            commit_by_rename.make_folder(self._root)
+            if key in _held:
+                raise self._conflict("another manager of this process")
+            descriptor = os.open(self._root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                self._lock(descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        self._close = weakref.finalize(self, os.close, descriptor)
+        _held[key] = self
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+                raise self._conflict(holder) from None
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            logger.warning("%s has no locks, so a second job that saves there would go unnoticed", self._root)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+
+    def _conflict(self, holder: str) -> CheckpointConflictError:
+        return CheckpointConflictError(
+            f"{holder} saves checkpoints to {self._root} already; end it, close its manager, or save elsewhere"
+        )
+
+    def release(self) -> None:
+        """Give the right back; idempotent."""
+        key = os.getpid(), self._root
+        if _held.get(key) is self:
+            del _held[key]
+        if self._close is not None:
+            self._close()

@@ -1,0 +1,83 @@
+"""The places that a manager keeps checkpoints at, one per step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+
+from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, UNKNOWN, Lineage, current_steps
+from dtckpt.checkpoint.managing.root import Root
+from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, ConfigError
+from dtckpt.storage.commit import Place, place_of
+from dtckpt.storage.location import Location
+
+logger = logging.getLogger("dtckpt.checkpoint")
+
+METRICS_NAME = "metrics.json"
+MAX_METRICS_NBYTES = 16 << 20
+_STEP_NAME = re.compile(r"step_(\d{8,18})")
+
+
+class StepFolders:
+    """The checkpoints ``step_00000010`` and so on below one root; whatever else is there is ignored."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+
+    @property
+    def root(self) -> Location:
+        """Where they are."""
+        return self._root.where
+
+    def path(self, step: int) -> Location:
+        """Return where the checkpoint of a step is, or would be.
+
+        Raises:
+            ConfigError: This is no step.
+        """
+        if type(step) is not int or not 0 <= step < 10**18:
+            raise ConfigError(f"a step must be a whole number from 0 on; got {step!r}")
+        return self.root / f"step_{step:08d}"
+
+    def place(self, step: int) -> Place:
+        """Return the place of a step's checkpoint. Raises: as `path`."""
+        return place_of(self.path(step))
+
+    def saved(self) -> dict[int, Lineage]:
+        """Return all steps that have a finished checkpoint, whichever run saved them, and their lineages."""
+        steps = {int(match[1]) for match in map(_STEP_NAME.fullmatch, self._root.names()) if match}
+        found = {step: self._lineage(step) for step in sorted(steps)}
+        return {step: lineage for step, lineage in found.items() if lineage is not None}
+
+    def all_steps(self) -> list[int]:
+        """Return the steps of the run that saved last, ascending."""
+        return sorted(current_steps(self.saved()))
+
+    def _lineage(self, step: int) -> Lineage | None:
+        """Return what the checkpoint of a step says; None if there is none."""
+        for _ in range(2):  # it may be replaced or removed between the two looks
+            try:
+                folder = self.place(step).locate()
+            except (CheckpointNotFoundError, CheckpointIncompleteError):
+                return None
+            try:
+                return Lineage.from_bytes(folder.read(LINEAGE_NAME))
+            except FileNotFoundError:
+                continue
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                logger.warning("the lineage of step %d cannot be read and counts as unknown: %s", step, error)
+                break
+        return UNKNOWN
+
+    def metrics(self, step: int) -> Mapping[str, float]:
+        """Return the metrics that a step was saved with; none if they cannot be read."""
+        try:
+            found = json.loads(self.place(step).locate().read_whole(METRICS_NAME, MAX_METRICS_NBYTES))
+            return {str(name): float(value) for name, value in found.items()}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
+            logger.warning("the metrics of step %d cannot be read and count as none: %s", step, error)
+            return {}

@@ -1,0 +1,1 @@
+"""Open checkpoints: verified reads of their chunks and regions."""

@@ -1,0 +1,312 @@
+"""Reads of regions of many tensors at once: small chunks together, large ones beside each other, each verified."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from dtckpt.checkpoint.reading.block_digests import BlockDigests
+from dtckpt.checkpoint.reading.plan import PartRead, plan_reads
+from dtckpt.checkpoint.reading.read_chunks import BlockReader, ChunkRead, Scratch, convert, cut, from_span, is_small
+from dtckpt.comm import process_groups
+from dtckpt.config import Config
+from dtckpt.errors import CheckpointCorruptError, ConfigError, DTypeError, RegionError, RegionNotFoundError
+from dtckpt.format.digest import as_bytes, buffer_of, bytes_digest, digest_chunk, digest_of_data
+from dtckpt.format.dtypes import DTYPES, UNCONVERTED
+from dtckpt.format.manifest import ArrayEntry
+from dtckpt.layout.region import Region
+from dtckpt.storage.chunk_reader import ArrayReader
+from dtckpt.storage.failures import translated
+from dtckpt.storage.folder import Folder
+from dtckpt.storage.local_values import StoredValue, read_run, runs_of
+from dtckpt.storage.location import Location
+from dtckpt.storage.zarr_tensorstore import stored_empty
+
+LOCAL_IN_FLIGHT_NBYTES = 8 << 20
+"""Chunks being read at one time from this machine's storage, or two larger ones, by each thread.
+
+More would be slower: what is read is still in the processor's cache when it is digested and delivered.
+"""
+REMOTE_IN_FLIGHT_NBYTES = 64 << 20
+"""Chunks being read at one time from other storage, which takes long to answer."""
+MAX_IN_FLIGHT = 256
+"""Chunks being read at one time, however small: each may have a file open."""
+MAX_SMALL = 4096
+"""Small chunks that are looked up together."""
+ANNOUNCED_NBYTES = 64 << 10
+"""What is read from a file of this machine is announced to the system before, if it is so long."""
+MAX_THREADS = 4
+"""Large chunks that are read from this machine's files at one time, if there are cores for it."""
+UNCHECKED_NBYTES = 256 << 20
+"""Memory that is taken without a look at the sizes of the files that shall fill it."""
+LARGE_NBYTES = 1 << 20
+"""Of a large chunk; of a smaller one another thread would cost as much as it saves."""
+
+Wanted = Sequence[tuple[Region, np.ndarray[Any, Any]]]
+"""Regions of a tensor, each with memory of its shape."""
+
+
+class RegionReader:
+    """Reads regions of a checkpoint's tensors. Thread-safe.
+
+    Args:
+        path: The checkpoint, for messages.
+        root: Its folder.
+        reader: Reads its chunks.
+        block_digests: Those of its blocks.
+        is_remote: Whether they lie elsewhere.
+    """
+
+    def __init__(
+        self,
+        path: Location,
+        root: Folder,
+        reader: ArrayReader,
+        block_digests: BlockDigests,
+        *,
+        is_remote: bool,
+    ) -> None:
+        self._path = path
+        self._root = root
+        self._reader = reader
+        self._block_digests = block_digests
+        self._is_remote = is_remote
+
+    def read(
+        self,
+        requests: Iterable[tuple[ArrayEntry, Wanted]],
+        max_in_flight: int | None,
+        count: Callable[[int], object],
+    ) -> int:
+        """Read and verify; arguments and what is returned as for `Checkpoint.read_all`.
+
+        Raises:
+            RegionError: A region is outside its tensor.
+            RegionNotFoundError: It was not saved.
+            CheckpointCorruptError: Stored bytes are not the bytes that were saved.
+            StorageError: Storage refused.
+        """
+        nbytes = in_flight = 0
+        threads = 1 if self._is_remote or max_in_flight is not None else _spare_threads()
+        usual = REMOTE_IN_FLIGHT_NBYTES if self._is_remote else LOCAL_IN_FLIGHT_NBYTES * threads
+        limit, fewest = (usual, threads + 1) if max_in_flight is None else (max_in_flight, 1)
+        pending: deque[tuple[ChunkRead, Callable[[], int]]] = deque()
+        scratch = Scratch()
+
+        def counted(read: int) -> None:
+            nonlocal nbytes
+            nbytes += read
+            count(read)
+
+        def finish() -> None:
+            nonlocal in_flight
+            read = pending[0][1]()
+            pending.popleft()
+            in_flight -= read
+            counted(read)
+
+        with ExitStack() as stack:
+            pool: ThreadPoolExecutor | None = None
+            try:
+                for read in self._but_small(requests, counted):
+                    part = read.part
+                    while len(pending) == MAX_IN_FLIGHT or (len(pending) >= fewest and in_flight + part.nbytes > limit):
+                        finish()
+                    self._start(read)
+                    work: Callable[[], int] = partial(self._finish, read, scratch)
+                    # One alone is read here.
+                    if threads > 1 and pending and read.value is not None and part.nbytes >= LARGE_NBYTES:
+                        if pool is None:
+                            pool = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="dtckpt-reads"))
+                        work = pool.submit(work).result
+                    pending.append((read, work))
+                    in_flight += part.nbytes
+                while pending:
+                    finish()
+            except BaseException:
+                # After a failure nothing may go on writing into the caller's memory.
+                if pool is not None:
+                    pool.shutdown(cancel_futures=True)
+                for read, _ in pending:
+                    if read.handle is not None:
+                        read.handle.exception()
+                raise
+        return nbytes
+
+    def validate_stored(
+        self, wanted: Iterable[tuple[ArrayEntry, Region]], *, unchecked: int = UNCHECKED_NBYTES
+    ) -> None:
+        """Check that files are as long as regions of tensors need, before memory for those is taken.
+
+        The smallest, of ``unchecked`` bytes together, are not looked at.
+
+        Raises:
+            RegionNotFoundError: A region was not saved.
+            CheckpointCorruptError: They are not.
+            StorageError: Storage refused.
+        """
+        sized = sorted(
+            ((region.numel * entry.itemsize, at, entry, region) for at, (entry, region) in enumerate(wanted))
+        )
+        ends = accumulate(nbytes for nbytes, *_ in sized)
+        checked = [(entry, region) for end, (_, _, entry, region) in zip(ends, sized, strict=True) if end > unchecked]
+        for entry, region in checked:
+            if entry.missing:
+                parts_of(entry, (region,))  # or what was never saved would pass for lost
+        chunks = ((entry, index) for entry, region in reversed(checked) for index in entry.grid.meeting(region))
+        if (lost := self._reader.first_lost(chunks)) is not None:
+            raise CheckpointCorruptError(
+                f"{self._path} does not hold what its manifest says: {lost} is missing, or too short for the chunks "
+                "that should be in it; restore another checkpoint"
+            )
+
+    def _but_small(
+        self,
+        requests: Iterable[tuple[ArrayEntry, Wanted]],
+        count: Callable[[int], object],
+    ) -> Iterator[ChunkRead]:
+        """Read what is small, many chunks at a time; yield the other reads."""
+        small: list[ChunkRead] = []
+        for entry, wanted in requests:
+            for read in _chunk_reads(entry, wanted):
+                if not is_small(read):
+                    yield read
+                    continue
+                small.append(read)
+                if len(small) == MAX_SMALL:
+                    yield from self._read_small(small, count)
+                    small = []
+        yield from self._read_small(small, count)
+
+    def _read_small(self, reads: Sequence[ChunkRead], count: Callable[[int], object]) -> Iterator[ChunkRead]:
+        """Read small chunks straight to where they are wanted; yield those that lie in no file with others."""
+        found: list[tuple[ChunkRead, StoredValue]] = []
+        located = self._reader.locate_small([(read.entry.path, read.part.index) for read in reads])
+        for read, value in zip(reads, located, strict=True):
+            if value is None:
+                yield read
+            else:
+                found.append((read, value))
+        for run in runs_of([value for _, value in found], [read.part.nbytes for read, _ in found]):
+            reads, values = zip(*(found[position] for position in run), strict=True)
+            arrays = [read.targets[0] for read in reads]
+            with translated(
+                "read {} chunks, of array {!r} first", self._root, len(run), reads[0].entry.path, is_read=True
+            ):
+                read_run(values, arrays)
+            for read, array in zip(reads, arrays, strict=True):
+                self._validate(read, digest_of_data(read.entry.name, read.part.index, buffer_of(array)), [])
+            count(sum([read.part.nbytes for read in reads]))
+
+    def _start(self, read: ChunkRead) -> None:
+        entry, part = read.entry, read.part
+        if part.nbytes > UNCHECKED_NBYTES:
+            self.validate_stored([(entry, part.chunk)])
+        if entry.has_readable_blocks:
+            read.value = self._reader.locate(entry.path, part.index)
+        if read.value is not None:
+            if part.nbytes >= ANNOUNCED_NBYTES:
+                read.value.announce(part.rows.start, part.rows.start + part.rows.nbytes)
+            return
+        if not part.is_whole:
+            stop = part.rows.start + part.rows.nbytes
+            read.handle = self._reader.start_span(entry.path, part.index, part.rows.start, stop)
+            return
+        first, *more = read.targets
+        is_fit = first.shape == part.box.shape and first.dtype == DTYPES[entry.stored_dtype]
+        read.is_direct = is_fit and first.flags.aligned and not more
+        read.memory = first if read.is_direct else stored_empty(entry.stored_dtype, part.box.shape)
+        read.handle = self._reader.start(entry, part.chunk, read.memory)
+
+    def _finish(self, read: ChunkRead, scratch: Scratch) -> int:
+        """Wait for one chunk, verify it, and deliver it; return its bytes."""
+        entry, part, memory = read.entry, read.part, read.memory
+        if read.value is not None:
+            with translated("read {} of array {!r}", self._root, part.box, entry.path, is_read=True):
+                digest, digests = BlockReader(read, read.value, scratch).run()
+        elif part.is_whole:
+            self._reader.finish(read.handle, entry.path, part.chunk)
+            digest, digests = digest_chunk(entry.name, part.index, memory, entry.blocks)
+        else:
+            data = self._reader.finish_span(read.handle, entry.path, part.box, part.rows.nbytes)
+            memory = from_span(entry, part, data)
+            boxes = entry.blocks.cut(Region.full(memory.shape))
+            digest, digests = 0, [bytes_digest(as_bytes(memory[box.slices()]).data) for box in boxes]
+        self._validate(read, digest, digests)
+        if read.handle is not None and not read.is_direct:
+            for (_, of_box, _), target in zip(part.uses, read.targets, strict=True):
+                convert(cut(memory, of_box), target)
+        read.value = None  # a file of its own closes then
+        return part.nbytes
+
+    def _validate(self, read: ChunkRead, digest: int, digests: list[int]) -> None:
+        """Compare the digest of a chunk, or those of the blocks that were read."""
+        entry, part = read.entry, read.part
+        if part.is_whole:
+            is_sound = digest == int(entry.digests[part.number])
+        else:
+            is_sound = digests == self._block_digests.read(entry, part.number, part.blocks)
+        if not is_sound:
+            raise CheckpointCorruptError(
+                f"chunk {part.chunk} of tensor {entry.name!r} in {self._path} is damaged: its digest does not match "
+                f"(written by client {int(entry.writers[part.number])}); restore another checkpoint"
+            )
+
+
+def parts_of(entry: ArrayEntry, regions: tuple[Region, ...]) -> Iterable[PartRead]:
+    """Return what must be read, chunk by chunk, for some regions of a tensor."""
+    plan = partial(plan_reads, entry.grid, entry.itemsize, regions, by_blocks=entry.has_readable_blocks)
+    try:
+        parts = plan()
+    except RegionError:
+        outside = next(region for region in regions if not _is_inside(region, entry.shape))
+        raise RegionError(f"region {outside} is outside tensor {entry.name!r} of shape {entry.shape}") from None
+    if entry.missing and (lost := next((part.chunk for part in plan() if part.number in entry.missing), None)):
+        raise RegionNotFoundError(
+            f"tensor {entry.name!r} was saved in part, without {lost}; read a region that was saved"
+        )
+    return parts
+
+
+def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
+    return region.ndim == len(shape) and Region.full(shape).contains(region)
+
+
+def _chunk_reads(entry: ArrayEntry, wanted: Wanted) -> Iterator[ChunkRead]:
+    """Return the reads for some regions of a tensor, each with memory of its shape.
+
+    Raises:
+        DTypeError: The memory is of another dtype, and the tensor's is not converted.
+    """
+    wanted_dtype = DTYPES[entry.kind.dtype]
+    if entry.kind.dtype in UNCONVERTED and any(memory.dtype != wanted_dtype for _, memory in wanted):
+        raise DTypeError(
+            f"tensor {entry.name!r} of dtype {entry.kind.dtype} is not converted; got memory of "
+            f"{wanted[0][1].dtype}, expected {wanted_dtype}"
+        )
+    parts = parts_of(entry, tuple([region for region, _ in wanted]))
+    return (
+        ChunkRead(entry, part, [cut(wanted[position][1], of_region) for position, _, of_region in part.uses])
+        for part in parts
+    )
+
+
+def _spare_threads() -> int:
+    """Return how many threads may read beside each other: this client's share of its machine's cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        config = Config.from_environ()
+        clients = (
+            config.local_world_size if config.local_world_size_text else max(config.num_clients, process_groups.size())
+        )
+    except ConfigError:
+        return 1
+    return max(1, min(MAX_THREADS, cores // clients))

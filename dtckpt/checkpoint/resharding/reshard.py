@@ -1,0 +1,324 @@
+"""Lay a checkpoint out for another mesh, in bounded memory, on one machine."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from dtckpt.checkpoint.resharding.workers import PartReport, SharedAttempt, Worker
+from dtckpt.checkpoint.restoring.restore import Layouts, choose_layout
+from dtckpt.checkpoint.saving.plan import Holding, SavePlan, TensorPlan, TensorSpec, holdings_of, plan_save
+from dtckpt.checkpoint.saving.replica_check import Copy
+from dtckpt.checkpoint.saving.save import SaveReport, State, save_state
+from dtckpt.coordination.api import Member
+from dtckpt.coordination.single_client import LocalCoordination
+from dtckpt.errors import ConfigError, MeshError, MeshTypeError
+from dtckpt.format.dtypes import DTYPES, is_floating
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.region import Region
+from dtckpt.storage.commit import DirectoryPlace, place_of
+from dtckpt.storage.location import Location, is_inside, location_of
+from dtckpt.storage.zarr_files import validate_kind
+
+DEFAULT_MAX_MEMORY = 1 << 30
+MIN_CHUNK_NBYTES = 64 << 10
+"""New chunks are not cut below this to save memory: a tiny bound must be refused, not planned for hours."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReshardedTensor:
+    """What resharding does to one tensor; bytes are those of the elements on storage."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    new_dtype: str
+    layout: Layout | None
+    new_layout: Layout
+    num_chunks: int
+    new_num_chunks: int
+    nbytes: int
+    new_nbytes: int
+    content_digest: int | None
+    """That of the old tensor, which the new one has too; None if the old one has none or the stored dtype changes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReshardReport:
+    """What resharding did, or would do (``save`` is None then)."""
+
+    source: Location
+    target: Location
+    mesh: Mesh
+    tensors: Sequence[ReshardedTensor]
+    max_memory: int
+    save: SaveReport | None
+    part: PartReport | None = None
+    """What this worker did, where there are several."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data in the new checkpoint."""
+        return sum(tensor.new_nbytes for tensor in self.tensors)
+
+
+Progress = Callable[[str, int], None]
+"""Called with the tensor's name and the bytes of its new chunks that were handed to storage since the last call."""
+
+
+def reshard(
+    src: str | Location,
+    dst: str | Location,
+    *,
+    mesh: Mesh,
+    layouts: Layouts | None = None,
+    dtype: torch.dtype | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    options: SaveOptions | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    worker: Worker | None = None,
+) -> ReshardReport:
+    """Write checkpoint ``src`` anew as ``dst``, chunked for the shards of another mesh.
+
+    Values, names and structure stay; that values did is proven, tensor by tensor, by their content digests, before the
+    new checkpoint appears. Runs in this process alone and needs none of the mesh's devices. The new
+    checkpoint appears whole or not at all.
+
+    Blocks: On storage.
+
+    Args:
+        src: The checkpoint to read.
+        dst: Where the new one will be.
+        mesh: Target mesh, as from `dtckpt.layout.clients.abstract_mesh`.
+        layouts: As for `dtckpt.restore`: layouts on ``mesh`` by name or glob; others keep their saved specs as far as
+            the mesh has those axes.
+        dtype: New dtype of the floating-point tensors; rounded to nearest even.
+        max_memory: Bound on the bytes of tensor data in memory.
+        options: How ``dst`` is written; without a codec, tensors keep theirs.
+        dry_run: Plan and report only.
+        progress: See `Progress`.
+        worker: One of several processes that are called alike, each of which writes its part of ``dst``; the last
+            commits. They need not run at the same time; one that died is called again. ``dst`` is on a file system.
+
+    Raises:
+        MeshError: A layout is on another mesh.
+        ConfigError: ``max_memory`` is less than one chunk needs, ``dtype`` is no floating-point type, or one of
+            ``src`` and ``dst`` lies inside the other.
+        CheckpointCorruptError: ``src`` is damaged, or a tensor would not hold what it held.
+        CheckpointExistsError: ``dst`` is taken; noticed before anything is planned, also in a dry run.
+        CheckpointError: As for `dtckpt.open_checkpoint` and `dtckpt.save`.
+    """
+    options = options or SaveOptions()
+    new_dtype = _validate_arguments(mesh, dtype, max_memory, options)
+    place = place_of(location_of(dst))
+    if worker is not None and not isinstance(place, DirectoryPlace):
+        raise ConfigError(f"several workers can write to a file system only; got {place.where}")
+    with open_checkpoint(src) as checkpoint:
+        if worker is None:
+            place.check_target(overwrite=options.overwrite)
+        _validate_apart(checkpoint.path, place.where)
+        budget = Budget.of(checkpoint, max_memory)
+        chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, budget.block))
+        wanted = _Wanted(mesh, new_dtype, options.codec, tuple(range(1 if worker is None else worker.count)))
+        specs = [
+            _spec(info, choose_layout(name, info, mesh, layouts), wanted) for name, info in checkpoint.tensors.items()
+        ]
+        validate_kind(options.kvstore, place.folder, (spec.codec for spec in specs))
+        plan = plan_save(specs, chunk_nbytes)
+        tensors = [_describe(checkpoint.info(item.spec.name), item) for item in plan.tensors]
+        _validate_memory(plan, budget, max_memory)
+        saved = part = None
+        source = CheckpointSource(checkpoint, budget, progress)
+        if worker is not None and isinstance(place, DirectoryPlace):
+            salt = checkpoint.manifest.to_bytes()
+            shared = SharedAttempt(place.where, plan, salt, worker, options)
+            shared.check_target()
+            if not dry_run:
+                part = shared.write(source, checkpoint.manifest, max_pending_nbytes=budget.block)
+        elif not dry_run:
+            state = State(tuple(specs), source, checkpoint.manifest.tree, max_pending_nbytes=budget.block)
+            alone = LocalCoordination(Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63)))
+            # There is one copy of everything, and to look at it would mean to read all of it again.
+            options = replace(options, chunk_nbytes=chunk_nbytes, check_replicas=False)
+            saved = save_state(dst, lambda: state, options=options, coordination=alone)
+        return ReshardReport(checkpoint.path, place.where, mesh, tensors, max_memory, saved, part)
+
+
+def _validate_arguments(mesh: Mesh, dtype: torch.dtype | None, max_memory: int, options: SaveOptions) -> str | None:
+    if not isinstance(mesh, Mesh):
+        raise MeshTypeError(f"reshard needs a Mesh; got {type(mesh).__name__}")
+    if max_memory <= 0:
+        raise ConfigError(f"max_memory must be positive; got {max_memory}")
+    if options.stored_dtypes or options.save_as_bf16:
+        raise ConfigError("reshard keeps stored dtypes; got option stored_dtypes or save_as_bf16, pass dtype instead")
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    if name is not None and not is_floating(name):
+        raise ConfigError(f"dtype for floating-point tensors must be a floating-point type; got {name}")
+    return name
+
+
+def _validate_apart(source: Location, target: Location) -> None:
+    """Refuse to put one checkpoint inside the other: replacing the outer one would remove both."""
+    if is_inside(source, target) or is_inside(target, source):
+        raise ConfigError(f"{source} and {target} cannot lie one inside the other; choose another destination")
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What all tensors have in common: the mesh, a new dtype or codec if there is one, and who could write them."""
+
+    mesh: Mesh
+    dtype: str | None
+    codec: str | None
+    writers: tuple[int, ...]
+
+
+def _spec(info: TensorInfo, layout: Layout | None, wanted: _Wanted) -> TensorSpec:
+    mesh, new_dtype = wanted.mesh, wanted.dtype
+    if layout is None or layout.mesh != mesh:
+        raise MeshError(f"layout for tensor {info.name!r} is on another mesh; expected {mesh.to_string()}")
+    dtype, stored = str(info.dtype).removeprefix("torch."), str(info.stored_dtype).removeprefix("torch.")
+    if new_dtype is not None and is_floating(dtype):
+        dtype = stored = new_dtype
+    # Every writer could write every shard, whichever client will read it; the plan gives each its share.
+    boxes = tuple(Holding(holding.region, wanted.writers) for holding in holdings_of(layout, info.shape))
+    # What is stored anew as it was must hold what it held.
+    content = info.content_digest if stored == str(info.stored_dtype).removeprefix("torch.") else None
+    codec = wanted.codec or info.codec
+    return TensorSpec(info.name, info.shape, dtype, stored, _saved_only(boxes, info), layout, content, codec)
+
+
+def _saved_only(boxes: Sequence[Holding], info: TensorInfo) -> tuple[Holding, ...]:
+    """Cut boxes down to what a tensor that was saved in part has."""
+    if info.is_whole:
+        return tuple(boxes)
+    parts = (
+        Holding(part, box.clients)
+        for box in boxes
+        for chunk in info.chunks
+        if (part := box.region.intersect(chunk.region))
+    )
+    return tuple(parts)
+
+
+def _describe(info: TensorInfo, plan: TensorPlan) -> ReshardedTensor:
+    assert plan.spec.layout is not None  # noqa: S101  (_spec gives every tensor one)
+    return ReshardedTensor(
+        name=info.name,
+        shape=info.shape,
+        dtype=str(info.dtype).removeprefix("torch."),
+        new_dtype=plan.spec.dtype,
+        layout=info.layout,
+        new_layout=plan.spec.layout,
+        num_chunks=info.num_chunks,
+        new_num_chunks=plan.grid.num_chunks - len(plan.missing),
+        nbytes=info.nbytes,
+        new_nbytes=math.prod(info.shape) * DTYPES[plan.spec.stored_dtype].itemsize,
+        content_digest=plan.spec.content,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How memory is shared out: to stored chunks being read, and thrice to blocks of new chunks.
+
+    The three are the block being filled, the one before it, which waits to be written, and the latter's chunks as
+    encoded for storage.
+
+    Args:
+        largest: Bytes of the largest stored chunk; verifying takes all of it, however little is wanted.
+        reads: Bytes of stored chunks in memory at one time.
+        block: Bytes of a block.
+    """
+
+    largest: int
+    reads: int
+    block: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, max_memory: int) -> Budget:
+        """Share out ``max_memory`` bytes."""
+        largest = max((info.max_chunk_nbytes for info in checkpoint.tensors.values()), default=0)
+        reads = max(largest, max_memory // 4)
+        return cls(largest, reads, max(1, (max_memory - reads) // 3))
+
+
+def _validate_memory(plan: SavePlan, budget: Budget, max_memory: int) -> None:
+    """Refuse a bound that the largest chunks alone would break."""
+    sizes = (
+        (math.prod(item.grid.chunk_shape) * DTYPES[item.spec.dtype].itemsize, item.spec.name) for item in plan.tensors
+    )
+    largest, name = max(sizes, default=(0, ""))
+    needed = budget.largest + 3 * largest
+    if needed > max_memory:
+        raise ConfigError(
+            f"max_memory is too small; got {max_memory} bytes, expected at least {needed}: a stored chunk of "
+            f"{budget.largest} bytes, and three times a new one of tensor {name!r}"
+        )
+
+
+class CheckpointSource:
+    """Elements read from a checkpoint, a block of neighbouring chunks at a time.
+
+    Reading block by block means that a stored chunk is read once per block, not once per new chunk that meets it.
+
+    Args:
+        checkpoint: Where from.
+        budget: Bytes of a block, and of the stored chunks being read.
+        progress: See `Progress`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, budget: Budget, progress: Progress | None) -> None:
+        self._checkpoint = checkpoint
+        self._budget = budget
+        self._progress = progress
+        self._name = ""
+        self._block: Region | None = None
+        self._elements: np.ndarray[Any, Any] | None = None
+
+    def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
+        """Return the elements of one new chunk."""
+        name = plan.spec.name
+        if self._elements is None or self._block is None or self._name != name or not self._block.contains(region):
+            self._name, self._block, self._elements = name, block_of(plan, region, self._budget.block), None
+            self._elements = np.empty(self._block.shape, DTYPES[plan.spec.dtype])
+            # The reader starts one more chunk before it waits for the first.
+            in_flight = self._budget.reads - self._budget.largest
+            self._checkpoint.read_into(name, self._block, self._elements, max_in_flight=in_flight)
+        if self._progress is not None:
+            self._progress(name, region.numel * DTYPES[plan.spec.stored_dtype].itemsize)
+        return self._elements[region.relative_to(self._block).slices()] if region.ndim else self._elements
+
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
+        """Return the one copy of a box."""
+        return [Copy(self.fetch(plan, region))]
+
+
+def block_of(plan: TensorPlan, region: Region, max_nbytes: int) -> Region:
+    """Return the box of whole chunks, from ``region`` on in row-major order, that fits ``max_nbytes``.
+
+    It grows from the last dim to the first, so that a walk over the chunks in row-major order enters each block once.
+    """
+    if plan.missing:
+        return region
+    offset, shape = list(region.offset), list(region.shape)
+    itemsize = DTYPES[plan.spec.dtype].itemsize
+    for dim in reversed(range(region.ndim)):
+        size, chunk = plan.grid.shape[dim], plan.grid.chunk_shape[dim]
+        line = itemsize * math.prod(shape[:dim] + shape[dim + 1 :])
+        room = max(shape[dim], max_nbytes // max(1, line) // chunk * chunk)
+        if offset[dim] == 0 or room < size:
+            shape[dim] = min(room, size - offset[dim])
+        if shape[dim] < size:
+            break
+    return Region(tuple(offset), tuple(shape))

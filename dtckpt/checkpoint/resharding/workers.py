@@ -1,0 +1,302 @@
+"""Many workers that write one checkpoint without talking to each other: storage is where they meet.
+
+All plan the same, so each knows its chunks. They share one directory under construction, whose name follows from what
+is to be written. A worker that has written its chunks, durably, leaves a mark there; who then finds the marks of all
+commits. Writers share the directory's lock, and who commits has it alone. So a worker that is killed, at any time,
+costs its own part at most: what it wrote without a mark is written again, marks stay, and the checkpoint appears whole
+or not at all.
+
+A manifest without all marks means that all is merged and durable: the first mark is removed then, durably, and only
+then what was merged, and the other marks. Before, whatever a merge has left is removed, and all is merged anew.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.saving.plan import SavePlan
+from dtckpt.checkpoint.saving.write import CHUNKS_NAME, ClientWriter, Source, merge_clients, remove_working_files
+from dtckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    ConfigError,
+    CoordinationError,
+    StorageError,
+)
+from dtckpt.format.digest import bytes_digest
+from dtckpt.format.manifest import MANIFEST_NAME, Manifest
+from dtckpt.storage import commit_by_rename
+from dtckpt.storage.commit import DirectoryAttempt
+from dtckpt.storage.directory_lock import locked
+from dtckpt.storage.failures import translated
+from dtckpt.storage.zarr_tensorstore import DATA_FOLDER, DATABASE_NAME, client_folder
+
+MAX_WORKERS = 10_000
+MARK_NAME = "part.done"
+_DIGEST_NBYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One of the workers.
+
+    Args:
+        index: Which one, from 0.
+        count: How many there are; the same for all.
+        resume: Whether to keep the part that an earlier process of this worker finished.
+    """
+
+    index: int
+    count: int
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.count <= MAX_WORKERS or not 0 <= self.index < self.count:
+            raise ConfigError(
+                f"worker {self.index} of {self.count}: expected 1 to {MAX_WORKERS} workers, and an index from 0 to "
+                "one less than there are"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """What one worker did.
+
+    Args:
+        worker: Which one.
+        nbytes: Bytes of the chunks that it wrote now; none where its part was finished before.
+        missing: Workers whose parts are not finished.
+        is_committed: Whether the checkpoint is there, whoever committed it. If not and none is missing, another worker
+            is at it.
+    """
+
+    worker: Worker
+    nbytes: int
+    missing: tuple[int, ...]
+    is_committed: bool
+
+
+class SharedAttempt:
+    """The attempt that all workers share.
+
+    Args:
+        target: Where the checkpoint will be.
+        plan: What all of them write.
+        salt: Whatever else makes the checkpoint what it is.
+        options: How it is written.
+    """
+
+    def __init__(self, target: Path, plan: SavePlan, salt: bytes, worker: Worker, options: SaveOptions) -> None:
+        self._target = target
+        self._plan = plan
+        self._worker = worker
+        self._options = options
+        facts = repr((worker.count, options.kvstore)).encode()
+        self.token = f"reshard-{bytes_digest(plan.topic + salt + facts):016x}"
+        self._path = commit_by_rename.staging_path(target, self.token)
+
+    def is_committed(self) -> bool:
+        """Whether the checkpoint at the target is the one that these workers write."""
+        return _attempt_of(self._target) == self.token
+
+    def check_target(self) -> bool:
+        """Return whether all is done already; refuse a target that may not be written.
+
+        Raises:
+            CheckpointExistsError: The target is taken.
+        """
+        try:
+            if not self.is_committed():
+                commit_by_rename.check_target(self._target, overwrite=self._options.overwrite)
+        except CheckpointExistsError:
+            if not self.is_committed():  # else another worker has just committed
+                raise
+        return self.is_committed()
+
+    def write(self, source: Source, manifest: Manifest, *, max_pending_nbytes: int) -> PartReport:
+        """Write this worker's part, and commit if it is the last.
+
+        Args:
+            source: Where the elements come from.
+            manifest: The manifest without its arrays.
+            max_pending_nbytes: Bound on the elements that wait to be written.
+
+        Raises:
+            CheckpointExistsError: The target is taken.
+            CoordinationError: Another process is writing the same part.
+            StorageError: Another attempt took over, or storage refused.
+        """
+        if self.check_target():
+            return self._report(0)
+        staging = commit_by_rename.share(self._target, self.token)
+        nbytes = 0
+        try:
+            nbytes = self._write_part(staging, source, max_pending_nbytes)
+            self._commit(staging, manifest)
+        except (FileNotFoundError, StorageError):
+            if not self.is_committed():  # else another worker was faster, and has moved everything into place
+                raise
+        if self.is_committed():
+            commit_by_rename.abandon(staging)  # made after another process of this worker had finished
+        return self._report(nbytes)
+
+    def _report(self, nbytes: int) -> PartReport:
+        is_committed = self.is_committed()
+        return PartReport(self._worker, nbytes, () if is_committed else self._missing(), is_committed)
+
+    # --- a part -------------------------------------------------------------------------------------------------
+
+    def _write_part(self, staging: commit_by_rename.Staging, source: Source, max_pending_nbytes: int) -> int:
+        own = self._path / client_folder(self._worker.index)
+        with translated("create the worker's folder", own):
+            own.mkdir(exist_ok=True)
+        with locked(self._path, is_shared=True) as is_open, locked(own) as is_mine:
+            if not is_open:
+                return 0  # all parts are finished, and another worker is committing them
+            if not is_mine:
+                raise CoordinationError(
+                    f"another process is writing part {self._worker.index} of {self._target}; every worker needs an "
+                    "index of its own"
+                )
+            if self._is_merged() or (self._worker.resume and self._mark(self._worker.index) is not None):
+                return 0
+            with translated("begin the worker's part", own):
+                (self._path / MANIFEST_NAME).unlink(missing_ok=True)
+                (own / MARK_NAME).unlink(missing_ok=True)
+                if self._options.fsync:  # before what they vouch for
+                    commit_by_rename.sync_all([own, self._path])
+                for entry in own.iterdir():  # what an earlier process of this worker left; it holds the lock no more
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            written = 0
+
+            def count(nbytes: int) -> None:
+                nonlocal written
+                written += nbytes
+
+            writer = ClientWriter(
+                self._plan,
+                DirectoryAttempt(staging),
+                self._worker.index,
+                range(self._worker.count),
+                source,
+                kvstore=self._options.kvstore,
+                is_durable=self._options.fsync,
+                max_pending_nbytes=max_pending_nbytes,
+                count=count,
+            )
+            writer.write(check_replicas=False, content_digest=self._options.content_digest)
+            self._leave_mark((own / CHUNKS_NAME).read_bytes())
+            return written
+
+    def _leave_mark(self, chunk_list: bytes) -> None:
+        """Say that the part is finished: the last thing that is written of it, whole or not at all."""
+        path = _mark_path(self._path, self._worker.index)
+        scratch = path.with_name(f"{path.name}.{os.getpid()}")
+        with translated("mark the worker's part", path):
+            if self._options.fsync:  # what a save leaves to its commit, which then may be another process's
+                database = path.parent / DATABASE_NAME
+                files = [database] if database.exists() else []
+                commit_by_rename.sync_all([*files, *commit_by_rename.folders_in(self._path)])
+            scratch.write_bytes(chunk_list + bytes_digest(chunk_list).to_bytes(_DIGEST_NBYTES, "big"))
+            if self._options.fsync:
+                commit_by_rename.sync_all([scratch])
+            scratch.rename(path)
+            if self._options.fsync:
+                commit_by_rename.sync_all([path.parent, self._path])
+
+    def _mark(self, index: int) -> bytes | None:
+        """Return the chunk list of a finished part."""
+        path = _mark_path(self._path, index)
+        with translated("read the mark of a part", path):
+            try:
+                data = path.read_bytes()
+            except FileNotFoundError:
+                return None
+        body, digest = data[:-_DIGEST_NBYTES], data[-_DIGEST_NBYTES:]
+        if bytes_digest(body) != int.from_bytes(digest, "big"):
+            raise CheckpointCorruptError(f"{path} is damaged; remove it and run worker {index} again")
+        return body
+
+    def _is_merged(self) -> bool:
+        return _attempt_of(self._path) == self.token and bool(self._missing())
+
+    def _missing(self) -> tuple[int, ...]:
+        return tuple(index for index in range(self._worker.count) if not _mark_path(self._path, index).exists())
+
+    # --- the commit ---------------------------------------------------------------------------------------------
+
+    def _commit(self, staging: commit_by_rename.Staging, manifest: Manifest) -> None:
+        with locked(self._path) as is_mine:
+            is_merged = self._is_merged()
+            if not is_mine or self.is_committed() or (self._missing() and not is_merged):
+                return  # a worker that is at its part, or at this, commits
+            attempt = DirectoryAttempt(staging)
+            if not is_merged:
+                self._forget_merge()
+                complete = Manifest(
+                    kvstore=self._options.kvstore,
+                    arrays={},
+                    tree=manifest.tree,
+                    job="reshard",
+                    num_clients=self._worker.count,
+                    attempt=self.token,
+                )
+                fsync = self._options.fsync
+                merge_clients(self._plan, attempt.folder, self._chunk_lists(), complete, is_durable=fsync)
+                self._remove_first_mark()
+            remove_working_files(attempt.folder, self._remaining(), has_moves=False)
+            with translated("remove the marks of parts", self._path):
+                for index in self._remaining():
+                    (attempt.folder / client_folder(index)).remove([MARK_NAME])
+            attempt.commit(overwrite=self._options.overwrite, is_durable=self._options.fsync)
+
+    def _forget_merge(self) -> None:
+        """Remove the database of a merge that did not come to its end, of which a power loss may have left a part."""
+        with translated("begin to merge", self._path):
+            (self._path / MANIFEST_NAME).unlink(missing_ok=True)
+            (self._path / DATABASE_NAME).unlink(missing_ok=True)
+            if (data := self._path / DATA_FOLDER).exists():
+                shutil.rmtree(data)
+
+    def _remove_first_mark(self) -> None:
+        """Say that all is merged."""
+        path = _mark_path(self._path, 0)
+        with translated("remove the mark of a part", path):
+            path.unlink()
+            if self._options.fsync:
+                commit_by_rename.sync_all([path.parent])
+
+    def _remaining(self) -> list[int]:
+        """Return the workers whose folders are there: those of workers without chunks go when they are empty."""
+        return [index for index in range(self._worker.count) if (self._path / client_folder(index)).exists()]
+
+    def _chunk_lists(self) -> Mapping[int, int]:
+        """Put every worker's chunk list where a commit that was killed may have removed it; return their digests."""
+        digests = {}
+        for index in range(self._worker.count):
+            chunk_list = self._mark(index)
+            assert chunk_list is not None  # noqa: S101  nobody removes a mark while this has the lock
+            folder = self._path / client_folder(index)
+            with translated("write a chunk list", folder):
+                folder.mkdir(exist_ok=True)
+                (folder / CHUNKS_NAME).write_bytes(chunk_list)
+            digests[index] = bytes_digest(chunk_list)
+        return digests
+
+
+def _mark_path(folder: Path, index: int) -> Path:
+    return folder / client_folder(index) / MARK_NAME
+
+
+def _attempt_of(folder: Path) -> str:
+    """Return the attempt that wrote the manifest in a folder, "" if there is none."""
+    try:
+        return Manifest.from_bytes((folder / MANIFEST_NAME).read_bytes(), str(folder)).attempt
+    except (OSError, CheckpointError):  # one that was being written, or none of ours
+        return ""

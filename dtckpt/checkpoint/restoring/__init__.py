@@ -1,0 +1,1 @@
+"""Restores: into the tensors of a target, or as new tensors."""

@@ -1,0 +1,192 @@
+"""The target of a restore: a tree of tensors to be filled, walked side by side with the saved structure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from dtckpt.checkpoint.leaves import Leaf, as_leaf, is_stateful, is_tensor
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint, new_memory
+from dtckpt.errors import ShapeMismatchError, TensorNotFoundError, TreeError
+from dtckpt.format import tree as trees
+from dtckpt.format.containers import fields_of, name_of
+from dtckpt.format.plain_values import is_plain, refusal
+from dtckpt.layout.region import Region
+
+
+def tensors_of(target: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a target.
+
+    Raises:
+        TreeError: It is too deep.
+    """
+    if depth > trees.MAX_DEPTH:
+        raise TreeError(f"the target is deeper than {trees.MAX_DEPTH} levels; does it contain itself?")
+    if is_tensor(target):
+        yield target
+        return
+    if _is_stateful(target):
+        yield from tensors_of(target.state_dict(), depth + 1)
+    elif (items := _items_of(target)) is not None:
+        for child in items.values() if isinstance(items, Mapping) else items:
+            yield from tensors_of(child, depth + 1)
+
+
+def _is_stateful(target: Any) -> bool:
+    return type(target) not in (dict, list, tuple) and not is_plain(target) and is_stateful(target)
+
+
+def _items_of(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
+    """Return what a target that is a container holds, by key or by position; None for all else.
+
+    A container of a class of its own will do if it can be changed in place, which keeps its class.
+    """
+    if name_of(target) in ("namedtuple", "dataclass", "SimpleNamespace"):
+        return fields_of(target)
+    if type(target) in (tuple, MappingProxyType) or isinstance(target, MutableMapping | list | deque):
+        return target  # type: ignore[no-any-return]
+    return None
+
+
+class Matcher:
+    """Walks target and saved structure side by side.
+
+    Args:
+        checkpoint: The checkpoint.
+        is_renamed: Whether the structure has new names.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, is_renamed: bool) -> None:
+        self._checkpoint = checkpoint
+        self._is_renamed = is_renamed
+        self.wanted: set[str] = set()
+        self.missing: list[str] = []
+        self.defaulted: list[str] = []
+        self.leaves: list[tuple[str, Leaf]] = []
+        self.loads: list[Callable[[], object]] = []
+
+    def visit(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
+        """Plan one node; what it returns gives, after the reads, the node's new value."""
+        if is_tensor(target):
+            if "tensor" not in node:
+                raise self._misfit(node, "tensor", path)
+            name = node["tensor"]
+            self.wanted.add(name)
+            self.leaves.append((name, as_leaf(target, name)))
+            return lambda: target
+        if is_plain(target):
+            return self._take(node, path)
+        if _is_stateful(target):
+            state = target.state_dict()
+            renewed = self.visit(state, node, path)
+            self.loads.append(lambda: target.load_state_dict(renewed()))
+            return lambda: target
+        items = _items_of(target)
+        if items is None:
+            raise refusal(target, "/".join(path), "restore into")
+        if isinstance(target, tuple) and "tuple" in node:
+            items = target  # named tuples were saved by position once
+        if isinstance(items, Mapping):
+            return self._visit_dict(target, items, dict(self._saved_items(node, "dict", path)), path)
+        return self._visit_sequence(target, [child for _, child in self._saved_items(node, "sequence", path)], path)
+
+    def _take(self, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
+        """Plan a node that the target holds no tensor for: its plain values, and new tensors."""
+        self.wanted.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
+        names = trees.tensor_names(node)
+        infos = {name: self._checkpoint.info(name) for name in names}
+        self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
+        new = {name: new_memory(name, info.shape, info.dtype) for name, info in infos.items()}
+        self.wanted.update(names)
+        self.leaves.extend((name, as_leaf(tensor, name)) for name, tensor in new.items())
+        return lambda: trees.build(node, new.__getitem__)
+
+    def _saved_items(self, node: trees.Node, wanted: str, path: tuple[str, ...]) -> list[tuple[Any, trees.Node]]:
+        """Return the items of a saved container that is to fill a dict or a sequence."""
+        opened = trees.items_of(node)
+        if opened is not None:
+            base, items = opened
+            if (base == "dict") == (wanted == "dict"):
+                return items
+            # A new name does not say which kind of container it leads through.
+            by_key = {str(key): child for key, child in items}
+            positions = [str(position) for position in range(len(by_key))]
+            if self._is_renamed and (wanted == "dict" or set(by_key) == set(positions)):
+                return items if wanted == "dict" else [(position, by_key[position]) for position in positions]
+        raise self._misfit(node, wanted, path)
+
+    @staticmethod
+    def _misfit(node: trees.Node, wanted: str, path: tuple[str, ...]) -> TensorNotFoundError:
+        ((kind, content),) = node.items()
+        saved = content[0] if kind == "type" else kind
+        return TensorNotFoundError(f"the checkpoint has a {saved} at {'/'.join(path)!r}; the target wants a {wanted}")
+
+    def _visit_dict(
+        self, target: Any, items: Mapping[Any, Any], nodes: dict[Any, trees.Node], path: tuple[str, ...]
+    ) -> Callable[[], Any]:
+        if self._is_renamed:
+            # Nor which kind of key.
+            by_text = {str(key): node for key, node in nodes.items()}
+            nodes |= {key: by_text[str(key)] for key in items if str(key) in by_text}
+        # A dict of optimizer state that is still empty is filled with what was saved.
+        if not items and isinstance(target, Mapping | SimpleNamespace):
+            plans = {key: self._take(child, (*path, str(key))) for key, child in nodes.items()}
+        else:
+            plans = {}
+            for key, child in items.items():
+                below = (*path, str(key))
+                if key in nodes:
+                    plans[key] = self.visit(child, nodes[key], below)
+                else:
+                    (self.defaulted if is_plain(child) else self.missing).append("/".join(below))
+        return lambda: _update_dict(target, items, {key: renew() for key, renew in plans.items()})
+
+    def _visit_sequence(
+        self, target: Sequence[Any], saved: Sequence[trees.Node], path: tuple[str, ...]
+    ) -> Callable[[], Any]:
+        # So is a list.
+        is_filled = not target and isinstance(target, MutableSequence)
+        if not is_filled and len(target) != len(saved):
+            raise ShapeMismatchError(
+                f"the sequence at {'/'.join(path)!r} has another length; got {len(target)} in the target, expected "
+                f"{len(saved)}"
+            )
+        maxlen = getattr(target, "maxlen", None)
+        if maxlen is not None and maxlen < len(saved):
+            raise ShapeMismatchError(
+                f"the deque at {'/'.join(path)!r} is too short; got maxlen {maxlen} in the target, expected at least "
+                f"{len(saved)}"
+            )
+        plans = [
+            self._take(node, (*path, str(position)))
+            if is_filled
+            else self.visit(target[position], node, (*path, str(position)))
+            for position, node in enumerate(saved)
+        ]
+        return lambda: _update_sequence(target, [renew() for renew in plans])
+
+
+def _update_dict(target: Any, items: Mapping[Any, Any], renewed: Mapping[Any, Any]) -> Any:
+    changed = {key: value for key, value in renewed.items() if key not in items or items[key] is not value}
+    if isinstance(target, MutableMapping):
+        target.update(changed)
+        return target
+    if isinstance(target, MappingProxyType):
+        return MappingProxyType({**target, **changed})
+    if isinstance(target, tuple):
+        return target._replace(**changed)  # type: ignore[attr-defined]
+    for name, value in changed.items():
+        object.__setattr__(target, name, value)  # frozen dataclasses are filled, too
+    return target
+
+
+def _update_sequence(target: Any, renewed: list[Any]) -> Any:
+    if isinstance(target, MutableSequence):
+        target.clear()
+        target.extend(renewed)
+        return target
+    return type(target)._make(renewed) if hasattr(target, "_make") else tuple(renewed)

@@ -1,0 +1,1 @@
+"""Saves: what is planned, staged, written, merged and committed."""

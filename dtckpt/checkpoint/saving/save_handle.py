@@ -1,0 +1,215 @@
+"""The one save that goes on in the background of this process, and its handle.
+
+One at a time: saves of one job are one after the other anyway, and their staging memory is the same.
+
+A failure that nobody looked at is not lost: the next save raises it, inside its first round, so that all clients raise
+it together, also those where somebody did look. At exit it is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dtckpt.comm import fork_guard
+from dtckpt.comm.background_threads import keep_reserve
+from dtckpt.errors import CoordinationError, SaveTimeoutError
+from dtckpt.format.manifest import PhaseCost
+from dtckpt.storage.location import Location
+
+if TYPE_CHECKING:
+    from dtckpt.checkpoint.saving.save import SaveReport
+    from dtckpt.checkpoint.timing import Phases
+
+logger = logging.getLogger("dtckpt.checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveProgress:
+    """How far a save is on this client.
+
+    Args:
+        phase: The round it is in: ``begin``, ``edges``, ``written``, ``merged``; then ``done`` or ``failed``.
+        nbytes_done: Bytes that were handed to storage.
+        nbytes_total: Bytes that this client writes.
+    """
+
+    phase: str
+    nbytes_done: int
+    nbytes_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStats:
+    """What a save has cost on this client so far.
+
+    Args:
+        phases: What each phase took so far; as in `dtckpt.checkpoint.saving.save.SaveReport`, and ``stage``: copying to
+            the staging memory.
+        blocking_s: Seconds until the call returned.
+    """
+
+    phases: Mapping[str, PhaseCost]
+    blocking_s: float
+
+
+class SaveHandle:
+    """A save that goes on in the background.
+
+    Args:
+        path: The checkpoint.
+        phases: What it takes.
+        timeout_s: Longest wait for the others, per round.
+        blocking_s: Seconds until the call returned.
+    """
+
+    def __init__(self, path: Location, phases: Phases, *, timeout_s: float, blocking_s: float) -> None:
+        self.path = path
+        self.timeout_s = timeout_s
+        self._phases = phases
+        self._blocking_s = blocking_s
+        self._ended = threading.Event()
+        self._report: SaveReport | None = None
+        self._failure: BaseException | None = None
+        self._is_unseen = False
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"SaveHandle({str(self.path)!r}, {self.progress.phase})"
+
+    def result(self, timeout_s: float | None = None) -> SaveReport:
+        """Return the save's report when it is committed.
+
+        Blocks: On the save, at most ``timeout_s`` seconds; by default until it ends, which its own timeouts see to.
+
+        Raises:
+            SaveTimeoutError: The save takes longer; it goes on.
+            DtckptError: What the save failed with, the same on all clients; see `dtckpt.save`.
+            ForkedProcessError: This process was forked while the save was in flight; it goes on in the parent.
+        """
+        fork_guard.validate_process()
+        if not self._ended.wait(timeout_s):
+            progress = self.progress
+            raise SaveTimeoutError(
+                f"the save of {self.path} did not end in {timeout_s:g} s and goes on: phase {progress.phase!r}, "
+                f"{progress.nbytes_done} of {progress.nbytes_total} bytes written; ask again later"
+            )
+        self._is_unseen = False
+        if self._failure is not None:
+            raise self._failure
+        assert self._report is not None  # noqa: S101  (an ended save has one or the other)
+        return self._report
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._ended.is_set()
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the save has ended well."""
+        return self._report is not None
+
+    def raise_if_unseen(self) -> None:
+        """Raise what the save failed with, if it has and nobody has looked yet."""
+        if self._is_unseen:
+            self.result()
+
+    @property
+    def progress(self) -> SaveProgress:
+        """How far the save is."""
+        phase = self._phases.round if not self.done() else "failed" if self._failure else "done"
+        return SaveProgress(phase, *self._phases.progress)
+
+    @property
+    def stats(self) -> SaveStats:
+        """What the save has cost so far."""
+        return SaveStats(self._phases.costs, self._blocking_s)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the save, and for what is tidied up after it; return whether it has ended.
+
+        Raises:
+            ForkedProcessError: As `result`; nothing that the save failed with.
+        """
+        fork_guard.validate_process()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self.done()
+
+    def run(self, work: Callable[[], SaveReport]) -> None:
+        """Do the save's work in this thread, whatever it raises."""
+        try:
+            self._report = work()
+        except BaseException as error:
+            error.add_note(f"This is what the save of {self.path} failed with, in the background.")
+            self._failure, self._is_unseen = error, True
+        self._ended.set()
+
+    def launch(self, work: Callable[[], SaveReport], held: ExitStack, then: Callable[[SaveHandle], object]) -> None:
+        """Do the work in a thread of its own, then let go of what is ``held``, then call ``then``."""
+        global _latest  # noqa: PLW0603  (one save at a time in a process)
+
+        def run() -> None:
+            with held:  # until the failure is noted: whoever has the turn next must see it
+                self.run(work)
+            then(self)
+
+        keep_reserve()
+        self._thread = threading.Thread(target=run, daemon=True, name="dtckpt-save")
+        before, _latest = _latest, self
+        try:
+            self._thread.start()
+        except BaseException:
+            _latest = before
+            held.close()
+            raise
+
+
+_turn = threading.Lock()
+_latest: SaveHandle | None = None
+
+
+def take_turn(timeout_s: float) -> threading.Lock:
+    """Wait until no save is in flight, and keep others from starting one until the lock is released.
+
+    Raises:
+        CoordinationError: The one in flight did not end in time.
+        ForkedProcessError: This process was forked from one that uses checkpoints.
+    """
+    fork_guard.claim_process()
+    if not _turn.acquire(timeout=timeout_s):
+        where = "" if _latest is None else f" of {_latest.path}"
+        raise CoordinationError(
+            f"this save cannot begin: the one in flight{where} did not end in {timeout_s:g} s; wait for its result()"
+        )
+    return _turn
+
+
+def wait(timeout_s: float) -> None:
+    """Wait until no save is in flight. Raises: as `take_turn`."""
+    take_turn(timeout_s).release()
+
+
+def raise_unseen() -> None:
+    """Raise what the latest save failed with, if nobody has looked yet."""
+    if _latest is not None:
+        _latest.raise_if_unseen()
+
+
+def _wait_at_exit() -> None:
+    """Let a save in flight commit before the process ends; a lost failure is at least told."""
+    handle = _latest
+    if handle is None or fork_guard.is_forked():  # in a forked process: the save goes on in the parent only
+        return
+    if not handle.wait(handle.timeout_s):
+        logger.error("the process ends before the save of %s, which is given up", handle.path)
+    elif handle._is_unseen:
+        logger.error("the save of %s failed, and nobody asked for its result: %s", handle.path, handle._failure)
+
+
+# Not `atexit`: before that runs, `concurrent.futures` refuses work. Threads come from the reserve by then.
+threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]

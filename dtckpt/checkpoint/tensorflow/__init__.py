@@ -1,0 +1,1 @@
+"""Checkpoint calls under the names of tf.experimental.dtensor."""

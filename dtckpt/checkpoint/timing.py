@@ -1,0 +1,239 @@
+"""What an operation takes on one client, phase by phase.
+
+Each phase is measured once, here. The log, reports and handles, heartbeats, the bar and OpenTelemetry's spans all tell
+what was measured here.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from dtckpt.checkpoint.progress_bar import Bar, is_watched
+from dtckpt.checkpoint.tracing import close_span, open_span
+from dtckpt.coordination.api import Progress
+from dtckpt.format.manifest import Costs, PhaseCost
+from dtckpt.text import printable
+
+logger = logging.getLogger("dtckpt.checkpoint")
+
+BARRIER = "barrier"
+"""The phase that is no work: waiting for the other clients."""
+TOLD_NBYTES = 32 << 20
+"""Heartbeats are given the progress anew after so many bytes."""
+SLOW_FACTOR = 3.0
+SLOW_EXCESS_S = 1.0
+"""A client is slow in a phase if it takes so many times as long as the median of the others, and so much longer."""
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A phase that goes on. Its clock stands while one inside it goes on."""
+
+    name: str
+    since: float
+    seconds: float = 0.0
+    nbytes: int = 0
+    told_nbytes: int = 0
+
+
+class Phases:
+    """The phases of one operation on one client, which come one after the other or one inside the other.
+
+    Their seconds add up to those of the operation: a phase inside another one is not counted there.
+
+    Args:
+        operation: ``save``, ``restore`` or the like.
+        client: This client.
+        tell: Takes the progress that the next heartbeat tells.
+    """
+
+    def __init__(self, operation: str, client: int, tell: Callable[[Progress], object]) -> None:
+        self.round = ""
+        """The round that this client is in."""
+        self._operation = operation
+        self._client = client
+        self._tell = tell
+        self._subject = ""
+        self._lock = threading.Lock()
+        self._closed: dict[str, PhaseCost] = {}
+        self._open: list[_Open] = []
+        self._expected = ("", 0)
+        self._is_shown = False
+        self._bar: Bar | None = None
+        self._span: Any = None
+
+    def begin(self, subject: object, *, is_shown: bool = False) -> None:
+        """Begin the operation: its span, and with ``is_shown`` its bar, if standard error is a terminal."""
+        self._subject = printable(str(subject))
+        self._is_shown = is_shown and is_watched(sys.stderr)
+        attributes = {"dtckpt.path": self._subject, "dtckpt.client": self._client}
+        self._span = open_span(f"dtckpt.{self._operation}", attributes)
+
+    @contextmanager
+    def operation(self, subject: object, *, is_shown: bool) -> Iterator[None]:
+        """Begin the operation, and end it when the work inside has ended."""
+        self.begin(subject, is_shown=is_shown)
+        try:
+            yield
+        except BaseException as error:
+            self.end(error)
+            raise
+        self.end()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the operation, well or not: close what `begin` and `expect` opened, and log what it took."""
+        span, self._span = self._span, None
+        bar, self._bar = self._bar, None
+        close_span(span, {"dtckpt.nbytes": self.progress[0]}, error)
+        if bar is not None:
+            bar.__exit__(None, None, None)
+        if logger.isEnabledFor(logging.INFO):
+            costs = self.costs
+            total_s = sum(cost.seconds for cost in costs.values())
+            how = "done" if error is None else f"failed in round {self.round!r} ({type(error).__name__})"
+            parts = ", ".join(f"{name} {cost}" for name, cost in costs.items())
+            logger.info("%s of %s: %s on client %d in %.3f s: %s", *self._what, how, self._client, total_s, parts)
+
+    @property
+    def _what(self) -> tuple[str, str]:
+        return self._operation, self._subject
+
+    def enter(self, round_name: str) -> None:
+        """Note the round that this client is in now, and let the others know."""
+        self.round = round_name
+        self._beat()
+
+    def expect(self, phase: str, nbytes: int) -> None:
+        """Say which phase's bytes are the operation's progress, and how many there will be; a bar shows them."""
+        self._expected = phase, nbytes
+        if self._is_shown:
+            self._bar = Bar(f"{self._operation} {self._subject}", nbytes).__enter__()
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether there is, or will be, a bar."""
+        return self._is_shown
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Measure the work inside as a phase, together with what was measured under this name before."""
+        is_outer = not self._open
+        span = open_span(f"dtckpt.{self._operation}.{name}", {}, self._span) if is_outer and self._span else None
+        phase, failure = self._start(name), None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            cost = self._stop(phase)
+            if name == self._expected[0] and phase.nbytes > phase.told_nbytes:
+                self._beat()  # what is done is shown also while the others are waited for
+            if is_outer:
+                close_span(span, {"dtckpt.nbytes": cost.nbytes, "dtckpt.round": self.round}, failure)
+                logger.debug("%s of %s: %s took %s on client %d", *self._what, name, cost, self._client)
+
+    def _start(self, name: str) -> _Open:
+        with self._lock:
+            now = monotonic()
+            if self._open:
+                self._open[-1].seconds += now - self._open[-1].since
+            self._open.append(_Open(name, now))
+            return self._open[-1]
+
+    def _stop(self, phase: _Open) -> PhaseCost:
+        with self._lock:
+            now = monotonic()
+            self._open.remove(phase)
+            cost = PhaseCost(phase.seconds + now - phase.since, phase.nbytes)
+            self._closed[phase.name] = self._closed.get(phase.name, PhaseCost()) + cost
+            if self._open:
+                self._open[-1].since = now
+            return cost
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that the open phase has moved."""
+        phase = self._open[-1]
+        phase.nbytes += nbytes
+        if self._bar is not None and phase.name == self._expected[0]:
+            self._bar.advance("", nbytes)
+        if phase.nbytes - phase.told_nbytes >= TOLD_NBYTES:
+            phase.told_nbytes = phase.nbytes
+            self._beat()
+
+    def _beat(self) -> None:
+        done, total = self.progress
+        self._tell(Progress(f"{self._operation}/{self.round}", bytes_done=done, bytes_total=total))
+
+    @property
+    def costs(self) -> dict[str, PhaseCost]:
+        """What the phases took so far, those that go on included."""
+        with self._lock:
+            costs = dict(self._closed)
+            now = monotonic()
+            for depth, phase in enumerate(reversed(self._open)):
+                running = 0.0 if depth else now - phase.since
+                cost = PhaseCost(phase.seconds + running, phase.nbytes)
+                costs[phase.name] = costs.get(phase.name, PhaseCost()) + cost
+        return costs
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that are done, and bytes in all, of the phase that was expected."""
+        name, nbytes = self._expected
+        return self.costs.get(name, PhaseCost()).nbytes, nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class SlowClient:
+    """A client that took much longer for a phase than the others.
+
+    Args:
+        client: Which one.
+        phase: Which phase.
+        cost: What it took there.
+        median: Median seconds, and median bytes, of the others.
+    """
+
+    client: int
+    phase: str
+    cost: PhaseCost
+    median: PhaseCost
+
+    def __str__(self) -> str:
+        return (
+            f"client {self.client} is slow: its phase {self.phase!r} took {self.cost}; median of the others: "
+            f"{self.median}"
+        )
+
+
+def find_slow(costs: Costs) -> SlowClient | None:
+    """Return the client that others wait for the longest, if one is slow (see `SLOW_FACTOR`).
+
+    Args:
+        costs: By client, what each of its phases took; waiting for others does not count.
+    """
+    found: list[tuple[float, SlowClient]] = []
+    for phase in sorted({name for own in costs.values() for name in own} - {BARRIER}):
+        by_client = {client: own[phase] for client, own in sorted(costs.items()) if phase in own}
+        client = max(by_client, key=lambda client: by_client[client].seconds)
+        cost = by_client.pop(client)
+        if not by_client:
+            continue
+        others = by_client.values()
+        median = PhaseCost(
+            statistics.median(other.seconds for other in others),
+            round(statistics.median(other.nbytes for other in others)),
+        )
+        excess_s = cost.seconds - median.seconds
+        if excess_s >= SLOW_EXCESS_S and cost.seconds >= SLOW_FACTOR * median.seconds:
+            found.append((excess_s, SlowClient(client, phase, cost, median)))
+    return max(found, key=lambda item: item[0], default=(0.0, None))[1]

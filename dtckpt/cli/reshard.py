@@ -1,0 +1,108 @@
+"""``dtckpt reshard``: plan and check all of it, then run."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.progress_bar import is_watched
+from dtckpt.checkpoint.resharding.reshard import ReshardReport, reshard
+from dtckpt.checkpoint.resharding.workers import Worker
+from dtckpt.cli.arguments import LayoutRules, parse_dtype, parse_mesh, parse_size, read_rules
+from dtckpt.cli.reshard_progress import BarReporter, JsonReporter, PlanReporter, Reporter
+from dtckpt.errors import ConfigError
+
+# From <malloc.h>.
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The arguments of the command, as text."""
+
+    src: str
+    dst: str
+    mesh: str
+    layouts: Sequence[str]
+    layout_file: Path | None
+    dtype: str | None
+    kvstore: str
+    codec: str | None
+    max_memory: str
+    overwrite: bool
+    workers: int | None
+    worker: int | None
+    resume: bool
+    dry_run: bool
+    as_json: bool
+
+
+def run_reshard(request: Request) -> None:
+    """Run the command.
+
+    Raises:
+        MeshError: ``--mesh`` cannot be used.
+        LayoutError: A layout does not fit the mesh or a tensor, or matches no tensor.
+        ConfigError: Another option cannot be used.
+        CheckpointError: As for `dtckpt.reshard`.
+    """
+    start = time.monotonic()
+    _return_freed_memory()
+    mesh = parse_mesh(request.mesh)
+    from_file = read_rules(request.layout_file) if request.layout_file else ()
+    rules = LayoutRules([*request.layouts, *from_file], mesh)
+    run = partial(
+        reshard,
+        request.src,
+        request.dst,
+        mesh=mesh,
+        layouts=rules,
+        dtype=None if request.dtype is None else parse_dtype(request.dtype),
+        max_memory=parse_size(request.max_memory),
+        worker=_worker(request),
+        options=SaveOptions(kvstore=request.kvstore, codec=request.codec, overwrite=request.overwrite),
+    )
+    plan = run(dry_run=True)
+    rules.validate_all_used()
+    with _reporter(request, plan, start) as reporter:
+        if not request.dry_run:
+            reporter.part = run(progress=reporter.advance).part
+        reporter.finish()
+
+
+def _worker(request: Request) -> Worker | None:
+    if request.workers is None and not request.resume:
+        return None
+    count = 1 if request.workers is None else request.workers
+    if request.worker is None and count > 1:
+        raise ConfigError(
+            f"which of the {count} workers is this? set --worker, or run in an Indexed Job of Kubernetes, which sets "
+            "JOB_COMPLETION_INDEX"
+        )
+    return Worker(request.worker if request.worker is not None and count > 1 else 0, count, resume=request.resume)
+
+
+def _return_freed_memory() -> None:
+    """Make glibc give the memory of freed chunks back at once.
+
+    Left alone it keeps up to twice ``--max-memory`` for later, in the heaps of several threads.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+        mallopt(_M_ARENA_MAX, 1)
+
+
+def _reporter(request: Request, plan: ReshardReport, start: float) -> Reporter:
+    if request.as_json:
+        return JsonReporter(plan, start, request.kvstore, is_dry_run=request.dry_run)
+    if request.dry_run:
+        return PlanReporter(plan, start)
+    return BarReporter(plan, start) if is_watched(sys.stdout, sys.stderr) else Reporter(plan, start)

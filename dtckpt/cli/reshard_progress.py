@@ -1,0 +1,192 @@
+"""How ``dtckpt reshard`` tells how it goes: a bar, JSON lines, a plan, or one line at the end."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from dtckpt.checkpoint.progress_bar import Bar
+from dtckpt.checkpoint.resharding.reshard import ReshardedTensor, ReshardReport
+from dtckpt.checkpoint.resharding.workers import PartReport
+from dtckpt.cli.arguments import layout_text
+from dtckpt.cli.output import format_count, format_shape, write_event, write_line, write_table
+from dtckpt.errors import capped
+from dtckpt.text import format_nbytes, printable
+
+
+class Reporter:
+    """Prints one line at the end. Base of the others; used as a context manager around the work.
+
+    Args:
+        plan: What will be done.
+        start: When the work began, by `time.monotonic`.
+    """
+
+    def __init__(self, plan: ReshardReport, start: float) -> None:
+        self.plan = plan
+        self.part: PartReport | None = None
+        """What this worker did, where there are several; set before `finish`."""
+        self._start = start
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def advance(self, name: str, nbytes: int) -> None:
+        """Tell that bytes of a tensor were handed to storage; tensors come in the plan's order."""
+
+    def finish(self) -> None:
+        """Tell that all is done."""
+        seconds = self.seconds
+        rate = format_nbytes(self.plan.nbytes / max(seconds, 1e-9))
+        if self.part is not None:
+            write_line(part_text(self.part, printable(str(self.plan.target))))
+        if self.part is not None and not self.part.is_committed:
+            return
+        source, target = printable(str(self.plan.source)), printable(str(self.plan.target))
+        write_line(f"resharded {source} to {target}: {self.totals} in {seconds:.1f} s ({rate}/s)")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return round(time.monotonic() - self._start, 6)
+
+    @property
+    def totals(self) -> str:
+        """How much the new checkpoint holds."""
+        return f"{format_count(len(self.plan.tensors), 'tensor')}, {format_nbytes(self.plan.nbytes)}"
+
+
+def part_text(part: PartReport, target: str) -> str:
+    """Return what one of several workers did."""
+    worker = part.worker
+    did = f"wrote {format_nbytes(part.nbytes)}" if part.nbytes else "its part was finished already"
+    if part.is_committed:
+        then = f"{target} is committed"
+    elif part.missing:
+        then = f"{target} waits for {format_count(len(part.missing), 'part')}: {capped(part.missing)}"
+    else:
+        then = f"another worker commits {target}"
+    return f"worker {worker.index} of {worker.count}: {did}; {then}"
+
+
+class PlanReporter(Reporter):
+    """Prints what would be done, one row per tensor."""
+
+    def finish(self) -> None:
+        """Print the plan."""
+        rows = [
+            (
+                tensor.name,
+                format_shape(tensor.shape),
+                _change(tensor.dtype, tensor.new_dtype),
+                _change(layout_text(tensor.layout), layout_text(tensor.new_layout)),
+                _change(str(tensor.num_chunks), str(tensor.new_num_chunks)),
+                format_nbytes(tensor.new_nbytes),
+            )
+            for tensor in self.plan.tensors
+        ]
+        write_table(("TENSOR", "SHAPE", "DTYPE", "LAYOUT", "CHUNKS", "SIZE"), rows)
+        target = printable(str(self.plan.target))
+        write_line(f"would write {self.totals} to {target}; this was a dry run, nothing was written")
+
+
+def _change(old: str, new: str) -> str:
+    return new if old == new else f"{old} -> {new}"
+
+
+class BarReporter(Reporter):
+    """Shows a bar on standard error meanwhile."""
+
+    def __enter__(self) -> Self:
+        self._bar = Bar("resharding", self.plan.nbytes).__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.__exit__(kind, error, trace)
+
+    def advance(self, name: str, nbytes: int) -> None:
+        """Move the bar."""
+        self._bar.advance(name, nbytes)
+
+    def finish(self) -> None:
+        """Remove the bar, print the summary."""
+        self._bar.__exit__(None, None, None)
+        super().finish()
+
+
+class JsonReporter(Reporter):
+    """Prints one JSON object per event: ``start``, ``tensor`` for each tensor in order, ``done``.
+
+    Args:
+        plan: What will be done.
+        start: When the work began, by `time.monotonic`.
+        kvstore: How the new checkpoint is stored.
+        is_dry_run: Whether nothing will be written.
+    """
+
+    def __init__(self, plan: ReshardReport, start: float, kvstore: str, *, is_dry_run: bool) -> None:
+        super().__init__(plan, start)
+        self._waiting = list(reversed(plan.tensors))
+        self._kvstore = kvstore
+        self._facts = {
+            "source": str(plan.source),
+            "target": str(plan.target),
+            "tensors": len(plan.tensors),
+            "bytes": plan.nbytes,
+            "dry_run": is_dry_run,
+        }
+
+    def __enter__(self) -> Self:
+        write_event(
+            "start",
+            **self._facts,
+            mesh=self.plan.mesh.axis_sizes,
+            format=self._kvstore,
+            max_memory=self.plan.max_memory,
+        )
+        return self
+
+    def advance(self, name: str, nbytes: int) -> None:  # noqa: ARG002  (the plan knows the bytes of a whole tensor)
+        """Print the tensors before this one: they are complete."""
+        while self._waiting[-1].name != name:
+            self._complete(self._waiting.pop())
+
+    def finish(self) -> None:
+        """Print the last tensors and the result."""
+        while self._waiting:
+            self._complete(self._waiting.pop())
+        part = {} if self.part is None else _part_facts(self.part)
+        write_event("done", **self._facts, **part, seconds=self.seconds)
+
+    def _complete(self, tensor: ReshardedTensor) -> None:
+        write_event(
+            "tensor",
+            name=tensor.name,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            new_dtype=tensor.new_dtype,
+            sharding_specs=None if tensor.layout is None else tensor.layout.sharding_specs,
+            new_sharding_specs=tensor.new_layout.sharding_specs,
+            chunks=tensor.num_chunks,
+            new_chunks=tensor.new_num_chunks,
+            bytes=tensor.new_nbytes,
+            seconds=self.seconds,
+        )
+
+
+def _part_facts(part: PartReport) -> dict[str, object]:
+    return {
+        "worker": part.worker.index,
+        "workers": part.worker.count,
+        "part_bytes": part.nbytes,
+        "missing": part.missing,
+        "committed": part.is_committed,
+    }

@@ -1,0 +1,175 @@
+"""``dtckpt status``: who is alive, and who is waited for."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dtckpt.checkpoint.progress_bar import is_watched
+from dtckpt.cli.output import format_count, table_lines, write_event, write_line
+from dtckpt.coordination.api import BarrierStatus, JobStatus, TaskStatus
+from dtckpt.coordination.discovery import SOURCES, find_coordinator
+from dtckpt.coordination.grpc_credentials import Access
+from dtckpt.coordination.grpc_status import Observer
+from dtckpt.errors import ConfigError, CoordinatorUnavailableError, JobNotFoundError, capped
+from dtckpt.text import printable
+
+_WORST_FIRST = ("lost", "unknown", "suspect", "fenced", "registered", "left")
+_HEADER = ("client", "state", "heard", "phase", "step", "done", "unchanged", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to show.
+
+    Args:
+        coordinator: ``host:port``; None: as a client would find it.
+        job: One job; None: all that the token shows.
+        watch: Show it again and again, until interrupted.
+        interval_s: Time between two looks.
+        timeout_s: How long to look for the coordinator, each time.
+        rows: Clients shown of each job, the worst first.
+    """
+
+    coordinator: str | None
+    job: str | None
+    watch: bool
+    interval_s: float
+    timeout_s: float
+    rows: int
+    as_json: bool
+
+
+def run_status(request: Request) -> None:
+    """Run the command.
+
+    Raises:
+        ConfigError: There is no coordinator to ask, or the variables for it cannot be used.
+        JobNotFoundError: There is no such job.
+        CoordinationError: The coordinator cannot be reached, or refuses to answer; while watching only the latter.
+    """
+    found = find_coordinator(os.environ, request.coordinator)
+    if found is None:
+        raise ConfigError(f"there is no coordinator to ask; give --coordinator HOST:PORT, or set {SOURCES}")
+    observer = Observer(found.address, Access.from_environ(os.environ))
+    with ExitStack() as showing:
+        showing.callback(observer.close)
+        screen = _Screen() if request.watch and not request.as_json and is_watched(sys.stdout) else None
+        if screen is not None:
+            showing.enter_context(screen.live)
+        while True:
+            try:
+                jobs = _look(observer, request)
+            except CoordinatorUnavailableError as error:
+                if not request.watch:
+                    raise
+                if request.as_json:
+                    write_event("unreachable", coordinator=found.address, message=error.message)
+                lines = [printable(error.message)]
+            else:
+                if request.as_json:
+                    write_event("status", coordinator=found.address, jobs=[_job_json(job) for job in jobs])
+                lines = list(_report(found.address, jobs, request.rows))
+            if screen is not None:
+                screen.show(lines)
+            elif not request.as_json:
+                for line in lines:
+                    write_line(line)
+            if not request.watch:
+                return
+            time.sleep(request.interval_s)
+
+
+def _look(observer: Observer, request: Request) -> list[JobStatus]:
+    if request.job is not None:
+        return [observer.job(request.job, request.timeout_s)]
+    jobs = []
+    for name in observer.jobs(request.timeout_s):
+        with suppress(JobNotFoundError):  # it ended meanwhile
+            jobs.append(observer.job(name, request.timeout_s))
+    return jobs
+
+
+# --- as text ----------------------------------------------------------------------------------------------------------
+
+
+def _report(address: str, jobs: Sequence[JobStatus], rows: int) -> Iterator[str]:
+    yield f"coordinator {address}: {format_count(len(jobs), 'job')}"
+    for job in jobs:
+        alive = sum(task.state in ("registered", "suspect") for task in job.tasks)
+        yield ""
+        yield printable(f"job {job.job}: {alive}/{job.num_clients} clients alive, attempt {job.attempt}")
+        for barrier in job.barriers:
+            yield printable(f"  {_barrier_text(job, barrier)}")
+        worst = sorted(job.tasks, key=_worst_first)
+        for line in table_lines(_HEADER, [_task_row(task) for task in worst[:rows]]):
+            yield f"  {line}"
+        if len(worst) > rows:
+            yield f"  and {len(worst) - rows} more clients"
+
+
+def _worst_first(task: TaskStatus) -> tuple[int, float, int]:
+    """Order clients by what someone looks for: who is gone, and who has been silent for longest."""
+    return _WORST_FIRST.index(task.state), -(task.heartbeat_age_s or 0.0), task.client
+
+
+def _barrier_text(job: JobStatus, barrier: BarrierStatus) -> str:
+    tasks = {task.client: task for task in job.tasks}
+    arrived = f"{barrier.num_participants - barrier.num_missing}/{barrier.num_participants} arrived"
+    shown = [_missing_text(tasks[client]) for client in barrier.missing if client in tasks]  # of two moments
+    missing = capped(shown, count=barrier.num_missing)
+    where = f"barrier {barrier.name} generation {barrier.generation}"
+    return f"{where}: open for {barrier.age_s or 0.0:.1f} s, {arrived}; missing {missing}"
+
+
+def _missing_text(task: TaskStatus) -> str:
+    if task.heartbeat_age_s is None:
+        return f"client {task.client} (never registered)"
+    did = f"; {task.progress.phase} step {task.progress.step}" if task.progress.phase else ""
+    share = f" {_done(task)}" if _done(task) else ""
+    since = f", unchanged for {task.progress_age_s or 0.0:.0f} s" if did else ""
+    return f"client {task.client} ({task.state}, heard {task.heartbeat_age_s:.1f} s ago{did}{share}{since})"
+
+
+def _task_row(task: TaskStatus) -> Sequence[str]:
+    if task.heartbeat_age_s is None:
+        return str(task.client), task.state, "never", "", "", "", "", ""
+    step = str(task.progress.step) if task.progress.phase else ""
+    heard, unchanged = f"{task.heartbeat_age_s:.1f} s ago", f"{task.progress_age_s or 0.0:.0f} s"
+    return str(task.client), task.state, heard, task.progress.phase, step, _done(task), unchanged, task.host
+
+
+def _done(task: TaskStatus) -> str:
+    total = task.progress.bytes_total
+    return f"{task.progress.bytes_done / total:.0%}" if total > 0 else ""
+
+
+class _Screen:
+    """The lines, over and over in the same place of a terminal."""
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        self.live = Live(screen=True, auto_refresh=False)
+
+    def show(self, lines: Sequence[str]) -> None:
+        from rich.text import Text
+
+        text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+        text.highlight_regex(r"\b(suspect|lost|fenced|unknown|never registered)\b", "bold red")
+        self.live.update(text, refresh=True)
+
+
+# --- as JSON ----------------------------------------------------------------------------------------------------------
+
+
+def _job_json(job: JobStatus) -> dict[str, Any]:
+    fields = asdict(job)
+    for task in fields["tasks"]:
+        task["incarnation"] = f"{task['incarnation']:x}"  # 64 bits are more than a number of JSON holds everywhere
+    return fields

@@ -1,0 +1,67 @@
+"""``dtckpt verify``: is a checkpoint what was saved?"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+
+from dtckpt.checkpoint.progress_bar import Bar, is_watched
+from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
+from dtckpt.checkpoint.reading.verify import Damage, VerifyReport
+from dtckpt.cli.exit_codes import ExitCode
+from dtckpt.cli.output import format_count, write_event, write_line
+from dtckpt.text import format_nbytes, printable
+
+
+def run_verify(path: str, *, as_json: bool, threads: int | None) -> ExitCode:
+    """Run the command.
+
+    Returns:
+        `ExitCode.FAILED` if anything is damaged.
+
+    Raises:
+        CheckpointError: As for `dtckpt.open_checkpoint`.
+    """
+    with open_checkpoint(path) as checkpoint, ExitStack() as showing:
+        progress = None
+        if is_watched(sys.stdout, sys.stderr) and not as_json:
+            nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
+            progress = showing.enter_context(Bar("verifying", nbytes)).advance
+        report = checkpoint.verify(threads=threads, progress=progress)
+    if as_json:
+        _write_json(report)
+    else:
+        _write_text(report)
+    return ExitCode.OK if report.is_sound else ExitCode.FAILED
+
+
+def _write_json(report: VerifyReport) -> None:
+    for damage in report.damages:
+        write_event("damage", tensor=damage.tensor, region=_region_text(damage), reason=damage.reason)
+    write_event(
+        "verified",
+        path=str(report.path),
+        is_sound=report.is_sound,
+        tensors=report.num_tensors,
+        contents=report.num_contents,
+        chunks=report.num_chunks,
+        bytes=report.nbytes,
+        damages=len(report.damages),
+        seconds=round(report.seconds, 6),
+    )
+
+
+def _write_text(report: VerifyReport) -> None:
+    for damage in report.damages:
+        write_line(printable(f"damaged: {damage.tensor} {_region_text(damage) or ''}: {damage.reason}"))
+    result = "sound" if report.is_sound else f"DAMAGED in {format_count(len(report.damages), 'place')}"
+    tensors, chunks = format_count(report.num_tensors, "tensor"), format_count(report.num_chunks, "chunk")
+    rate = format_nbytes(report.nbytes / max(report.seconds, 1e-9))
+    write_line(
+        f"{printable(str(report.path))} is {result}: {tensors}, {chunks}, {format_nbytes(report.nbytes)} read in "
+        f"{report.seconds:.1f} s ({rate}/s)"
+    )
+
+
+def _region_text(damage: Damage) -> str | None:
+    return None if damage.region is None else str(damage.region)

@@ -1,0 +1,316 @@
+"""What clients say to each other while they work together: the `Coordination` Protocol and its values.
+
+One barrier with votes is the whole vocabulary. A client that fails says so when it arrives, so the others learn the
+reason at once instead of waiting for a deadline. All implementations keep the same rules:
+
+* A barrier passes when every participant has arrived with an ok vote and the same topic.
+* The verdict is decided once, is the same for everyone, and stays: late and repeated arrivals get the stored one.
+* An arrival belongs to one call of one incarnation of one client. Nothing is decided by counting.
+* A client that is silent for longer than the heartbeat timeout is lost, and so is every open barrier it belongs to.
+  Silence is judged by the observer's monotonic clock. A client that never registered is not lost but missing.
+* Names may be used again. The keeper of the barrier numbers the rounds of a name, by the rules of
+  `dtckpt.coordination.barrier_rules`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from dtckpt import errors
+
+MAX_PAYLOAD_BYTES = 4096
+MAX_NAME_BYTES = 256
+MAX_TOPIC_BYTES = 256
+DEFAULT_HEARTBEAT_TIMEOUT_S = 60.0
+
+
+def printable(text: str) -> str:
+    """Return ``text`` cut to what may travel; lone surrogates (from odd file names) are escaped, as UTF-8 has none."""
+    return text[: errors.MAX_MESSAGE_CHARS].encode("utf-8", "backslashreplace").decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What a client says when it arrives.
+
+    Args:
+        ok: False fails the barrier for everyone, at once.
+        payload: At most `MAX_PAYLOAD_BYTES`, handed to the participants that ask with ``collect=True``.
+        topic: Digest of what the client believes the barrier is about; all topics must be equal.
+        code: With ``ok=False``: the error class of `errors.to_wire`.
+        reason: With ``ok=False``: its message.
+    """
+
+    ok: bool = True
+    payload: bytes = b""
+    topic: bytes = b""
+    code: str = ""
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        for what, value, limit in (
+            ("payload", self.payload, MAX_PAYLOAD_BYTES),
+            ("topic", self.topic, MAX_TOPIC_BYTES),
+        ):
+            if len(value) > limit:
+                raise errors.ConfigError(f"vote's {what} is too long: got {len(value)} bytes, at most {limit} fit")
+        object.__setattr__(self, "code", printable(self.code)[:64])
+        object.__setattr__(self, "reason", printable(self.reason))
+
+    @classmethod
+    def of_error(cls, error: BaseException) -> Vote:
+        """Return the no-vote that makes every participant raise this error."""
+        code, reason = errors.to_wire(error)
+        return cls(ok=False, code=code, reason=reason)
+
+
+YES = Vote()
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What several barriers belong to: a save, a restore. A client is in one operation at a time.
+
+    The keeper of the barriers makes the id at the operation's first barrier, to which clients come with `BEGIN`.
+
+    Args:
+        id: The same for all participants; "": not begun.
+        calls: Number of the call with which each participant began; empty where the keeper knows them.
+    """
+
+    id: str = ""
+    calls: Mapping[int, int] = field(default_factory=dict, compare=False)
+
+
+BEGIN = Operation()
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Which round of a name this is for the client, as far as it can tell; see `dtckpt.coordination.barrier_rules`.
+
+    Args:
+        text: Keepers compare it for equality only. At most `MAX_NAME_BYTES`.
+        is_certain: Whether a client that skipped rounds would have another text.
+    """
+
+    text: str = ""
+    is_certain: bool = False
+
+
+ANYWHERE = Position()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A passed barrier.
+
+    Args:
+        name: Of the barrier.
+        generation: Which round of the name it was, as its keeper counts them.
+        payloads: By client, for callers that asked with ``collect=True``.
+        operation: The operation that has begun, or goes on, with it.
+        cut_off: The clients whose arrival got through at a later try only.
+    """
+
+    name: str
+    generation: int
+    payloads: Mapping[int, bytes]
+    operation: Operation = BEGIN
+    cut_off: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Who a client is: its place in the job and, by ``incarnation``, which life of the process this is.
+
+    Args:
+        attempt: Which start of the whole job, from 0 to 2^32 - 1.
+        job_name: How full task names call the job (`dtckpt.job_name`); empty: as ``job``.
+
+    Raises:
+        ConfigError: The numbers make no sense, or a name is not valid Unicode.
+    """
+
+    job: str
+    client: int
+    num_clients: int
+    incarnation: int
+    attempt: int = 0
+    job_name: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.client < self.num_clients:
+            raise errors.ConfigError(
+                f"client {self.client} does not fit job {self.job!r}: expected an id from 0 to {self.num_clients - 1}"
+            )
+        if not 0 <= self.attempt < 1 << 32:
+            raise errors.ConfigError(f"attempt of job {self.job!r} is {self.attempt}; expected 0 to 2^32 - 1")
+        for name in (self.job, self.job_name):
+            try:
+                name.encode()
+            except UnicodeEncodeError as error:
+                raise errors.ConfigError(f"name of the job, {name!r}, is not valid Unicode: {error.reason}") from None
+
+    def full_task_name(self, client: int | None = None) -> str:
+        """Return the full name of a client's task, this one's unless another is given."""
+        return f"{self.job_name or self.job}/replica:0/task:{self.client if client is None else client}"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a client is doing. Heartbeats go on while it is stuck, so only this tells slow from hung.
+
+    Raises:
+        ConfigError: It is nothing that can be sent. The thread that sends it would have nobody to tell.
+    """
+
+    phase: str = ""
+    step: int = 0
+    bytes_done: int = 0
+    bytes_total: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = {name: getattr(self, name) for name in ("step", "bytes_done", "bytes_total")}
+        if not isinstance(self.phase, str) or not all(map(_is_sendable, numbers.values())):
+            raise errors.ConfigError(
+                f"progress is phase {self.phase!r} with {numbers}; expected a text, and whole numbers below 2^63"
+            )
+        object.__setattr__(self, "phase", printable(self.phase))
+        for name, number in numbers.items():
+            object.__setattr__(self, name, operator.index(number))
+
+
+def _is_sendable(number: object) -> bool:
+    return hasattr(number, "__index__") and -(1 << 63) <= operator.index(number) < 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStatus:
+    """One client as seen by the others; ``state`` is unknown, registered, suspect, lost, left or fenced.
+
+    ``name`` is its full task name, as of `dtckpt.full_job_name`.
+    ``progress_age_s`` is how long the progress has been what it is. None: nobody knows.
+    """
+
+    client: int
+    state: str
+    incarnation: int = 0
+    heartbeat_age_s: float | None = None
+    progress: Progress = Progress()
+    progress_age_s: float | None = None
+    host: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierStatus:
+    """One open barrier and the participants that have not arrived.
+
+    Of thousands the coordinator lists the first; ``num_unlisted`` is the number of the others.
+    """
+
+    name: str
+    generation: int
+    num_participants: int
+    missing: tuple[int, ...]
+    age_s: float | None = None
+    num_unlisted: int = 0
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.missing) + self.num_unlisted
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """The job as seen from this client."""
+
+    job: str
+    num_clients: int
+    tasks: tuple[TaskStatus, ...]
+    barriers: tuple[BarrierStatus, ...]
+    attempt: int = 0
+
+
+@runtime_checkable
+class Coordination(Protocol):
+    """A client's way to the others. Thread-safe; barriers of different names may be waited for at the same time."""
+
+    @property
+    def member(self) -> Member:
+        """Who this client is."""
+        ...
+
+    @property
+    def heartbeat_timeout_s(self) -> float:
+        """Silence after which a client is lost."""
+        ...
+
+    def register(self) -> None:
+        """Announce this client and start its heartbeats. Idempotent; `barrier` does it when nobody has.
+
+        Raises:
+            FencedError: Another live process, or a newer attempt, has this client's place.
+            CoordinatorUnavailableError: The meeting point cannot be reached.
+        """
+        ...
+
+    def heartbeat(self, progress: Progress) -> None:
+        """Note progress for the next heartbeat; a new phase is told at once.
+
+        Never blocks; that heartbeats are sent is not the caller's duty.
+        """
+        ...
+
+    def barrier(
+        self,
+        name: str,
+        vote: Vote = YES,
+        *,
+        timeout_s: float,
+        participants: Sequence[int] | None = None,
+        collect: bool = False,
+        operation: Operation | None = None,
+        position: Position = ANYWHERE,
+    ) -> Verdict:
+        """Wait until all participants (default: all clients) have arrived.
+
+        Collective: Over ``participants``. Returns for all, or raises the same error class and text for all. An error
+        that is the barrier's verdict has an attribute ``is_verdict``; another one leaves open how the round ended. The
+        attribute ``was_cut_off`` tells that this client's arrival got through at a later try only, ``is_retold`` that
+        the error is that of an earlier round, which this client had missed.
+        Blocks: At most about ``timeout_s``; the shortest timeout among those that arrived decides.
+
+        Args:
+            name: 1 to `MAX_NAME_BYTES` bytes of UTF-8.
+            vote: What this client says.
+            timeout_s: Seconds.
+            participants: Ids of the clients that take part.
+            collect: Whether to return everyone's payload.
+            operation: The operation that the barrier belongs to; `BEGIN` at its first one. None: it stands alone.
+            position: Tells late arrivals from new ones.
+
+        Raises:
+            ConfigError: The arguments cannot be used (this caller only).
+            BarrierConflictError: This client is no participant (this caller only); or topics or participants differ,
+                or a participant is in another operation.
+            BarrierTimeoutError: The clients in ``missing`` did not arrive in time.
+            ClientLostError: The clients in ``clients`` fell silent or left.
+            BarrierCancelledError: A participant was interrupted while it waited.
+            FencedError: Another process has taken this client's place.
+            CoordinatorUnavailableError: The meeting point cannot be reached.
+            DtckptError: Any class that a no-vote named, else ClientFailedError.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Say goodbye, stop threads and close connections. Idempotent."""
+        ...
+
+    def status(self) -> JobStatus:
+        """Return who is alive and which open barriers wait for whom."""
+        ...

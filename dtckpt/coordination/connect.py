@@ -1,0 +1,188 @@
+"""How the clients of a job meet, and which way is chosen.
+
+A coordinator that the environment names (`dtckpt.coordination.discovery`) is chosen; else a single client meets nobody;
+else the clients meet at the store of `torch.distributed`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dtckpt.comm import fork_guard
+from dtckpt.config import Config
+from dtckpt.coordination import identity
+from dtckpt.coordination.api import (
+    DEFAULT_HEARTBEAT_TIMEOUT_S,
+    Coordination,
+    JobStatus,
+    Member,
+)
+from dtckpt.coordination.discovery import find_coordinator
+from dtckpt.coordination.single_client import LocalCoordination
+from dtckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dtckpt.coordination.grpc_client import GrpcCoordination
+
+logger = logging.getLogger("dtckpt.coordination")
+_lock = threading.RLock()
+_current: Coordination | None = None
+
+
+def connect(
+    env: Mapping[str, str] | None = None,
+    *,
+    coordinator: str | None = None,
+    heartbeat_timeout_s: float | None = None,
+    fallback: str | None = None,
+) -> Coordination:
+    """Return this process's coordination, not yet registered, as arguments and environment describe it.
+
+    Raises:
+        ConfigError: A variable has a value that cannot be used, or the clients have no place to meet.
+        CoordinatorUnavailableError: The store of `torch.distributed` cannot be reached.
+    """
+    env = os.environ if env is None else env
+    member = _member(env)
+    timeout_s = _heartbeat_timeout_s(env) if heartbeat_timeout_s is None else heartbeat_timeout_s
+    if found := find_coordinator(env, coordinator):
+        from dtckpt.coordination.grpc_client import GrpcCoordination
+        from dtckpt.coordination.grpc_credentials import Access
+
+        logger.info("the coordinator is at %s, says %s", found.address, found.source)
+        access = Access.from_environ(env)
+        there = GrpcCoordination(found.address, member, access=access, heartbeat_timeout_s=timeout_s)
+        return _with_fallback(there, env.get("DTCKPT_COORDINATOR_FALLBACK") if fallback is None else fallback)
+    if member.num_clients == 1:
+        return LocalCoordination(member)
+    from dtckpt.coordination.torch_store import from_environment
+
+    return from_environment(member, heartbeat_timeout_s=timeout_s)
+
+
+def _with_fallback(coordination: GrpcCoordination, fallback: str | None) -> Coordination:
+    if not fallback:
+        return coordination
+    from dtckpt.coordination.fallback import FALLBACKS, with_fallback
+
+    if fallback not in FALLBACKS:
+        expected = ", ".join(FALLBACKS)
+        raise ConfigError(f"fallback (or DTCKPT_COORDINATOR_FALLBACK) is {fallback!r}; expected {expected}, or none")
+    return with_fallback(coordination)
+
+
+def _member(env: Mapping[str, str]) -> Member:
+    config = Config.from_environ()
+    job = env.get("DTCKPT_JOB") or env.get("DTENSOR_JOB_NAME") or env.get("TORCHELASTIC_RUN_ID") or config.job_name
+    attempt = Config.from_environ(env).attempt
+    if config.num_clients > 1 and not env.get("DTCKPT_ATTEMPT"):
+        from dtckpt.comm.rendezvous import attempt_of_default_group
+
+        # What the clients have agreed on, if they have: the nodes of a job may count their restarts differently.
+        agreed = attempt_of_default_group()
+        attempt = attempt if agreed is None else agreed
+    return Member(job, config.client_id, config.num_clients, identity.incarnation(), attempt, config.job_name)
+
+
+def _heartbeat_timeout_s(env: Mapping[str, str]) -> float:
+    text = env.get("DTCKPT_HEARTBEAT_TIMEOUT_S")
+    if not text:
+        return DEFAULT_HEARTBEAT_TIMEOUT_S
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"DTCKPT_HEARTBEAT_TIMEOUT_S is {text!r}; expected a positive number of seconds")
+    return timeout_s
+
+
+def current_coordination() -> Coordination:
+    """Return this process's coordination; connects on first use and leaves when the process exits.
+
+    Raises:
+        ForkedProcessError: This process was forked from one that uses checkpoints.
+        DtckptError: As `connect`.
+    """
+    fork_guard.claim_process()
+    with _lock:
+        if _current is None:
+            set_coordination(connect())
+        assert _current is not None  # noqa: S101  set just above
+        return _current
+
+
+def set_coordination(coordination: Coordination | None) -> None:
+    """Make ``coordination`` this process's. The one before is not left; that is its owner's business."""
+    global _current  # noqa: PLW0603  (one coordination per process)
+    with _lock:
+        _current = coordination
+
+
+def initialize_multi_client(
+    coordinator: str | None = None, *, heartbeat_timeout_s: float | None = None, fallback: str | None = None
+) -> None:
+    """Connect this process to the other clients of its job and register it.
+
+    Args:
+        coordinator: ``host:port`` of a running ``dtckpt-coordinator serve``; default: the one that the environment
+            names (`dtckpt.coordination.discovery`), else the store of `torch.distributed`.
+        heartbeat_timeout_s: Silence after which a client counts as lost; default ``DTCKPT_HEARTBEAT_TIMEOUT_S`` or 60.
+        fallback: ``process_group``: when the coordinator has not answered one of the clients for two heartbeat
+            timeouts, all clients meet at the store of `torch.distributed` from then on. The same for all clients.
+            Default: ``DTCKPT_COORDINATOR_FALLBACK``, else none: what needs the coordinator fails.
+
+    Raises:
+        ConfigError: It was called before, or the environment cannot be used.
+        ForkedProcessError: This process was forked from one that uses checkpoints.
+        FencedError: Another process has this client's place.
+        CoordinatorUnavailableError: The meeting point cannot be reached.
+    """
+    fork_guard.claim_process()
+    with _lock:
+        if _current is not None:
+            raise ConfigError(
+                "multi-client is already initialized (by an earlier call, or by first use); call it once, before "
+                "anything that coordinates, or call shutdown_multi_client() in between"
+            )
+        coordination = connect(coordinator=coordinator, heartbeat_timeout_s=heartbeat_timeout_s, fallback=fallback)
+        coordination.register()
+        set_coordination(coordination)
+
+
+def job_status() -> JobStatus:
+    """Return all tasks of this client's job, with full names and states, and the barriers that are open.
+
+    The coordinator knows them, where there is one; else the store where the clients meet. The client joins its job by
+    this, as by `initialize_multi_client`, if it has not yet.
+
+    Raises:
+        FencedError: Another process has this client's place.
+        CoordinatorUnavailableError: The meeting point cannot be reached.
+
+    >>> [task.name for task in job_status().tasks]
+    ['localhost/replica:0/task:0']
+    """
+    coordination = current_coordination()
+    coordination.register()
+    return coordination.status()
+
+
+def shutdown_multi_client() -> None:
+    """Leave the job, if this process is part of one. Idempotent; runs by itself when the process exits."""
+    if fork_guard.is_forked():
+        return  # the parent is the client
+    with _lock:
+        coordination = _current
+        set_coordination(None)
+    if coordination is not None:
+        coordination.leave()
+
+
+atexit.register(shutdown_multi_client)

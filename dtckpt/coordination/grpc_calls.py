@@ -1,0 +1,222 @@
+"""Calls to the coordinator: repeated until answered, with refusals as errors of ours.
+
+A channel must not be used after a fork, so each process opens its own when it first needs one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
+
+from dtckpt import errors
+from dtckpt._proto import coordinator_pb2 as pb
+from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
+from dtckpt.coordination import verdicts
+from dtckpt.coordination.grpc_credentials import PREFIX, Access
+
+logger = logging.getLogger("dtckpt.coordination")
+T = TypeVar("T")
+
+CALL_TIMEOUT_S = 10.0
+"""Of one quick call, and by how much a barrier's calls outlast its deadline, so that the verdict arrives first."""
+DISTRUST_S = 3.0
+"""How long a certificate may be the wrong one before that is an error: it, or an address, may just be changing."""
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.05, 2.0
+OPTIONS = (
+    ("grpc.max_receive_message_length", 256 << 20),  # payloads of thousands of clients
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # In spite of its name, how long an attempt to connect may take: a handshake over a slow network, or with a
+    # coordinator that is overbooked, must come to its end.
+    ("grpc.min_reconnect_backoff_ms", 10_000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),  # a pod that comes back has another address; default: 30 s
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # grpc.keepalive_timeout_ms is not looked at in gRPC 1.85; default: 60 s
+    ("grpc.enable_http_proxy", 0),  # the coordinator is a neighbour; a proxy variable would send calls astray
+)
+REPEATED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+_DISTRUST = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER", "Hostname Verification Check failed")
+"""What gRPC's texts hold when this side ends a handshake; the other side's refusal is just a closed socket."""
+
+
+class UnknownError(Exception):
+    """The coordinator does not know this task, job or barrier."""
+
+
+class HeldError(Exception):
+    """Another process holds this client's place and may be alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """A channel and the process that opened it."""
+
+    pid: int
+    channel: grpc.Channel
+    stub: pb_grpc.CoordinatorStub
+
+
+class Caller:
+    """Makes calls to one coordinator. Thread-safe.
+
+    Args:
+        address: ``host:port``.
+        access: Certificates and token.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, address: str, access: Access, clock: Callable[[], float] = time.monotonic) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise errors.ConfigError(f"coordinator address is {address!r}; expected host:port")
+        self._address = address
+        self._access = access
+        self._clock = clock
+        self.give_up_s = math.inf
+        """Longest time to look for a coordinator that does not answer, where a deadline would allow more."""
+        self._lock = threading.RLock()
+        self._connection: _Connection | None = None
+
+    def close(self) -> None:
+        """Close the connection; a later call opens another."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.channel.close()
+
+    def _raise_if_over(self) -> None:
+        """Raise if no call shall be made any more."""
+
+    def _stub(self) -> pb_grpc.CoordinatorStub:
+        with self._lock:
+            if self._connection is None or self._connection.pid != os.getpid():
+                channel = self._access.open_channel(self._address, OPTIONS)
+                self._connection = _Connection(os.getpid(), channel, pb_grpc.CoordinatorStub(channel))
+            return self._connection.stub
+
+    def _once(self, call: Callable[[pb_grpc.CoordinatorStub, float], T], timeout_s: float) -> T:
+        """Make one call and translate the coordinator's refusals; other failures stay RpcError."""
+        try:
+            return call(self._stub(), timeout_s)
+        except grpc.RpcError as error:
+            raise_refusal(_status(error), error)
+            if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own limit, on the size of a message
+                text = (
+                    f"the coordinator at {self._address} and this client cannot exchange a message: {error.details()}"
+                )
+                raise errors.CoordinationError(text) from error
+            raise
+
+    def _call(
+        self,
+        call: Callable[[pb_grpc.CoordinatorStub, float], T],
+        deadline: float,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> T:
+        """Repeat a call until it is answered or the deadline has passed.
+
+        Args:
+            call: Gets the stub and the seconds that it may take.
+            deadline: When to give up, on the clock; `give_up_s` may come first.
+            timeout_s: Of one call: how long the coordinator is asked to wait, and `CALL_TIMEOUT_S`.
+        """
+        start = self._clock()
+        deadline = min(deadline, start + timeout_s - CALL_TIMEOUT_S + self.give_up_s)
+        next_log = start + verdicts.STILL_WAITING_S
+        for pause_s in backoffs():
+            self._raise_if_over()
+            remaining_s = deadline - self._clock()
+            try:
+                return self._once(call, max(min(timeout_s, remaining_s), 0.1))
+            except grpc.RpcError as error:
+                now = self._clock()
+                if is_distrust(error) and now + pause_s >= min(deadline, start + DISTRUST_S):
+                    raise errors.CoordinatorPermissionError(
+                        f"the coordinator at {self._address} is not to be trusted, as {PREFIX}CA says: "
+                        f"{describe(error)}"
+                    ) from error
+                if error.code() not in REPEATED or now + pause_s >= deadline:
+                    raise errors.CoordinatorUnavailableError(
+                        f"the coordinator at {self._address} cannot be reached: {describe(error)}"
+                    ) from error
+                if now >= next_log:
+                    next_log = now + verdicts.STILL_WAITING_S
+                    logger.warning("still trying to reach the coordinator at %s: %s", self._address, describe(error))
+            time.sleep(pause_s)
+        raise AssertionError("backoffs never end")
+
+    def _job_pages(self, job: str, deadline: float) -> list[pb.GetJobResponse]:
+        """Return all that the coordinator says about a job.
+
+        Raises:
+            UnknownError: It does not know the job.
+        """
+        request, pages = pb.GetJobRequest(job=job), list[pb.GetJobResponse]()
+        while not pages or request.page_token:
+            pages.append(self._call(lambda stub, t: stub.GetJob(request, timeout=t), deadline))
+            request.page_token = pages[-1].next_page_token
+        return pages
+
+
+def raise_refusal(status: Status, cause: BaseException | None = None) -> None:
+    """Raise what the coordinator's refusal says, unless that is that the call may be repeated."""
+    if status.code == code_pb2.NOT_FOUND:
+        raise UnknownError(status.message) from cause
+    if status.code == code_pb2.ABORTED:
+        raise HeldError(status.message) from cause
+    named = _error_class(status)
+    if named and status.code != code_pb2.UNAVAILABLE:
+        raise errors.from_wire(named, status.message) from cause
+
+
+def _status(error: grpc.RpcError) -> Status:
+    trailer = {item.key: item.value for item in error.trailing_metadata() or ()}
+    try:
+        status = Status.FromString(trailer.get("grpc-status-details-bin", b""))
+    except DecodeError:  # not of a coordinator; the code says enough
+        status = Status()
+    status.code, status.message = error.code().value[0], error.details() or ""
+    return status
+
+
+def _error_class(status: Status) -> str:
+    """Return the class of ours that the coordinator's ``google.rpc.ErrorInfo`` names, "" if there is none."""
+    info = ErrorInfo()
+    found = any(detail.Unpack(info) for detail in status.details)
+    return info.metadata.get("error", "") if found and info.domain == "dtckpt" else ""
+
+
+def backoffs() -> Iterator[float]:
+    """Yield ever longer pauses, each random, so that clients which failed together do not return together."""
+    pause_s = FIRST_BACKOFF_S
+    while True:
+        yield pause_s * random.uniform(0.5, 1.0)  # noqa: S311  not a secret
+        pause_s = min(pause_s * 2, LAST_BACKOFF_S)
+
+
+def is_distrust(error: grpc.RpcError) -> bool:
+    """Whether this side refused what the other side showed in the handshake."""
+    return any(text in (error.details() or "") for text in _DISTRUST)
+
+
+def describe(error: BaseException) -> str:
+    """Return what a failed call's error says, with what may help."""
+    if not isinstance(error, grpc.RpcError):
+        return str(error)
+    details = error.details() or ""
+    is_hung_up = "failed to connect" in details and "Socket closed" in details
+    hint = f"; does it expect TLS ({PREFIX}CA) or a client certificate ({PREFIX}CERT)?" if is_hung_up else ""
+    return f"{error.code().name}: {details}{hint}"

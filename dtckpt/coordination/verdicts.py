@@ -1,0 +1,195 @@
+"""Rules and texts that the implementations share. Pure: no clock, no I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from dtckpt import errors
+from dtckpt.coordination import barrier_rules
+from dtckpt.coordination.api import MAX_NAME_BYTES, Member, Progress, Vote, printable
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The decided end of a barrier: passed (no code), or the error that every participant raises."""
+
+    code: str = ""
+    message: str = ""
+    clients: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    decided_at: float = 0.0
+    """Seconds since the epoch, for messages."""
+    is_retold: bool = False
+    """Whether it tells of an earlier round."""
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> Outcome:
+        fields = json.loads(text)
+        return cls(**{**fields, "clients": tuple(fields["clients"]), "missing": tuple(fields["missing"])})
+
+    def raise_failure(self, *, was_cut_off: bool = False) -> None:
+        """Raise the error of a failed barrier; return for a passed one.
+
+        Args:
+            was_cut_off: Whether this client's arrival got through at a later try only.
+        """
+        if self.code:
+            facts = {"clients": self.clients, "missing": self.missing}
+            known = {name: ids for name, ids in facts.items() if ids}
+            raise errors.from_wire(
+                self.code,
+                self.message,
+                is_verdict=True,
+                is_retold=self.is_retold,
+                was_cut_off=was_cut_off,
+                **known,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How one round ended.
+
+    Args:
+        name: Of the barrier.
+        operation: The operation that it belongs to; "": this is its first round. None: it stands alone.
+        participants: The clients that took part.
+        round_id: What its keeper calls it.
+        outcome: The verdict.
+        payloads: By client; None for a client that did not ask for them.
+    """
+
+    name: str
+    operation: str | None
+    participants: tuple[int, ...]
+    round_id: str
+    outcome: Outcome
+    payloads: Mapping[int, bytes] | None
+
+
+PASSED = Outcome()
+MAX_TIMEOUT_S = 7 * 86400.0
+STILL_WAITING_S = 30.0
+"""How often a waiting client says for whom it waits."""
+
+
+def failed(
+    cls: type[errors.DtckptError], message: str, *, clients: tuple[int, ...] = (), missing: tuple[int, ...] = ()
+) -> Outcome:
+    """Return the outcome that makes everyone raise ``cls(message)``."""
+    return Outcome(cls.__name__, printable(message), clients, missing)
+
+
+def voted_no(client: int, vote: Vote) -> Outcome:
+    """Return the outcome of a no-vote."""
+    code = vote.code or errors.ClientFailedError.__name__
+    return Outcome(code=code, message=printable(f"client {client}: {vote.reason or 'voted no without a reason'}"))
+
+
+def task_name(job: str, client: int) -> str:
+    """Return how messages name a client."""
+    return f"client {client} ({job}/{client})"
+
+
+def last_seen(progress: Progress | None) -> str:
+    """Return what a client last reported, for the end of a message about it; None means that it never registered."""
+    if progress is None:
+        return ", which never registered"
+    if not progress.phase:
+        return ""
+    step = f" step {progress.step}" if progress.step else ""
+    share = f", {progress.bytes_done / progress.bytes_total:.0%}" if progress.bytes_total > 0 else ""
+    return f"; last seen in phase {progress.phase!r}{step}{share}"
+
+
+def lost(name: str, gone: Mapping[int, str]) -> Outcome:
+    """Return the outcome of a barrier of which these participants fell silent or left."""
+    text = f"barrier {name!r} failed: {errors.capped(gone.values())}"
+    return failed(errors.ClientLostError, text, clients=tuple(gone))
+
+
+def timed_out(name: str, timeout_s: float, num_participants: int, missing: Mapping[int, str]) -> Outcome:
+    """Return the outcome of a barrier whose deadline passed."""
+    arrived = f"{num_participants - len(missing)}/{num_participants} arrived"
+    text = f"barrier {name!r} timed out after {timeout_s:g} s: {arrived}, missing {errors.capped(missing.values())}"
+    return failed(errors.BarrierTimeoutError, text, missing=tuple(missing))
+
+
+def came_late(name: str, age_s: float, former: Outcome) -> Outcome:
+    """Return the outcome of a round at which only clients arrived that had missed an earlier one."""
+    return replace(former, message=printable(barrier_rules.came_late(name, age_s, former.message)), is_retold=True)
+
+
+def gave_up(name: str, who: str) -> Outcome:
+    """Return the outcome of a round in which a client stopped to wait without having heard a verdict."""
+    return failed(errors.BarrierCancelledError, barrier_rules.gave_up(name, who))
+
+
+def is_elsewhere(name: str, who: str) -> Outcome:
+    """Return the outcome of an operation's round that waits for a client which has left the operation."""
+    return failed(errors.BarrierConflictError, barrier_rules.is_elsewhere(name, who))
+
+
+def wait_for_each_other(first: str, first_name: str, second: str, second_name: str) -> Outcome:
+    """Return the outcome of two rounds which each wait for a client that waits in the other."""
+    return failed(
+        errors.BarrierConflictError, barrier_rules.wait_for_each_other(first, first_name, second, second_name)
+    )
+
+
+def topics_differ(name: str, first: tuple[int, bytes], other: tuple[int, bytes]) -> Outcome:
+    """Return the outcome of a round to which two clients came for different topics."""
+    (client, topic), (late_client, late_topic) = first, other
+    text = (
+        f"topics differ: client {client} came for {topic.hex() or 'none'}, "
+        f"client {late_client} for {late_topic.hex() or 'none'}"
+    )
+    return failed(errors.BarrierConflictError, f"barrier {name!r}: {text}")
+
+
+def participants_differ(name: str, first: tuple[int, Sequence[int]], other: tuple[int, Sequence[int]]) -> Outcome:
+    """Return the outcome of a round to which two clients came with different participants."""
+    (client, theirs), (late_client, ours) = first, other
+    extra = [errors.capped(sorted(more)) or "no one" for more in (set(theirs) - set(ours), set(ours) - set(theirs))]
+    text = f"participants differ: client {client} also expects {extra[0]}, client {late_client} also expects {extra[1]}"
+    return failed(errors.BarrierConflictError, f"barrier {name!r}: {text}")
+
+
+def validate_barrier(
+    member: Member, name: str, timeout_s: float, participants: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Check a barrier's arguments and return its participants, sorted.
+
+    Raises:
+        ConfigError: Name, timeout or participants cannot be used.
+        BarrierConflictError: The client is not among the participants.
+    """
+    try:
+        nbytes = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise errors.ConfigError(f"barrier name {name!r} is not valid Unicode: {error.reason}") from None
+    if not 0 < nbytes <= MAX_NAME_BYTES:
+        raise errors.ConfigError(f"barrier name {name!r} has {nbytes} bytes; expected 1 to {MAX_NAME_BYTES}")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise errors.ConfigError(
+            f"barrier {name!r}: timeout_s is {timeout_s}; expected a positive number of seconds, at most "
+            f"{MAX_TIMEOUT_S:g}"
+        )
+    everyone = range(member.num_clients)
+    members = tuple(everyone) if participants is None else tuple(sorted(set(participants)))
+    strangers = [client for client in members if client not in everyone]
+    if strangers or (participants is not None and len(members) != len(participants)):
+        raise errors.ConfigError(
+            f"barrier {name!r}: participants {errors.capped(participants or ())} must be different ids "
+            f"from 0 to {member.num_clients - 1}"
+        )
+    if member.client not in members:
+        raise errors.BarrierConflictError(
+            f"barrier {name!r}: client {member.client} is not a participant; participants are {errors.capped(members)}"
+        )
+    return members

@@ -1,0 +1,272 @@
+"""Components in, components out: `pack` and `unpack`."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtckpt.comm.collectives import all_gather_object, as_bytes
+from dtckpt.comm.process_groups import is_connected
+from dtckpt.comm.torch_device import device_of
+from dtckpt.dtensor.tensor import DTensor
+from dtckpt.errors import (
+    ComponentError,
+    DtckptError,
+    LayoutError,
+    LayoutTypeError,
+    ReplicaMismatchError,
+    capped,
+    from_wire,
+    to_wire,
+)
+from dtckpt.layout.layout import MATCH, Layout
+from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.placement import validate_reductions
+
+
+def pack(
+    tensors: Sequence[Any], layout: Layout, shape: Sequence[int] | None = None, *, run_check: bool = False
+) -> DTensor:
+    """Make a DTensor from the components of this client's devices.
+
+    Component ``i`` belongs to ``layout.mesh.local_devices()[i]`` and is that device's region of the global tensor.
+    Components share memory with the result where they are on the right device already, or on the meta device.
+
+    Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``, if the mesh spans several clients
+    and a process group connects them: they exchange shapes and dtypes, and raise the same error. Otherwise no
+    communication.
+
+    Args:
+        tensors: One tensor, array, scalar or nested sequence of numbers per local device.
+        layout: The layout; every tensor dim needs a spec.
+        shape: Global shape. Without it the shape is found from the components, for which a client needs some.
+        run_check: Compare the values of components that are copies of each other, on all clients where a process
+            group connects them (collective then).
+
+    Raises:
+        LayoutTypeError: ``layout`` is no Layout, or ``tensors`` no sequence.
+        LayoutError: The layout cannot hold a tensor (MATCH, single device, empty mesh, bitwise reductions of floats).
+        ComponentError: Count, rank, shapes or dtypes do not fit the layout or each other.
+        ReplicaMismatchError: Copies differ (with ``run_check``).
+    """
+    _validate_mesh(layout)
+    if shape is None and layout.mesh.is_remote():
+        raise ComponentError(
+            f"this client has no device in mesh {layout.mesh.name!r} {layout.mesh.axis_sizes} of clients "
+            f"{capped(layout.mesh.clients)}, so it cannot find the global shape; got no shape, expected one"
+        )
+    components: list[torch.Tensor] = []
+    given: tuple[int, ...] | None = None
+    failure: DtckptError | None = None
+    try:
+        given = None if shape is None else _shape_of(shape)
+        components = _components(tensors, layout)
+    except DtckptError as error:
+        failure = error
+    facts = Facts.of(components, layout, failure, given)
+    if (shape is None or run_check) and _is_shared(layout.mesh):
+        facts = Facts.merged(all_gather_object(facts, layout.mesh.clients))
+    facts.validate_agreement(layout)
+    whole = facts.global_shape(layout) if given is None else given
+    facts.validate(layout, whole)
+    if run_check:
+        _validate_replicas(components, layout, whole)
+    dtype = components[0].dtype if components else getattr(torch, facts.dtype or "float32")
+    return DTensor(components, layout, whole, dtype)
+
+
+def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
+    """Return what all clients raise: the error of the first one that has any.
+
+    Collective: Over the mesh's clients, in place of the exchange of `pack`, which this client cannot come to.
+    """
+    if not _is_shared(mesh):
+        return error
+    facts = all_gather_object(Facts({}, {}, to_wire(error)), mesh.clients)
+    return from_wire(*(Facts.merged(facts).failure or to_wire(error)))
+
+
+def unpack(tensor: DTensor) -> list[torch.Tensor]:
+    """Return the components of this client's devices, in `Mesh.local_devices` order; they share memory.
+
+    Raises:
+        LayoutTypeError: The argument is no DTensor.
+    """
+    if not isinstance(tensor, DTensor):
+        raise LayoutTypeError(f"unpack needs a DTensor; got {type(tensor).__name__}")
+    return list(tensor.components)
+
+
+def _is_shared(mesh: Mesh) -> bool:
+    """Whether this client and others of the mesh can talk."""
+    return mesh.num_clients > 1 and not mesh.is_remote() and is_connected(mesh.clients)
+
+
+def _validate_mesh(layout: Layout) -> None:
+    if not isinstance(layout, Layout):
+        raise LayoutTypeError(f"pack needs a Layout; got {type(layout).__name__}")
+    if layout.mesh.is_single_device() or not layout.mesh.device_ids:
+        raise LayoutError(f"pack needs a layout on a mesh of devices; got {layout.to_string()}")
+
+
+def _shape_of(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, shape))
+    except TypeError:
+        raise LayoutTypeError(f"global shape: got {shape!r}, expected a sequence of integers") from None
+
+
+def _components(tensors: Sequence[Any], layout: Layout) -> list[torch.Tensor]:
+    if MATCH in layout.sharding_specs:
+        raise LayoutError(f"pack needs a spec for every dim; got 'match' in {layout.sharding_specs}")
+    if isinstance(tensors, torch.Tensor | np.ndarray | str | bytes) or not isinstance(tensors, Sequence):
+        raise LayoutTypeError(f"pack needs a sequence of components; got {type(tensors).__name__}")
+    devices = [device_of(name) for name in layout.mesh.local_devices()]
+    made = []
+    for position, value in enumerate(tensors):
+        if isinstance(value, DTensor) or value is None:
+            raise ComponentError(f"component {position} must be a plain tensor; got {type(value).__name__}")
+        try:
+            component = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ComponentError(f"component {position} cannot become a tensor: {error}") from error
+        if component.layout != torch.strided:
+            raise ComponentError(f"component {position} must be dense; got {component.layout}")
+        made.append(component.resolve_conj().resolve_neg())  # what runs on components takes no notice of the marks
+    if len(made) != len(devices):
+        raise ComponentError(f"pack needs one component per local device; got {len(made)}, expected {len(devices)}")
+    for position, component in enumerate(made):
+        if component.ndim != layout.rank:
+            raise ComponentError(
+                f"component {position} does not fit the layout's rank; got shape {tuple(component.shape)}, "
+                f"expected {layout.rank} dims"
+            )
+    if len({component.is_meta for component in made}) > 1:
+        raise ComponentError("components must all be on the meta device or none; got some that are and some that not")
+    return [part if part.is_meta else part.to(device) for part, device in zip(made, devices, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What `pack` must know about components, of this client's devices or of all clients'.
+
+    Args:
+        shapes: Component shape by global device id.
+        dtypes: Component dtype by global device id.
+        failure: ``(code, message)`` of an error that kept a client from having components.
+        layouts: Texts of the layouts that clients give, and whether they give meta tensors, each once.
+        global_shapes: Global shapes that clients give, each once.
+    """
+
+    shapes: Mapping[int, tuple[int, ...]]
+    dtypes: Mapping[int, str]
+    failure: tuple[str, str] | None
+    layouts: tuple[str, ...] = ()
+    global_shapes: tuple[tuple[int, ...] | None, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        components: Sequence[torch.Tensor],
+        layout: Layout,
+        failure: DtckptError | None,
+        shape: tuple[int, ...] | None,
+    ) -> Facts:
+        """Describe this client's components."""
+        named = dict(zip(layout.mesh.local_device_ids(), components, strict=False))
+        return cls(
+            {device: tuple(component.shape) for device, component in named.items()},
+            {device: str(component.dtype).removeprefix("torch.") for device, component in named.items()},
+            to_wire(failure) if failure else None,
+            () if failure else (f"{', '.join(map(str, layout.placements))}{' on meta' * _are_meta(components)}",),
+            (shape,),
+        )
+
+    @classmethod
+    def merged(cls, facts: Sequence[Facts]) -> Facts:
+        """Put the facts of all clients together; the first client's failure counts."""
+        shapes = {device: shape for fact in facts for device, shape in fact.shapes.items()}
+        dtypes = {device: dtype for fact in facts for device, dtype in fact.dtypes.items()}
+        failure = next((fact.failure for fact in facts if fact.failure), None)
+        layouts = tuple(sorted({text for fact in facts for text in fact.layouts}))
+        global_shapes = tuple(dict.fromkeys(shape for fact in facts for shape in fact.global_shapes))
+        return cls(shapes, dtypes, failure, layouts, global_shapes)
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype of any component, if one is in sight."""
+        return next(iter(self.dtypes.values()), None)
+
+    def global_shape(self, layout: Layout) -> tuple[int, ...]:
+        """Find the global shape.
+
+        Where shards are out of sight they are taken to be as long as the longest in sight.
+        """
+        sizes = []
+        for dim in range(layout.rank):
+            seen = {layout.shard_index(device)[dim]: shape[dim] for device, shape in self.shapes.items()}
+            is_complete = len(seen) == layout.num_shards(dim)
+            sizes.append(sum(seen.values()) if is_complete else max(seen.values(), default=0) * layout.num_shards(dim))
+        return tuple(sizes)
+
+    def validate_agreement(self, layout: Layout) -> None:
+        """Check that every client has components, all of one dtype that the layout can have, and in one layout."""
+        if self.failure:
+            raise from_wire(*self.failure)
+        if len(self.layouts) > 1:
+            raise ComponentError(f"clients give different placements; got {capped(self.layouts)}; expected the same")
+        if len(self.global_shapes) > 1:
+            raise ComponentError(f"clients give different global shapes; got {capped(self.global_shapes)}")
+        if len(set(self.dtypes.values())) > 1:
+            raise ComponentError(f"components must have one dtype; got {', '.join(sorted(set(self.dtypes.values())))}")
+        if self.dtype:
+            validate_reductions(layout.partial, getattr(torch, self.dtype))
+
+    def validate(self, layout: Layout, shape: tuple[int, ...]) -> None:
+        """Check that the components are those of a tensor of ``shape``."""
+        if len(shape) != layout.rank:
+            raise ComponentError(f"global shape does not fit the layout; got {shape}, expected {layout.rank} dims")
+        for device, have in sorted(self.shapes.items()):
+            expected = layout.region(device, shape).shape
+            if have != expected:
+                raise ComponentError(
+                    f"component of device {device} does not fit global shape {shape}; got {have}, expected {expected} "
+                    "(shards follow torch.chunk: ceil(size / shards) each, the last ones shorter or empty)"
+                )
+
+
+def _are_meta(components: Sequence[torch.Tensor]) -> bool:
+    return any(component.is_meta for component in components)
+
+
+def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...]) -> None:
+    """Compare components that must be copies of each other, on all clients where a process group connects them."""
+    if layout.partial or _are_meta(components):
+        return
+    names = layout.mesh.local_devices()
+    digests = [
+        (layout.region(device, shape), name, hashlib.blake2b(_bits(component).numpy().data, digest_size=16).digest())
+        for device, name, component in zip(layout.mesh.local_device_ids(), names, components, strict=True)
+    ]
+    if _is_shared(layout.mesh):
+        digests = [item for listed in all_gather_object(digests, layout.mesh.clients) for item in listed]
+    first: dict[Any, tuple[str, bytes]] = {}
+    for region, name, digest in digests:
+        other_name, other = first.setdefault(region, (name, digest))
+        if digest != other:
+            raise ReplicaMismatchError(f"components of {other_name} and {name} must be copies of each other but differ")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal bit for bit (so NaN equals itself)."""
+    return one.numel() == 0 or torch.equal(_bits(one), _bits(other))

@@ -1,0 +1,49 @@
+"""What composites ask of DTensors, and do with them, beside calling operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from dtckpt.dtensor.autograd import gradient_layout
+from dtckpt.dtensor.operators.operands import brought
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+
+
+def is_split(tensor: Any, dims: Iterable[int]) -> bool:
+    """Whether an axis splits one of these dims."""
+    axes = tensor._layout.split_axes
+    return any(axes[dim] for dim in dims if -len(axes) <= dim < len(axes))
+
+
+def is_whole(*tensors: Any) -> bool:
+    """Whether every device holds all of the tensors; None counts as held."""
+    return all(tensor is None or tensor._layout.is_fully_replicated() for tensor in tensors)
+
+
+def settled(tensor: Any) -> Any:
+    """Return a tensor without pending reductions, else as it lies: what is used twice is reduced once.
+
+    Collective: Over the mesh's clients, if reductions are pending.
+    """
+    return settled_all([tensor])[0]
+
+
+def settled_all(tensors: Sequence[Any]) -> list[Any]:
+    """Return tensors, each as `settled`, all reduced together. Collective: As there."""
+    return brought(tensors, [gradient_layout(one._layout) if one._layout.has_partial else None for one in tensors])
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to add up in."""
+    return torch.float32 if dtype in _HALVES else dtype
+
+
+def cast(tensor: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor in a dtype; itself, if it has that."""
+    if tensor.dtype == dtype:
+        return tensor
+    return torch.ops.aten._to_copy.default(tensor, dtype=dtype)

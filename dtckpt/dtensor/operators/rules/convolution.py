@@ -1,0 +1,158 @@
+"""Convolutions: batch, channels that go in and channels that come out may be sharded; space must be whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dtckpt.dtensor.operators.call import Call
+from dtckpt.dtensor.operators.registry import composite, rule
+from dtckpt.dtensor.operators.rule import Dims, Factors, Passes, Rule
+from dtckpt.dtensor.operators.rule_builders import result_shapes
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class _Channels:
+    """Factors of a convolution: the batch, groups of channels, and in each those that go in and that come out."""
+
+    factors: Factors
+    batch: tuple[int, ...]
+    groups: tuple[int, ...]
+    into: tuple[int, ...]
+    out: tuple[int, ...]
+
+    @classmethod
+    def of(cls, images: Sequence[int], weight: Sequence[int], groups: int, *, is_transposed: bool) -> _Channels | None:
+        """Return the factors for shapes; None if these do not fit each other."""
+        into, out = (weight[0], weight[1] * groups) if is_transposed else (weight[1] * groups, weight[0])
+        if len(images) != len(weight) or images[1] != into or into % groups or out % groups or 0 in (*images, *weight):
+            return None
+        factors = Factors()
+
+        def factor(size: int) -> tuple[int, ...]:
+            # None of size 1, which would be in the way of those beside it.
+            return (factors.new(size),) if size > 1 else ()
+
+        return cls(factors, (factors.new(images[0]),), factor(groups), factor(into // groups), factor(out // groups))
+
+    def images(self, shape: Sequence[int]) -> Dims:
+        """Return the dims of what goes in."""
+        return (self.batch, self.groups + self.into, *self.factors.dims(shape[2:]))
+
+    def results(self, shape: Sequence[int]) -> Dims:
+        """Return the dims of what comes out."""
+        return (self.batch, self.groups + self.out, *self.factors.dims(shape[2:]))
+
+    def weight(self, shape: Sequence[int], *, is_transposed: bool) -> Dims:
+        space = self.factors.dims(shape[2:])
+        return (
+            (self.groups + self.into, self.out, *space)
+            if is_transposed
+            else (self.groups + self.out, self.into, *space)
+        )
+
+    def rule(
+        self, operands: tuple[Dims, ...], result: Dims, *, contracted: tuple[int, ...], passes: Passes, **more: Any
+    ) -> Rule:
+        free = {*self.batch, *self.groups, *self.into, *self.out}
+        return Rule(
+            self.factors.sizes,
+            operands,
+            (result,),
+            contracted=dict.fromkeys(contracted, "sum"),
+            whole=frozenset(range(len(self.factors.sizes))) - free,
+            filled=frozenset(free),
+            passes=passes,
+            **more,
+        )
+
+
+@rule(_aten.convolution.default)
+def _convolution(call: Call) -> Rule | None:
+    """Images of N, C and space; channels that go in are contracted, and a bias is added once."""
+    images, weight, *bias = call.shapes
+    is_transposed, groups = call["transposed"], call["groups"]
+    channels = _Channels.of(images, weight, groups, is_transposed=is_transposed)
+    if channels is None:
+        return None
+    result = channels.results(result_shapes(call)[0])
+    terms: tuple[Dims, ...] = (((channels.groups + channels.out),),) if bias else ()
+    linear = ((0, 2), (1, 2)) if bias else ((0,), (1,))
+    return channels.rule(
+        (channels.images(images), channels.weight(weight, is_transposed=is_transposed), *terms),
+        result,
+        contracted=channels.into,
+        passes={"sum": linear, "avg": linear},
+        added=frozenset({2} if bias else ()),
+        local=_with_own_groups(images[1], groups),
+    )
+
+
+def _with_own_groups(num_channels: int, groups: int) -> Any:
+    """Return the operator with as many groups as there are in a component's channels."""
+    if groups == 1:
+        return None
+
+    def run(images: torch.Tensor, weight: torch.Tensor, *args: Any) -> Any:
+        return _aten.convolution.default(images, weight, *args[:-1], math.ceil(groups * images.shape[1] / num_channels))
+
+    return run
+
+
+@composite(_aten.convolution_backward.default)
+def _convolution_backward(grad_output, input, weight, bias_sizes, *args):  # type: ignore[no-untyped-def]  # noqa: A002, ARG001
+    """The three gradients wait for different reductions, so each is computed by itself."""
+    *options, output_mask = args
+    if sum(output_mask) < 2 and not output_mask[2]:
+        return NotImplemented
+    found: list[torch.Tensor | None] = [None, None, None]
+    for number in range(2):
+        if output_mask[number]:
+            mask = [number == 0, number == 1, False]
+            found[number] = _aten.convolution_backward.default(grad_output, input, weight, None, *options, mask)[number]
+    if output_mask[2]:
+        found[2] = grad_output.sum([dim for dim in range(grad_output.ndim) if dim != 1])
+    return tuple(found)
+
+
+@rule(_aten.convolution_backward.default)
+def _one_gradient(call: Call) -> Rule | None:
+    """The gradient of the images contracts channels that come out, that of the weight contracts the batch."""
+    grad, images, weight = call.shapes
+    is_transposed, groups = call["transposed"], call["groups"]
+    channels = _Channels.of(images, weight, groups, is_transposed=is_transposed)
+    is_of_images, is_of_weight, is_of_bias = call["output_mask"]
+    if channels is None or is_of_bias or is_of_images == is_of_weight:
+        return None
+    operands = (
+        channels.results(grad),
+        channels.images(images),
+        channels.weight(weight, is_transposed=is_transposed),
+    )
+    unread = 1 if is_of_images else 2
+    linear = ((0,), (3 - unread,))
+    return channels.rule(
+        operands,
+        operands[unread],
+        contracted=channels.out if is_of_images else channels.batch,
+        passes={"sum": linear, "avg": linear},
+        unread=frozenset({unread}),
+        local=_gradient_with_own_groups(images[1], groups),
+    )
+
+
+def _gradient_with_own_groups(num_channels: int, groups: int) -> Any:
+    if groups == 1:
+        return None
+
+    def run(grad: torch.Tensor, images: torch.Tensor, *args: Any) -> Any:
+        own = math.ceil(groups * images.shape[1] / num_channels)
+        return _aten.convolution_backward.default(grad, images, *args[:-2], own, args[-1])
+
+    return run

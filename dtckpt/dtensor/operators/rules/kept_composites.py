@@ -1,0 +1,67 @@
+"""Composites that PyTorch would undo, and that then read or write memory which DTensors do not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dtckpt.dtensor.operators.call import Operator, functional_of, tensors_in
+from dtckpt.dtensor.operators.plain_tensors import adopt
+from dtckpt.dtensor.operators.plans import WritingPlan, on_meta
+from dtckpt.dtensor.operators.pre_autograd import taken_early
+from dtckpt.dtensor.operators.registry import PLANNERS
+from dtckpt.dtensor.tensor import DTensor
+
+_aten = torch.ops.aten
+
+_RANK: Any = _aten.linalg_matrix_rank
+_RANKS = [getattr(_RANK, name) for name in _RANK.overloads()]
+_WRITING = [_aten.matmul.out, _aten.linalg_matmul.out, *(one for one in _RANKS if one._schema.is_mutable)]
+
+
+@taken_early(*(one for one in _RANKS if not one._schema.is_mutable))
+def _rank(operator: Operator, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of no matrices, PyTorch makes the ranks as a plain tensor."""
+    del keys
+    first = args[0]
+    if first.numel() or not isinstance(first, DTensor):
+        return operator.decompose(*args, **kwargs)
+    made = on_meta(operator, args, kwargs, list(tensors_in((*args, *kwargs.values()))))
+    return first.new_zeros(made.shape, dtype=made.dtype)
+
+
+@taken_early(*_WRITING)
+def _write(operator: Operator, keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
+    """PyTorch returns ranks without writing them, and folds dims of a product into strides that ``out`` need not have.
+
+    Raises:
+        RuntimeError: A gradient would have to pass.
+    """
+    del keys
+    needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in((*args, out)))
+    if needs_grad and operator not in _RANKS:
+        raise RuntimeError(
+            f"{operator}: functions with out=... arguments don't support automatic differentiation, but one of the "
+            "arguments requires grad."
+        )
+    with torch.no_grad():
+        DTensor._dispatch(operator, args, {**kwargs, "out": out})
+    return out
+
+
+PLANNERS |= {one: lambda call: WritingPlan(call, functional_of(call.func)) for one in _WRITING}
+
+
+@taken_early(_aten.tensor_split.tensor_indices_or_sections)
+def _split(operator: Operator, keys: Any, tensor: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> Any:
+    """PyTorch reads indices from memory: here they are the global values, which all clients have.
+
+    Collective: As `DTensor.full_tensor` of the indices.
+    """
+    del keys
+    if isinstance(indices, DTensor):
+        indices = indices.full_tensor()
+    elif isinstance(tensor, DTensor):
+        adopt([indices], tensor.device_mesh)  # which compares them
+    return operator.decompose(tensor, indices, dim)

@@ -1,0 +1,71 @@
+"""Losses of elements: devices add up theirs; the mean divides by the global count, uneven pieces or not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from dtckpt.dtensor.operators.call import Call, Operator, signature_of
+from dtckpt.dtensor.operators.composite_helpers import accumulated
+from dtckpt.dtensor.operators.registry import rule
+from dtckpt.dtensor.operators.rule import LINEAR, Rule, pointwise
+
+_aten = torch.ops.aten
+
+NONE, MEAN, SUM = range(3)
+"""Numbers of reductions, as ``at::Reduction`` has them."""
+
+
+@rule(
+    _aten.binary_cross_entropy.default,
+    _aten.binary_cross_entropy_with_logits.default,
+    _aten.huber_loss.default,
+    _aten.mse_loss.default,
+    _aten.smooth_l1_loss.default,
+    _aten.soft_margin_loss.default,
+)
+def _forward(call: Call) -> Rule | None:
+    """All dims; the result, unless it is every element's, waits for a sum."""
+    each, reduction = pointwise(call.shapes), call["reduction"]
+    if each is None or reduction == NONE:
+        return each
+    func, count = call.func, math.prod(each.shape(0)) if reduction == MEAN else 1
+
+    def local(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = func(*_reduced_by(func, NONE, args, kwargs), **kwargs)
+        return (loss.sum(dtype=accumulated(loss.dtype)) / count).to(loss.dtype)  # type: ignore[no-any-return]
+
+    return Rule(each.sizes, each.operands, ((),), contracted=dict.fromkeys(range(len(each.sizes)), "sum"), local=local)
+
+
+@rule(
+    _aten.binary_cross_entropy_backward.default,
+    _aten.huber_loss_backward.default,
+    _aten.mse_loss_backward.default,
+    _aten.smooth_l1_loss_backward.default,
+    _aten.soft_margin_loss_backward.default,
+)
+def _backward(call: Call) -> Rule | None:
+    """All dims; linear in the gradient, which is one number unless there is one for every element."""
+    each, reduction = pointwise(call.shapes, LINEAR), call["reduction"]
+    if each is None or reduction != MEAN:
+        return each
+    func, count = call.func, math.prod(each.shape(0))
+
+    def local(gradient: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return func(*_reduced_by(func, SUM, (gradient / count, *args), kwargs), **kwargs)
+
+    return Rule(each.sizes, each.operands, each.results, passes=each.passes, local=local)
+
+
+def _reduced_by(func: Operator, reduction: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return positional arguments with another reduction, which is put among the others if it has a name there."""
+    place = signature_of(func).names.index("reduction")
+    positional = list(args)
+    if place < len(positional):
+        positional[place] = reduction
+    else:
+        kwargs["reduction"] = reduction
+    return positional

@@ -1,0 +1,111 @@
+"""Softmax and its kin: along a split dim, by the global maximum and the global sum, without gathering anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dtckpt.dtensor.operators.call import Call
+from dtckpt.dtensor.operators.composite_helpers import accumulated, cast, is_split, settled
+from dtckpt.dtensor.operators.registry import composite, rule
+from dtckpt.dtensor.operators.rule import Rule
+from dtckpt.dtensor.operators.rules.reductions import over_dims
+from dtckpt.dtensor.operators.rules.scan_sort import along
+from dtckpt.dtensor.tensor import DTensor
+
+_aten = torch.ops.aten
+
+
+@rule(_aten._softmax.default, _aten._log_softmax.default, _aten._safe_softmax.default)
+def _forward(call: Call) -> Rule | None:
+    """The dim is whole."""
+    return along(call)
+
+
+@rule(_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
+def _backward(call: Call) -> Rule | None:
+    """The dim is whole; gradient and result lie alike."""
+    return along(call, num_operands=2)
+
+
+@rule(_aten.logsumexp.default)
+def _logsumexp_rule(call: Call) -> Rule | None:
+    """The dims that go are whole."""
+    return over_dims(call, call["dim"], is_kept=call["keepdim"]) if call["dim"] else None
+
+
+def _is_along_split(tensor: DTensor, dim: int) -> bool:
+    """Whether the dim is one that an axis splits."""
+    return -tensor.ndim <= dim < tensor.ndim and is_split(tensor, [dim % tensor.ndim]) and bool(tensor.numel())
+
+
+def _shifted(tensor: DTensor, dims: list[int]) -> tuple[Any, Any]:
+    """Return a tensor less its largest elements along dims, in a dtype to add up in, and these."""
+    tensor = settled(cast(tensor, accumulated(tensor.dtype)))
+    largest = settled(torch.amax(tensor, dims, keepdim=True))
+    return tensor - largest, largest
+
+
+@composite(_aten._softmax.default)
+def _softmax(self: DTensor, dim: int, half_to_float: bool) -> Any:
+    if not _is_along_split(self, dim):
+        return NotImplemented
+    powers = torch.exp(_shifted(self, [dim])[0])
+    return _rounded(powers / torch.sum(powers, [dim], keepdim=True), self, half_to_float)
+
+
+@composite(_aten._log_softmax.default)
+def _log_softmax(self: DTensor, dim: int, half_to_float: bool) -> Any:
+    if not _is_along_split(self, dim):
+        return NotImplemented
+    shifted, _ = _shifted(self, [dim])
+    total = settled(torch.sum(torch.exp(shifted), [dim], keepdim=True))
+    return _rounded(shifted - torch.log(total), self, half_to_float)
+
+
+def _rounded(result: Any, like: DTensor, is_wide: bool) -> Any:
+    """Return a result in the dtype of the operand, unless it is to stay in a wider one."""
+    return result if is_wide else cast(result, like.dtype)
+
+
+@composite(_aten._safe_softmax.default)
+def _safe_softmax(self: DTensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """Rows without a finite element give zeros."""
+    if not _is_along_split(self, dim):
+        return NotImplemented
+    scores = settled(self if dtype is None else cast(self, dtype))
+    largest = settled(torch.amax(scores, [dim], keepdim=True))
+    return torch.masked_fill(_aten._softmax(scores, dim, False), largest == -torch.inf, 0.0)
+
+
+@composite(_aten._softmax_backward_data.default)
+def _softmax_backward(grad_output: DTensor, output: DTensor, dim: int, input_dtype: torch.dtype) -> Any:
+    if not _is_along_split(output, dim):
+        return NotImplemented
+    scaled = settled(grad_output) * output
+    total = torch.sum(scaled, [dim], keepdim=True, dtype=accumulated(scaled.dtype))
+    return cast(scaled - output * total, input_dtype)
+
+
+@composite(_aten._log_softmax_backward_data.default)
+def _log_softmax_backward(grad_output: DTensor, output: DTensor, dim: int, input_dtype: torch.dtype) -> Any:
+    if not _is_along_split(output, dim):
+        return NotImplemented
+    grad_output = settled(grad_output)
+    total = torch.sum(grad_output, [dim], keepdim=True, dtype=accumulated(grad_output.dtype))
+    return cast(grad_output - torch.exp(output) * total, input_dtype)
+
+
+@composite(_aten.logsumexp.default)
+def _logsumexp(self: DTensor, dim: list[int], keepdim: bool = False) -> Any:
+    if not any(_is_along_split(self, one) for one in dim) or not self.is_floating_point():
+        return NotImplemented
+    wide = settled(cast(self, accumulated(self.dtype)))
+    largest = settled(torch.amax(wide, dim, keepdim=True))
+    largest = torch.masked_fill(largest, torch.isinf(largest), 0.0)
+    total = torch.log(torch.sum(torch.exp(wide - largest), dim, keepdim=True)) + largest
+    if keepdim:
+        return cast(total, self.dtype)
+    gone = {one % self.ndim for one in dim}
+    return cast(total.view([size for one, size in enumerate(self.shape) if one not in gone]), self.dtype)

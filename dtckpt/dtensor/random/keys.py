@@ -1,0 +1,135 @@
+"""Keys of random operations, drawn alike by all clients of a mesh, and checked to be alike."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from dtckpt.comm.collectives import all_gather_object
+from dtckpt.comm.process_groups import is_connected
+from dtckpt.errors import CoordinationError, GeneratorMismatchError, RandomParameterError, capped
+from dtckpt.layout.mesh import Mesh
+
+_LOG = logging.getLogger("dtckpt.dtensor.randomness")
+
+FIRST_COMPARED = 4
+"""So many of the first keys are compared one by one: clients that were seeded differently show at once."""
+COMPARED_EVERY = 64
+"""Later on, all keys since the last comparison are compared together: clients that went apart show soon."""
+
+
+def draw_key(generator: torch.Generator | None = None) -> int:
+    """Return a number from 0 to 2**63 - 1, drawn from a generator, default torch's own of the CPU.
+
+    So ``torch.manual_seed`` and saved generator states determine all that follows. One draw, whatever it is for.
+
+    Raises:
+        RandomParameterError: A CUDA graph is being captured: the key is drawn on the host, so every replay would
+            repeat the same numbers.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        raise RandomParameterError(
+            "random numbers: a CUDA graph that draws them cannot be captured, since each replay would draw the same "
+            "ones; draw them outside of the graph, or capture a model in eval mode"
+        )
+    device = torch.device("cpu") if generator is None else generator.device
+    return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
+
+
+def agreed_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
+    """Return a key from `draw_key`, which every client of a mesh draws for itself, in the same order.
+
+    Clients whose generators differ from the first draw on, as without ``torch.manual_seed``, all take the key of the
+    first of them, draw by draw, until their keys are the same.
+
+    Collective: Over the mesh's clients, if there are several and a process group connects them, at the first
+    `FIRST_COMPARED` draws among these clients and at every `COMPARED_EVERY`-th, or at every draw if their generators
+    differ; bounded by the group's timeout. At other draws and for other meshes no communication.
+
+    Raises:
+        GeneratorMismatchError: Clients that had drawn the same keys drew different ones since the last comparison; on
+            all of them.
+        CoordinationError: A client is gone, or did not come in time.
+    """
+    key = draw_key(generator)
+    if mesh.num_clients > 1 and not mesh.is_remote() and is_connected(mesh.clients):
+        return _tally_of(mesh.clients).add(key)
+    return key
+
+
+@dataclass
+class _Tally:
+    """The keys that this client has drawn together with some others.
+
+    Args:
+        clients: Them and this one.
+        count: How many keys there were, since generators agree.
+        digest: Of the keys.
+        has_warned: Whether it was said that generators differ.
+    """
+
+    clients: tuple[int, ...]
+    count: int = 0
+    digest: bytes = b""
+    has_warned: bool = False
+
+    def add(self, key: int) -> int:
+        """Count a key, compare if it is time, and return the key that counts. Collective then."""
+        self.count += 1
+        self.digest = hashlib.blake2b(self.digest + key.to_bytes(8, "little"), digest_size=16).digest()
+        if self.count > FIRST_COMPARED and self.count % COMPARED_EVERY:
+            return key
+        facts = self._gathered(key)
+        if len({digest for digest, _ in facts}) == 1:
+            return key
+        if self.count > 1:
+            self._refuse([digest for digest, _ in facts])
+        if not self.has_warned:
+            self.has_warned = True
+            _LOG.warning(
+                "the random generators of clients %s differ, so each random DTensor asks client %d for its key; "
+                "torch.manual_seed with one seed on all clients saves that",
+                capped(self.clients),
+                self.clients[0],
+            )
+        self.count, self.digest = 0, b""
+        return facts[0][1]
+
+    def _gathered(self, key: int) -> list[tuple[Any, int]]:
+        """Return what each client has drawn since the last comparison, and its last key."""
+        try:
+            return all_gather_object(((self.count, self.digest), key), self.clients)
+        except RuntimeError as error:
+            raise CoordinationError(
+                f"comparing random keys among clients {capped(self.clients)} failed: {error}; look for clients that "
+                "ended, hang, or make fewer random tensors than others"
+            ) from error
+
+    def _refuse(self, digests: Sequence[Any]) -> NoReturn:
+        by_digest: defaultdict[Any, list[int]] = defaultdict(list)
+        for client, digest in zip(self.clients, digests, strict=True):
+            by_digest[digest].append(client)
+        # Seeded anew, clients are to agree again, and be compared soon.
+        self.count, self.digest = 0, b""
+        sets = capped((f"[{capped(clients)}]" for clients in by_digest.values()), 4)
+        raise GeneratorMismatchError(
+            f"random numbers: clients {sets} drew different keys, so copies of one tensor would differ; the states "
+            "of their generators have come to differ; call torch.manual_seed with one seed on all clients, and make "
+            "random DTensors in one order on all of them"
+        )
+
+
+# By default process group, so that what belongs to one that ended goes with it.
+_tallies: WeakKeyDictionary[Any, dict[tuple[int, ...], _Tally]] = WeakKeyDictionary()
+
+
+def _tally_of(clients: tuple[int, ...]) -> _Tally:
+    return _tallies.setdefault(dist.group.WORLD, {}).setdefault(clients, _Tally(clients))

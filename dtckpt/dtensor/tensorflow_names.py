@@ -1,0 +1,124 @@
+"""`relayout`, `copy_to_mesh`, `call_with_layout`, `run_on`: TensorFlow's names for moving tensors to layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh as PyTorchMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dtckpt.dtensor.autograd import meshes_of, redistribute, redistribute_all
+from dtckpt.dtensor.components import pack
+from dtckpt.dtensor.tensor import DTensor
+from dtckpt.errors import LayoutError, LayoutTypeError
+from dtckpt.layout import default_mesh
+from dtckpt.layout.layout import MATCH, UNSHARDED, Layout
+from dtckpt.layout.mesh import Mesh
+from dtckpt.redistribution.execute import tell
+
+MeshLike = Mesh | PyTorchMesh
+"""What will do where a mesh is asked for."""
+
+
+def relayout(tensor: Any, layout: Any) -> Any:
+    """Return a tensor, or all tensors of a tree, in other layouts. Differentiable for DTensors.
+
+    What the tensors of a tree send from one client to another travels together, in few messages.
+
+    Collective: As `redistribute`. A plain tensor is taken to be the same on every client; nothing is communicated.
+
+    Args:
+        tensor: A tensor, what `torch.as_tensor` makes one of, or a tree (dicts, lists, tuples) with tensors in it.
+        layout: A Layout, for all tensors, or a tree of the same structure with one for each; a MATCH spec keeps the
+            present one.
+
+    Returns:
+        A DTensor, or a tree of the same structure; what is no tensor there stays.
+
+    Raises:
+        LayoutTypeError: ``layout`` is no Layout, or ``tensor`` no tensor.
+        LayoutError: The ranks differ, or the trees do.
+    """
+    leaves, structure = tree_flatten(tensor)
+    if isinstance(tensor, torch.Tensor) or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return redistribute(tensor, layout) if isinstance(tensor, DTensor) else copy_to_mesh(tensor, layout)
+    layouts, layout_structure = tree_flatten(layout)
+    if isinstance(layout, Layout):
+        layouts = [layout] * len(leaves)
+    elif layout_structure != structure:
+        error = LayoutError(f"relayout: layouts and tensors are different trees; got {layout_structure}, {structure}")
+        tell(error, meshes_of([*leaves, *layouts]))
+        raise error
+    moving = [number for number, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
+    moved = redistribute_all([leaves[number] for number in moving], [layouts[number] for number in moving])
+    result = dict(zip(moving, moved, strict=True))
+    for number, leaf in enumerate(leaves):
+        if number not in result:
+            result[number] = copy_to_mesh(leaf, layouts[number]) if isinstance(leaf, torch.Tensor) else leaf
+    return tree_unflatten([result[number] for number in range(len(leaves))], structure)
+
+
+def copy_to_mesh(tensor: Any, layout: Layout) -> DTensor:
+    """Put a tensor on a mesh: each client cuts its devices' components out of its own copy.
+
+    A DTensor is redistributed. Uneven sizes follow ``torch.chunk``; a MATCH spec of a plain tensor means unsharded.
+
+    Raises:
+        LayoutTypeError: ``layout`` is no Layout, or ``tensor`` cannot become a tensor.
+        LayoutError: The ranks differ, or a reduction would be pending.
+    """
+    if not isinstance(layout, Layout):
+        raise LayoutTypeError(f"copy_to_mesh needs a Layout; got {type(layout).__name__}")
+    if isinstance(tensor, DTensor):
+        return redistribute(tensor, layout)
+    try:
+        whole = tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(tensor, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LayoutTypeError(f"copy_to_mesh needs a tensor; got {type(tensor).__name__}: {error}") from error
+    if layout.rank != whole.ndim:
+        raise LayoutError(f"layout does not fit the tensor; got rank {layout.rank}, expected {whole.ndim}")
+    if layout.partial:
+        raise LayoutError(
+            f"a plain tensor has no terms to be reduced; got partial axes {layout.partial}, expected none"
+        )
+    specs = [UNSHARDED if spec == MATCH else spec for spec in layout.sharding_specs]
+    layout = Layout(specs, layout.mesh)
+    regions = (layout.region(device, whole.shape) for device in layout.mesh.local_device_ids())
+    made = pack(
+        [whole[region.slices()].clone(memory_format=torch.contiguous_format) for region in regions], layout, whole.shape
+    )
+    return made if made.components else DTensor([], layout, whole.shape, whole.dtype, device=whole.device)
+
+
+def call_with_layout(fn: Callable[..., Any], layout: Layout | None, *args: Any, **kwargs: Any) -> Any:
+    """Call ``fn`` and bring its result, a tensor, into ``layout``; None leaves it as it is."""
+    result = fn(*args, **kwargs)
+    return result if layout is None else relayout(result, layout)
+
+
+@contextmanager
+def run_on(mesh: MeshLike) -> Iterator[Mesh]:
+    """Make ``mesh`` the default one inside a ``with`` block; the outer one comes back however the block ends.
+
+    ``with mesh:`` does the same. A ``DeviceMesh`` of PyTorch will do as well.
+    """
+    with as_mesh(mesh) as active:
+        yield active
+
+
+def get_default_mesh() -> Mesh | None:
+    """Return the mesh of the innermost ``with mesh:`` or `run_on` block, if there is one."""
+    mesh: Mesh | None = default_mesh.get()
+    return mesh
+
+
+def as_mesh(mesh: MeshLike) -> Mesh:
+    """Return a mesh as it is, and the `Mesh` of a PyTorch ``DeviceMesh``.
+
+    Raises:
+        MeshTypeError: This is neither.
+    """
+    return mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)

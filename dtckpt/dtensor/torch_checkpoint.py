@@ -1,0 +1,114 @@
+"""What ``torch.distributed.checkpoint`` asks of a DTensor: the chunks that this client holds, and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtckpt.dtensor.tensor import DTensor
+from dtckpt.errors import ComponentError, LayoutError, capped
+from dtckpt.layout.region import Region
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+def chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
+    """Return the boxes of this client's devices, each once; those that hold no elements are left out.
+
+    Raises:
+        LayoutError: Reductions are pending.
+    """
+    return [_chunk(region) for region in _held(tensor)]
+
+
+def write_items(name: str, tensor: DTensor) -> list[WriteItem]:
+    """Return what this client could write of a tensor: every box of `chunk_list`. Errors: as there."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    return [
+        WriteItem(
+            MetadataIndex(name, region.offset),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                _chunk(region), TensorProperties.create_from_tensor(copies[0].detach()), tensor.size()
+            ),
+        )
+        for region, copies in _held(tensor).items()
+    ]
+
+
+def shard_at(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
+    """Return the memory of a box of `chunk_list`; what is written to it reaches all copies that this client holds.
+
+    Raises:
+        ComponentError: This client holds no such box.
+    """
+    held = _held(tensor)
+    for region, copies in held.items():
+        if index.offset is None or tuple(index.offset) == region.offset:
+            return copies[0] if len(copies) == 1 else _Copies(copies)
+    raise ComponentError(
+        f"tensor {index.fqn!r} has no chunk at {tuple(index.offset or ())}; got chunks {capped(held)} on this client"
+    )
+
+
+def _chunk(region: Region) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape))
+
+
+def _held(tensor: DTensor) -> Mapping[Region, Sequence[torch.Tensor]]:
+    """Return the boxes of this client's devices with all copies of each.
+
+    Empty ones are left out, for a nested one may begin where another box does. A tensor without any elements is one
+    box, so that it is known to the checkpoint.
+    """
+    layout, shape = tensor.layout, tuple(tensor.shape)
+    if layout.partial:
+        raise LayoutError(
+            f"a tensor with pending reductions has no values to save yet; got partial axes {layout.partial}; "
+            "redistribute it to sharded or replicated first"
+        )
+    if tensor.components and not tensor.numel():
+        return {Region.full(shape): [tensor.components[0].new_empty(shape)]}
+    held: dict[Region, list[torch.Tensor]] = {}
+    for device, component in zip(layout.mesh.local_device_ids(), tensor.components, strict=True):
+        region = layout.region(device, shape)
+        if not region.is_empty:
+            held.setdefault(region, []).append(component)
+    return held
+
+
+class _Copies(torch.Tensor):
+    """Copies of the same elements on several devices, as one tensor: an operation on it is done on each."""
+
+    copies: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def __new__(cls, copies: Sequence[torch.Tensor]) -> _Copies:
+        made = copies[0].detach().as_subclass(cls)
+        made.copies = tuple(copies)
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        count = next(len(arg.copies) for arg in args if isinstance(arg, _Copies))
+        picked = ([arg.copies[index] if isinstance(arg, _Copies) else arg for arg in args] for index in range(count))
+        results = [func(*each, **(kwargs or {})) for each in picked]
+        return cls(results) if isinstance(results[0], torch.Tensor) else results[0]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.copies[0].__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -1,0 +1,1 @@
+"""What lies where: regions, placements, meshes and layouts, and their text forms."""

@@ -1,0 +1,576 @@
+"""Meshes: n-d grids of devices with named axes."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dtckpt._proto import layout_pb2
+from dtckpt.config import Config
+from dtckpt.errors import AxisNotFoundError, MeshError, MeshTypeError
+from dtckpt.layout import default_mesh, mesh_validation, submesh, text_format
+from dtckpt.layout.device_names import DeviceSpec, full_name, kind_of, task_of
+from dtckpt.layout.mesh_validation import RESERVED_NAMES, dims_of, ids_of, sequence_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+__all__ = ["RESERVED_NAMES", "Mesh"]
+
+_TORCH_TYPES = {"GPU": "cuda"}
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Mesh:
+    """An n-d grid of devices with named axes, seen from one client.
+
+    Immutable. Two meshes are equal when axes, device ids, devices and name are equal, no matter from which client
+    they are seen. Global device ids count up by one in row-major order.
+
+    Args:
+        dim_names: name of every axis, major first.
+        global_device_ids: array of ids whose shape is the shape of the mesh.
+        local_device_ids: ids of this client's devices.
+        local_devices: complete names of this client's devices, in the order of ``local_device_ids``.
+        mesh_name: name of the mesh.
+        global_devices: complete names of all devices. Without them, every client is taken to own an equal run of
+            consecutive ids and to name its devices as this one does.
+        use_xla_spmd: a mark for TPU meshes.
+
+    Raises:
+        MeshError: the arguments describe no mesh.
+    """
+
+    _record: text_format.MeshRecord
+
+    def __init__(  # noqa: PLR0917  (positions are TensorFlow's)
+        self,
+        dim_names: Sequence[str],
+        global_device_ids: npt.NDArray[np.integer[Any]],
+        local_device_ids: Sequence[int],
+        local_devices: Sequence[DeviceSpec | str],
+        mesh_name: str = "",
+        global_devices: Sequence[DeviceSpec | str] | None = None,
+        use_xla_spmd: bool = False,
+    ) -> None:
+        record = text_format.MeshRecord(
+            dims=dims_of(dim_names, global_device_ids),
+            global_device_ids=tuple(global_device_ids.ravel().tolist()),
+            name=mesh_name,
+            local_device_ids=ids_of("local_device_ids", local_device_ids),
+            local_devices=tuple(map(full_name, sequence_of("local_devices", local_devices))),
+            global_devices=tuple(map(full_name, sequence_of("global_devices", global_devices or ()))),
+            use_xla_spmd=bool(use_xla_spmd),
+        )
+        mesh_validation.validate_record(record)
+        object.__setattr__(self, "_record", record)
+
+    # --- other ways to make one -----------------------------------------------------------------------------------
+
+    @classmethod
+    def from_record(cls, record: text_format.MeshRecord) -> Mesh:
+        """Build a mesh from the fields that `dtckpt.layout.text_format` reads and writes."""
+        mesh_validation.validate_record(record)
+        mesh = cls.__new__(cls)
+        object.__setattr__(mesh, "_record", record)
+        return mesh
+
+    @classmethod
+    def empty(cls) -> Mesh:
+        """Return the mesh without devices."""
+        return cls.from_record(text_format.MeshRecord())
+
+    @classmethod
+    def from_string(cls, mesh_str: str) -> Mesh:
+        """Read the text form: full, compact (``name|x=2,y=4|*CPU``), one device's name, or ``empty_mesh``."""
+        return cls.from_record(text_format.mesh_from_text(mesh_str))
+
+    @classmethod
+    def from_proto(cls, proto: layout_pb2.MeshProto) -> Mesh:
+        """Read the message that `as_proto` writes."""
+        return cls.from_record(text_format.mesh_from_proto(proto))
+
+    @classmethod
+    def from_device(cls, device: str) -> Mesh:
+        """Return the single-device mesh of a device."""
+        if not isinstance(device, str) or not device:
+            raise MeshError(f"single-device mesh: got device {device!r}, expected a name")
+        return cls.from_record(text_format.MeshRecord(single_device=device))
+
+    @staticmethod
+    def from_device_mesh(device_mesh: Any) -> Mesh:
+        """Return the mesh of a PyTorch ``DeviceMesh``, whose process groups `get_group` then returns.
+
+        Collective: The clients of the mesh all call it, though nothing is sent.
+        """
+        from dtckpt.layout import torch_device_mesh  # it returns meshes, so it imports this module
+
+        return torch_device_mesh.adopt(device_mesh)
+
+    def to_device_mesh(self) -> Any:
+        """Return the PyTorch ``DeviceMesh`` over this mesh's process groups; every client owns at most one device.
+
+        Collective: As `get_all_groups`.
+        """
+        from dtckpt.layout import torch_device_mesh
+
+        return torch_device_mesh.device_mesh_of(self)
+
+    def to_string(self) -> str:
+        """Return the text form.
+
+        Raises:
+            MeshError: the mesh has both global devices and the mark for XLA SPMD, which no text can carry.
+        """
+        if self._record.use_xla_spmd and self._record.global_devices:
+            raise MeshError(
+                f"mesh {self.name!r}: no text form holds both global devices and use_xla_spmd; got both, "
+                "expected one of them; use as_proto instead"
+            )
+        return text_format.mesh_to_text(self._record)
+
+    def as_proto(self) -> layout_pb2.MeshProto:
+        """Return the mesh as a message, equal byte for byte to TensorFlow's."""
+        return text_format.mesh_to_proto(self._record)
+
+    @property
+    def record(self) -> text_format.MeshRecord:
+        """The fields of the mesh, for `dtckpt.layout.text_format`."""
+        return self._record
+
+    def portable(self) -> Mesh:
+        """Return the equal mesh that names all devices and holds nothing of the client it is seen from."""
+        if not self._record.global_device_ids:
+            return self
+        return Mesh.from_record(
+            replace(self._record, local_device_ids=(), local_devices=(), global_devices=self.device_names)
+        )
+
+    def seen_by(self, client: int) -> Mesh:
+        """Return the equal mesh as a client sees it, which need not be a member."""
+        record = self.portable().record
+        own = self.devices_of(client)
+        names = tuple(record.global_devices[device - self._first_id] for device in own)
+        return Mesh.from_record(replace(record, local_device_ids=own, local_devices=names))
+
+    # --- being a value --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def identity(self) -> tuple[object, ...]:
+        """What the mesh is, whichever client sees it: name, axes, first id, names of all devices, marks."""
+        record, first = self._record, self._record.global_device_ids[:1]
+        return record.name, record.dims, first, self.device_names, record.use_xla_spmd, record.single_device
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return self is other or (hash(self) == hash(other) and self.identity == other.identity)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.identity)
+
+    def __repr__(self) -> str:
+        return f"Mesh.from_string({text_format.mesh_to_text(self._record)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return mesh_of_bytes, (self.as_proto().SerializeToString(deterministic=True), self.origins)
+
+    def __enter__(self) -> Mesh:
+        """Make this the default mesh of a with statement's body, as `run_on` does."""
+        default_mesh.push(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        default_mesh.pop()
+
+    # --- axes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self._record.name
+
+    @property
+    def dim_names(self) -> list[str]:
+        """Names of the axes, major first."""
+        return list(self.mesh_dim_names)
+
+    @cached_property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """Names of the axes, as PyTorch spells it."""
+        return tuple(name for name, _ in self._record.dims)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self._record.dims)
+
+    @property
+    def ndim(self) -> int:
+        return len(self._record.dims)
+
+    @cached_property
+    def axis_sizes(self) -> dict[str, int]:
+        """Size of every axis by its name, in mesh order."""
+        return dict(self._record.dims)
+
+    @property
+    def strides(self) -> list[int]:
+        """How far ids lie apart along every axis."""
+        return [math.prod(self.shape[axis + 1 :]) for axis in range(self.ndim)]
+
+    def size(self, mesh_dim: int | str | None = None) -> int:
+        """Return the number of devices, or the size of one axis given by name or position."""
+        if mesh_dim is None:
+            return len(self._record.global_device_ids)
+        return self.shape[self.axis_index(mesh_dim)]
+
+    def dim_size(self, dim_name: str) -> int:
+        """Return the size of an axis."""
+        return self.shape[self.axis_index(dim_name)]
+
+    def axis_index(self, axis: int | str) -> int:
+        """Return the position of an axis given by name or (also negative) position."""
+        if isinstance(axis, str):
+            if axis in self.mesh_dim_names:
+                return self.mesh_dim_names.index(axis)
+        elif -self.ndim <= operator.index(axis) < self.ndim:
+            return operator.index(axis) % self.ndim
+        raise AxisNotFoundError(f"{self.label}: got axis {axis!r}, expected one of {self.dim_names} or its position")
+
+    def contains_dim(self, dim_name: str) -> bool:
+        """Tell whether the mesh has an axis of this name."""
+        if not isinstance(dim_name, str):
+            raise MeshTypeError(f"{self.label}: got {dim_name!r} as axis name, expected str")
+        return dim_name in self.mesh_dim_names
+
+    def __contains__(self, dim_name: str) -> bool:
+        return self.contains_dim(dim_name)
+
+    # --- devices --------------------------------------------------------------------------------------------------
+
+    @property
+    def device_ids(self) -> tuple[int, ...]:
+        """Global ids of all devices in row-major order."""
+        return self._record.global_device_ids
+
+    def global_device_ids(self) -> npt.NDArray[np.int64]:
+        """Return the global ids as an array of the mesh's shape."""
+        first = self._first_id if self.device_ids else 0
+        return np.arange(first, first + self.size(), dtype=np.int64).reshape(self.shape if self.device_ids else (0,))
+
+    def global_devices(self) -> list[str]:
+        """Return the names of all devices if the mesh was given them, else nothing."""
+        return list(self._record.global_devices)
+
+    def local_devices(self) -> list[str]:
+        """Return the names of this client's devices."""
+        return list(self._record.local_devices)
+
+    def local_device_ids(self) -> list[int]:
+        """Return the global ids of this client's devices."""
+        return list(self._record.local_device_ids)
+
+    def num_local_devices(self) -> int:
+        return len(self._record.local_devices)
+
+    def min_global_device_id(self) -> int:
+        """Return the lowest global id."""
+        return self._first_id
+
+    def is_remote(self) -> bool:
+        """Tell whether none of the devices belongs to this client."""
+        return bool(self.device_ids) and not self._record.local_device_ids
+
+    def is_single_device(self) -> bool:
+        """Tell whether this stands for one device outside any grid (`from_device`)."""
+        return bool(self._record.single_device)
+
+    @property
+    def single_device(self) -> str:
+        """The device of a single-device mesh, else an empty string."""
+        return self._record.single_device
+
+    def use_xla_spmd(self) -> bool:
+        return self._record.use_xla_spmd
+
+    @cached_property
+    def device_kind(self) -> str:
+        """``"CPU"``, ``"GPU"`` or ``"TPU"``; empty for the empty mesh."""
+        if self.single_device:
+            return (DeviceSpec.parse(self.single_device).device_type or "").upper()
+        names = self._record.local_devices or self._record.global_devices
+        return kind_of(names[0]).upper() if names else ""
+
+    @cached_property
+    def device_type(self) -> str:
+        """``"cpu"`` or ``"cuda"``, as PyTorch spells it."""
+        return _TORCH_TYPES.get(self.device_kind, self.device_kind.lower())
+
+    @cached_property
+    def mesh(self) -> torch.Tensor:
+        """What stands where, as a CPU tensor: ranks (clients), or device ids where a client owns several."""
+        import torch
+
+        items = self.owners if self.num_clients == self.size() else self.global_device_ids()
+        return torch.tensor(items, dtype=torch.int, device="cpu")
+
+    def host_mesh(self) -> Mesh:
+        """Return an unnamed mesh of the same grid on CPU devices of the same clients."""
+        return Mesh.from_record(mesh_validation.host_record(self._record, self.label))
+
+    # --- where devices stand --------------------------------------------------------------------------------------
+
+    def coordinate(self, device_id: int) -> tuple[int, ...]:
+        """Return the position of a device along every axis."""
+        return self._unravel(self._offset(device_id))
+
+    def device_location(self, offset: int) -> list[int]:
+        """Return the position along every axis of the device at a row-major offset (0-based; not an id)."""
+        return list(self._unravel(self._valid_offset(offset)))
+
+    def coords(self, device_idx: int) -> npt.NDArray[np.int64]:
+        """Return `device_location` as an array."""
+        return np.array(self.device_location(device_idx), dtype=np.int64)
+
+    def unravel_index(self) -> dict[int, dict[str, int]]:
+        """Return the position of every device, by row-major offset and axis name."""
+        grid = np.indices(self.shape).reshape(self.ndim, -1).T.tolist() if self.ndim else [[]] * self.size()
+        return {offset: dict(zip(self.mesh_dim_names, place, strict=True)) for offset, place in enumerate(grid)}
+
+    def local_device_locations(self) -> list[dict[str, int]]:
+        """Return the position of every local device, by axis name."""
+        if self.device_ids and self._first_id != 0:
+            raise MeshError(
+                f"{self.label}: local_device_locations got ids from {self._first_id}, expected ids from 0; "
+                "use coordinate(device_id)"
+            )
+        places = map(self.coordinate, self._record.local_device_ids)
+        return [dict(zip(self.mesh_dim_names, place, strict=True)) for place in places]
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """Return the position of this client's only device, or None when it has none in the mesh."""
+        ids = self._record.local_device_ids
+        if len(ids) > 1:
+            raise MeshError(
+                f"{self.label}: got {len(ids)} local devices, expected one; use coordinate(device_id) for each"
+            )
+        return self.coordinate(ids[0]) if ids else None
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return where this client's only device stands along an axis, which may be left out if there is one only."""
+        place = self.get_coordinate()
+        if place is None:
+            raise MeshError(f"{self.label}: got no local device, expected this client to own one")
+        if mesh_dim is None and self.ndim != 1:
+            raise MeshError(f"{self.label}: got no axis, expected one of {self.dim_names}")
+        if isinstance(mesh_dim, str) and mesh_dim not in self.mesh_dim_names:
+            return self[mesh_dim].get_local_rank()
+        return place[self.axis_index(0 if mesh_dim is None else mesh_dim)]
+
+    # --- parts ----------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, names: str | Sequence[str]) -> Mesh:
+        """Return the mesh of the named axes, in the order named, that this client's devices stand in.
+
+        Names of axes, and those that `flatten` gave. Devices keep their names, ids count from 0.
+
+        Raises:
+            MeshError: no such axes, this client has no device here, or its devices stand in several slices.
+        """
+        return submesh.sliced(self, names)
+
+    def flatten(self, axes: Sequence[str] | None = None, name: str | None = None) -> Mesh:
+        """Return the one-axis mesh over some axes, all unless named; the first of them varies slowest.
+
+        Slicing this mesh, and whatever it was sliced from, by the name finds it again.
+
+        Args:
+            axes: names of the axes.
+            name: name of the one axis; the names of the others joined by ``_`` when left out.
+
+        Raises:
+            MeshError: the name stands for another axis, or as for slicing.
+        """
+        return submesh.flattened(self, axes, name)
+
+    def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> Mesh:
+        """Return `flatten` of all axes, as PyTorch spells it."""
+        flat = self.flatten(name=mesh_dim_name)
+        if backend_override is not None and flat is not self:
+            self.backends.update(mesh_validation.backends_of({0: backend_override}, flat.mesh_dim_names))
+        return flat
+
+    def _unflatten(
+        self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str], backend_override: Any = None
+    ) -> Mesh:
+        """Return the mesh with one axis cut into several, major first, as PyTorch spells it."""
+        return submesh.unflattened(self, dim, mesh_sizes, mesh_dim_names, backend_override)
+
+    @staticmethod
+    def _concatenate(device_mesh_list: Sequence[Mesh]) -> Mesh:
+        """Return the mesh of the axes of several parts of one mesh, in this order, as PyTorch spells it."""
+        return submesh.concatenated(device_mesh_list)
+
+    @cached_property
+    def origins(self) -> dict[str, tuple[str, ...]]:
+        """What names mean in axes of the mesh that was sliced first: one dict for that mesh and all its slices."""
+        return {name: (name,) for name in self.mesh_dim_names}
+
+    @cached_property
+    def slices(self) -> dict[tuple[tuple[str, tuple[str, ...]], ...], Mesh]:
+        """Slices that were made, by their axes."""
+        return {}
+
+    @cached_property
+    def place(self) -> tuple[Mesh, Sequence[int]]:
+        """The mesh that this one is a part of, itself if of no other, and where in it the devices stand, row-major."""
+        return self, range(self.size())
+
+    @cached_property
+    def backends(self) -> dict[str, tuple[str | None, Any]]:
+        """Backend and options of process groups where they were asked for, by axis: one dict for a mesh and slices."""
+        return {}
+
+    # --- process groups -------------------------------------------------------------------------------------------
+
+    def get_rank(self) -> int:
+        """Return this client's id, which is its rank in the default process group, also outside of the mesh."""
+        if self._record.local_devices:
+            return task_of(self._record.local_devices[0])
+        from dtckpt.comm import process_groups
+
+        rank = process_groups.rank()
+        return Config.from_environ().client_id if rank is None else rank
+
+    def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
+        """Return the process group of the clients along an axis, which may be left out if there is one only.
+
+        Ranks in it ascend with client ids. Made when it is first asked for, and once for the same clients.
+
+        Collective: The first time over those clients (see `dtckpt.comm.process_groups.group_of`).
+
+        Raises:
+            MeshError: no such axis, this client has no device here, or its devices see different clients along it.
+            CoordinationError: no default process group spans the clients.
+        """
+        from dtckpt.comm import process_groups
+
+        clients = self.clients_along(mesh_dim)
+        name = mesh_dim if isinstance(mesh_dim, str) else self.mesh_dim_names[mesh_dim or 0]
+        return process_groups.group_of(clients, self.device_type, self.backends.get(name, (None, None)))
+
+    def get_all_groups(self) -> list[ProcessGroup]:
+        """Return the process groups of all axes. Collective and errors: as `get_group`."""
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
+    def clients_along(self, axis: int | str | None) -> tuple[int, ...]:
+        """Return the clients of the devices that differ from this client's devices along one axis only."""
+        if axis is None and self.ndim != 1:
+            raise MeshError(f"{self.label}: got no axis, expected one of {self.dim_names}")
+        if isinstance(axis, str) and axis not in self.mesh_dim_names:
+            return self[axis].clients
+        position = self.axis_index(0 if axis is None else axis)
+        owners = np.moveaxis(self.owners, position, -1)
+        places = map(self.coordinate, self._record.local_device_ids)
+        lines = (owners[(*place[:position], *place[position + 1 :])].tolist() for place in places)
+        seen = {tuple(sorted(set(line))) for line in lines}
+        if len(seen) != 1:
+            raise MeshError(
+                f"{self.label}: got local devices that see {len(seen)} sets of clients along axis "
+                f"{self.mesh_dim_names[position]!r}, expected one; this client has "
+                f"{len(self._record.local_device_ids)} devices in the mesh"
+            )
+        return seen.pop()
+
+    # --- clients --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def owners(self) -> npt.NDArray[np.int64]:
+        """Client of every device, as an array of the mesh's shape that cannot be written to."""
+        found = np.array([task_of(name) for name in self.device_names], dtype=np.int64)
+        found.flags.writeable = False
+        return found.reshape(self.shape if self.device_ids else (0,))
+
+    @cached_property
+    def clients(self) -> tuple[int, ...]:
+        """Ids of the clients that own devices, ascending."""
+        return tuple(np.unique(self.owners).tolist())
+
+    @property
+    def num_clients(self) -> int:
+        return len(self.clients)
+
+    @cached_property
+    def local_client(self) -> int | None:
+        """This client's id, as the owner of its devices; None if it has none here."""
+        ids = self._record.local_device_ids
+        return self.client_of(ids[0]) if ids else None
+
+    def client_of(self, device_id: int) -> int:
+        """Return the client that owns a device."""
+        return int(self.owners.flat[self._offset(device_id)])
+
+    def devices_of(self, client: int) -> tuple[int, ...]:
+        """Return the ids of a client's devices, ascending; none when it has none."""
+        return tuple((np.flatnonzero(self.owners == client) + self._first_id).tolist())
+
+    def device_name(self, device_id: int) -> str:
+        """Return the complete name of a device."""
+        return self.device_names[self._offset(device_id)]
+
+    @cached_property
+    def device_names(self) -> tuple[str, ...]:
+        """Names of all devices in row-major order."""
+        return mesh_validation.names_of_all(self._record)
+
+    # --- inner parts ----------------------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """What errors call the mesh."""
+        axes = ",".join(f"{name}={size}" for name, size in self._record.dims)
+        return f"mesh {self.name!r} ({axes or self.single_device or 'empty'})"
+
+    @property
+    def _first_id(self) -> int:
+        if not self.device_ids:
+            raise MeshError(f"{self.label}: got a mesh without a grid of devices, expected one that has ids")
+        return self.device_ids[0]
+
+    def _offset(self, device_id: int) -> int:
+        offset = operator.index(device_id) - self._first_id
+        if not 0 <= offset < self.size():
+            raise MeshError(
+                f"{self.label}: got device {device_id}, expected an id from {self._first_id} to {self.device_ids[-1]}"
+            )
+        return offset
+
+    def _valid_offset(self, offset: int) -> int:
+        if not 0 <= offset < self.size():
+            raise MeshError(f"{self.label}: got device offset {offset}, expected one from 0 to {self.size() - 1}")
+        return offset
+
+    def _unravel(self, offset: int) -> tuple[int, ...]:
+        place: list[int] = []
+        for size in reversed(self.shape):
+            offset, index = divmod(offset, size)
+            place.append(index)
+        return tuple(reversed(place))
+
+
+def mesh_of_bytes(data: bytes, origins: dict[str, tuple[str, ...]]) -> Mesh:
+    """Rebuild a mesh from what `Mesh.__reduce__` gives: plain values, which `torch.load` takes from strangers."""
+    mesh = Mesh.from_proto(layout_pb2.MeshProto.FromString(data))
+    vars(mesh)["origins"] = origins
+    return mesh

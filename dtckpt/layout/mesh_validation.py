@@ -1,0 +1,277 @@
+"""What makes the fields of a mesh valid, what follows from them, and which fields a slice of a mesh has."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dtckpt.errors import MeshError, MeshTypeError, capped
+from dtckpt.layout import text_format
+from dtckpt.layout.device_names import DEVICE_KINDS, DeviceSpec, kind_of, task_of, with_task
+
+RESERVED_NAMES = ("unsharded", "match", "any", "scalar")
+"""Words of the text form that no axis may be called."""
+
+_NOT_IN_NAMES = frozenset("|,=*+ ")
+
+
+def sequence_of(what: str, items: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the items of an argument, or refuse one that is no sequence."""
+    if isinstance(items, str | bytes) or not isinstance(items, Iterable):
+        raise MeshTypeError(f"mesh: got {what} {items!r}, expected a sequence")
+    return tuple(items)
+
+
+def ids_of(what: str, items: Iterable[int]) -> tuple[int, ...]:
+    """Return the integers of an argument, or refuse one that is no sequence of them."""
+    try:
+        return tuple(map(operator.index, sequence_of(what, items)))
+    except TypeError:
+        raise MeshTypeError(f"mesh: got {what} {items!r}, expected a sequence of integers") from None
+
+
+def dims_of(dim_names: Sequence[str], ids: object) -> tuple[tuple[str, int], ...]:
+    """Return names and sizes of the axes of an array of device ids, or refuse arguments that do not fit."""
+    if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
+        raise MeshError(f"mesh: got global_device_ids {ids!r:.80}, expected a numpy array of integers")
+    names = sequence_of("dim_names", dim_names)
+    if len(names) != ids.ndim:
+        raise MeshError(
+            f"mesh: got {len(names)} axis names {names} for ids of shape {ids.shape}, expected one name per axis"
+        )
+    if not ids.size:
+        raise MeshError(f"mesh: got no devices (ids of shape {ids.shape}), expected at least one")
+    return tuple(zip(names, ids.shape, strict=True))
+
+
+def validate_record(record: text_format.MeshRecord) -> None:
+    """Refuse fields that describe no mesh.
+
+    Raises:
+        MeshError: with what was found and what was expected.
+    """
+    if record.single_device or not record.global_device_ids:
+        if record not in (text_format.MeshRecord(), text_format.MeshRecord(single_device=record.single_device)):
+            raise MeshError(f"mesh: got {record!r:.200}, expected device ids, or one single device and nothing else")
+        return
+    _validate_names(record)
+    _validate_ids(record)
+    _validate_devices(record)
+
+
+def _validate_names(record: text_format.MeshRecord) -> None:
+    if not isinstance(record.name, str):
+        raise MeshTypeError(f"mesh name: got {record.name!r}, expected str")
+    if not record.name.isprintable() or {"|", " "} & set(record.name):
+        raise MeshError(f"mesh name: got {record.name!r}, expected printable text without spaces and '|'")
+    names = [name for name, _ in record.dims]
+    for name in names:
+        if not isinstance(name, str):
+            raise MeshTypeError(f"axis name: got {name!r}, expected str")
+        if not name or not name.isprintable() or _NOT_IN_NAMES & set(name):
+            raise MeshError(
+                f"axis name: got {name!r} among {names}, expected printable text without spaces and any of | , = * +"
+            )
+        if name in RESERVED_NAMES:
+            raise MeshError(f"axis name: got {name!r}, expected another than the reserved {', '.join(RESERVED_NAMES)}")
+    if len(set(names)) != len(names):
+        raise MeshError(f"axis names: got {names}, expected each name once")
+
+
+def _validate_ids(record: text_format.MeshRecord) -> None:
+    ids, local_ids = record.global_device_ids, record.local_device_ids
+    sizes = [size for _, size in record.dims]
+    if min(sizes, default=1) < 1 or math.prod(sizes) != len(ids):
+        raise MeshError(f"mesh: got {len(ids)} device ids for axes {dict(record.dims)}, expected their product")
+    if ids[0] < 0 or ids != tuple(range(ids[0], ids[0] + len(ids))):
+        raise MeshError(f"mesh: got global ids {capped(ids)}, expected ids that count up by one in row-major order")
+    if len(set(local_ids)) != len(local_ids) or not set(local_ids) <= set(range(ids[0], ids[0] + len(ids))):
+        raise MeshError(
+            f"mesh: got local ids {capped(local_ids)}, expected distinct ids from {ids[0]} to {ids[-1]}, the global ids"
+        )
+    if local_ids and len(ids) % len(local_ids):
+        raise MeshError(
+            f"mesh: got {len(local_ids)} local of {len(ids)} global devices, "
+            "expected equally many devices on every client"
+        )
+    if local_ids and not record.global_devices:
+        start = min(local_ids) - ids[0]
+        if start % len(local_ids) or max(local_ids) - min(local_ids) != len(local_ids) - 1:
+            raise MeshError(
+                f"mesh: got local ids {capped(local_ids)} of {len(ids)}, expected an aligned run of consecutive ids; "
+                "pass global_devices to say who owns the others"
+            )
+
+
+def _validate_devices(record: text_format.MeshRecord) -> None:
+    local, everyone = record.local_devices, record.global_devices
+    if not local and not everyone:
+        raise MeshError("mesh: got neither local nor global devices, expected at least one of the lists")
+    if len(local) != len(record.local_device_ids):
+        raise MeshError(
+            f"mesh: got {len(record.local_device_ids)} local ids and {len(local)} local devices, expected as many"
+        )
+    if everyone and len(everyone) != len(record.global_device_ids):
+        raise MeshError(
+            f"mesh: got {len(record.global_device_ids)} global ids and {len(everyone)} global devices, expected as many"
+        )
+    kinds = sorted({kind_of(name) for name in (*local, *everyone)})
+    if len(kinds) > 1 or kinds[0].upper() not in DEVICE_KINDS:
+        raise MeshError(f"mesh: got device types {', '.join(kinds)}, expected one of {', '.join(DEVICE_KINDS)}")
+    if len(set(local)) not in (1, len(local)) or (len(local) > len(set(local)) and kinds[0].upper() != "CPU"):
+        raise MeshError(
+            f"mesh: got local devices {capped(local)}, expected each once (or one and the same CPU everywhere)"
+        )
+    if everyone and any(
+        everyone[i - record.global_device_ids[0]] != name
+        for i, name in zip(record.local_device_ids, local, strict=True)
+    ):
+        raise MeshError(
+            f"mesh: got local devices {capped(local)}, expected the names that global_devices has for their ids"
+        )
+    if record.use_xla_spmd and kinds[0].upper() != "TPU":
+        raise MeshError(f"mesh: got use_xla_spmd on {kinds[0]} devices, expected TPU devices")
+
+
+def names_of_all(record: text_format.MeshRecord) -> tuple[str, ...]:
+    """Return the names of all devices; those that are not given are this client's with another task."""
+    if record.global_devices or not record.local_devices:
+        return record.global_devices
+    local = [name for _, name in sorted(zip(record.local_device_ids, record.local_devices, strict=True))]
+    own_block = (min(record.local_device_ids) - record.global_device_ids[0]) // len(local)
+    first_tasks = [task_of(name) - own_block for name in local]
+    blocks = range(len(record.global_device_ids) // len(local))
+    if len(blocks) == 1:
+        return tuple(local)
+    return tuple(
+        with_task(name, first + block) for block in blocks for name, first in zip(local, first_tasks, strict=True)
+    )
+
+
+def slice_record(
+    record: text_format.MeshRecord, devices: Sequence[str], parts: Sequence[tuple[str, tuple[str, ...]]], label: str
+) -> tuple[text_format.MeshRecord, list[int]]:
+    """Return the mesh whose axes are made of a mesh's axes, at the place of the local devices along the others.
+
+    Args:
+        record: the mesh.
+        devices: names of all its devices.
+        parts: name of every new axis, and the old axes that it is made of, major first.
+        label: what errors call the mesh.
+
+    Returns:
+        Its fields, and where its devices stand in the mesh.
+    """
+    axes, shape = [axis for axis, _ in record.dims], [size for _, size in record.dims]
+    kept = [axes.index(axis) for _, behind in parts for axis in behind]
+    if not kept or len(set(kept)) != len(kept):
+        raise MeshError(f"{label}: got axes {[axes[axis] for axis in kept]} to keep, expected some, each once")
+    first = record.global_device_ids[0]
+    others = [axis for axis in range(len(axes)) if axis not in kept]
+    offsets = np.arange(len(devices)).reshape(shape).transpose(others + kept)
+    offsets = offsets.reshape(-1, math.prod(shape[axis] for axis in kept))
+    mine = [device_id - first for device_id in record.local_device_ids]
+    rows = np.flatnonzero(np.isin(offsets, mine).any(axis=1)) if others else np.array([0])
+    if len(rows) != 1:
+        raise MeshError(
+            f"{label}: got {len(mine)} local devices in {len(rows)} slices along {[name for name, _ in parts]}, "
+            "expected this client's devices in exactly one slice"
+        )
+    picked: list[int] = offsets[rows[0]].tolist()
+    dims = tuple((name, math.prod(shape[axes.index(axis)] for axis in behind)) for name, behind in parts)
+    return _picked(record, dims, picked, devices), picked
+
+
+def backends_of(backend_override: Any, names: Sequence[str]) -> dict[str, tuple[str | None, Any]]:
+    """Return backend and options by axis, of PyTorch's mapping from axes or their positions, or list by axis."""
+    found: dict[str, tuple[str | None, Any]] = {}
+    is_mapping = isinstance(backend_override, Mapping)
+    for key, wanted in backend_override.items() if is_mapping else enumerate(backend_override or ()):
+        axis: Any = names[key] if isinstance(key, int) and 0 <= key < len(names) else key
+        if axis not in names or axis in found:
+            raise MeshError(
+                f"backend_override: got axis {key!r} in {backend_override!r:.200}, expected names or positions of the "
+                f"axes {list(names)}, each at most once"
+            )
+        backend, options = wanted if isinstance(wanted, tuple) else (wanted, None)
+        found[axis] = (backend, options) if backend is None or isinstance(backend, str) else (None, backend)
+    return found
+
+
+def host_record(record: text_format.MeshRecord, label: str) -> text_format.MeshRecord:
+    """Return the unnamed mesh of the same grid on CPU devices of the same clients; ``label`` is what errors call it."""
+    if not record.global_device_ids:
+        raise MeshError(f"{label}: got a mesh without a grid of devices, expected one that has a host mesh")
+    specs = [DeviceSpec.parse(name) for name in record.local_devices]
+    devices = tuple(
+        DeviceSpec(spec.job, spec.replica or 0, spec.task, "CPU", spec.device_index).to_string() for spec in specs
+    )
+    if not devices:
+        raise MeshError(f"{label}: got a mesh without local devices, expected this client to own some")
+    return text_format.MeshRecord(record.dims, record.global_device_ids, "", record.local_device_ids, devices)
+
+
+def unflattened_record(
+    record: text_format.MeshRecord, axis: int, sizes: Sequence[int], names: Sequence[str], label: str
+) -> text_format.MeshRecord:
+    """Return the mesh with one axis cut into several, major first; ``label`` is what errors call the mesh."""
+    cut, named = ids_of("mesh_sizes", sizes), sequence_of("mesh_dim_names", names)
+    name, size = record.dims[axis]
+    if len(cut) != len(named) or math.prod(cut) != size:
+        raise MeshError(
+            f"{label}: got sizes {cut} named {named} for axis {name!r}, expected one name per size, and sizes whose "
+            f"product is {size}"
+        )
+    new = tuple(zip(named, cut, strict=True))
+    return replace(record, dims=(*record.dims[:axis], *new, *record.dims[axis + 1 :]))
+
+
+def concatenated_record(
+    record: text_format.MeshRecord,
+    devices: Sequence[str],
+    parts: Sequence[tuple[tuple[tuple[str, int], ...], Sequence[int]]],
+) -> tuple[text_format.MeshRecord, list[int]]:
+    """Return the mesh of the axes of several parts of one mesh, at the place of the local devices along the others.
+
+    Args:
+        record: the mesh.
+        devices: names of all its devices.
+        parts: axes of every part, and where its devices stand in the mesh, row-major.
+
+    Returns:
+        Its fields, and where its devices stand in the mesh.
+    """
+    dims = tuple(dim for axes, _ in parts for dim in axes)
+    mine = [device_id - record.global_device_ids[0] for device_id in record.local_device_ids]
+    if not mine:
+        raise MeshError(f"meshes to concatenate: got axes {dict(dims)}, expected this client to have a device in them")
+    grid = np.array(mine[0])
+    for _, offsets in parts:
+        # Parts are evenly spaced: a step along one of them leads equally far from any device of another.
+        grid = np.add.outer(grid, np.array(offsets) - mine[0])
+    picked: list[int] = grid.ravel().tolist()
+    if len(set(picked)) != len(picked) or not set(picked) <= set(range(len(devices))):
+        raise MeshError(
+            f"meshes to concatenate: got axes {[name for name, _ in dims]} that overlap, expected a step along one to "
+            "lead elsewhere than any along the others"
+        )
+    return _picked(record, dims, picked, devices), picked
+
+
+def _picked(
+    record: text_format.MeshRecord, dims: tuple[tuple[str, int], ...], picked: Sequence[int], devices: Sequence[str]
+) -> text_format.MeshRecord:
+    """Return the mesh of some devices of a mesh, given by their offsets; those of this client are among them."""
+    mine = [device_id - record.global_device_ids[0] for device_id in record.local_device_ids]
+    return replace(
+        record,
+        dims=dims,
+        global_device_ids=tuple(range(len(picked))),
+        local_device_ids=tuple(map(picked.index, mine)),
+        global_devices=tuple(devices[offset] for offset in picked),
+    )

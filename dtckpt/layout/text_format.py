@@ -1,0 +1,345 @@
+"""Text and proto forms of meshes and layouts.
+
+Works on plain records, so that `Mesh` and `Layout` stay the only place that knows what a valid mesh or layout is.
+Texts and bytes equal TensorFlow's for all that it can express. Beyond that: a dim that several axes split is written
+``x+y``, and pending reductions stand as ``partial:y=sum,`` between the specs and the mesh.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from dtckpt._proto import layout_pb2
+from dtckpt.errors import LayoutError, LayoutTypeError, MeshError, MeshTypeError
+from dtckpt.layout.device_names import full_name
+
+Spec = str | tuple[str, ...]
+"""How one tensor dim is split: a mesh axis, axes in order (major first), ``"unsharded"`` or ``"match"``."""
+
+EMPTY_MESH = "empty_mesh"
+EMPTY_LAYOUT = "empty_layout"
+XLA_SPMD = "use_xla_spmd"
+TEXT_PREFIXES = {"STATIC": "sharding_specs:", "PARTED": "parted:"}
+SINGLE_DEVICE_PREFIX = "maximal:"
+
+_INTEGER = re.compile(r"-?[0-9]+")
+_REDUCTION = re.compile(r"(?P<axis>[^=]+)=(?P<op>[^=]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class MeshRecord:
+    """The fields of a mesh; all empty for the empty mesh."""
+
+    dims: tuple[tuple[str, int], ...] = ()
+    global_device_ids: tuple[int, ...] = ()
+    name: str = ""
+    local_device_ids: tuple[int, ...] = ()
+    local_devices: tuple[str, ...] = ()
+    global_devices: tuple[str, ...] = ()
+    use_xla_spmd: bool = False
+    single_device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRecord:
+    """The fields of a layout; ``kind`` is a name of the proto's ``LayoutType``."""
+
+    kind: str
+    specs: tuple[Spec, ...] = ()
+    partial: tuple[tuple[str, str], ...] = ()
+    mesh: MeshRecord = MeshRecord()
+
+
+# --- meshes -------------------------------------------------------------------------------------------------------
+
+
+def mesh_to_text(mesh: MeshRecord) -> str:
+    """Return TensorFlow's text form of a mesh."""
+    if mesh.single_device:
+        return mesh.single_device
+    if not mesh.global_device_ids:
+        return EMPTY_MESH
+    parts = [
+        mesh.name,
+        ",".join(f"{axis}={size}" for axis, size in mesh.dims),
+        ",".join(map(str, mesh.global_device_ids)),
+        ",".join(map(str, mesh.local_device_ids)),
+        ",".join(mesh.local_devices),
+    ]
+    if mesh.global_devices:
+        parts.append(",".join(mesh.global_devices))
+    if mesh.use_xla_spmd:
+        parts.append(XLA_SPMD)
+    return "|".join(parts)
+
+
+def mesh_from_text(text: str) -> MeshRecord:
+    """Read the text form of a mesh: full, compact (``name|x=2|*CPU``), a single device, or ``empty_mesh``.
+
+    As TensorFlow does, drops the global devices when the flag for XLA SPMD follows them.
+
+    Raises:
+        MeshError: the text has none of these forms.
+    """
+    if not isinstance(text, str):
+        raise MeshTypeError(f"mesh text: got {type(text).__name__}, expected str")
+    if text == EMPTY_MESH:
+        return MeshRecord()
+    parts = text.split("|")
+    if len(parts) == 1:
+        full_name(text)
+        return MeshRecord(single_device=text)
+    if len(parts) == 3:
+        return _mesh_from_compact(text, *parts)
+    if len(parts) not in (5, 6, 7):
+        raise MeshError(f"mesh text: got {len(parts)} parts in {text!r}, expected 3, 5, 6 or 7 separated by '|'")
+    if len(parts) == 7 and parts[6] != XLA_SPMD:
+        raise MeshError(f"mesh text: got {parts[6]!r} as 7th part of {text!r}, expected {XLA_SPMD!r}")
+    name, dims, global_ids, local_ids, local_devices, *rest = parts
+    if not global_ids:
+        return MeshRecord()
+    if not dims:
+        raise MeshError(f"mesh text: got device ids but no axes in {text!r}, expected axes such as 'x=2'")
+    return MeshRecord(
+        dims=_dims(dims, text),
+        global_device_ids=_integers(global_ids, text),
+        name=name,
+        local_device_ids=_integers(local_ids, text),
+        local_devices=_items(local_devices),
+        global_devices=_items(rest[0]) if len(rest) == 1 and rest[0] != XLA_SPMD else (),
+        use_xla_spmd=bool(rest) and rest[-1] == XLA_SPMD,
+    )
+
+
+def _mesh_from_compact(text: str, name: str, dims: str, devices: str) -> MeshRecord:
+    _, *kind = devices.split("*")
+    if len(kind) != 1:
+        raise MeshError(f"mesh text: got {devices!r} as 3rd part of {text!r}, expected one '*' before a device type")
+    if not dims:
+        return MeshRecord()
+    axes = _dims(dims, text)
+    count = 1
+    for _, size in axes:
+        count *= max(size, 0)
+    ids = tuple(range(count))
+    names = tuple(f"/job:localhost/task:0/device:{kind[0]}:{index}" for index in ids)
+    return MeshRecord(axes, ids, name, ids, names)
+
+
+def _dims(text: str, whole: str) -> tuple[tuple[str, int], ...]:
+    pairs = [item.rpartition("=") for item in text.split(",")]
+    if any(not (separator and _INTEGER.fullmatch(size)) for _, separator, size in pairs):
+        raise MeshError(f"mesh text: got axes {text!r} in {whole!r}, expected a form such as 'x=2,y=4'")
+    return tuple((name, int(size)) for name, _, size in pairs)
+
+
+def _integers(text: str, whole: str) -> tuple[int, ...]:
+    items = _items(text)
+    if not all(map(_INTEGER.fullmatch, items)):
+        raise MeshError(f"mesh text: got device ids {text!r} in {whole!r}, expected integers separated by ','")
+    return tuple(map(int, items))
+
+
+def _items(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
+
+
+def mesh_to_proto(mesh: MeshRecord) -> layout_pb2.MeshProto:
+    """Return the message of a mesh."""
+    return layout_pb2.MeshProto(
+        mesh_dimensions=[layout_pb2.MeshDimensionProto(name=name, size=size) for name, size in mesh.dims],
+        global_device_ids=mesh.global_device_ids,
+        name=mesh.name,
+        local_device_ids=mesh.local_device_ids,
+        local_devices=mesh.local_devices,
+        global_devices=mesh.global_devices,
+        use_xla_spmd=mesh.use_xla_spmd,
+        single_device=mesh.single_device,
+    )
+
+
+def mesh_from_proto(proto: layout_pb2.MeshProto) -> MeshRecord:
+    """Read the message of a mesh.
+
+    Raises:
+        MeshTypeError: this is another kind of message, or none.
+        MeshError: the message has fields that this version does not know.
+    """
+    if not isinstance(proto, layout_pb2.MeshProto):
+        raise MeshTypeError(f"mesh proto: got {type(proto).__name__}, expected MeshProto")
+    if unknown := _unknown_fields(proto, *proto.mesh_dimensions):
+        raise MeshError(f"mesh proto: got unknown fields {unknown}, expected those of this version only")
+    return MeshRecord(
+        dims=tuple((dim.name, dim.size) for dim in proto.mesh_dimensions),
+        global_device_ids=tuple(proto.global_device_ids),
+        name=proto.name,
+        local_device_ids=tuple(proto.local_device_ids),
+        local_devices=tuple(proto.local_devices),
+        global_devices=tuple(proto.global_devices),
+        use_xla_spmd=proto.use_xla_spmd,
+        single_device=proto.single_device,
+    )
+
+
+# --- layouts ------------------------------------------------------------------------------------------------------
+
+
+def spec_to_text(spec: Spec) -> str:
+    """Return a spec as texts write it: ``x``, ``x+y`` or ``unsharded``."""
+    return spec if isinstance(spec, str) else "+".join(spec)
+
+
+def spec_from_text(text: str) -> Spec:
+    """Read the form that `spec_to_text` writes; the names are not checked."""
+    axes = tuple(text.split("+"))
+    return axes if len(axes) > 1 else text
+
+
+def layout_to_text(layout: LayoutRecord) -> str:
+    """Return TensorFlow's text form of a layout, with the extensions that this module describes."""
+    if layout.kind == "UNKNOWN":
+        return EMPTY_LAYOUT
+    mesh = f"mesh:{mesh_to_text(layout.mesh)}"
+    if layout.kind == "SINGLE_DEVICE":
+        return f"{SINGLE_DEVICE_PREFIX}true, {mesh}"
+    specs = TEXT_PREFIXES[layout.kind] + "".join(f"{spec_to_text(spec)}," for spec in layout.specs)
+    partial = ["partial:" + "".join(f"{axis}={op}," for axis, op in layout.partial)] if layout.partial else []
+    return " ".join([specs, *partial, mesh])
+
+
+def layout_from_text(text: str) -> LayoutRecord:
+    """Read the text form of a layout.
+
+    As TensorFlow does, takes every spec up to its comma: text behind the last comma is no spec.
+
+    Raises:
+        LayoutError: the text does not have the form.
+        MeshError: the mesh in it does not.
+    """
+    if not isinstance(text, str):
+        raise LayoutTypeError(f"layout text: got {type(text).__name__}, expected str")
+    if text == EMPTY_LAYOUT:
+        return LayoutRecord("UNKNOWN")
+    head, *partial, mesh_text = text.split(" ") if " " in text else ("", "")
+    if not head or len(partial) > 1 or not all(item.startswith("partial:") for item in partial):
+        raise LayoutError(f"layout text: got {text!r}, expected a form such as 'sharding_specs:x,unsharded, mesh:...'")
+    mesh = mesh_from_text(mesh_text.removeprefix("mesh:"))
+    if head.startswith(SINGLE_DEVICE_PREFIX) and not partial:
+        return LayoutRecord("SINGLE_DEVICE", mesh=mesh)
+    for kind, prefix in TEXT_PREFIXES.items():
+        if head.startswith(prefix):
+            specs = head.removeprefix(prefix).split(",")[:-1]
+            if "scalar" in specs and len(specs) > 1:
+                raise LayoutError(f"layout text: got 'scalar' next to other specs in {text!r}, expected it alone")
+            return LayoutRecord(
+                kind,
+                tuple(map(spec_from_text, specs)) if specs != ["scalar"] else (),
+                tuple(reduction for item in partial for reduction in _reductions(item, text)),
+                mesh,
+            )
+    raise LayoutError(
+        f"layout text: got {head!r} in {text!r}, expected it to start with 'sharding_specs:' or 'parted:'"
+    )
+
+
+def _reductions(item: str, whole: str) -> Iterator[tuple[str, str]]:
+    found = [_REDUCTION.fullmatch(pair) for pair in item.removeprefix("partial:").split(",")[:-1]]
+    if not item.endswith(",") or not all(found):
+        raise LayoutError(f"layout text: got {item!r} in {whole!r}, expected a form such as 'partial:y=sum,'")
+    return ((pair["axis"], pair["op"]) for pair in found if pair)
+
+
+def specs_to_proto(specs: Iterable[Spec]) -> list[layout_pb2.ShardingSpec]:
+    """Return the messages of sharding specs."""
+    return [
+        layout_pb2.ShardingSpec(sharding_spec=spec) if isinstance(spec, str) else layout_pb2.ShardingSpec(axes=spec)
+        for spec in specs
+    ]
+
+
+def specs_from_proto(protos: Sequence[layout_pb2.ShardingSpec]) -> tuple[Spec, ...]:
+    """Read messages of sharding specs; the names are not checked.
+
+    Raises:
+        LayoutError: a message has unknown fields, or one name and several at once.
+    """
+    for proto in protos:
+        if unknown := _unknown_fields(proto):
+            raise LayoutError(f"sharding spec proto: got unknown fields {unknown}, expected those of this version only")
+        if bool(proto.sharding_spec) and bool(proto.axes):
+            raise LayoutError(
+                f"sharding spec proto: got both {proto.sharding_spec!r} and {list(proto.axes)}, expected one of them"
+            )
+    return tuple(tuple(proto.axes) if proto.axes else proto.sharding_spec for proto in protos)
+
+
+def partial_to_proto(partial: Iterable[tuple[str, str]]) -> list[layout_pb2.AxisReduction]:
+    """Return the messages of pending reductions."""
+    return [layout_pb2.AxisReduction(axis=axis, reduce_op=op) for axis, op in partial]
+
+
+def partial_from_proto(protos: Sequence[layout_pb2.AxisReduction]) -> tuple[tuple[str, str], ...]:
+    """Read messages of pending reductions; the names are not checked."""
+    if unknown := _unknown_fields(*protos):
+        raise LayoutError(f"reduction proto: got unknown fields {unknown}, expected those of this version only")
+    return tuple((proto.axis, proto.reduce_op) for proto in protos)
+
+
+def layout_to_proto(layout: LayoutRecord) -> layout_pb2.LayoutProto:
+    """Return the message of a layout; its mesh is present even when empty."""
+    return layout_pb2.LayoutProto(
+        sharding_specs=specs_to_proto(layout.specs),
+        mesh_config=mesh_to_proto(layout.mesh),
+        type=layout_pb2.LayoutProto.LayoutType.Value(layout.kind),
+        partial=partial_to_proto(layout.partial),
+    )
+
+
+def layout_from_proto(proto: layout_pb2.LayoutProto) -> LayoutRecord:
+    """Read the message of a layout.
+
+    Raises:
+        LayoutTypeError: this is another kind of message, or none.
+        LayoutError: the message has fields or a type that this version does not know.
+    """
+    if not isinstance(proto, layout_pb2.LayoutProto):
+        raise LayoutTypeError(f"layout proto: got {type(proto).__name__}, expected LayoutProto")
+    if unknown := _unknown_fields(proto):
+        raise LayoutError(f"layout proto: got unknown fields {unknown}, expected those of this version only")
+    kinds = layout_pb2.LayoutProto.LayoutType
+    if proto.type not in kinds.values():
+        raise LayoutError(f"layout proto: got type {proto.type}, expected one of {', '.join(kinds.keys())}")
+    return LayoutRecord(
+        kinds.Name(proto.type),
+        specs_from_proto(proto.sharding_specs),
+        partial_from_proto(proto.partial),
+        mesh_from_proto(proto.mesh_config),
+    )
+
+
+def layout_from_bytes(data: bytes) -> LayoutRecord:
+    """Read serialized bytes of a layout; bytes of an older TensorFlow, which say no type, read as STATIC.
+
+    Raises:
+        LayoutError: these are no bytes of a layout.
+    """
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise LayoutTypeError(f"layout bytes: got {type(data).__name__}, expected bytes")
+    proto = layout_pb2.LayoutProto()
+    try:
+        proto.ParseFromString(bytes(data))
+    except DecodeError as error:
+        raise LayoutError(f"layout bytes: got {len(data)} bytes that do not parse, expected a LayoutProto") from error
+    if proto.type == layout_pb2.LayoutProto.UNKNOWN and proto.mesh_config.ByteSize():
+        proto.type = layout_pb2.LayoutProto.STATIC
+    return layout_from_proto(proto)
+
+
+def _unknown_fields(*messages: Message) -> list[int]:
+    unknown = map(UnknownFieldSet, messages)
+    return [fields[index].field_number for fields in unknown for index in range(len(fields))]

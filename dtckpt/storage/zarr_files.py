@@ -1,0 +1,103 @@
+"""Writes of Zarr v3 arrays where TensorStore does not reach: chunk by chunk, each a file of its own.
+
+The codec is ``bytes`` (little endian), so a chunk's file is its elements in C order; chunks that the grid cuts short
+at its edge are stored filled up with zeros. A few files are on their way at one time, each in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from dtckpt.comm.background_threads import Pool
+from dtckpt.errors import ConfigError
+from dtckpt.format.codecs import NO_CODEC
+from dtckpt.format.grid import ChunkGrid
+from dtckpt.layout.region import Region
+from dtckpt.storage.failures import translated
+from dtckpt.storage.folder import Folder
+from dtckpt.storage.zarr_tensorstore import ArrayWriter, StoredArray, chunk_key
+
+NUM_THREADS = 16
+
+
+def open_writer(
+    kind: str, root: Folder, client: int, *, is_durable: bool = True, max_pending_nbytes: int | None = None
+) -> ArrayWriter | ChunkWriter:
+    """Return what writes one client's chunks below a folder; arguments as for `ArrayWriter`."""
+    if root.kvstore() is None:
+        return ChunkWriter(kind, root, max_pending_nbytes=max_pending_nbytes)
+    return ArrayWriter(kind, root, client, is_durable=is_durable, max_pending_nbytes=max_pending_nbytes)
+
+
+def validate_kind(kind: str, root: Folder, codecs: Iterable[str] = ()) -> None:
+    """Refuse a kind of key-value store, or codecs, that a folder cannot hold.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if kind != "zarr" and root.kvstore() is None:
+        raise ConfigError(f"{root} cannot hold a database, which TensorStore writes; use SaveOptions(kvstore='zarr')")
+    if set(codecs) - {NO_CODEC} and root.kvstore() is None:
+        raise ConfigError(f"{root} cannot hold compressed chunks; use SaveOptions(codec='none')")
+
+
+class ChunkWriter:
+    """As `ArrayWriter`, without TensorStore."""
+
+    def __init__(self, kind: str, root: Folder, *, max_pending_nbytes: int | None = None) -> None:
+        validate_kind(kind, root)
+        self._root = root
+        self._max_pending_nbytes = max_pending_nbytes
+        self._pool = Pool(NUM_THREADS, "dtckpt-chunks")
+        self._pending: list[Future[None]] = []
+        self._pending_nbytes = 0
+
+    def write(
+        self,
+        array: StoredArray,
+        region: Region,
+        elements: np.ndarray[Any, Any],
+        *,
+        is_kept: bool = False,  # noqa: ARG002  (all are copied)
+    ) -> None:
+        """As `ArrayWriter.write`."""
+        validate_kind("zarr", self._root, [array.codec])
+        key = chunk_key(array.path, array.grid, region)
+        self._pending.append(self._pool.submit(self._write, key, array.grid, elements))
+        self._note(elements.nbytes)
+
+    def write_document(self, key: str, document: bytes) -> None:
+        """As `ArrayWriter.write_document`."""
+        self._pending.append(self._pool.submit(self._root.write, key, document))
+        self._note(len(document))
+
+    def _note(self, nbytes: int) -> None:
+        self._pending_nbytes += nbytes
+        if self._max_pending_nbytes is not None and self._pending_nbytes > self._max_pending_nbytes:
+            self._wait()
+
+    def _write(self, key: str, grid: ChunkGrid, elements: np.ndarray[Any, Any]) -> None:
+        if elements.shape != grid.chunk_shape:
+            whole = np.zeros(grid.chunk_shape, elements.dtype)
+            whole[tuple(slice(size) for size in elements.shape)] = elements
+            elements = whole
+        self._root.write(key, elements.tobytes())
+
+    def _wait(self) -> None:
+        with translated("write chunks", self._root):
+            for write in self._pending:
+                write.result()
+        self._pending, self._pending_nbytes = [], 0
+
+    def commit(self) -> None:
+        """As `ArrayWriter.commit`."""
+        self._wait()
+        self._pool.shutdown()
+
+    def abort(self) -> None:
+        """As `ArrayWriter.abort`."""
+        self._pool.shutdown(cancel_futures=True)

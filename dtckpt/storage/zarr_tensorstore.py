@@ -1,0 +1,358 @@
+"""Writes and reads the Zarr v3 arrays of a checkpoint through TensorStore; `dtckpt.storage.zarr_files` does elsewhere.
+
+Writing: each client opens its own `ArrayWriter`; the leader then calls `merge`. With the ``ocdbt`` key-value store a
+client writes one database under ``client_<i>/`` in one transaction, and the merge makes the root database refer to
+the clients' data without copying it. With ``zarr`` clients write files straight into the array folders. Either way no
+two clients write the same key: each writes its own chunks, and its share of the metadata.
+
+Facts that shape the code: a write copies its source unless it may refer to it; a read is fast only into ready
+memory with memory-mapped files; chunks of zeros are left out and read back as zeros unless told otherwise; a range
+copy between databases works only if all were opened with one context.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from dtckpt.errors import CheckpointCorruptError, capped
+from dtckpt.format.codecs import NO_CODEC, codec_documents
+from dtckpt.format.dtypes import DTYPES, fill_value
+from dtckpt.format.grid import ChunkGrid
+from dtckpt.format.names import groups
+from dtckpt.layout.region import Region
+from dtckpt.storage.failures import translated
+from dtckpt.storage.folder import Folder, open_context
+from dtckpt.storage.tensorstore_import import tensorstore as ts
+
+DATABASE_NAME = "manifest.ocdbt"
+"""The file of an OCDBT database that leads to all others."""
+DATA_FOLDER = "d"
+"""The folder of those."""
+TARGET_DATA_FILE_NBYTES = 256 << 20
+SMALL_NBYTES = 1 << 20
+"""A whole chunk up to this size goes straight to its key: opening an array takes longer than writing it."""
+MAX_INLINE_NBYTES = 512
+"""Values up to this size live inside the database's nodes; they are copied by a merge, so it stays small."""
+
+
+class StoredArray(Protocol):
+    """What is known of an array without a look at storage."""
+
+    @property
+    def path(self) -> str:
+        """Its path below the root of the key-value store."""
+        ...
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """Its shape and chunks."""
+        ...
+
+    @property
+    def stored_dtype(self) -> str:
+        """Element type on storage."""
+        ...
+
+    @property
+    def codec(self) -> str:
+        """How chunks are compressed."""
+        ...
+
+
+def client_folder(client: int) -> str:
+    """Return the name of the folder that one client writes."""
+    return f"client_{client}"
+
+
+def array_metadata(
+    grid: ChunkGrid, stored_dtype: str, codec: str, attributes: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return an array's ``zarr.json`` (Zarr v3 core specification)."""
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(grid.shape),
+        "data_type": DTYPES[stored_dtype].name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": fill_value(stored_dtype),
+        "codecs": codec_documents(codec, DTYPES[stored_dtype].itemsize),
+        "attributes": dict(attributes or {}),
+    }
+
+
+def _kvstore(kind: str, folder: Folder, *, to_write: bool = False) -> dict[str, Any]:
+    base = folder.kvstore(to_write=to_write)
+    assert base is not None  # noqa: S101  (such folders have a writer and a reader of their own)
+    if kind == "zarr":
+        return base
+    return {
+        "driver": "ocdbt",
+        "base": base,
+        "target_data_file_size": TARGET_DATA_FILE_NBYTES,
+        "config": {"max_inline_value_bytes": MAX_INLINE_NBYTES},
+    }
+
+
+def chunk_key(path: str, grid: ChunkGrid, region: Region) -> str:
+    """Return the key of a whole chunk (Zarr v3, chunk key encoding ``default``)."""
+    place = _place(grid, region)
+    return f"{path}/{place}" if path else place
+
+
+@lru_cache(maxsize=4096)
+def _place(grid: ChunkGrid, region: Region) -> str:
+    return "/".join(["c", *(str(start // size) for start, size in zip(region.offset, grid.chunk_shape, strict=True))])
+
+
+def key_of(path: str, index: Sequence[int]) -> str:
+    """Return the key of the chunk at a position of the grid."""
+    return "/".join([path, "c", *map(str, index)] if path else ["c", *map(str, index)])
+
+
+def _small_key(array: StoredArray, region: Region, nbytes: int) -> str | None:
+    """Return the key of a small whole chunk, whose value is its elements (Zarr v3, codec ``bytes``); else None.
+
+    What a grid cuts short at its edge is stored filled up; that, and other codecs, are left to TensorStore.
+    """
+    is_small = array.codec == NO_CODEC and nbytes <= SMALL_NBYTES and region.shape == array.grid.chunk_shape
+    return chunk_key(array.path, array.grid, region) if is_small else None
+
+
+class ArrayWriter:
+    """One client's writes of one save.
+
+    Args:
+        kind: Key-value store, ``ocdbt`` or ``zarr``.
+        root: The folder under construction; every client sees the same one.
+        client: Whose writes these are.
+        is_durable: Whether what is written survives a power loss when `commit` returns.
+        max_pending_nbytes: Bytes that may be held until they are written; more are written out before `write` returns.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        root: Folder,
+        client: int,
+        *,
+        is_durable: bool = True,
+        max_pending_nbytes: int | None = None,
+    ) -> None:
+        self._where = root
+        self._context = open_context()
+        self._is_database = kind == "ocdbt"
+        self._folder = root / client_folder(client) if self._is_database else root
+        self._base: Any = None
+        self._is_durable = is_durable
+        self._keys: list[str] = []
+        self._arrays: dict[str, Any] = {}
+        self._max_pending_nbytes = max_pending_nbytes
+        self._reset()
+
+    def _reset(self) -> None:
+        # Only databases have transactions over several files; elsewhere each write is its own.
+        self._transaction = ts.Transaction(atomic=True) if self._is_database else None
+        self._store: Any = None
+        self._pending: list[Any] = []
+        self._pending_nbytes = 0
+
+    def write(
+        self, array: StoredArray, region: Region, elements: np.ndarray[Any, Any], *, is_kept: bool = False
+    ) -> None:
+        """Start writing one whole chunk; ``elements`` must not change before `commit` returns.
+
+        Args:
+            array: The array.
+            region: The chunk's box.
+            elements: The chunk's elements.
+            is_kept: Whether the elements stay in memory in any case, so that only copies of them count as held.
+        """
+        key, codec = _small_key(array, region, elements.nbytes), array.codec
+        is_copied = key is not None or codec != NO_CODEC
+        # A compressor takes room for the worst case, beside its result.
+        held_nbytes = elements.nbytes * (is_copied + (not is_kept) + 2 * (codec != NO_CODEC))
+        with translated("write array {!r}", self._where, array.path):
+            if key is not None:
+                self._put(key, elements.tobytes())
+                self._note(held_nbytes)
+                return
+            if not self._is_database:
+                self._keys.append(chunk_key(array.path, array.grid, region))
+            opened = self._open(array).with_transaction(self._transaction)
+            target = opened[region.slices()] if region.ndim else opened
+            write = target.write(elements, can_reference_source_data_indefinitely=True)
+            self._pending.append(write.copy if self._transaction else write)
+        self._note(held_nbytes)
+
+    def write_document(self, key: str, document: bytes) -> None:
+        """Start writing metadata."""
+        with translated("write {!r}", self._where, key):
+            self._put(key, document)
+        self._note(len(document))
+
+    def _put(self, key: str, value: bytes) -> None:
+        if self._transaction:
+            self._values()[key] = value  # until the commit, this only notes it
+        else:
+            self._keys.append(key)
+            self._pending.append(self._values().write(key, value))
+
+    def _note(self, nbytes: int) -> None:
+        self._pending_nbytes += nbytes
+        if self._max_pending_nbytes is not None and self._pending_nbytes > self._max_pending_nbytes:
+            self._write_out()
+
+    def _values(self) -> Any:
+        """Return the key-value store as the transaction sees it."""
+        if self._store is None:
+            store = self._open_base()
+            self._store = store.with_transaction(self._transaction) if self._transaction else store
+        return self._store
+
+    def _open(self, array: StoredArray) -> Any:
+        if array.path not in self._arrays:
+            self._arrays[array.path] = open_array(self._open_base(), array, self._context, to_write=True)
+        return self._arrays[array.path]
+
+    def _open_base(self) -> Any:
+        if self._base is None:
+            kind = "ocdbt" if self._is_database else "zarr"
+            spec = _kvstore(kind, self._folder, to_write=True)
+            self._base = ts.KvStore.open(spec, context=self._context).result()
+        return self._base
+
+    def commit(self) -> None:
+        """Wait until everything is written, and durable if that is wanted. Blocks: on storage."""
+        self._write_out()
+        if self._is_durable:
+            with translated("sync chunks", self._where):
+                self._folder.sync(_data_files(self._folder) if self._is_database else self._keys)
+
+    def _write_out(self) -> None:
+        is_early = self._is_durable and self._is_database
+        syncing = self._folder.early_sync(DATA_FOLDER) if is_early else nullcontext()
+        with translated("write chunks", self._where), syncing:
+            for write in self._pending:
+                write.result()
+            if self._transaction is not None:
+                commit = self._transaction.commit_async()
+                self._pending.append(commit)
+                commit.result()
+        self._reset()
+
+    def abort(self) -> None:
+        """Drop what was not committed, and wait for writes under way: they would make removed folders again."""
+        if self._transaction is not None:
+            self._transaction.abort()
+        for write in self._pending:
+            write.exception()
+
+
+def open_array(store: Any, array: StoredArray, context: Any, *, to_write: bool = False) -> Any:
+    """Open an array whose metadata is known, without reading it."""
+    spec = _array_spec(array.grid, array.stored_dtype, array.codec, to_write=to_write)
+    return ts.open(spec, kvstore=store / f"{array.path}/", open=True, assume_metadata=True, context=context).result()
+
+
+@lru_cache(maxsize=256)
+def _array_spec(grid: ChunkGrid, stored_dtype: str, codec: str, *, to_write: bool) -> Any:
+    """Return what is the same for all arrays of a kind: to parse it takes longer than to open one."""
+    how = {"store_data_equal_to_fill_value": True} if to_write else {"fill_missing_data_reads": False}
+    return ts.Spec({"driver": "zarr3", "metadata": array_metadata(grid, stored_dtype, codec), **how})
+
+
+def documents(arrays: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the ``zarr.json`` of arrays (by array path) and of the groups above them, by key."""
+    group = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+    found = {**arrays, **dict.fromkeys(groups(arrays), group)}
+    return {document_key(path): document for path, document in sorted(found.items())}
+
+
+def document_key(path: str) -> str:
+    """Return the key of an array's or a group's ``zarr.json``."""
+    return f"{path}/zarr.json" if path else "zarr.json"
+
+
+def merge(kind: str, root: Folder, last_written: Mapping[int, str]) -> None:
+    """Make the clients' writes one hierarchy of arrays. Called by the leader, after all clients committed.
+
+    Args:
+        kind: Key-value store.
+        root: The folder under construction.
+        last_written: Clients that wrote, and the key of the last that each wrote: where that is, all are.
+
+    Raises:
+        CheckpointCorruptError: What a client wrote is not there.
+        StorageError: Storage refused.
+    """
+    with translated("merge what the clients wrote", root):
+        if root.kvstore() is None:
+            is_there = {client: _is_file(root, key) for client, key in last_written.items()}
+        else:
+            store = _merge_stores(kind, root, last_written)
+            reads = {client: store.read(key, byte_range=slice(0, 1)) for client, key in last_written.items()}
+            is_there = {client: read.result().state == "value" for client, read in reads.items()}
+    # A database that this client does not see, or sees as it was before, passes for one that holds less.
+    if lost := [client for client in last_written if not is_there[client]]:
+        raise CheckpointCorruptError(
+            f"what clients {capped(lost)} wrote is not to be seen in {root}; got no {last_written[lost[0]]}; "
+            "every client must see one shared file system; nothing was committed, save again"
+        )
+
+
+def _merge_stores(kind: str, root: Folder, clients: Iterable[int]) -> Any:
+    """Merge what TensorStore wrote; return the store of all of it."""
+    context = open_context()
+    store = ts.KvStore.open(_kvstore(kind, root, to_write=True), context=context).result()
+    if kind == "ocdbt":
+        transaction = ts.Transaction(atomic=True)
+        target = store.with_transaction(transaction)
+        for client in clients:
+            # A range is copied by reference only between stores whose base options are the same.
+            spec = _kvstore(kind, root / client_folder(client), to_write=True)
+            source = ts.KvStore.open(spec, context=context).result()
+            source.experimental_copy_range_to(target).result()
+        transaction.commit_async().result()
+    return store
+
+
+def _is_file(folder: Folder, name: str) -> bool:
+    try:
+        folder.read(name, 0, 1)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def sync_merged(kind: str, root: Folder) -> None:
+    """Return when what `merge` made, and the files beside it, survive a power loss. Called by the leader.
+
+    Blocks: On storage.
+    """
+    with translated("sync what was merged", root):
+        root.sync(_merged_files(kind, root))
+
+
+def _merged_files(kind: str, root: Folder) -> Iterator[str]:
+    yield from root.names()
+    if kind == "ocdbt":
+        yield from _data_files(root)
+    yield ""  # the folder itself: clients' databases go when this one is sure to stay
+
+
+def _data_files(folder: Folder) -> Iterator[str]:
+    """Yield the files of a database, but for the one that leads to them."""
+    with suppress(FileNotFoundError):  # one without large values has none
+        yield from (f"{DATA_FOLDER}/{name}" for name in (folder / DATA_FOLDER).names())
+
+
+def stored_empty(stored_dtype: str, shape: Iterable[int]) -> np.ndarray[Any, Any]:
+    """Return uninitialised host memory for stored elements."""
+    return np.empty(tuple(shape), DTYPES[stored_dtype])
