@@ -134,8 +134,8 @@ def test_who_is_overtaken_finds_it_done(source, tmp_path, tensors, monkeypatch):
         assert work(source, target, 2).is_committed
         return staging
 
-    share = workers.directory.share
-    monkeypatch.setattr(workers.directory, "share", share_and_be_overtaken)
+    share = workers.commit_by_rename.share
+    monkeypatch.setattr(workers.commit_by_rename, "share", share_and_be_overtaken)
     part = work(source, target, 0)
     assert (part.nbytes, part.missing, part.is_committed) == (0, (), True)
     assert os.listdir(tmp_path) == ["new"]
