@@ -7,7 +7,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import pytest
 from hypothesis import HealthCheck, settings
-from workers import Pool
+from support.client_processes import Pool
 
 from dtckpt.coordination.connect import set_coordination
 from dtckpt.layout import clients

@@ -2,8 +2,8 @@
 
 A change of layout is a path of hops (`dtckpt.redistribution.path_plan`). Each is an exchange of boxes
 (`dtckpt.redistribution.exchange`) or, on NCCL, one of its collectives (`dtckpt.redistribution.native_collective`).
-Programs are compiled once per change and kept. Many tensors go together: hop by hop, what they send to one client travels
-in few messages.
+Programs are compiled once per change and kept. Many tensors go together: hop by hop, what they send to one client
+travels in few messages.
 """
 
 from __future__ import annotations

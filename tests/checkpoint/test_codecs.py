@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from states import bits_of, packed, tensor_of
+from support.states import bits_of, packed, tensor_of
 
 import dtckpt
 from dtckpt import Layout, Region, RestoreOptions, SaveOptions, abstract_mesh

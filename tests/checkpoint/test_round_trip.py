@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import (
+from support.states import (
     MESH_MAKERS,
     bits_of,
     differences,

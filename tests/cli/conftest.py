@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from states import packed, tensor_of
+from support.states import packed, tensor_of
 
 import dtckpt
 from dtckpt import UNSHARDED, Layout, abstract_mesh

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from states import packed
+from support.states import packed
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from states import packed
+from support.states import packed
 
 import dtckpt
 from dtckpt import UNSHARDED, Layout, abstract_mesh, errors

@@ -4,7 +4,7 @@ import signal
 import pytest
 import torch
 import zarr
-from states import bits_of
+from support.states import bits_of
 
 import dtckpt
 from dtckpt import UNSHARDED

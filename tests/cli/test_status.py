@@ -11,10 +11,10 @@ import time
 
 import pytest
 import trustme
-from coordination.contract import Running, at, leave_all, wait_until
-from coordination.servers import running_server, server_process
 from dtckpt_server.tls import TlsFiles
 from dtckpt_server.tokens import Tokens
+from support.coordination_contract import Running, at, leave_all, wait_until
+from support.coordinators import running_server, server_process
 
 from dtckpt.coordination.api import BarrierStatus, JobStatus, Member, Progress, TaskStatus
 from dtckpt.coordination.grpc_client import GrpcCoordination

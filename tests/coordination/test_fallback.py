@@ -7,6 +7,9 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from support.coordination_contract import Running, at, leave_all, same_error, together, wait_until
+from support.coordinators import server_in_thread, server_process
+from support.saving_clients import HEARTBEAT_S, NUM_CLIENTS, Halt, proxy, savers
 from torch._C._distributed_c10d import HashStore
 
 from dtckpt import errors
@@ -17,9 +20,6 @@ from dtckpt.coordination.grpc_client import GrpcCoordination
 from dtckpt.coordination.single_client import LocalCoordination
 from dtckpt.coordination.torch_store import ProcessGroupCoordination
 
-from .contract import Running, at, leave_all, same_error, together, wait_until
-from .savers import HEARTBEAT_S, NUM_CLIENTS, Halt, proxy, savers
-from .servers import server_in_thread, server_process
 from .test_outages import BARRIER, LATE, VICTIM, is_whole, missing
 
 TIMEOUT_S = 3.0

@@ -3,13 +3,12 @@
 import secrets
 
 import pytest
+from support.coordination_contract import HEARTBEAT_S, ManyClientsContract
 
 from dtckpt.coordination import torch_store
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.faulty import Fault, FaultyCoordination
 from dtckpt.coordination.single_client import LocalCoordination
-
-from .contract import HEARTBEAT_S, ManyClientsContract
 
 
 class TestFaultyWithoutFaults(ManyClientsContract):

@@ -13,10 +13,9 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-
-from .savers import proxy
-from .servers import ServerProcess
-from .trainers import HEARTBEAT_S, TIMEOUT_S, Trainers, Training
+from support.coordinators import ServerProcess
+from support.saving_clients import proxy
+from support.training_clients import HEARTBEAT_S, TIMEOUT_S, Trainers, Training
 
 pytestmark = pytest.mark.processes
 

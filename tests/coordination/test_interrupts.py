@@ -6,6 +6,8 @@ import secrets
 import time
 
 import pytest
+from support.coordination_contract import AT_ONCE_S, HEARTBEAT_S, TIMEOUT_S, leave_all, wait_until
+from support.coordinators import server_in_thread
 from torch.distributed import HashStore
 
 from dtckpt import errors
@@ -14,9 +16,6 @@ from dtckpt.coordination.api import Member
 from dtckpt.coordination.grpc_client import GrpcCoordination
 from dtckpt.coordination.identity import calls_of
 from dtckpt.coordination.torch_store import ProcessGroupCoordination
-
-from .contract import AT_ONCE_S, HEARTBEAT_S, TIMEOUT_S, leave_all, wait_until
-from .servers import server_in_thread
 
 
 @pytest.fixture(params=["grpc", "process_group"])

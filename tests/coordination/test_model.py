@@ -8,10 +8,9 @@ import random
 from collections import Counter
 
 import pytest
+from support.job_model import FAULTS, HEARTBEAT_TIMEOUT_S, Fault, Job, World, random_job
 
 from dtckpt.coordination import operation_ordinals
-
-from .model import FAULTS, HEARTBEAT_TIMEOUT_S, Fault, Job, World, random_job
 
 HISTORIES = 100_000 if os.environ.get("DTCKPT_TESTS") == "all" else 400
 TAIL = 8

@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from support.coordination_contract import at, leave_all, same_error, together
+from support.coordinators import server_in_thread
 
 import dtckpt
 from dtckpt import errors
@@ -15,9 +17,6 @@ from dtckpt.coordination.grpc_calls import HeldError
 from dtckpt.coordination.grpc_client import GrpcCoordination
 from dtckpt.coordination.grpc_credentials import PLAINTEXT
 from dtckpt.coordination.grpc_status import Observer
-
-from .contract import at, leave_all, same_error, together
-from .servers import server_in_thread
 
 
 @pytest.fixture

@@ -10,15 +10,14 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from support.coordination_contract import wait_until
+from support.coordinators import server_process
+from support.saving_clients import HEARTBEAT_S, NUM_CLIENTS, Halt, proxy, savers
 
 import dtckpt
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.grpc_calls import CALL_TIMEOUT_S
 from dtckpt.coordination.grpc_client import GrpcCoordination
-
-from .contract import wait_until
-from .savers import HEARTBEAT_S, NUM_CLIENTS, Halt, proxy, savers
-from .servers import server_process
 
 pytestmark = pytest.mark.processes
 

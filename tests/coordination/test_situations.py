@@ -10,16 +10,7 @@ import threading
 import grpc
 import pytest
 from dtckpt_server import memory
-
-from dtckpt import errors
-from dtckpt._proto import coordinator_pb2 as pb
-from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.coordination import grpc_client
-from dtckpt.coordination.api import BEGIN, Member, Progress, Vote
-from dtckpt.coordination.grpc_calls import UnknownError
-from dtckpt.coordination.grpc_client import GrpcCoordination
-
-from .contract import (
+from support.coordination_contract import (
     AT_ONCE_S,
     FIRST,
     HEARTBEAT_S,
@@ -33,7 +24,15 @@ from .contract import (
     together,
     wait_until,
 )
-from .servers import server_in_thread
+from support.coordinators import server_in_thread
+
+from dtckpt import errors
+from dtckpt._proto import coordinator_pb2 as pb
+from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
+from dtckpt.coordination import grpc_client
+from dtckpt.coordination.api import BEGIN, Member, Progress, Vote
+from dtckpt.coordination.grpc_calls import UnknownError
+from dtckpt.coordination.grpc_client import GrpcCoordination
 
 NUM_CLIENTS = 3
 CODES = grpc.StatusCode

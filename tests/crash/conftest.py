@@ -1,7 +1,6 @@
 import pytest
-
-from . import seccomp
-from .nursery import Nursery
+from support import seccomp
+from support.forked_clients import Nursery
 
 
 @pytest.fixture(scope="session")

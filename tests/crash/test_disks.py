@@ -1,9 +1,8 @@
 """A disk that is full, or may not be written: every client says so, and the old checkpoint stays."""
 
 import pytest
-
-from . import cases, mounts
-from .nursery import Nursery
+from support import crash_cases, mounts
+from support.forked_clients import Nursery
 
 pytestmark = pytest.mark.processes
 
@@ -30,30 +29,30 @@ def one(nursery, case, *args):
 def test_a_full_disk(disk, kvstore):
     nursery, folder = disk
     path, options = f"{folder}/s", {"kvstore": kvstore, "clients": 2}
-    nursery.values(cases.save, path, "old", **options)
+    nursery.values(crash_cases.save, path, "old", **options)
     for target in (path, f"{folder}/beside"):
-        answers = nursery.run(cases.save, target, "new", **options)
+        answers = nursery.run(crash_cases.save, target, "new", **options)
         assert {answer.error for answer in answers} == {"StorageFullError"}, answers
         assert len({answer.text for answer in answers}) == 1
         assert "free space and save again" in answers[0].text
-        assert one(nursery, cases.generation_at, path) == "old"
-        assert one(nursery, cases.names_in, folder) == ["s"]
-    one(nursery, cases.remove, path)
-    nursery.values(cases.save, path, "new", **options)
-    assert one(nursery, cases.generation_at, path) == "new"
-    one(nursery, cases.remove, path)
+        assert one(nursery, crash_cases.generation_at, path) == "old"
+        assert one(nursery, crash_cases.names_in, folder) == ["s"]
+    one(nursery, crash_cases.remove, path)
+    nursery.values(crash_cases.save, path, "new", **options)
+    assert one(nursery, crash_cases.generation_at, path) == "new"
+    one(nursery, crash_cases.remove, path)
 
 
 def test_a_disk_that_may_not_be_written(disk):
     nursery, folder = disk
     path = f"{folder}/s"
-    nursery.values(cases.save, path, "old", clients=2)
+    nursery.values(crash_cases.save, path, "old", clients=2)
     one(nursery, mounts.forbid_writing, folder)
     for target in (path, f"{folder}/beside", f"{folder}/new/beside"):
         for kvstore in ("ocdbt", "zarr"):
-            answers = nursery.run(cases.save, target, "new", kvstore=kvstore, clients=2)
+            answers = nursery.run(crash_cases.save, target, "new", kvstore=kvstore, clients=2)
             assert {answer.error for answer in answers} == {"StoragePermissionError"}, answers
             assert len({answer.text for answer in answers}) == 1
             assert "client 0: " in answers[0].text
-            assert one(nursery, cases.generation_at, path) == "old"
-            assert one(nursery, cases.names_in, folder) == ["s"]
+            assert one(nursery, crash_cases.generation_at, path) == "old"
+            assert one(nursery, crash_cases.names_in, folder) == ["s"]

@@ -8,9 +8,8 @@ import os
 from collections import Counter
 
 import pytest
-
-from . import cases
-from .faults import HEARTBEAT_TIMEOUT_S, chosen, each_in_a_folder, faults_in, record
+from support import crash_cases
+from support.crash_faults import HEARTBEAT_TIMEOUT_S, chosen, each_in_a_folder, faults_in, record
 
 pytestmark = pytest.mark.processes
 
@@ -40,20 +39,20 @@ def struck_save(nursery, folder, has_old, fault, **options):
     """Let a fault strike one save and check what it leaves; return what became of it, for counting."""
     path, old = str(folder / "s"), "old" if has_old else None
     if has_old:
-        nursery.values(cases.save, path, old, **options)
+        nursery.values(crash_cases.save, path, old, **options)
     timeout_s = HEARTBEAT_TIMEOUT_S if fault.kind == "kill" else 30.0
     job = nursery.start(
-        cases.save, path, "new", folder=str(folder), fault=fault, heartbeat_timeout_s=timeout_s, **options
+        crash_cases.save, path, "new", folder=str(folder), fault=fault, heartbeat_timeout_s=timeout_s, **options
     )
     answers = job.finish()
     where = f"{fault} of {options}, old {old}, struck {job.struck}: {answers}"
-    found = cases.generation_at(path)
+    found = crash_cases.generation_at(path)
     assert found in (old, "new"), where
     error = error_of_all(answers, fault, job.struck, where)
     assert found == "new" or error, where
 
-    nursery.values(cases.save, path, "next", **options)
-    assert cases.generation_at(path) == "next", where
+    nursery.values(crash_cases.save, path, "next", **options)
+    assert crash_cases.generation_at(path) == "next", where
     assert os.listdir(folder) == ["s"], where
     return fault.kind, error or "no error", found or "nothing"
 

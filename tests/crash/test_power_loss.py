@@ -6,11 +6,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
-from . import cases
-from .faults import CRASHES, HEARTBEAT_TIMEOUT_S, chosen, record
-from .nursery import Fault
-from .power_loss import Disk, write_tree
+from support import crash_cases
+from support.crash_faults import CRASHES, HEARTBEAT_TIMEOUT_S, chosen, record
+from support.forked_clients import Fault
+from support.power_loss import Disk, write_tree
 
 pytestmark = pytest.mark.processes
 
@@ -46,7 +45,7 @@ def test_old_or_new_survives(nursery, tmp_path, kvstore, history):
     options = {"kvstore": kvstore, "clients": num_clients}
     if is_killed:
         (tmp_path / "whole").mkdir()
-        nursery.values(cases.save, str(tmp_path / "whole/s"), "old", **options)
+        nursery.values(crash_cases.save, str(tmp_path / "whole/s"), "old", **options)
         leaders = [each.call for each in record(nursery, tmp_path / "whole" / "s", **options) if each.client == 0]
         # When it has put the new checkpoint in place, and nothing of that is synced yet; or just before, or after.
         commit = leaders.index("renameat2") + 1
@@ -62,13 +61,13 @@ def lose_power(nursery, folder, has_old, death, **options):
     path, expected = "runs/7/s", {None}
     folder.mkdir()
     if has_old:
-        nursery.values(cases.save, str(folder / path), "old", **options)
+        nursery.values(crash_cases.save, str(folder / path), "old", **options)
         expected = {"old"}
     disk = Disk(folder)
     if death is not None:
         fault = Fault(0, "kill", death)
         job = nursery.start(
-            cases.save,
+            crash_cases.save,
             str(folder / path),
             "killed",
             folder=str(folder),
@@ -82,7 +81,7 @@ def lose_power(nursery, folder, has_old, death, **options):
             disk.apply(operation)
         expected.add("killed")
     expected.add("new")
-    job = nursery.start(cases.save, str(folder / path), "new", folder=str(folder), is_recorded=True, **options)
+    job = nursery.start(crash_cases.save, str(folder / path), "new", folder=str(folder), is_recorded=True, **options)
     assert not any(answer.error for answer in job.finish())
     draw, found = random.Random(f"{options} {death}"), {}
     count = len(job.operations)
@@ -106,13 +105,13 @@ def lose_power(nursery, folder, has_old, death, **options):
 def test_workers_complete_what_survives(nursery, tmp_path, kvstore):
     """Parts that were finished may be of processes that ended long ago; what is marked as finished must be there."""
     source, folder, num_workers = str(tmp_path / "source"), tmp_path / "disk", 3
-    nursery.values(cases.save, source, "old", clients=1)
+    nursery.values(crash_cases.save, source, "old", clients=1)
     folder.mkdir()
     disk, operations = Disk(folder), []
     for index in range(num_workers):
         arguments = (source, str(folder / "s"), index, num_workers)
         job = nursery.start(
-            cases.reshard_part, *arguments, clients=1, folder=str(folder), is_recorded=True, kvstore=kvstore
+            crash_cases.reshard_part, *arguments, clients=1, folder=str(folder), is_recorded=True, kvstore=kvstore
         )
         assert not any(answer.error for answer in job.finish())
         operations += job.operations
@@ -137,8 +136,8 @@ def what_workers_complete(tree, source, num_workers, **options):
         write_tree(tree, Path(folder))
         try:
             for index in range(num_workers):
-                cases.reshard_part(source, f"{folder}/s", index, num_workers, **options)
-            return cases.generation_at(f"{folder}/s")
+                crash_cases.reshard_part(source, f"{folder}/s", index, num_workers, **options)
+            return crash_cases.generation_at(f"{folder}/s")
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
@@ -148,6 +147,6 @@ def what_restores(tree, path):
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         write_tree(tree, Path(folder))
         try:
-            return cases.generation_at(Path(folder) / path)
+            return crash_cases.generation_at(Path(folder) / path)
         except Exception as error:
             return f"{type(error).__name__}: {error}"

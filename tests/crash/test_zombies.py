@@ -6,10 +6,9 @@ import signal
 from collections import Counter
 
 import pytest
-
-from . import cases
-from .faults import HEARTBEAT_TIMEOUT_S, chosen, each_in_a_folder, faults_in, record
-from .nursery import Fault
+from support import crash_cases
+from support.crash_faults import HEARTBEAT_TIMEOUT_S, chosen, each_in_a_folder, faults_in, record
+from support.forked_clients import Fault
 
 pytestmark = pytest.mark.processes
 
@@ -50,9 +49,9 @@ def test_a_frozen_client_comes_back_too_late(nursery, tmp_path, kvstore, is_repl
 def frozen_save(nursery, folder, fault, *, is_replaced, **options):
     """Let a client freeze, the other one give it up and perhaps a later attempt save; then let it go on."""
     path = str(folder / "s")
-    nursery.values(cases.save, path, "old", **options)
+    nursery.values(crash_cases.save, path, "old", **options)
     job = nursery.start(
-        cases.save,
+        crash_cases.save,
         path,
         "frozen",
         folder=str(folder),
@@ -68,20 +67,20 @@ def frozen_save(nursery, folder, fault, *, is_replaced, **options):
     where = f"{fault}, struck {job.struck}: {survivor}"
     assert survivor.error == "ClientLostError", where
     assert tuple(survivor.facts["clients"]) == (fault.client,), where
-    before = cases.generation_at(path)
+    before = crash_cases.generation_at(path)
     assert before in ("old", "frozen"), where
     if is_replaced:
         before = "later"
-        nursery.values(cases.save, path, before, **options)
+        nursery.values(crash_cases.save, path, before, **options)
     job.kill(fault.client, signal.SIGCONT)
     zombie = job.finish()[fault.client]
     where += f"; afterwards {zombie}"
     assert zombie.error in ("ClientLostError", "StorageError"), where
     # If nobody saved meanwhile, a leader may still put the new checkpoint in place, whole; nothing else may change.
     allowed = {before} if is_replaced or fault.client != 0 else {before, "frozen"}
-    assert cases.generation_at(path) in allowed, where
-    nursery.values(cases.save, path, "next", **options)
-    assert cases.generation_at(path) == "next", where
+    assert crash_cases.generation_at(path) in allowed, where
+    nursery.values(crash_cases.save, path, "next", **options)
+    assert crash_cases.generation_at(path) == "next", where
     assert os.listdir(folder) == ["s"], where
 
 
@@ -102,7 +101,7 @@ def frozen_saves(nursery, folder, seed):
         options = {"clients": 2, "folder": str(folder), "kvstore": draw.choice(["ocdbt", "zarr"])}
         fault = Fault(draw.randrange(2), "stop", draw.randint(1, FEWEST_OPERATIONS // 2))
         job = nursery.start(
-            cases.save,
+            crash_cases.save,
             path,
             f"frozen {number}",
             fault=fault,
@@ -124,7 +123,9 @@ def frozen_saves(nursery, folder, seed):
             num_frozen += 1
 
         until, options["attempt"] = draw.randint(1, FEWEST_OPERATIONS), 2 * number + 1
-        later = nursery.start(cases.save, path, f"later {number}", chunk_nbytes=1 << 15, is_recorded=True, **options)
+        later = nursery.start(
+            crash_cases.save, path, f"later {number}", chunk_nbytes=1 << 15, is_recorded=True, **options
+        )
         later.wait(lambda job, until=until: len(job.operations) >= until or job.answers)
         is_last = number == FROZEN_SAVES - 1
         back = [each for each in frozen if is_last or draw.random() < 0.7]  # the others stay away for longer
@@ -139,9 +140,9 @@ def frozen_saves(nursery, folder, seed):
             answer = zombie.finish()[client]
             assert answer.error in ("ClientLostError", "StorageError"), f"{where}; afterwards {answer}"
             found[answer.error] += 1
-        assert cases.generation_at(path) == f"later {number}", where
-    nursery.values(cases.save, path, "last", clients=2)
-    assert cases.generation_at(path) == "last"
+        assert crash_cases.generation_at(path) == f"later {number}", where
+    nursery.values(crash_cases.save, path, "last", clients=2)
+    assert crash_cases.generation_at(path) == "last"
     assert os.listdir(folder) == ["s"]
     return num_frozen, num_amid, dict(found)
 
@@ -159,7 +160,7 @@ def killed_saves(nursery, folder, seed):
         options = {"kvstore": draw.choice(["ocdbt", "zarr"]), "chunk_nbytes": 1 << 15}
         victim, until = draw.randrange(2), draw.randint(1, FEWEST_OPERATIONS)
         job = nursery.start(
-            cases.save,
+            crash_cases.save,
             path,
             f"{number}",
             clients=2,
@@ -171,7 +172,7 @@ def killed_saves(nursery, folder, seed):
         job.wait(lambda job, until=until: len(job.operations) >= until or job.answers)
         job.kill(victim)  # which goes on meanwhile, so any instant may be its last
         answers = job.finish()
-        found, survivor = cases.generation_at(path), answers[1 - victim]
+        found, survivor = crash_cases.generation_at(path), answers[1 - victim]
         where = f"seed {seed}, save {number}, victim {victim}, {answers}"
         if answers[victim].has_died:
             num_killed += 1
@@ -184,7 +185,7 @@ def killed_saves(nursery, folder, seed):
         else:
             assert found == f"{number}", where
         current = found
-    nursery.values(cases.save, path, "last", clients=2)
-    assert cases.generation_at(path) == "last"
+    nursery.values(crash_cases.save, path, "last", clients=2)
+    assert crash_cases.generation_at(path) == "last"
     assert os.listdir(folder) == ["s"]
     return num_killed

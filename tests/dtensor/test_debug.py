@@ -9,7 +9,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from states import cluster_mesh, packed
+from support import redistribution_cases
+from support.states import cluster_mesh, packed
 from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
 from torch.utils.checkpoint import checkpoint
 
@@ -20,8 +21,6 @@ from dtckpt.dtensor.autograd import redistribute
 from dtckpt.dtensor.debug import CommDebugMode, clear_plan_cache, explain, plan_cache_info
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.redistribution.exchange_plan import plan_exchange
-
-from . import moves
 
 LINE = cluster_mesh({"x": 4}, 4, 0)
 F32 = torch.float32
@@ -121,10 +120,10 @@ def test_all_clients_explain_alike_without_touching_the_cache():
 def test_single_steps_without_reductions_meet_the_lower_bound(seed):
     rng = random.Random(seed)
     clients = rng.choice([1, 2, 3, 4])
-    axes = [moves.random_axes(rng, clients * rng.choice([1, 2, 3])) for _ in range(2)]
+    axes = [redistribution_cases.random_axes(rng, clients * rng.choice([1, 2, 3])) for _ in range(2)]
     source, target = (
         Layout(layout.sharding_specs, layout.mesh)
-        for layout in (moves.random_layout(rng, cluster_mesh(each, clients, 0), 2) for each in axes)
+        for layout in (redistribution_cases.random_layout(rng, cluster_mesh(each, clients, 0), 2) for each in axes)
     )
     shape = rng.randint(0, 9), rng.randint(0, 9)
     found = explain(source, target, shape, torch.float64)

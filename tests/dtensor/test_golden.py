@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from states import cluster_mesh, differences
+from support.states import cluster_mesh, differences
 
 from dtckpt import Layout, abstract_mesh, copy_to_mesh, pack, relayout, unpack
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "vocabulary" / "golden" / "tensorflow.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "layout" / "golden" / "tensorflow.json").read_text())
 
 
 def counted(shape):

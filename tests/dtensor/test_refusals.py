@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from states import cluster_mesh
+from support.states import cluster_mesh
 
 import dtckpt
 from dtckpt import (
@@ -22,7 +22,7 @@ from dtckpt import (
 from dtckpt.dtensor import DeviceMesh, distribute_tensor, ones, zeros
 from dtckpt.errors import ComponentError, LayoutError
 
-from .test_making import alike
+from .test_factories import alike
 
 MESH = abstract_mesh({"x": 2, "y": 2})
 OTHER = abstract_mesh({"z": 3})

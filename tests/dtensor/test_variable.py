@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from states import cluster_mesh
+from support.states import cluster_mesh
 from torch import nn
 
 import dtckpt

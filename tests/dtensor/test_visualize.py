@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import cluster_mesh, layouts, meshes, packed, shapes
+from support.states import cluster_mesh, layouts, meshes, packed, shapes
 
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Region, abstract_mesh
 from dtckpt.dtensor.debug import sharding_grid, sharding_html, sharding_svg, visualize_sharding

@@ -8,12 +8,11 @@ import time
 
 import pytest
 import torch
-from coordination.servers import server_process
+from support import elastic_training
+from support.coordinators import server_process
+from support.elastic_jobs import running
 
 import dtckpt
-
-from . import training
-from .jobs import running
 
 pytestmark = pytest.mark.processes
 
@@ -29,7 +28,7 @@ SOON_LOST = {"DTCKPT_HEARTBEAT_TIMEOUT_S": "5"}
 
 def validate_values(folder, tmp_path):
     """Check that a job ended with the values of a run without a fault."""
-    training.train(tmp_path / "undisturbed", STEPS, tmp_path / "undisturbed.txt")
+    elastic_training.train(tmp_path / "undisturbed", STEPS, tmp_path / "undisturbed.txt")
     expected, found = (dtckpt.restore(path / f"step_{STEPS - 1:08}") for path in (tmp_path / "undisturbed", folder))
     assert found["step"] == expected["step"] == STEPS - 1
     assert torch.equal(found["weight"], expected["weight"])

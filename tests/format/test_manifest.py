@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import dtype_names, layouts, meshes, shapes
+from support.states import dtype_names, layouts, meshes, shapes
 
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError

@@ -6,11 +6,10 @@ from contextlib import ExitStack
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from support.object_stores import PROTOCOLS, gateway_to, server_of
 
 from dtckpt.storage.commit import open_folder
 from dtckpt.storage.location import location_of
-
-from .servers import PROTOCOLS, gateway_to, server_of
 
 _buckets = itertools.count()
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from states import bits_of, packed, tensor_of
+from support.states import bits_of, packed, tensor_of
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh

@@ -1,0 +1,519 @@
+"""Managers of checkpoints: when they save, what they keep, what they restore, and what a crash leaves."""
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import save_async_cases
+
+import dtckpt
+from dtckpt import CheckpointManager, Retention, errors
+from dtckpt.checkpoint.managing.leftovers import collect_leftovers
+from dtckpt.comm import fork_guard
+from dtckpt.storage.commit import DirectoryPlace
+from dtckpt.storage.zarr_tensorstore import ArrayWriter
+
+WAIT_S = 30
+
+
+def state(step):
+    return {"model": {"w": torch.full((300,), float(step))}, "optimizer": [torch.ones(3)], "step": step}
+
+
+def save_steps(root, steps, **options):
+    manager = CheckpointManager(root, **options)
+    for step in steps:
+        manager.save(step, state(step), force=True)
+    manager.close()
+    return manager
+
+
+def flip_a_byte(folder):
+    file = max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+# --- what is kept ---
+
+steps_of = st.sets(st.integers(0, 300), max_size=20)
+retentions = st.builds(
+    Retention,
+    last=st.none() | st.integers(1, 5),
+    every_steps=st.none() | st.integers(1, 50),
+    best=st.none() | st.integers(1, 3),
+    mode=st.sampled_from(["min", "max"]),
+)
+
+
+@given(retentions, steps_of, steps_of, steps_of, st.dictionaries(st.integers(0, 300), st.floats()))
+def test_what_is_doomed(retention, steps, protected, damaged, losses):
+    metrics = {step: {"loss": value} for step, value in losses.items()}
+    doomed = set(retention.doomed(steps, metrics, protected=protected, damaged=damaged))
+    good = sorted(steps - damaged)
+    assert doomed <= set(good)
+    assert not doomed & protected
+    assert not good or good[-1] not in doomed
+    assert not doomed & set(good[len(good) - (retention.last or 0) :])
+    assert not any(retention.every_steps and step % retention.every_steps == 0 for step in doomed)
+    assert not doomed & set(retention.ranked(good, metrics)[: retention.best or 0])
+
+
+def test_the_best_are_kept():
+    losses = {1: 0.5, 2: 0.1, 3: float("nan"), 4: 0.1, 5: 0.9}
+    metrics = {step: {"loss": loss} for step, loss in losses.items()}
+    assert Retention(best=2).doomed(losses, metrics) == [1, 3]
+    assert Retention(best=1, mode="max").doomed([1, 2, 3, 4, 5, 6], metrics) == [1, 2, 3, 4]
+    assert Retention(best=1, metric="accuracy").doomed(losses, metrics) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("bad", [{"last": 0}, {"every_steps": -1}, {"best": True}, {"mode": "least"}])
+def test_bad_retentions(bad):
+    with pytest.raises(errors.ConfigError):
+        Retention(**bad)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_run(tmp_path, is_async):
+    keep = Retention(last=2, every_steps=10, best=1, metric="loss")
+    with CheckpointManager(tmp_path / "run", keep=keep, save_interval_steps=5, is_async=is_async) as manager:
+        assert (manager.all_steps(), manager.latest_step(), manager.best_step()) == ([], None, None)
+        for step in range(31):
+            handle = manager.save(step, state(step), metrics={"loss": (step - 15) ** 2})
+            assert (handle is not None) == (step % 5 == 0)
+            assert is_async or handle is None or handle.done()
+        manager.wait()
+        assert manager.all_steps() == [0, 10, 15, 20, 25, 30]
+        assert (manager.latest_step(), manager.best_step(), manager.metrics(25)) == (30, 15, {"loss": 100.0})
+        found = manager.restore()
+        assert (found.step, found.tree["step"], found.skipped) == (30, 30, {})
+        assert manager.restore(10).tree["model"]["w"][0] == 10
+    names = sorted(entry.name for entry in (tmp_path / "run").iterdir())
+    assert names == [".dtckpt-manager.lock", *(f"step_{step:08d}" for step in (0, 10, 15, 20, 25, 30))]
+
+
+def test_foreign_and_unfinished_things_are_ignored(tmp_path):
+    save_steps(tmp_path, [1, 2])
+    for name in ("step_3", "step_00000004", "step_00000005.bak", "notes", ".step_00000006.dtckpt-new-0-0-0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    (tmp_path / "step_00000007").write_text("a file")
+    manager = CheckpointManager(tmp_path, keep=1)
+    assert (manager.all_steps(), manager.restore().step) == ([1, 2], 2)
+    manager.save(8, state(8))
+    manager.close()
+    assert manager.all_steps() == [8]
+    assert {"step_3", "step_00000004", "step_00000005.bak", "notes", "step_00000007"} <= {
+        entry.name for entry in tmp_path.iterdir()
+    }
+
+
+def test_a_step_saved_again_replaces_the_old_one(tmp_path):
+    manager = save_steps(tmp_path, [1, 1])
+    assert not manager.should_save(1)
+    assert manager.save(1, state(5), force=True) is not None
+    assert manager.restore(1).tree["step"] == 5
+    manager.close()
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "1", True, 10**18])
+def test_what_is_no_step(tmp_path, step):
+    with pytest.raises(errors.ConfigError, match="a step must be a whole number"):
+        CheckpointManager(tmp_path).save(step, {})
+
+
+@pytest.mark.parametrize("bad", [{"save_interval_steps": 0}, {"save_interval_s": -1.0}, {"leftover_age_s": 0}])
+def test_bad_options(tmp_path, bad):
+    with pytest.raises(errors.ConfigError, match="must be positive"):
+        CheckpointManager(tmp_path, **bad)
+
+
+def test_a_checkpoint_that_is_being_restored_stays(tmp_path):
+    manager = save_steps(tmp_path, [1], keep=1)
+    with manager._pin(1):
+        manager.save(2, state(2))
+        manager.wait()
+        assert manager.all_steps() == [1, 2]
+    with directory_lock(manager.path(1)):
+        manager.save(3, state(3))
+        manager.wait()
+        assert manager.all_steps() == [1, 3]
+    manager.save(4, state(4))
+    manager.close()
+    assert manager.all_steps() == [4]
+
+
+def test_a_replacement_that_stopped_half_way_does_not_stop_the_removals(tmp_path, caplog):
+    manager = save_steps(tmp_path, [1, 2])
+    step = manager.path(1)
+    shutil.copytree(step, tmp_path / f".{step.name}.dtckpt-new-0-0-0")
+    step.rename(tmp_path / f".{step.name}.dtckpt-old-0-0-0")
+    assert manager.all_steps() == [1, 2]
+    assert save_steps(tmp_path, [3], keep=1, leftover_age_s=1e-6).all_steps() == [3]
+    assert {entry.name for entry in tmp_path.iterdir()} == {".dtckpt-manager.lock", "step_00000003"}
+    assert not caplog.records
+
+
+def test_a_step_that_cannot_be_removed_does_not_keep_the_others(tmp_path, monkeypatch, caplog):
+    manager, remove = save_steps(tmp_path, [1, 2, 3]), DirectoryPlace.remove
+
+    def refuse(place):
+        if place.where == manager.path(1):
+            raise PermissionError("not this one")
+        remove(place)
+
+    monkeypatch.setattr(DirectoryPlace, "remove", refuse)
+    assert save_steps(tmp_path, [4], keep=1).all_steps() == [1, 4]
+    assert [record.message for record in caplog.records] == [
+        f"old checkpoints in {tmp_path} could not all be removed: not this one"
+    ]
+
+
+def test_a_root_that_is_a_file(tmp_path):
+    (tmp_path / "root").write_text("x")
+    with pytest.raises(errors.StorageError, match="cannot list the checkpoints at"):
+        CheckpointManager(tmp_path / "root").all_steps()
+
+
+def directory_lock(folder):
+    """As a reader in another process holds it."""
+    from dtckpt.storage.directory_lock import locked
+
+    return locked(folder, is_shared=True)
+
+
+# --- when to save ---
+
+
+def test_time_and_custom_rules(tmp_path):
+    now = [0.0]
+    manager = CheckpointManager(tmp_path, save_interval_s=10, save_when=lambda step: step == 3, clock=lambda: now[0])
+    saved = []
+    for step in range(8):
+        now[0] += 4
+        if manager.save(step, state(step)):
+            saved.append(step)
+    manager.close()
+    assert saved == [2, 3, 6] == manager.all_steps()
+
+
+def test_a_busy_manager_may_skip(tmp_path):
+    with save_async_cases.Gate() as gate:
+        manager = CheckpointManager(tmp_path, skip_when_busy=True)
+        assert manager.save(0, state(0)) is not None
+        assert gate.reached.wait(WAIT_S)
+        assert manager.save(1, state(1)) is None
+    manager.wait()
+    assert manager.save(2, state(2)) is not None
+    manager.close()
+    assert manager.all_steps() == [0, 2]
+
+
+# --- failures ---
+
+
+def test_a_failed_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
+    manager = save_steps(tmp_path, [1], keep=1)
+    for ask in (lambda: manager.save(3, state(3)), manager.wait, manager.close):
+        with monkeypatch.context() as patch:
+            patch.setattr(ArrayWriter, "commit", lambda self: 1 / 0)
+            manager.save(2, state(2), force=True).wait(WAIT_S)
+        with pytest.raises(ZeroDivisionError):
+            ask()
+        manager.wait()
+        assert manager.all_steps() == [1]
+    assert manager.restore().step == 1
+
+
+def test_leaving_with_an_error_does_not_hide_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(ArrayWriter, "commit", lambda self: (_ for _ in ()).throw(errors.StorageError("no disk")))
+
+    def train():
+        with CheckpointManager(tmp_path) as manager:
+            manager.save(1, state(1)).wait(WAIT_S)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        train()
+    assert "while another error was on its way: no disk" in caplog.text
+
+
+@pytest.mark.parametrize("failure", [None, ZeroDivisionError])
+def test_a_signal_that_nobody_can_act_on_any_more_does_what_it_did_before(tmp_path, failure):
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
+    try:
+        with (
+            contextlib.nullcontext() if failure is None else pytest.raises(failure),
+            CheckpointManager(tmp_path).preemption(signal.SIGUSR1),
+        ):
+            signal.raise_signal(signal.SIGUSR1)
+            assert heard == []
+            if failure is not None:
+                raise failure
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == ([] if failure is None else ["before"])
+
+
+def test_a_forked_process_does_not_watch_for_signals(tmp_path, monkeypatch):
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
+    try:
+        with CheckpointManager(tmp_path).preemption(signal.SIGUSR1):
+            monkeypatch.setattr(fork_guard, "_parent", 1)
+            signal.raise_signal(signal.SIGUSR1)
+            assert heard == ["before"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_bad_metrics_are_refused(tmp_path):
+    with pytest.raises((TypeError, ValueError)), CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1), metrics={"loss": "low"})
+
+
+def test_damaged_metrics_count_as_none(tmp_path, caplog):
+    manager = CheckpointManager(tmp_path, keep=Retention(best=1))
+    for step in (1, 2):
+        manager.save(step, state(step), metrics={"loss": step})
+        manager.wait()
+    (manager.path(1) / "metrics.json").write_text("[")
+    assert manager.best_step() == 2
+    assert "count as none" in caplog.text
+    manager.close()
+
+
+# --- restoring ---
+
+
+@pytest.mark.parametrize("damage", ["a data file", "the manifest", "no data", "no manifest"])
+def test_a_damaged_newest_step_is_passed_over(tmp_path, caplog, damage):
+    manager = save_steps(tmp_path, [1, 2, 3])
+    for step in (2, 3):
+        folder = manager.path(step)
+        manifest = folder / "dtckpt.manifest"
+        if damage == "a data file":
+            flip_a_byte(folder)
+        elif damage == "the manifest":
+            manifest.write_bytes(manifest.read_bytes()[:-3])
+        elif damage == "no data":
+            for file in folder.rglob("*"):
+                if file.is_file() and file != manifest:
+                    file.unlink()
+        else:
+            manifest.unlink()
+    target = state(0)
+    found = manager.restore(target=target)
+    assert (found.step, target["model"]["w"][0], target["step"]) == (1, 1.0, 1)
+    listed = [] if damage == "no manifest" else [3, 2]
+    assert list(found.skipped) == listed
+    assert all(text.startswith("client 0: ") for text in found.skipped.values())
+    assert all(f"step {step} cannot be restored, trying the one before" in caplog.text for step in listed)
+    with pytest.raises(errors.CheckpointError):
+        manager.restore(3)
+
+
+def test_damaged_steps_do_not_cost_the_good_one(tmp_path):
+    save_steps(tmp_path, [1, 2])
+    manager = CheckpointManager(tmp_path, keep=1)
+    flip_a_byte(manager.path(2))
+    assert manager.restore().step == 1
+    manager.save(2, state(2), force=True)  # the run comes by again
+    manager.wait()
+    assert (manager.all_steps(), manager.restore().step) == ([2], 2)
+    manager.close()
+
+
+def test_nothing_valid_is_left(tmp_path):
+    with pytest.raises(errors.CheckpointNotFoundError, match="there is no valid checkpoint in"):
+        CheckpointManager(tmp_path / "nowhere").restore()
+    manager = save_steps(tmp_path, [1, 2])
+    for step in (1, 2):
+        flip_a_byte(manager.path(step))
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"step 2: client 0: .*; step 1: client 0: "):
+        manager.restore()
+
+
+def test_what_the_caller_asks_for_wrongly_is_no_damage(tmp_path):
+    manager = save_steps(tmp_path, [1, 2])
+    with pytest.raises(errors.ShapeMismatchError):
+        manager.restore(target=state(0) | {"model": {"w": torch.ones(2)}})
+    with pytest.raises(errors.UnexpectedTensorError):
+        manager.restore(target={"model": state(0)["model"]})
+
+
+def test_some_items_of_many(tmp_path):
+    manager = save_steps(tmp_path, [1, 2])
+    target = {"model": state(0)["model"]}
+    assert manager.restore(target=target, partial=True).step == 2
+    assert target["model"]["w"][0] == 2
+
+
+def test_a_restore_sees_the_save_in_flight(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state(1))
+    assert manager.restore().step == 1
+    manager.close()
+
+
+# --- leftovers ---
+
+
+def start(call):
+    return subprocess.Popen(
+        [sys.executable, "-c", f"from support import save_async_cases; save_async_cases.{call}"],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(process):
+    process.kill()
+    process.communicate(timeout=WAIT_S)
+
+
+def test_attempts_that_live_are_left_alone(tmp_path):
+    process = start(f"build_forever({str(tmp_path / 'step_00000005')!r})")
+    try:
+        assert process.stdout.readline() == "building\n"
+        (building,) = tmp_path.iterdir()
+        later = building.stat().st_mtime + 1000
+        assert collect_leftovers(tmp_path, min_age_s=10, now=later) == []
+        save_steps(tmp_path, [6], leftover_age_s=1e-9)
+        assert building.is_dir()
+    finally:
+        end(process)
+    # Dead now, but only as old as its last change says.
+    assert collect_leftovers(tmp_path, min_age_s=1e9, now=later) == []
+    assert collect_leftovers(tmp_path, min_age_s=10, now=later) == [building]
+    assert CheckpointManager(tmp_path).all_steps() == [6]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".dtckpt-manager.lock", "step_00000006"]
+
+
+def test_trash_goes_and_half_done_replacements_stay(tmp_path):
+    save_steps(tmp_path, [1, 2, 3])
+    (tmp_path / "step_00000001").rename(tmp_path / ".step_00000001.dtckpt-trash-abc")
+    (tmp_path / "step_00000002").rename(tmp_path / ".step_00000002.dtckpt-old-t")
+    (tmp_path / "step_00000003").rename(tmp_path / ".step_00000002.dtckpt-new-t")
+    manager = CheckpointManager(tmp_path, leftover_age_s=1e-9)
+    assert manager.all_steps() == [2]
+    assert manager.restore().tree["step"] == 2
+    manager.save(4, state(4))
+    manager.close()
+    assert manager.all_steps() == [2, 4]
+    assert manager.restore(2).tree["step"] == 2
+    assert not list(tmp_path.glob(".*trash*"))
+
+
+def test_leftovers_beside_what_is_no_checkpoint(tmp_path):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "photo").write_bytes(b"x")
+    dead = tmp_path / ".s.dtckpt-new-0-0-0"
+    dead.mkdir()
+    assert collect_leftovers(tmp_path, min_age_s=10, now=dead.stat().st_mtime + 11) == [dead]
+    assert [path.name for path in tmp_path.rglob("*")] == ["s", "photo"]
+
+
+# --- others at the same root ---
+
+
+def test_one_manager_at_a_time_saves(tmp_path):
+    first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
+    first.save(1, state(1)).result(WAIT_S)
+    with pytest.raises(errors.CheckpointConflictError, match="another manager of this process saves"):
+        second.save(2, state(2))
+    assert second.restore().step == 1
+    first.close()
+    second.save(2, state(2))
+    second.close()
+    assert first.all_steps() == [1, 2]
+
+
+def test_one_process_at_a_time_saves(tmp_path):
+    process = start(f"hold({str(tmp_path)!r})")
+    try:
+        assert process.stdout.readline() == "holding\n"
+        manager = CheckpointManager(tmp_path)
+        with pytest.raises(errors.CheckpointConflictError, match=f"process {process.pid} on .* saves checkpoints"):
+            manager.save(1, state(1))
+        assert manager.restore().step == 0
+    finally:
+        end(process)
+    manager.save(1, state(1))
+    manager.close()
+    assert manager.all_steps() == [0, 1]
+
+
+# --- several clients ---
+
+
+def test_a_run_over_clients(pool, tmp_path, meeting):
+    keep = Retention(last=1, best=1)
+    found = pool.values(save_async_cases.manage, f"{tmp_path}", 6, keep=keep, clients=3, **meeting)
+    assert found[0] == [[3, 5], 5, 3]
+    assert pool.values(save_async_cases.resume, f"{tmp_path}", clients=2, **meeting) == [(5, [], [])] * 2
+    flip_a_byte(tmp_path / "step_00000005")
+    assert pool.values(save_async_cases.resume, f"{tmp_path}", clients=2, **meeting) == [(3, [5], [])] * 2
+
+
+def test_all_pass_over_what_one_cannot_read(pool, tmp_path):
+    pool.values(save_async_cases.manage, f"{tmp_path}", 3, clients=2)
+    assert pool.values(save_async_cases.resume, f"{tmp_path}", 1, clients=2) == [(1, [2], [])] * 2
+
+
+@pytest.mark.parametrize("case", ["restore_different_steps", "ask_for_different_steps"])
+def test_clients_at_different_steps(pool, tmp_path, case):
+    answers = pool.run(getattr(save_async_cases, case), f"{tmp_path}", clients=2)
+    assert {answer.error for answer in answers} == {"BarrierConflictError"}, answers
+    assert len({answer.text for answer in answers}) == 1
+
+
+def test_a_rule_that_fails_on_client_0_fails_on_all(pool, tmp_path):
+    answers = pool.run(save_async_cases.ask_a_rule_that_fails, f"{tmp_path}", clients=2)
+    assert {answer.error for answer in answers} == {"ClientFailedError"}, answers
+    assert {answer.text for answer in answers} == {"client 0: ZeroDivisionError: no rule today"}
+    assert max(answer.seconds for answer in answers) < 5
+
+
+def test_a_rule_that_fails_alone(tmp_path):
+    manager = CheckpointManager(tmp_path, save_when=lambda step: 1 / (step - 1) > 0)
+    with pytest.raises(ZeroDivisionError):
+        manager.should_save(1)
+    assert manager.should_save(2)
+
+
+def test_one_clock_decides(pool, tmp_path):
+    assert pool.values(save_async_cases.manage_by_time, f"{tmp_path}", clients=2) == [[1, 3, 5]] * 2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_signal_to_one_client_makes_all_save(pool, tmp_path, meeting, victim):
+    found = pool.values(save_async_cases.train_until_preempted, f"{tmp_path}", victim, clients=2, **meeting)
+    assert found == [(4, [4], "True")] * 2
+    assert pool.values(save_async_cases.resume, f"{tmp_path}", clients=2, **meeting) == [(4, [], [])] * 2
+
+
+@pytest.mark.parametrize("where", ["before the rename", "before the deletion", "amid the deletion"])
+def test_a_kill_amid_removal_leaves_whole_checkpoints(pool, tmp_path, where):
+    answers = pool.run(save_async_cases.die_while_removing, f"{tmp_path}", where, clients=2, heartbeat_timeout_s=2.0)
+    assert answers[0].has_died
+    assert not answers[1].error or answers[1].error == "ClientLostError"
+    steps = CheckpointManager(tmp_path).all_steps()
+    assert steps == ([0, 1] if where == "before the rename" else [1])
+    for step in steps:
+        with dtckpt.open_checkpoint(tmp_path / f"step_{step:08d}") as checkpoint:
+            assert checkpoint.tensors.keys() == {"w", "c"}
+    assert pool.values(save_async_cases.resume, f"{tmp_path}", clients=2) == [(1, [], [])] * 2
+    pool.values(save_async_cases.manage, f"{tmp_path}", 3, keep=1, clients=2)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".dtckpt-manager.lock", "step_00000002"]

@@ -1,0 +1,64 @@
+"""The contract of `Collectives`, which every implementation keeps."""
+
+import pytest
+import torch
+from support import collectives_cases
+from support.states import NCCL, needs_cards
+
+from dtckpt.comm.collectives import Native, Pairwise, collectives_of
+
+IMPLEMENTATIONS = [
+    pytest.param(None, 1, None, id="pairwise alone"),
+    pytest.param(None, 2, None, id="pairwise of 2"),
+    pytest.param(None, 3, None, id="pairwise of 3"),
+    pytest.param(None, 4, None, id="pairwise of 4"),
+    pytest.param(None, 4, (3, 1), id="pairwise of 2 among 4"),
+    pytest.param("gloo", 2, None, id="pairwise of 2, through Gloo"),
+    pytest.param("gloo", 4, None, id="pairwise of 4, through Gloo"),
+    pytest.param("cpu", 1, None, id="native alone"),
+    pytest.param("cpu", 3, None, id="native of 3"),
+    pytest.param("cpu", 4, (0, 2, 3), id="native of 3 among 4"),
+    pytest.param("cuda", 1, None, marks=needs_cards(1), id="nccl alone"),
+    pytest.param("cuda", 2, None, marks=needs_cards(2), id="nccl of 2"),
+    pytest.param("cuda", 4, (0, 2, 3), marks=needs_cards(4), id="nccl of 3 among 4"),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("native", "clients", "members"), IMPLEMENTATIONS)
+def test_contract(pool, native, clients, members):
+    backend = NCCL if native == "cuda" else "gloo"
+    answers = pool.values(collectives_cases.run, native, members, clients=clients, group=True, backend=backend)
+    wrong = [{name: wrong for name, (wrong, _) in found.items() if wrong} for found in answers]
+    assert wrong == [{}] * clients
+    taking_part = [found for found in answers if found]
+    assert len(taking_part) == len(members or range(clients))
+    for name in collectives_cases.ALIKE:
+        assert len({tuple(found[name][1]) for found in taking_part}) == 1, f"{name}: members have different bits"
+
+
+@pytest.mark.processes
+def test_gathering_objects_says_so_when_a_client_is_gone(pool):
+    _, answer = pool.run(collectives_cases.gather_object_from, 1, clients=2, group=True)
+    assert answer.error == "CoordinationError"
+    assert "all_gather_object among clients 0, 1 failed" in answer.text
+
+
+@pytest.mark.processes
+def test_clients_that_cannot_be_connected_are_named(pool):
+    answers = pool.run(collectives_cases.connect_in_vain, clients=2, group=True)
+    assert {answer.error for answer in answers} == {"CoordinationError"}
+    assert all("connecting clients 0, 1 on cpu failed: no route" in answer.text for answer in answers)
+
+
+def test_alone_pairwise_needs_no_process_group():
+    for check, function in collectives_cases.CHECKS.items():
+        bench = collectives_cases.Bench(Pairwise([0], 0), 0, torch.device("cpu"))
+        function(bench)
+        assert bench.wrong == [], check
+
+
+def test_host_memory_is_served_by_messages_and_cards_by_the_library():
+    assert type(collectives_of([2, 0], 0, torch.device("cpu"))) is Pairwise
+    assert type(collectives_of([2, 0], 0, torch.device("cuda", 0))) is Native
+    assert collectives_of([2, 0], 0, torch.device("cpu")).members == (0, 2)

@@ -1,0 +1,51 @@
+"""How clients reach each other: past the network if they can, through Gloo if anything stands in the way."""
+
+import pytest
+from support import point_to_point_cases
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("obstacle", point_to_point_cases.OBSTACLES)
+def test_both_sides_choose_the_same_way(pool, obstacle):
+    found = pool.values(point_to_point_cases.meet, obstacle, clients=3, group=True)
+    assert all(is_right for _, is_right in found)
+    hindered = point_to_point_cases.OBSTACLES[obstacle].keys()
+    for client, (carriers, _) in enumerate(found):
+        others = {0, 1, 2} - {client}
+        expected = {"gloo" if {client, other} & hindered else "host" for other in others}
+        assert carriers == expected, client
+
+
+def test_the_environment_can_turn_it_off(pool):
+    found = pool.values(point_to_point_cases.turned_off, clients=2, group=True)
+    assert found == [({"gloo"}, True)] * 2
+
+
+def test_clients_meet_before_they_wait_for_messages(pool):
+    """Else one waits for another that waits for its message, where clients send in different waves."""
+    assert pool.values(point_to_point_cases.cut_differently, clients=6, group=True) == [True] * 6
+
+
+def test_others_do_not_wait_for_a_client_that_has_not_looked_at_its_result(pool):
+    assert pool.values(point_to_point_cases.block_before_use, clients=3, group=True) == [True] * 3
+
+
+@pytest.mark.parametrize("is_large", [False, True], ids=["eager", "rendezvous"])
+def test_a_client_that_is_killed_is_missed_at_once(pool, is_large):
+    *others, killed = pool.run(point_to_point_cases.lose_one, is_large=is_large, clients=3, group=True)
+    assert killed.has_died
+    for answer in others:
+        assert not answer.error, answer
+        assert answer.value < 10  # the process group's timeout is 30 s
+
+
+def test_connections_end_with_their_process_group(pool):
+    for _ in range(3):
+        assert pool.values(point_to_point_cases.num_left, clients=3, group=True) == [(0, {"host"})] * 3
+
+
+def test_a_process_that_was_forked_from_a_client_does_not_stand_in_for_it(pool):
+    first, second = pool.run(point_to_point_cases.fork_and_end, clients=2, group=True)
+    assert first.value is True, first
+    assert second.has_died

@@ -1,0 +1,512 @@
+"""Checkpoints on object stores: S3 and Google's against servers, other URLs through fsspec."""
+
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from support import checkpoint_cases, object_store_cases
+from support.object_stores import PROTOCOLS
+from support.saved_states import MESH, holds, state
+from support.states import packed
+
+import dtckpt
+from dtckpt import UNSHARDED, Layout, Region, SaveOptions
+from dtckpt.checkpoint.managing.root import root_of
+from dtckpt.cli.main import main
+from dtckpt.errors import (
+    CheckpointConflictError,
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    StorageError,
+    StoragePermissionError,
+)
+from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME
+from dtckpt.storage import folder as folders
+from dtckpt.storage.commit import open_folder, place_of
+from dtckpt.storage.location import location_of
+
+from .conftest import KINDS, folder_at
+
+on_objects = pytest.mark.parametrize("kind", [kind for kind in KINDS if "directory" not in kind], indirect=True)
+
+
+def save(path, step=1, **options):
+    return dtckpt.save(path, state(step), options=SaveOptions(overwrite=True, **options))
+
+
+# --- damage, replacement, copies ----------------------------------------------------------------------------
+
+
+@on_objects
+def test_damage_is_detected(root, kvstore):
+    path = f"{root}/step_1"
+    save(path, kvstore=kvstore)
+    folder = place_of(location_of(path)).locate()
+    names = folder.names()
+    assert MANIFEST_NAME in names
+    assert f"client_0/{BLOCKS_NAME}" in names
+    detected = set()
+    for name in names:
+        data = folder.read(name)
+        flipped = bytearray(data)
+        flipped[len(data) // 2] ^= 0x10
+        for other in (bytes(flipped), data[: len(data) // 2], b"", None):
+            folder.remove([name]) if other is None else folder.write(name, other)
+            try:
+                assert holds(path), f"{name}: a wrong value was restored"
+                with dtckpt.open_checkpoint(path) as checkpoint:
+                    if not checkpoint.verify().is_sound:
+                        detected.add((name, other))
+            except (CheckpointCorruptError, StorageError):
+                detected.add((name, other))
+        folder.write(name, data)
+    for name in names:
+        if name == MANIFEST_NAME or "/c/" in name or BLOCKS_NAME in name or name.endswith("zarr.json"):
+            assert len([found for found in detected if found[0] == name]) == 4, name
+    assert holds(path)
+
+
+@on_objects
+def test_a_reader_of_what_was_replaced_is_told(root, kvstore):
+    path = f"{root}/step_1"
+    save(path, 1, kvstore=kvstore)
+    with dtckpt.open_checkpoint(path) as checkpoint:
+        save(path, 2, kvstore=kvstore)
+        with pytest.raises(CheckpointConflictError, match="was replaced or removed while it was being read"):
+            checkpoint.read("large")
+        with pytest.raises(CheckpointConflictError, match="was replaced or removed while it was being read"):
+            checkpoint.read("large", Region((0, 0), (1, 1)))
+    place_of(location_of(path)).remove()
+    assert folder_at(root).names("step_1") == []
+
+
+@on_objects
+def test_the_folder_of_an_attempt_is_a_checkpoint(root, kvstore, tmp_path):
+    """It can be copied to a directory, and a directory can be copied to an object store."""
+    path, local, copied = f"{root}/step_1", tmp_path / "local", f"{root}/copied"
+    save(path, kvstore=kvstore)
+    folder = place_of(location_of(path)).locate()
+    for name in folder.names():
+        (local / name).parent.mkdir(parents=True, exist_ok=True)
+        (local / name).write_bytes(folder.read(name))
+        folder_at(copied).write(name, folder.read(name))
+    assert holds(local)
+    assert holds(copied)
+    with pytest.raises(CheckpointExistsError, match="was copied there"):
+        save(copied, kvstore=kvstore)
+
+
+@on_objects
+def test_dead_saves_are_collected(root, kvstore):
+    """Those that live, and checkpoints, are left alone."""
+    save(f"{root}/step_00000001", kvstore=kvstore)
+    dead = place_of(location_of(f"{root}/step_00000002")).begin("dead")
+    dead.folder.write("data", b"x")
+    began = int(dead.token.partition("-")[0]) / 1e9
+    roots = root_of(location_of(root))
+    assert roots.names() == {"step_00000001", "step_00000002"}
+    roots.collect(min_age_s=3600, now=began + 3500)
+    assert dead.folder.names() == ["data"]
+    roots.collect(min_age_s=3600, now=began + 3700)
+    assert dead.folder.names() == []
+    with pytest.raises(StorageError, match="took over"):
+        dead.commit(overwrite=True)
+    assert holds(f"{root}/step_00000001")
+    assert dtckpt.CheckpointManager(root).all_steps() == [1]
+
+
+def test_two_jobs_that_save_to_one_path(bucket):
+    """Each begins when it likes; whoever is refused is so for a save of the other's that is committed."""
+    path, count = f"{bucket}/run/step_1", 6
+    saves = []
+
+    def job(name):
+        for number in range(count):
+            start, text = time.monotonic(), ""
+            try:
+                dtckpt.save(path, state(number) | {"job": name}, options=SaveOptions(overwrite=True))
+            except StorageError as error:
+                text = str(error)
+            saves.append((name, start, time.monotonic(), text))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(job, "ab"))
+    refused = [save for save in saves if save[3]]
+    for name, start, end, text in refused:
+        assert "another attempt saves to this path" in text
+        assert any(not other[3] and other[0] != name and other[1] < end and start < other[2] for other in saves), saves
+    assert len(refused) <= count
+    restored = dtckpt.restore(path)
+    assert restored["job"] in ("a", "b")
+    with dtckpt.open_checkpoint(path) as checkpoint:
+        assert checkpoint.verify().is_sound
+
+
+@on_objects
+def test_files_by_name(root):
+    folder = folder_at(root) / "folder"
+    names = ["edge", "edges_0", "edges_é", "edges_ÿ/1", "edgesx", "é"]
+    for name in names:
+        folder.write(name, name.encode())
+    assert folder.names() == sorted(names)
+    assert folder.names("edges_") == ["edges_0", "edges_é", "edges_ÿ/1"]
+    assert folder.names("f") == []
+    assert folder.read("edges_ÿ/1", 2, 5) == b"ges"
+    assert folder.read("edge", 2, 9) in (b"ge", b"")
+    assert folder.read("edge", 9, 12) == b""
+    with pytest.raises(FileNotFoundError):
+        folder.read("edges")
+    assert not folder.create("edge", b"other")
+    assert folder.create("edges", b"new")
+    folder.remove(["edge", "never"])
+    with pytest.raises(FileNotFoundError):
+        folder.read("edge")
+    folder.clear()
+    folder.clear()
+    assert folder.names() == []
+
+
+# --- through the other calls ----------------------------------------------------------------------------
+
+
+@on_objects
+def test_reshard_there_and_back(root, kvstore, tmp_path, capsys):
+    local, back = tmp_path / "local", f"{root}/back"
+    save(f"{root}/step_1", kvstore=kvstore)
+    assert main(["reshard", f"{root}/step_1", str(local), "--mesh", "a=3", "--layout", "w=unsharded,a"]) == 0
+    assert (
+        main(["reshard", str(local), back, "--mesh", "b=2", "--layout", "large=b,unsharded", "--format", kvstore]) == 0
+    )
+    assert holds(local)
+    assert holds(back)
+    assert main(["reshard", str(local), back, "--mesh", "b=2", "--format", kvstore]) == 4
+    assert main(["verify", back]) == 0
+    capsys.readouterr()
+    assert main(["inspect", back, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == back
+    assert main(["reshard", back, f"{back}/inside", "--mesh", "b=2", "--format", kvstore]) == 2
+    assert "one inside the other" in capsys.readouterr().err
+
+
+@on_objects
+def test_asynchronous_and_named_saves(root, kvstore):
+    options = SaveOptions(kvstore=kvstore)
+    weight = torch.ones(4)
+    handle = dtckpt.save_async(f"{root}/async", {"w": weight}, options=options)
+    weight.zero_()
+    assert str(handle.result(60).path) == f"{root}/async"
+    assert dtckpt.restore(f"{root}/async")["w"].tolist() == [1.0] * 4
+    mesh = dtckpt.create_mesh({"x": 2}, devices=["CPU:0", "CPU:1"])
+    layout = Layout(["x"], mesh)
+    tensor = packed(torch.arange(6.0), layout)
+    dtckpt.name_based_save(mesh, f"{root}/named", {"t": tensor}, options=options)
+    found = dtckpt.name_based_restore(mesh, f"{root}/named", {"t": packed(torch.zeros(6), layout)})
+    assert found["t"].full_tensor().tolist() == torch.arange(6.0).tolist()
+    counted = dtckpt.DTensorCheckpoint(mesh, w=tensor)
+    assert counted.save(f"{root}/counted", options=options) == f"{root}/counted-1"
+    counted.restore(f"{root}/counted-1").assert_consumed()
+
+
+def test_a_database_needs_tensorstore():
+    MemoryFileSystem.store.clear()
+    for call in (lambda: dtckpt.save("memory://run/s", {"a": 1}), lambda: _reshard_to("memory://run/t")):
+        with pytest.raises(ConfigError, match="kvstore='zarr'"):
+            call()
+    assert MemoryFileSystem.store == {}
+
+
+def _reshard_to(target):
+    save("memory://other/s", kvstore="zarr")
+    try:
+        dtckpt.reshard("memory://other/s", target, mesh=MESH)
+    finally:
+        MemoryFileSystem().rm("/other", recursive=True)
+        MemoryFileSystem.store.clear()
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+STATE = {
+    "w": ((64, 8), "float32", ["x", UNSHARDED]),
+    "m": ((65, 8), "bfloat16", ["x", UNSHARDED]),
+    "c": ((30, 8), "float32", [UNSHARDED, UNSHARDED]),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+@pytest.mark.parametrize(("victim", "when"), [(1, "amid its writes"), (0, "amid its writes"), (0, "before the commit")])
+def test_a_client_that_is_killed_takes_nothing_along(pool, bucket, store, kvstore, victim, when):
+    path, axes, reached = f"{bucket}/run/step_1", {"x": 2}, store.environment
+    pool.values(object_store_cases.save, reached, path, axes, STATE, generation="old", kvstore=kvstore, clients=2)
+    answers = pool.run(
+        object_store_cases.save_and_die,
+        store.environment,
+        path,
+        axes,
+        STATE,
+        victim,
+        when,
+        clients=2,
+        heartbeat_timeout_s=2.0,
+    )
+    assert [answer.has_died for answer in answers] == [client == victim for client in range(2)]
+    assert answers[1 - victim].error == "ClientLostError", answers
+    assert f"client {victim} " in answers[1 - victim].text
+    assert checkpoint_cases.restore(path, {"x": 1}, STATE, generation="old") == []
+
+    # And the job goes on; what the dead one left is removed.
+    other = {name: (shape, dtype, [UNSHARDED, "z"]) for name, (shape, dtype, _) in STATE.items()}
+    restored = pool.values(object_store_cases.restore, reached, path, {"z": 3}, other, generation="old", clients=3)
+    assert restored == [[], [], []]
+    pool.values(object_store_cases.save, reached, path, axes, STATE, generation="new", overwrite=True, clients=2)
+    assert checkpoint_cases.restore(path, {"x": 1}, STATE, generation="new") == []
+    attempts = {name.split("/")[0] for name in folder_at(path).names()}
+    assert len(attempts) == 1
+
+
+@pytest.mark.processes
+def test_a_manager_of_several_clients(pool, bucket, store):
+    for steps in (4, 5):
+        found = pool.values(object_store_cases.manage, store.environment, f"{bucket}/run", steps, clients=2)
+        assert found[0] == [steps - 2, steps - 1]
+    assert dtckpt.CheckpointManager(f"{bucket}/run").restore().step == 4
+
+
+# --- storage that refuses ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gateway(store, bucket, monkeypatch):
+    """The store, for a test that tells it what to refuse; TensorStore does not ask it for long."""
+    monkeypatch.setattr(folders, "RETRIES", {"max_retries": 4, "initial_delay": "10ms", "max_delay": "20ms"})
+    monkeypatch.setattr(store, "refuse", store.refuse)
+    folders._shared_context.cache_clear()
+    yield store
+    folders._shared_context.cache_clear()
+
+
+def pass_all(action, name):
+    return None
+
+
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+def test_what_is_put_off_is_tried_again(gateway, bucket, kvstore):
+    count, refused = itertools.count(), set()
+
+    def refuse(action, name):
+        number = next(count)
+        if number % 3:
+            return None
+        why = ("put off", "too many")[number % 2]
+        refused.add((action, why))
+        return why
+
+    gateway.refuse = refuse
+    for step in (1, 2):
+        save(f"{bucket}/run/step", step, kvstore=kvstore)
+        assert holds(f"{bucket}/run/step", step)
+    assert {action for action, _ in refused} == {"read", "write", "delete"}
+    assert {why for _, why in refused} == {"put off", "too many"}
+
+
+REFUSALS = {
+    "put off": (StorageError, "try again later"),
+    "too many": (StorageError, "try again later"),
+    "denied": (StoragePermissionError, "permissions"),
+    "no bucket": (StorageError, "make the bucket"),
+}
+
+
+def refused(why):
+    expected, text = REFUSALS[why]
+    return pytest.raises(expected, match=text)
+
+
+def refused_reads(scheme, why):
+    """To TensorStore a bucket of Google's that is not there is an empty one."""
+    if (scheme, why) == ("gs", "no bucket"):
+        return pytest.raises(CheckpointNotFoundError, match=r"there is no (valid )?checkpoint")
+    return refused(why)
+
+
+@pytest.mark.parametrize("why", REFUSALS)
+def test_refusals_are_explained(gateway, scheme, bucket, why):
+    path = f"{bucket}/run/step"
+    save(path, 1)
+    asked_for = [
+        lambda action, name: True,
+        lambda action, name: action == "write",
+        lambda action, name: action == "write" and "/d/" in name,
+    ]
+    for is_refused in asked_for:
+        gateway.refuse = lambda *asked, is_refused=is_refused: why if is_refused(*asked) else None
+        with refused(why):
+            save(path, 2)
+        gateway.refuse = pass_all
+        assert holds(path, 1)
+    gateway.refuse = lambda *asked: why
+    with refused_reads(scheme, why):
+        dtckpt.restore(path)
+    gateway.refuse = pass_all
+    save(path, 3)
+    assert holds(path, 3)
+
+
+REFUSED_COMMITS = [
+    *((scheme, why, REFUSALS[why][1]) for scheme in PROTOCOLS for why in ("put off", "denied")),
+    ("s3", "not found", "conditional"),
+    ("gs", "no bucket", "make the bucket"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "why", "text"), REFUSED_COMMITS, indirect=["scheme"])
+def test_a_commit_that_is_refused(gateway, bucket, why, text):
+    path = f"{bucket}/run/step"
+    save(path, 1)
+    gateway.refuse = lambda action, name: why if action == "write" and name.endswith(".decision") else None
+    with pytest.raises(StorageError, match=text):
+        save(path, 2)
+    gateway.refuse = pass_all
+    assert holds(path, 1)
+    save(path, 3)
+    assert holds(path, 3)
+
+
+def test_only_one_of_many_creates(bucket):
+    folder = folder_at(bucket)
+    with ThreadPoolExecutor(16) as pool:
+        for name in "abcdefgh":
+            created = list(pool.map(lambda data, name=name: folder.create(name, data), [b"%d" % n for n in range(16)]))
+            assert created.count(True) == 1
+            assert folder.read(name) == b"%d" % created.index(True)
+
+
+def test_a_bucket_that_is_not_there(scheme, bucket):
+    path = f"{bucket}-1/run/step"
+    with refused("no bucket"):
+        save(path)
+    with refused_reads(scheme, "no bucket"):
+        dtckpt.restore(path)
+    with refused_reads(scheme, "no bucket"):
+        dtckpt.CheckpointManager(path).restore()
+
+
+ASK_A_MUTE = """
+import sys
+import dtckpt
+from dtckpt.storage import folders, places
+
+places.SILENCE_S = 1
+folders.RETRIES = {"max_retries": 1, "initial_delay": "10ms", "max_delay": "20ms"}
+try:
+    dtckpt.restore(sys.argv[1])
+except dtckpt.errors.StorageError as error:
+    print("told:", error)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("scheme", PROTOCOLS)
+def test_a_server_that_never_answers_is_not_waited_for_without_end(scheme):
+    """In a process of its own: TensorStore takes the bound when it makes its first request."""
+    protocol, path = PROTOCOLS[scheme], f"{scheme}://bucket-1/run/step"
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TENSORSTORE_")}
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        environment = {**inherited, **protocol.environment, protocol.url_variable: url}
+        command = [sys.executable, "-c", ASK_A_MUTE, path]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith(f"told: cannot open the checkpoint at {path}")
+
+
+class Flaky(MemoryFileSystem):
+    """Puts off every other read and write."""
+
+    protocol = "flaky"
+    count = itertools.count()
+
+    def _put_off(self):
+        if next(self.count) % 2:
+            raise RuntimeError("503 Slow Down: Service Unavailable")
+
+    def pipe_file(self, *args, **options):
+        self._put_off()
+        super().pipe_file(*args, **options)
+
+    def cat_file(self, *args, **options):
+        self._put_off()
+        return super().cat_file(*args, **options)
+
+
+def test_what_other_file_systems_put_off_is_tried_again(monkeypatch):
+    import fsspec
+
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    MemoryFileSystem.store.clear()
+    save("flaky://run/step", kvstore="zarr")
+    assert holds("flaky://run/step")
+    monkeypatch.setattr(Flaky, "count", itertools.repeat(1))
+    monkeypatch.setattr("dtckpt.storage.fsspec_folder.MAX_TRIES", 2)
+    with pytest.raises(StorageError, match="Service Unavailable"):
+        dtckpt.restore("flaky://run/step")
+    MemoryFileSystem.store.clear()
+
+
+# --- how TensorStore is asked --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_aws(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+
+
+ENVIRONMENTS = [
+    ({}, {}),
+    ({"AWS_DEFAULT_REGION": "eu-west-1"}, {"aws_region": "eu-west-1"}),
+    ({"AWS_REGION": "a", "AWS_DEFAULT_REGION": "b"}, {"aws_region": "a"}),
+    ({"AWS_ENDPOINT_URL": "http://h:1/"}, {"endpoint": "http://h:1", "aws_region": "us-east-1"}),
+    (
+        {"AWS_ENDPOINT_URL": "http://h:1", "AWS_ENDPOINT_URL_S3": "http://s:2", "AWS_REGION": "r"},
+        {"endpoint": "http://s:2", "aws_region": "r"},
+    ),
+    ({"AWS_ACCESS_KEY_ID": "k"}, {"aws_credentials": {"type": "environment"}}),
+]
+
+
+@pytest.mark.parametrize(("environment", "expected"), ENVIRONMENTS)
+def test_s3_is_found_from_the_environment(no_aws, monkeypatch, environment, expected):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    spec = open_folder(location_of("s3://bucket/a/b")).kvstore()
+    base = {"driver": "s3", "bucket": "bucket", "path": "a/b/", "use_conditional_write": True}
+    assert spec == {**base, **expected}
+
+
+def test_gcs_is_asked_for_by_its_driver():
+    import tensorstore
+
+    folder = open_folder(location_of("gs://bucket/a/b"))
+    assert folder.kvstore() == {"driver": "gcs", "bucket": "bucket", "path": "a/b/"}
+    assert str(folder / "c") == "gs://bucket/a/b/c"
+    assert tensorstore.KvStore.Spec((folder / "c").kvstore()).url == "gs://bucket/a/b/c/"
+    assert open_folder(location_of("gs://bucket")).kvstore()["path"] == ""
+
+
+def test_local_files_may_be_asked_for_by_url(tmp_path):
+    save(f"file://{tmp_path}/s")
+    assert holds(tmp_path / "s")
+    shutil.rmtree(tmp_path / "s")

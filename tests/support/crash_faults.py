@@ -1,0 +1,64 @@
+"""How many faults the tests try, and how they try them."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from . import crash_cases
+from .forked_clients import Fault, Nursery, Operation
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+CRASHES = os.environ.get("DTCKPT_CRASHES", "")
+"""``all``: every file operation is struck in every way, which takes an hour of two cores; ``2/5``: so is the second
+fifth of them; else a sample of them."""
+HEARTBEAT_TIMEOUT_S = 2.0
+LANES = 6
+"""Cases at one time: most of the time they wait for the heartbeat of a client that is gone."""
+
+
+def record(nursery: Nursery, path: Path, **options: Any) -> list[Operation]:
+    """Return the operations of a save that nothing happens to; options as `Nursery.start`."""
+    job = nursery.start(crash_cases.save, str(path), "recorded", folder=str(path.parent), is_recorded=True, **options)
+    answers = job.finish()
+    assert not any(answer.error or answer.has_died for answer in answers), answers
+    return job.operations
+
+
+def faults_in(operations: Sequence[Operation], kinds: Sequence[str]) -> Iterator[Fault]:
+    """Yield everything of these kinds that can happen to a save of these operations."""
+    counts = Counter((each.client, kind) for each in operations for kind in kinds if kind != "short" or each.data)
+    for (client, kind), count in sorted(counts.items()):
+        yield from (Fault(client, kind, at) for at in range(1, count + 1))
+
+
+def chosen(found: Sequence[T], count: int, seed: str) -> list[T]:
+    """Return ``count`` of what was found, or all, or a part of all, if that is wanted."""
+    part, _, parts = CRASHES.replace("all", "1/1").partition("/")
+    return list(found[int(part) - 1 :: int(parts)]) if parts else random.Random(seed).sample(list(found), count)
+
+
+def each_in_a_folder(parent: Path, tried: Sequence[T], run: Callable[[Path, T], R]) -> list[R]:
+    """Return ``run(folder, case)`` of all cases, each with an empty folder of its own, some at a time."""
+
+    def run_in(number: int, case: T) -> R:
+        folder = parent / f"case-{number}"
+        folder.mkdir()
+        result = run(folder, case)
+        shutil.rmtree(folder)
+        return result
+
+    with ThreadPoolExecutor(LANES) as executor:
+        running = [executor.submit(run_in, number, case) for number, case in enumerate(tried)]
+        try:
+            return [future.result() for future in running]
+        finally:
+            executor.shutdown(cancel_futures=True)

@@ -1,0 +1,119 @@
+"""Redistributions that clients do not agree about; runs in client processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import dtckpt
+from dtckpt import DTensor, Mesh, Partial, Replicate, Shard
+from dtckpt.errors import DtckptError
+from dtckpt.redistribution import disagreement, execute
+from support.states import cluster_mesh
+
+WHOLE = torch.arange(60.0).reshape(10, 6)
+
+WISHES: dict[str, Any] = {
+    "columns": [Shard(1)],
+    "rows": [Shard(0)],
+    "whole": [Replicate()],
+    "dim too large": [Shard(5)],
+    "too many": [Shard(0), Shard(1)],
+    "no placements": 3,
+    "terms": [Partial()],
+}
+
+
+def rows(mesh: Mesh) -> DTensor:
+    layout = dtckpt.Layout(["x", dtckpt.UNSHARDED], mesh)
+    (device,) = mesh.local_device_ids()
+    return DTensor.from_local(WHOLE[layout.region(device, WHOLE.shape).slices()].clone(), mesh, [Shard(0)])
+
+
+def ask(wish: str, after: int = 0, *, late: Sequence[int] = ()) -> list[tuple[str, str] | bool]:
+    """Ask for something, per client; then for what all ask for. Return what became of each.
+
+    Args:
+        wish: What this client asks for first.
+        after: It waits until so many others have said what they want, or why they fail.
+        late: Clients that begin when all others are done with what they asked for first.
+    """
+    client, clients = dtckpt.client_id(), dtckpt.num_clients()
+    tensor = rows(cluster_mesh({"x": clients}, clients, client))
+    return _results(tensor, [WISHES[wish], [Shard(1)], [Replicate()]], after, late)
+
+
+def ask_on_grid(
+    wish: str = "columns", after: int = 0, *, late: Sequence[int] = (), slow: Sequence[int] = ()
+) -> list[tuple[str, str] | bool]:
+    """As `ask`, on a grid of clients.
+
+    Args:
+        wish: See `ask`.
+        after: See `ask`.
+        late: See `ask`.
+        slow: Clients whose watcher, when it has taken part in what others want, goes on only after all these calls.
+    """
+    client = dtckpt.client_id()
+    if client in slow:
+        has_asked = threading.Event()
+        with patch.object(disagreement.Board, "advance", _slow(disagreement.Board.advance, has_asked)):
+            seen = ask_on_grid(wish, after, late=late)
+            has_asked.set()
+            return seen
+    mesh = cluster_mesh({"a0": 2, "a1": 2}, 4, client)
+    layout = dtckpt.Layout(["a0", "a1"], mesh)
+    local = WHOLE[layout.region(client, WHOLE.shape).slices()].clone()
+    tensor = DTensor.from_local(local, mesh, layout.placements)
+    columns, whole = [Replicate(), Shard(1)], [Replicate(), Replicate()]
+    wishes = {"columns": columns, "everything": whole, "dim too large": [Shard(5), Shard(1)]}
+    return _results(tensor, [wishes[wish], columns, whole, columns], after, late)
+
+
+def ask_of_terms(wish: str = "whole", after: int = 0) -> list[tuple[str, str] | bool]:
+    """As `ask`, of terms on a grid; they are reduced along one axis after the other."""
+    client = dtckpt.client_id()
+    mesh = cluster_mesh({"a0": 2, "a1": 2}, 4, client)
+    tensor = DTensor.from_local(WHOLE + 1 if client < 2 else -torch.ones_like(WHOLE), mesh, [Partial(), Partial("min")])
+    whole = [Replicate(), Replicate()]
+    return _results(tensor, [{"whole": whole, "dim too large": [Shard(5), Shard(1)]}[wish], whole], after)
+
+
+def _slow(advance: Callable[[Any], bool], has_asked: threading.Event) -> Callable[[Any], bool]:
+    def advance_and_wait(board: Any) -> bool:
+        known = len(board._known)
+        is_all = advance(board)
+        if len(board._known) > known and threading.current_thread().name == "dtckpt-divergence":
+            has_asked.wait(10)
+        return is_all
+
+    return advance_and_wait
+
+
+def _results(
+    tensor: DTensor, wishes: Sequence[Any], after: int, late: Sequence[int] = ()
+) -> list[tuple[str, str] | bool]:
+    client, clients = dtckpt.client_id(), range(dtckpt.num_clients())
+    board = disagreement.Board(tuple(clients), 0, execute._part)
+    while board.num_here() < after:
+        time.sleep(0.01)
+    store = dist.distributed_c10d._get_default_store()
+    if client in late:
+        store.wait([f"past/{other}" for other in clients if other not in late])
+    seen: list[tuple[str, str] | bool] = []
+    for placements in wishes:
+        try:
+            moved = tensor.redistribute(placements=placements)
+        except DtckptError as error:
+            seen.append((type(error).__name__, str(error)))
+        else:
+            region = moved.layout.region(client, WHOLE.shape)
+            seen.append(torch.equal(moved.to_local(), WHOLE[region.slices()]))
+        store.set(f"past/{client}", "")
+    return seen
