@@ -18,6 +18,7 @@ from dtckpt.checkpoint.saving import save as saving
 from dtckpt.checkpoint.saving import staging
 from dtckpt.checkpoint.saving.plan import plan_save
 from dtckpt.comm.torch_device import device_of
+from dtckpt.coordination.connect import current_coordination
 from dtckpt.storage.zarr_tensorstore import ArrayWriter
 
 WAIT_S = 30
@@ -106,7 +107,7 @@ def test_views_of_any_kind(tmp_path):
 def test_memory_is_kept_between_saves_of_one_structure(tmp_path):
     memory = staging.StagingMemory()
     plan = plan_save
-    coordination = dtckpt.checkpoint.save.current_coordination()
+    coordination = current_coordination()
     blocks, staged = [], []
     for size in (1000, 1000, 1500, 100):
         state = saving.state_of_tree({"w": torch.ones(size)}, SaveOptions(), coordination)
@@ -120,7 +121,7 @@ def test_memory_is_kept_between_saves_of_one_structure(tmp_path):
 @pytest.mark.parametrize("card", [pytest.param("cuda", marks=needs_card)])
 def test_memory_for_what_lies_on_a_card_is_page_locked_and_kept(card):
     memory = staging.StagingMemory()
-    coordination = dtckpt.checkpoint.save.current_coordination()
+    coordination = current_coordination()
     blocks = []
     for generation in range(3):
         values = torch.arange(1 << 20, device=card) * generation
