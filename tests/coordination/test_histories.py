@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -20,6 +21,7 @@ from support.training_clients import HEARTBEAT_S, TIMEOUT_S, Trainers, Training
 pytestmark = pytest.mark.processes
 
 HISTORIES = 50 if os.environ.get("DTCKPT_TESTS") == "all" else 3
+LONGEST_CUT_S = 3.0
 QUICK_S = HEARTBEAT_S / 6 + 1.5
 """A heartbeat interval, and a round on a busy machine."""
 
@@ -160,12 +162,12 @@ def random_history(seed):
     is_lockstep = draw.random() < 0.6
     gives_step = draw.random() < 0.5
     where = draw.choice(["one path", "one path", "a path each", "manager"])
-    num_clients, num_steps = draw.choice([2, 2, 3]), 14 if is_lockstep else 30
+    num_clients = draw.choice([2, 2, 3])
     places = [(client, step) for client in range(num_clients) for step in range(2, 6)]
     may_skip = is_lockstep or gives_step or where == "manager"
     training = Training(
         num_clients,
-        num_steps,
+        14,
         where,
         is_async=draw.random() < 0.3,
         gives_step=gives_step,
@@ -175,9 +177,11 @@ def random_history(seed):
         raises=tuple(draw.sample(places, draw.choice([0, 1]))),
         interrupts=tuple(draw.sample(places, draw.choice([0, 0, 1]))) if may_skip else (),
     )
+    if not is_lockstep:  # who runs ahead while a client is cut off has steps left when it is back
+        training = replace(training, num_steps=30 + round(LONGEST_CUT_S / training.step_s))
     faults = {}
     if not at_store and draw.random() < 0.5:
-        seconds = draw.choice([0.3, 1.5, 3.0])
+        seconds = draw.choice([0.3, 1.5, LONGEST_CUT_S])
         faults[draw.randrange(2, 5)] = lambda around, network: around.cut(network, seconds)
     if not at_store and draw.random() < 0.4:
         delay_s, down_s = draw.uniform(0.0, 0.3), draw.choice([0.0, 0.5])
