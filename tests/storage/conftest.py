@@ -8,7 +8,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from support.object_stores import PROTOCOLS, gateway_to, server_of
 
-from dtckpt.storage.commit import open_folder
+from dtckpt.storage.folder import open_folder
 from dtckpt.storage.location import location_of
 
 _buckets = itertools.count()

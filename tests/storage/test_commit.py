@@ -16,10 +16,10 @@ from dtckpt.errors import (
     StorageError,
 )
 from dtckpt.format.manifest import MANIFEST_NAME
-from dtckpt.storage.commit import place_of
+from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.location import is_inside, location_of
-from dtckpt.storage.zarr_files import ChunkWriter
-from dtckpt.storage.zarr_tensorstore import DATABASE_NAME, ArrayWriter, client_folder
+from dtckpt.storage.zarr_files import ChunkFileWriter
+from dtckpt.storage.zarr_tensorstore import DATABASE_NAME, TensorStoreWriter, client_folder
 
 WHOLES = {
     **saved_states.WHOLES,
@@ -105,7 +105,9 @@ def test_a_save_that_fails_leaves_what_was_there(path, save, monkeypatch, step):
 
     with monkeypatch.context() as patch:
         target = STEPS[step]
-        for owner, name in [target] if isinstance(target, tuple) else [(ArrayWriter, target), (ChunkWriter, target)]:
+        for owner, name in (
+            [target] if isinstance(target, tuple) else [(TensorStoreWriter, target), (ChunkFileWriter, target)]
+        ):
             patch.setattr(owner, name, fail)
         with pytest.raises(ZeroDivisionError):
             save(path, 2, overwrite=True)
@@ -138,10 +140,10 @@ def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
 
 
 def test_who_is_taken_over_amid_a_save_says_so(path, save, monkeypatch):
-    commits = {kind: kind.commit for kind in (ArrayWriter, ChunkWriter)}
+    commits = {kind: kind.commit for kind in (TensorStoreWriter, ChunkFileWriter)}
 
     def lose(writer):
-        another = place_of(location_of(path)).begin("1-another")
+        another = commit_target_of(location_of(path)).begin("1-another")
         if is_object_store(another):
             another._register.give_up_older(another.token)  # as it does when it is about to be committed
         commits[type(writer)](writer)
@@ -185,7 +187,7 @@ def content(place):
 
 @pytest.fixture
 def place(path):
-    return place_of(location_of(path))
+    return commit_target_of(location_of(path))
 
 
 def test_nothing_shows_before_the_commit(place):
@@ -249,7 +251,7 @@ def test_abandoning_is_harmless(place):
     with pytest.raises(CheckpointNotFoundError):
         place.locate()
     committed = build(place, "2")
-    with committed.alive():
+    with committed.keep_alive():
         committed.commit(overwrite=False)
         committed.abandon()
     assert content(place) == "2"
@@ -257,7 +259,7 @@ def test_abandoning_is_harmless(place):
 
 def test_removing(place):
     build(place, "1").commit(overwrite=False)
-    with place.pinned():
+    with place.pin():
         assert content(place) == "1"
     place.remove()
     with pytest.raises(CheckpointNotFoundError):
@@ -285,7 +287,7 @@ def test_a_manager(root, kvstore, caplog):
             manager.restore(1)
         manager.save(4, {"w": weight - 1})
         manager.wait()
-        folder = place_of(manager.path(4)).locate()
+        folder = commit_target_of(manager.path(4)).locate()
         folder.write(MANIFEST_NAME, folder.read(MANIFEST_NAME)[:-1])
         found = manager.restore()
         assert (found.step, list(found.skipped)) == (3, [4])

@@ -14,8 +14,15 @@ from fsspec.implementations.memory import MemoryFileSystem
 from dtckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage import commit_by_decision
-from dtckpt.storage.commit_by_decision import COMMITTED, FORGET_AFTER_S, REGISTER, SILENT_AFTER_S, ObjectPlace, Register
-from dtckpt.storage.fsspec_folder import ForeignFolder
+from dtckpt.storage.commit_by_decision import (
+    COMMITTED,
+    FORGET_AFTER_S,
+    REGISTER_FOLDER,
+    SILENT_AFTER_S,
+    AttemptRegister,
+    ObjectStoreTarget,
+)
+from dtckpt.storage.fsspec_folder import FsspecFolder
 from dtckpt.storage.location import Url
 
 WHERE = Url("memory", "run/step_1")
@@ -30,7 +37,7 @@ class Clock:
         return self.now
 
 
-class Folder(ForeignFolder):
+class Folder(FsspecFolder):
     """A folder in memory that tells ``watch`` of every operation before it is done, file by file."""
 
     watch = staticmethod(lambda: None)
@@ -78,7 +85,7 @@ def clock():
 
 @pytest.fixture
 def place(folder, clock):
-    return ObjectPlace(Register(WHERE, folder, clock))
+    return ObjectStoreTarget(AttemptRegister(WHERE, folder, clock))
 
 
 def save(place, token, *, overwrite=True):
@@ -304,7 +311,7 @@ def test_of_two_that_would_not_replace_one_is_committed(place):
 
 
 def test_only_what_is_old_is_dead(place, folder, clock):
-    register = Register(WHERE, folder, clock)
+    register = AttemptRegister(WHERE, folder, clock)
     attempt = place.begin("1")
     fill(attempt, "1")
 
@@ -336,7 +343,7 @@ def test_a_given_up_attempt_is_forgotten_in_the_end(place, folder, clock):
     attempt = place.begin("1")
     attempt.abandon()
     save(place, "2")
-    register = Register(WHERE, folder, clock)
+    register = AttemptRegister(WHERE, folder, clock)
     assert attempt.token in register.attempts()
     clock.now += FORGET_AFTER_S + 1
     save(place, "3")
@@ -344,7 +351,7 @@ def test_a_given_up_attempt_is_forgotten_in_the_end(place, folder, clock):
     with pytest.raises(StorageError, match="took over"):
         attempt.commit(overwrite=True)
     assert content(place) == "3"
-    assert len((folder / REGISTER).names()) == 2
+    assert len((folder / REGISTER_FOLDER).names()) == 2
 
 
 def test_clocks_may_differ(place, folder, clock):
@@ -365,12 +372,12 @@ def test_clocks_may_differ(place, folder, clock):
 
 def test_a_leader_says_that_it_lives(place, folder, clock, monkeypatch):
     monkeypatch.setattr(commit_by_decision, "RENEW_S", 0.001)
-    register, attempt = Register(WHERE, folder, clock), place.begin("1")
+    register, attempt = AttemptRegister(WHERE, folder, clock), place.begin("1")
     renewed = threading.Event()
-    renew = Register.renew
-    monkeypatch.setattr(Register, "renew", lambda *args: (renew(*args), renewed.set()))
+    renew = AttemptRegister.renew
+    monkeypatch.setattr(AttemptRegister, "renew", lambda *args: (renew(*args), renewed.set()))
     clock.now += HOUR_S
-    with attempt.alive():
+    with attempt.keep_alive():
         assert renewed.wait(30)
     assert not register.is_silent(attempt.token, 0)
 
@@ -392,7 +399,7 @@ def test_a_commit_counts_whatever_becomes_of_the_old_one(place, monkeypatch, cap
 
 def test_the_newest_that_was_committed_counts(place, folder, clock):
     """Also while the one before it is still there."""
-    register = Register(WHERE, folder, clock)
+    register = AttemptRegister(WHERE, folder, clock)
     for token in ("1", "2"):
         fill(place.join(attempt := register.claim(token)), token)
         assert register.decide(attempt, COMMITTED)

@@ -25,8 +25,9 @@ from dtckpt.format.codecs import zstd_bound
 from dtckpt.format.digest import Blocks, bytes_digest, digest_chunk
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, Manifest
-from dtckpt.storage.folder import LocalFolder, open_context
-from dtckpt.storage.ocdbt_database import Database
+from dtckpt.storage.local_folder import LocalFolder
+from dtckpt.storage.ocdbt_database import OcdbtDatabase
+from dtckpt.storage.tensorstore_setup import open_context
 
 PATIENCE_S = 20
 """Nothing here takes a second; what hangs is found by this."""
@@ -484,7 +485,7 @@ def test_objects_are_measured_before_they_are_read(bucket, monkeypatch, bomb, bo
 
 def odd_database(monkeypatch, location, height=0):
     """Have the newest version of databases begin somewhere."""
-    monkeypatch.setattr(Database, "_top", (location, height))
+    monkeypatch.setattr(OcdbtDatabase, "_root_node", (location, height))
 
 
 @pytest.mark.parametrize(
@@ -510,7 +511,7 @@ def test_a_database_refers_to_its_own_files_only(tmp_path, monkeypatch, location
 
 def test_a_node_may_be_its_own_child(tmp_path, monkeypatch):
     dtckpt.save(tmp_path / "s", {"w": ELEMENTS}, options=SaveOptions(fsync=False))
-    top = Database(LocalFolder(tmp_path / "s"), open_context())._top
+    top = OcdbtDatabase(LocalFolder(tmp_path / "s"), open_context())._root_node
     odd_database(monkeypatch, top[0], top[1] + 1)
     assert_damaged(lambda: dtckpt.restore(tmp_path / "s"))
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dtckpt.storage.writeback import early_writeback
+from dtckpt.storage.fsync import early_writeback
 
 
 def wait_until(condition, timeout_s=30.0):
