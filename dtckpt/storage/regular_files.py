@@ -1,4 +1,4 @@
-"""Opens files of checkpoints that strangers may have made: only regular files, never a fifo, a socket or a device.
+"""Opens files of untrusted checkpoints: only regular files, never a fifo, a socket or a device.
 
 An open of a fifo waits for a writer, and an open of a device may do something.
 """
