@@ -1,3 +1,5 @@
+"""Fixtures of the storage tests: buckets of local object stores, and an empty root of every kind of storage."""
+
 import functools
 import itertools
 import os

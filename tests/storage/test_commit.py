@@ -1,4 +1,4 @@
-"""What holds of a checkpoint's place, whether it is a directory, a prefix on an object store, or any other URL."""
+"""The contract of the commit, for every kind of target: a directory, a prefix on an object store, any other URL."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Attempts on an object store: whatever happens between any two operations, there is the old checkpoint or the new."""
+"""The commit by decision: a crash between any two operations, or two leaders at once, leave one whole checkpoint."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Directories appear whole or not at all, wherever a save is interrupted."""
+"""The commit by rename: directories appear whole or not at all, at whatever change a save is interrupted."""
 
 import contextlib
 import errno

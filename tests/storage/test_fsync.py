@@ -1,4 +1,4 @@
-"""Writing out early is a hint: it changes nothing, whatever comes and goes meanwhile."""
+"""Early write-back is a hint: it changes nothing, whatever files come and go meanwhile."""
 
 import ctypes
 import os

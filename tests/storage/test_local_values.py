@@ -1,4 +1,4 @@
-"""Values are found in the files of a checkpoint, whatever the shape of its database, and read as they were saved."""
+"""Reads of chunks from local files: values are found in any shape of database, and read as they were saved."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""Checkpoints on object stores: S3 and Google's against servers, other URLs through fsspec."""
+"""Checkpoints on object stores: S3 and Google Cloud Storage against local servers, other URLs through fsspec."""
 
 import itertools
 import json

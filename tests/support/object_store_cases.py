@@ -1,4 +1,4 @@
-"""What client processes do in the tests of object stores: functions for `Pool.run`."""
+"""Functions that client processes run in the tests of object stores (`Pool.run`)."""
 
 from __future__ import annotations
 
