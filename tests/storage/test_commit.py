@@ -162,9 +162,9 @@ def test_who_is_taken_over_amid_a_save_says_so(path, save, monkeypatch):
 # --- attempts --------------------------------------------------------------------------------------------
 
 
-def build(place, token):
+def build(target, token):
     """Begin an attempt and write all of it."""
-    attempt = place.begin(token)
+    attempt = target.begin(token)
     fill(attempt, token)
     return attempt
 
@@ -178,94 +178,94 @@ def is_object_store(attempt):
     return hasattr(attempt.folder, "create")
 
 
-def content(place):
-    folder = place.locate()
+def content(target):
+    folder = target.locate()
     found = folder.read("data")
     assert folder.read(MANIFEST_NAME) == found
     return found.decode()
 
 
 @pytest.fixture
-def place(path):
+def target(path):
     return commit_target_of(location_of(path))
 
 
-def test_nothing_shows_before_the_commit(place):
-    attempt = build(place, "1")
+def test_nothing_shows_before_the_commit(target):
+    attempt = build(target, "1")
     with pytest.raises(CheckpointNotFoundError, match="did not complete"):
-        place.locate()
+        target.locate()
     attempt.commit(overwrite=False)
-    assert content(place) == "1"
+    assert content(target) == "1"
 
 
-def test_the_newest_attempt_owns_the_place(place):
-    build(place, "1").commit(overwrite=False)
-    older, newer = build(place, "2"), build(place, "3")
+def test_the_newest_attempt_owns_the_target(target):
+    build(target, "1").commit(overwrite=False)
+    older, newer = build(target, "2"), build(target, "3")
     if not is_object_store(older):  # there it lives until the newer one is about to be committed
         with pytest.raises(StorageError, match="another attempt"):
             older.commit(overwrite=True)
-        assert content(place) == "1"
+        assert content(target) == "1"
     newer.commit(overwrite=True)
     with pytest.raises(StorageError, match="another attempt"):
         older.commit(overwrite=True)
     older.abandon()
-    assert content(place) == "3"
+    assert content(target) == "3"
 
 
-def test_a_late_attempt_commits_nothing(place):
+def test_a_late_attempt_commits_nothing(target):
     """One that was given up goes on writing, also after its successor is done."""
-    older, newer = place.begin("1"), build(place, "2")
+    older, newer = target.begin("1"), build(target, "2")
     newer.commit(overwrite=False)
     if is_object_store(older):  # on a file system the directory is gone
         fill(older, "1")
     with pytest.raises(StorageError):
         older.commit(overwrite=True)
-    joined = place.join(older.token)
+    joined = target.join(older.token)
     joined.sweep()
-    assert content(place) == "2"
+    assert content(target) == "2"
 
 
-def test_two_that_want_an_empty_place(place):
-    first = build(place, "1")
+def test_two_that_want_an_empty_target(target):
+    first = build(target, "1")
     first.commit(overwrite=False)
     with pytest.raises(CheckpointExistsError):
-        place.check_target(overwrite=False)
-    second = build(place, "2")
+        target.check_target(overwrite=False)
+    second = build(target, "2")
     with pytest.raises(CheckpointExistsError):
         second.commit(overwrite=False)
     second.abandon()
-    assert content(place) == "1"
+    assert content(target) == "1"
 
 
-def test_an_attempt_that_nobody_began(place):
-    attempt = place.begin("1")
-    place.join(attempt.token).validate(1)
+def test_an_attempt_that_nobody_began(target):
+    attempt = target.begin("1")
+    target.join(attempt.token).validate(1)
     with pytest.raises(StorageError, match="client 3 does not see"):
-        place.join("0-no-such-attempt").validate(3)
+        target.join("0-no-such-attempt").validate(3)
 
 
-def test_abandoning_is_harmless(place):
-    attempt = build(place, "1")
+def test_abandoning_is_harmless(target):
+    attempt = build(target, "1")
     attempt.abandon()
     attempt.abandon()
     with pytest.raises(CheckpointNotFoundError):
-        place.locate()
-    committed = build(place, "2")
+        target.locate()
+    committed = build(target, "2")
     with committed.keep_alive():
         committed.commit(overwrite=False)
         committed.abandon()
-    assert content(place) == "2"
+    assert content(target) == "2"
 
 
-def test_removing(place):
-    build(place, "1").commit(overwrite=False)
-    with place.pin():
-        assert content(place) == "1"
-    place.remove()
+def test_removing(target):
+    build(target, "1").commit(overwrite=False)
+    with target.pin():
+        assert content(target) == "1"
+    target.remove()
     with pytest.raises(CheckpointNotFoundError):
-        place.locate()
-    build(place, "2").commit(overwrite=False)
-    assert content(place) == "2"
+        target.locate()
+    build(target, "2").commit(overwrite=False)
+    assert content(target) == "2"
 
 
 # --- managers --------------------------------------------------------------------------------------------

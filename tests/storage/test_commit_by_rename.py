@@ -319,12 +319,12 @@ def test_a_directory_that_cannot_be_read_is_not_taken_for_synced(tmp_path, monke
 
 
 def test_what_late_writes_make_anew_is_swept_though_the_inode_of_what_was_there_is_free_again(tmp_path):
-    place = DirectoryTarget(tmp_path / "s")
-    led = place.begin("1")
-    joined = place.join("1")
+    target = DirectoryTarget(tmp_path / "s")
+    led = target.begin("1")
+    joined = target.join("1")
     led.abandon()
     del led
-    made = joined.folder.path
-    made.mkdir()
+    directory = joined.folder.path
+    directory.mkdir()
     joined.sweep()
     assert list(tmp_path.iterdir()) == []
