@@ -1,4 +1,4 @@
-"""What is on disk, as values: names, dtypes, chunk grids, digests, slice strings, state trees, the manifest.
+"""The checkpoint format as values: names, dtypes, chunk grids, digests, slice strings, state trees, the manifest.
 
 Pure: nothing here does I/O, communicates, or imports torch.
 """

@@ -1,9 +1,10 @@
-"""Containers of a state tree beyond dict, list and tuple: how each is taken apart and made anew.
+"""Containers of a state tree beyond dict, list and tuple, as deque or dataclass: how to save and rebuild each.
 
-The manifest holds such a container as ``{"type": [name, argument, node]}``: a name of the table below, never of a
-class; what else makes it, as JSON; and its items as a node of kind ``dict`` or ``list``. Named tuples and
-dataclasses have classes of their own, which only code could make anew: the manifest has the names of their fields, by
-which they fill those of a restore's target. Without one they come back as stand-ins.
+The manifest holds such a container as ``{"type": [name, argument, node]}``: a name of the table `CONTAINERS`, never of
+a class; one more argument that rebuilds it, as JSON; and its items as a node of kind ``dict`` or ``list``.
+
+Named tuples and dataclasses have classes of their own, which only code could rebuild. So the manifest has the names of
+their fields, and a restore fills the fields of its target by name. Without a target they come back as a stand-in.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Container(NamedTuple):
     """One kind of container.
 
     Args:
-        base: The type of its items: a dict or a list.
-        make: Makes it of its argument and its items.
-        items: Returns its items.
-        argument: Returns what else makes it, as JSON; called with the container and its path.
+        base: The type that holds its items: a dict or a list.
+        make: Rebuilds it; called with its argument and its items.
+        items: Returns its items; called with the container.
+        argument: Returns its argument, as JSON; called with the container and its path in the tree.
     """
 
     base: type[dict[Any, Any]] | type[list[Any]]
@@ -75,7 +76,7 @@ def _make_deque(maxlen: int | None, items: list[Any]) -> deque[Any]:
 
 @lru_cache(maxsize=256)
 def _stand_in(name: str, fields: tuple[str, ...]) -> Any:
-    """Return a class of named tuples. Names that cannot be are replaced: Python makes code of them."""
+    """Return a class of named tuples. Names that are no identifiers are replaced, because Python makes code of them."""
     is_name = name.isidentifier() and not keyword.iskeyword(name)
     return namedtuple(name if is_name else "namedtuple", fields, rename=True)
 
@@ -85,16 +86,16 @@ CONTAINERS: dict[str, Container] = {
     "Counter": Container(dict, lambda _, items: Counter(items)),
     "defaultdict": Container(dict, _make_defaultdict, argument=_factory_name),
     "mappingproxy": Container(dict, lambda _, items: MappingProxyType(items)),
-    "deque": Container(list, _make_deque, argument=lambda made, _: made.maxlen),
+    "deque": Container(list, _make_deque, argument=lambda container, _: container.maxlen),
     "SimpleNamespace": Container(dict, lambda _, items: SimpleNamespace(**items), fields_of),
     "namedtuple": Container(
         dict,
         lambda name, items: _stand_in(name, tuple(items))(*items.values()),
         fields_of,
-        lambda made, _: type(made).__name__,
+        lambda container, _: type(container).__name__,
     ),
     "dataclass": Container(
-        dict, lambda _, items: SimpleNamespace(**items), fields_of, lambda made, _: type(made).__name__
+        dict, lambda _, items: SimpleNamespace(**items), fields_of, lambda container, _: type(container).__name__
     ),
 }
 _NAMES: Mapping[type, str] = {
@@ -104,7 +105,7 @@ _BUILTIN = (dict, list, tuple, set, frozenset, str, bytes, int, float, complex)
 
 
 def name_of(value: Any) -> str | None:
-    """Return the name of an object's kind of container; None for all else."""
+    """Return the name in `CONTAINERS` of a container's kind; None for other objects."""
     if (name := _NAMES.get(type(value))) is not None:
         return name
     if isinstance(value, enum.Enum):

@@ -1,13 +1,27 @@
-"""Content digests: one number per tensor that says what it holds, however it is cut into shards and chunks.
+"""Content digests: one number per tensor for all its elements, however they are cut into shards and chunks.
 
 The digest is the CRC-64/NVME (a 64-bit CRC, the one that object stores use) of the tensor's bytes: its elements in C
 order, as they are stored, little endian.
 
-But for its initial value and its last inversion, a CRC is linear over GF(2): that of the exclusive or of two messages
-is the exclusive or of theirs. Zero bytes in front change nothing, and n zero bytes behind multiply by ``x**(8 n)``
-modulo the polynomial (as `zlib`'s ``crc32_combine`` does). So a region has a share in its tensor's digest, the CRC of
-the tensor that is zero elsewhere; the shares of disjoint regions give, by exclusive or, that of the tensor, whatever
-the regions; and two checkpoints of one state have equal digests on any two meshes.
+A CRC, apart from its initial value and its last inversion, is linear over GF(2):
+
+* the CRC of the exclusive or of two messages is the exclusive or of their CRCs;
+* zero bytes in front change nothing;
+* n zero bytes behind multiply the CRC by ``x**(8 n)`` modulo the polynomial (as `zlib`'s ``crc32_combine`` does).
+
+So a region has a *share* in its tensor's digest: the CRC of the tensor with zeros everywhere else. The exclusive or of
+the shares of disjoint regions is the share of all of them together, and that of a whole tensor gives its digest. Two
+checkpoints of one state have equal digests on any two meshes.
+
+A region's bytes lie in its tensor as *runs* at regular distances. For shape (4, 6), one byte per element, and the
+region at (1, 2) of shape (2, 3)::
+
+    . . . . . .
+    . . # # # .      2 runs of 3 bytes, 6 bytes from one to the next;
+    . . # # # .      7 bytes behind the last
+    . . . . . .
+
+The share of a run is its CRC, shifted by the bytes behind it.
 """
 
 from __future__ import annotations
@@ -28,29 +42,29 @@ from dtckpt.format.digest import as_bytes, buffer_of
 from dtckpt.layout.region import Region
 
 _ONES = 2**64 - 1
-"""What the CRC begins with, and is inverted by in the end."""
+"""The CRC's initial value, and the mask of its last inversion."""
 _RUN_NBYTES = 128
-"""Shorter runs of bytes are taken together, by table; longer ones each by the processor's own instructions."""
+"""Shorter runs are digested together, by tables; longer ones each by the processor's CRC instructions."""
 _FEW_RUNS = 64
-"""So many are joined one by one; more of them pair by pair, all pairs at once."""
+"""Up to so many runs are joined one by one; more of them pair by pair, all pairs at once."""
 _LONG_NBYTES = 8 << 10
-"""Of longer runs, a call for each costs little."""
+"""For runs of at least so many bytes, one call per run costs little."""
 _ROW_NBYTES = 1 << 10
-"""So far from one to the next, runs may be as short as they like to be taken with what lies between them."""
+"""Runs at most so far apart are digested together with zeros between them, however short they are."""
 _PART_NBYTES = 1 << 20
-"""Elements that must be copied are, this many bytes at a time."""
+"""Elements that must be copied are copied in parts of about so many bytes."""
 
 _Bytes = npt.NDArray[np.uint8]
 _Shares = npt.NDArray[np.uint64]
 
 
 def content_share(elements: np.ndarray[Any, Any], shape: tuple[int, ...], region: Region) -> int:
-    """Return what a region adds, by exclusive or, to the content of its tensor.
+    """Return the share of a region in its tensor's content digest; shares are joined by exclusive or.
 
     Args:
-        elements: The region's elements, as they are stored.
+        elements: The region's elements, as they are stored; an array of the region's shape.
         shape: The tensor's global shape.
-        region: The region; no element of a tensor may be added twice.
+        region: The region; no element of a tensor may be in two shares.
     """
     if region.is_empty:
         return 0
@@ -82,7 +96,7 @@ def content_digest(share: int, shape: tuple[int, ...], itemsize: int) -> int:
     """Return a tensor's content digest from the shares of all its elements.
 
     Args:
-        share: Their exclusive or.
+        share: The exclusive or of all shares.
         shape: The tensor's global shape.
         itemsize: Bytes of a stored element.
     """
@@ -91,20 +105,21 @@ def content_digest(share: int, shape: tuple[int, ...], itemsize: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _frame(nbytes: int) -> int:
-    """Return what the CRC's beginning and its last inversion add to a message."""
+    """Return what the CRC's initial value and its last inversion add, for a message of so many bytes."""
     return _shifted(_ONES, nbytes) ^ _ONES
 
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Where a region's bytes lie in its tensor: in runs of bytes that follow each other there, at regular distances.
+    """The runs of bytes of a region in its tensor, at regular distances; see the drawing above.
 
     Args:
-        nbytes: Of a run.
-        lattice: How many runs there are along each dim that numbers them, and the bytes from one to the next.
+        nbytes: Bytes per run.
+        lattice: Per dim that numbers the runs: how many there are, and the bytes from one to the next.
         behind_last: Bytes of the tensor behind the last run.
-        behind: The same for each of few runs, in their order; of many, none.
-        is_filled: Whether what lies between the runs is best filled with zeros, which add nothing: it is little.
+        behind: Bytes of the tensor behind each run, in the order of the runs; empty if there are more than `_FEW_RUNS`.
+        is_filled: Whether the gaps between the runs are so small that it is fastest to fill them with zeros, which add
+            nothing to the share.
     """
 
     nbytes: int
@@ -115,13 +130,13 @@ class _Runs:
 
     @property
     def copied_nbytes(self) -> int:
-        """Bytes that a run takes where it is copied."""
+        """Bytes that a run takes where the runs are copied."""
         return self.lattice[-1][1] if self.is_filled else max(8, self.nbytes)
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def of(cls, shape: tuple[int, ...], region: Region, itemsize: int) -> _Runs:
-        """Find the runs of a region that holds elements."""
+        """Return the runs of a region that is not empty."""
         strides = [itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         inner = next((dim for dim in range(len(shape)) if region.shape[dim + 1 :] == shape[dim + 1 :]), 0)
         lattice = tuple(zip(region.shape[:inner], strides[:inner], strict=True))
@@ -130,13 +145,14 @@ class _Runs:
         behind_last = itemsize * (math.prod(shape) - 1) - start_of_last
         behind = [behind_last] if num_runs <= _FEW_RUNS else []
         for size, stride in lattice:
-            behind = [nbytes + stride * place for nbytes in behind for place in reversed(range(size))]
+            behind = [nbytes + stride * position for nbytes in behind for position in reversed(range(size))]
         nbytes, distance = itemsize * region.numel // num_runs, lattice[-1][1] if lattice else 0
         is_filled = num_runs > 1 and nbytes < _LONG_NBYTES and distance <= max(_ROW_NBYTES, 8 * nbytes)
         return cls(nbytes, lattice, behind_last, tuple(behind), is_filled)
 
 
 def _halves(region: Region) -> Iterator[Region]:
+    """Yield the two halves of a region along its first dim that is longer than one."""
     dim = next(dim for dim, size in enumerate(region.shape) if size > 1)
     length = region.shape[dim]
     for start, stop in ((0, length // 2), (length // 2, length)):
@@ -147,30 +163,35 @@ def _halves(region: Region) -> Iterator[Region]:
 
 
 def _shifted(share: int, nbytes: int) -> int:
-    """Return a share with so many zero bytes behind it."""
-    found: int = combine_crc64nvme(share, 0, nbytes)
-    return found
+    """Return a share with ``nbytes`` zero bytes behind it."""
+    shifted: int = combine_crc64nvme(share, 0, nbytes)
+    return shifted
 
 
 def _crcs(data: _Bytes, nbytes: int) -> list[int]:
-    """Return the share of each run of bytes: its CRC that begins with zero and ends with no inversion."""
+    """Return the CRC of each run of ``nbytes`` bytes, with initial value zero and without the last inversion."""
     view = data.data
     runs = (view[start : start + nbytes] for start in range(0, data.size, nbytes))
     return [crc64nvme(run, _ONES) ^ _ONES for run in runs]
 
 
 def _many_crcs(data: _Bytes, nbytes: int) -> _Shares:
-    """Return the same for many runs, which may be short."""
+    """Return the CRCs of `_crcs` for many runs, which may be short."""
     if nbytes >= _RUN_NBYTES:
         return np.array(_crcs(data, nbytes), np.uint64)
     padded = np.zeros((data.size // nbytes, -(-nbytes // 8) * 8), np.uint8)
     padded[:, -nbytes:] = data.reshape(-1, nbytes)
-    # A word is a polynomial, and its share is that with 64 zero bits behind it.
+    # A word of 8 bytes is a polynomial of 64 bits; its CRC is that polynomial with 64 zero bits behind it.
     return _all_shifted(_folded(padded.view("<u8"), 8), 8)
 
 
 def _folded(shares: _Shares, stride: int) -> _Shares:
-    """Join shares along the last dim, where each begins ``stride`` bytes after the one before: pairs, and so on."""
+    """Join shares along the last dim, pair by pair, until one is left.
+
+    Args:
+        shares: Shares whose last dim numbers runs.
+        stride: Bytes from one run to the next.
+    """
     while shares.shape[-1] > 1:
         if shares.shape[-1] % 2:
             shares = np.concatenate([np.zeros_like(shares[..., :1]), shares], axis=-1)
@@ -180,18 +201,21 @@ def _folded(shares: _Shares, stride: int) -> _Shares:
 
 
 def _all_shifted(shares: _Shares, nbytes: int) -> _Shares:
-    """Return shares with so many zero bytes behind each."""
+    """Return shares with ``nbytes`` zero bytes behind each."""
     octets = np.ascontiguousarray(shares).reshape(-1).view(np.uint8).reshape(*shares.shape, 8)
     tables = _tables(nbytes)
-    found: _Shares = tables[0][octets[..., 0]]
-    for place in range(1, 8):
-        found ^= tables[place][octets[..., place]]
-    return found
+    shifted: _Shares = tables[0][octets[..., 0]]
+    for position in range(1, 8):
+        shifted ^= tables[position][octets[..., position]]
+    return shifted
 
 
 @functools.lru_cache(maxsize=256)
 def _tables(nbytes: int) -> _Shares:
-    """Return, for each place of a byte in a share and each of its values, that with so many zero bytes behind it."""
+    """Return the tables of `_all_shifted`: per position of a byte in a share (8) and value of that byte (256), a share.
+
+    By linearity, a shifted share is the exclusive or of its shifted bytes.
+    """
     bits = np.array([_shifted(1 << bit, nbytes) for bit in range(64)], np.uint64).reshape(8, 8)
     tables = np.zeros((8, 256), np.uint64)
     for bit in range(8):

@@ -1,10 +1,10 @@
-"""Chunk digests: XXH3 (64 bit) over a chunk's elements, bound to the tensor and to the chunk's place.
+"""Chunk digests: XXH3 (64 bit) over a chunk's elements, bound to the tensor and to the chunk's position.
 
 The seed is derived from the tensor's name and the chunk's index, so two chunks that changed places do not verify.
 Elements are hashed in C order in the stored dtype, little endian, without the padding of edge chunks.
 
-A chunk of several blocks (`Blocks`) is hashed block by block, without a seed, and its digest is that of its blocks'
-digests. So a reader that knows those verifies single blocks.
+A chunk of several blocks (`Blocks`) is hashed block by block, without a seed, and its digest is the digest of its
+blocks' digests. So a reader that has the blocks' digests verifies single blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DIGEST = np.dtype("<u8")
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How the chunks of a tensor are cut into blocks, which are verified apart: rows of one dim.
+    """How the chunks of a tensor are cut into blocks, which can be verified one by one: each is some rows of one dim.
 
     Args:
         dim: The first dim along which chunks are longer than one element; it alone is cut.
@@ -48,7 +48,7 @@ class Blocks:
         return cls(dim, max(1, BLOCK_NBYTES // row_nbytes))
 
     def count(self, shape: Sequence[int]) -> int:
-        """Return how many blocks a chunk has that covers a box of this shape."""
+        """Return the number of blocks of a chunk whose box has this shape."""
         return -(-shape[self.dim] // self.rows) if shape else 1
 
     def cut(self, chunk: Region) -> Iterator[Region]:
@@ -57,28 +57,35 @@ class Blocks:
             yield self.span(chunk, start // self.rows, start // self.rows + 1)
 
     def meeting(self, chunk: Region, region: Region) -> range:
-        """Return the numbers of the chunk's blocks from the first to the last that shares an element with a region."""
+        """Return the numbers of the chunk's blocks, from the first to the last that shares an element with a region."""
         start = max(region.offset[self.dim] - chunk.offset[self.dim], 0)
         stop = min(region.stop[self.dim] - chunk.offset[self.dim], chunk.shape[self.dim])
         return range(start // self.rows, -(-stop // self.rows))
 
     def span(self, chunk: Region, first: int, stop: int) -> Region:
-        """Return the box of blocks ``first`` to ``stop`` of a chunk."""
-        begin = first * self.rows
+        """Return the box of blocks ``first`` to ``stop`` (exclusive) of a chunk."""
+        start = first * self.rows
         offset, shape = list(chunk.offset), list(chunk.shape)
-        offset[self.dim] += begin
-        shape[self.dim] = min(stop * self.rows, shape[self.dim]) - begin
+        offset[self.dim] += start
+        shape[self.dim] = min(stop * self.rows, shape[self.dim]) - start
         return Region(tuple(offset), tuple(shape))
 
 
 def digest_chunk(
     name: str, index: tuple[int, ...], elements: np.ndarray[Any, Any], blocks: Blocks
 ) -> tuple[int, list[int]]:
-    """Return the digest of one chunk and those of its blocks (none, if it is one block itself)."""
+    """Return the digest of a chunk, and the digests of its blocks (none if it is one block itself).
+
+    Args:
+        name: The tensor's name.
+        index: The chunk's position per dim of the grid.
+        elements: The chunk's elements in the stored dtype, of the shape of its box.
+        blocks: How the tensor's chunks are cut into blocks.
+    """
     if blocks.count(elements.shape) <= 1:
         return digest_of_data(name, index, buffer_of(elements)), []
     if elements.flags.c_contiguous:
-        # The dims before the one that is cut are one element long, so blocks follow each other.
+        # The dims before the one that is cut are one element long, so each block is contiguous.
         data = as_bytes(elements).data
         step = elements.nbytes // elements.shape[blocks.dim] * blocks.rows
         parts = [bytes_digest(data[start : start + step]) for start in range(0, elements.nbytes, step)]
@@ -115,14 +122,14 @@ def as_bytes(elements: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def buffer_of(elements: np.ndarray[Any, Any]) -> memoryview:
     """Return elements as a buffer, in C order (a copy only where they are not contiguous).
 
-    numpy lends no memory of types that it lacks, but for their bytes.
+    Types that numpy itself lacks, as bfloat16, have no buffer interface; there it is a buffer of their bytes.
     """
-    is_lent = elements.flags.c_contiguous and elements.dtype.isbuiltin == 1
-    return elements.data if is_lent else as_bytes(elements).data
+    has_buffer = elements.flags.c_contiguous and elements.dtype.isbuiltin == 1
+    return elements.data if has_buffer else as_bytes(elements).data
 
 
 def documents_digest(documents: Iterable[tuple[str, bytes]]) -> int:
-    """Return the digest of named documents, in their order."""
+    """Return the digest of documents, pairs of key and content, in their order."""
     digest = xxhash.xxh3_64()
     for key, data in documents:
         digest.update(b"%b\0%d\0%b" % (key.encode(), len(data), data))
@@ -130,5 +137,5 @@ def documents_digest(documents: Iterable[tuple[str, bytes]]) -> int:
 
 
 def bytes_digest(data: bytes | memoryview) -> int:
-    """Return the digest of plain bytes."""
+    """Return the digest of bytes, without a seed."""
     return xxhash.xxh3_64_intdigest(data)

@@ -1,8 +1,8 @@
-"""Element types by name.
+"""Element types by name: which can be stored, which can be converted to which, and whether without loss.
 
-A dtype is its name, spelled alike by torch (``torch.float8_e4m3fn``), by ml_dtypes and by the Zarr v3 data types
-that TensorStore implements, so one string serves memory, manifest and ``zarr.json``. Two dtypes of torch have no name
-elsewhere: their elements are kept as unsigned integers of the same bits.
+A dtype is represented by its name. torch (``torch.float8_e4m3fn``), ml_dtypes and the Zarr v3 data types that
+TensorStore implements spell it alike, so one string serves memory, manifest and ``zarr.json``. Two dtypes of torch
+have no name elsewhere: their elements are stored as unsigned integers of the same bits.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _BITS = {"float4_e2m1fn_x2": "uint8", "complex32": "uint32"}
 numbers, the first in its low half; a ``complex32`` is two float16, the real part first."""
 
 UNCONVERTED = ("float8_e8m0fnu", *_BITS)
-"""Dtypes that are read as they were saved only: numpy does not convert them, or not to all others. (The first, the
-scales of microscaling formats, has powers of two, but no zero and no sign.)"""
+"""Dtypes that can only be read as they were saved: numpy does not convert them, or not to all others. (The first, for
+the scales of microscaling formats, has powers of two, but no zero and no sign.)"""
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "bool": np.dtype(np.bool_),
@@ -34,10 +34,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 """Every storable dtype: name -> numpy dtype (from ml_dtypes where numpy has none), whose name is Zarr's."""
 
-
 STORED_AS = {"float32": ("bfloat16", "float32")}
-"""What tensors may be rounded to on storage, by their dtype; others are stored as they are. bfloat16 has the range of
-float32, so that rounding, to nearest even, makes no finite value infinite."""
+"""By a tensor's dtype, the dtypes that it may be rounded to on storage; other tensors are stored as they are. bfloat16
+has the exponents of float32, so rounding, to nearest even, makes only magnitudes above 3.396e38 infinite."""
 
 _finfo: Any = ml_dtypes.finfo
 _iinfo: Any = ml_dtypes.iinfo
@@ -66,7 +65,7 @@ def is_convertible(source: str, target: str) -> bool:
 
 
 def fill_value(name: str) -> Any:
-    """Zarr's fill value (zero) in the JSON form that the data type asks for."""
+    """Return Zarr's fill value, zero, in the JSON form of the data type."""
     if name == "bool":
         return False
     if name in _COMPLEX:
@@ -75,7 +74,7 @@ def fill_value(name: str) -> Any:
 
 
 def is_lossless(source: str, target: str) -> bool:
-    """Whether every value of ``source`` is a value of ``target`` (so that a conversion needs no consent)."""
+    """Whether every value of ``source`` is a value of ``target``; only then a conversion needs no consent."""
     if source == target:
         return True
     if target == "bool" or not is_convertible(source, target):
@@ -87,20 +86,21 @@ def is_lossless(source: str, target: str) -> bool:
     if source in _COMPLEX:
         return False
     if source in _INTEGERS:
-        bits = _iinfo(DTYPES[source])
+        integers = _iinfo(DTYPES[source])
         if target in _INTEGERS:
-            into = _iinfo(DTYPES[target])
-            return bool(into.min <= bits.min and bits.max <= into.max)
-        # 2**nmant is the first gap in the integers; the extreme integer itself must be in range too.
-        info = _finfo(DTYPES[target])
-        return int(bits.max) <= 2 ** (info.nmant + 1) and int(bits.max) <= float(info.max)
+            others = _iinfo(DTYPES[target])
+            return bool(others.min <= integers.min and integers.max <= others.max)
+        # Floats hold all integers up to 2**(nmant + 1); the largest integer itself must be in range, too.
+        floats = _finfo(DTYPES[target])
+        return int(integers.max) <= 2 ** (floats.nmant + 1) and int(integers.max) <= float(floats.max)
     if target in _INTEGERS:
         return False
-    have, want = _finfo(DTYPES[source]), _finfo(DTYPES[target])
-    specials = not (target.endswith("fn") and not source.endswith("fn")) and not target.endswith("fnuz")
+    source_info, target_info = _finfo(DTYPES[source]), _finfo(DTYPES[target])
+    # "fn": no infinities; "uz": no negative zero.
+    keeps_specials = not (target.endswith("fn") and not source.endswith("fn")) and not target.endswith("fnuz")
     return bool(
-        specials
-        and have.nmant <= want.nmant
-        and float(have.max) <= float(want.max)
-        and float(want.smallest_subnormal) <= float(have.smallest_subnormal)
+        keeps_specials
+        and source_info.nmant <= target_info.nmant
+        and float(source_info.max) <= float(target_info.max)
+        and float(target_info.smallest_subnormal) <= float(source_info.smallest_subnormal)
     )

@@ -1,4 +1,4 @@
-"""Regular chunk grids: which box each chunk covers, and which chunks meet a box."""
+"""Regular chunk grids: the box of each chunk, and the chunks that meet a box."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtckpt.layout.region import Region
 MAX_RANK = 32
 """Most dims of an array that TensorStore opens."""
 MAX_NUMEL = 1 << 58
-"""Most elements of a tensor, dims of no size left out; keeps all byte offsets and strides within 63 bits."""
+"""Most elements of a tensor, not counting dims of size zero; keeps all byte offsets and strides within 63 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ChunkGrid:
         object.__setattr__(self, "num_chunks", math.prod(counts))
 
     def index(self, number: int) -> tuple[int, ...]:
-        """Return the chunk's position per dim; ``number`` counts the chunks row-major."""
+        """Return the position per dim of the chunk with a row-major number."""
         index = []
         for count in reversed(self.counts):
             number, position = divmod(number, count)
@@ -63,7 +63,7 @@ class ChunkGrid:
         return tuple(reversed(index))
 
     def chunk(self, number: int) -> tuple[tuple[int, ...], Region]:
-        """Return index and box of a chunk; those of small grids are kept."""
+        """Return index and box of the chunk with a row-major number; a cache keeps some thousands."""
         return _chunk(self, number)
 
     def number(self, index: tuple[int, ...]) -> int:

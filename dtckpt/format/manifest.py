@@ -1,7 +1,11 @@
-"""The manifest: a checkpoint's merged description, and its commit marker.
+"""The manifest: the description of a whole checkpoint, and its commit marker.
 
-`dtckpt.manifest` is a protobuf file (``protos/dtckpt/v1/checkpoint.proto``): an envelope of format version and
-digest around the `Manifest` proper.
+The file ``dtckpt.manifest`` is a protobuf message (``protos/dtckpt/v1/checkpoint.proto``): an envelope with the format
+version and a digest, around the `Manifest` proper::
+
+    Manifest -> arrays: name -> ArrayEntry (path, digests, content) -> ArrayKind (dtype, grid, layout, writers, codec)
+
+The entries of a model share a few kinds, so a manifest of many tensors is read and written quickly.
 """
 
 from __future__ import annotations
@@ -30,24 +34,24 @@ from dtckpt.text import format_nbytes
 FORMAT_VERSION = 1
 MANIFEST_NAME = "dtckpt.manifest"
 MAX_MANIFEST_NBYTES = 512 << 20
-"""The manifest of a petabyte in chunks of 16 MiB: nothing longer is written, or read."""
+"""Bytes of the manifest of a petabyte in chunks of 16 MiB; a longer one is neither written nor read."""
 MAX_ATTEMPT_CHARS = 1024
 BLOCKS_NAME = "dtckpt.blocks"
-"""In a client's folder: the digests of the blocks (8 bytes each, little endian) of all chunks that it wrote and that
-have several, in the order of the manifest."""
+"""A file in each client's folder: the digests of blocks (8 bytes each, little endian), of all chunks of several blocks
+that the client wrote, in the order of the manifest."""
 KVSTORES = ("ocdbt", "zarr")
-"""The two ways to keep the arrays, in the order of the `KvStore` enum (from 1)."""
+"""The two kinds of key-value store that hold the arrays, in the order of the `KvStore` enum (from 1)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayKind:
-    """What tensors have in common that differ in name, path and content only; entries of a model share a few.
+    """The facts that tensors share which differ only in name, path and content.
 
     Args:
         dtype: The tensor's element type.
         stored_dtype: Element type on storage.
         grid: Shape and chunk grid.
-        writers: Per chunk, row-major: the client that wrote it (-1 where missing).
+        writers: Per chunk, row-major: the client that wrote it (-1 where missing). Shape ``(num_chunks,)``.
         layout: Layout at the time of the save, if the tensor was on a mesh.
         missing: Row-major numbers of the chunks that were not saved.
         codec: How chunks are compressed; see `dtckpt.format.codecs`.
@@ -55,7 +59,7 @@ class ArrayKind:
     Attributes:
         itemsize: Bytes of one stored element.
         blocks: How chunks are cut into blocks.
-        has_readable_blocks: Whether a block can be read alone, by its place in the stored chunk.
+        has_readable_blocks: Whether a block can be read alone, as a range of bytes of the stored chunk.
     """
 
     dtype: str
@@ -83,9 +87,9 @@ class ArrayEntry:
     Args:
         name: Tensor name.
         path: Array path below the root of the key-value store.
-        kind: What it has in common with others; every fact of it is one of the entry, too.
-        digests: Per chunk, row-major; see `dtckpt.format.digest`.
-        content: Content digest; see `dtckpt.format.content`.
+        kind: The facts that it shares with other tensors; the entry has each of them as a property, too.
+        digests: Per chunk, row-major; see `dtckpt.format.digest`. Shape ``(num_chunks,)``.
+        content: Content digest; None if there is none. See `dtckpt.format.content`.
     """
 
     name: str
@@ -146,7 +150,7 @@ class ArrayEntry:
 
     @property
     def has_readable_blocks(self) -> bool:
-        """Whether a block can be read alone, by its place in the stored chunk."""
+        """Whether a block can be read alone, as a range of bytes of the stored chunk."""
         return self.kind.has_readable_blocks
 
     @property
@@ -157,7 +161,7 @@ class ArrayEntry:
 
 @dataclass(frozen=True, slots=True)
 class PhaseCost:
-    """What one phase of an operation took on one client: seconds, and the bytes that it moved."""
+    """The cost of one phase of an operation on one client: seconds, and the bytes that it moved."""
 
     seconds: float = 0.0
     nbytes: int = 0
@@ -170,15 +174,23 @@ class PhaseCost:
 
 
 Costs = Mapping[int, Mapping[str, PhaseCost]]
-"""By client, what each of its phases took."""
+"""By client, the cost of each of its phases."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
-    """A complete checkpoint. ``arrays`` is keyed by tensor name, sorted; ``tree`` is the state tree as JSON.
+    """The description of a complete checkpoint.
 
-    ``documents`` is the digest of all ``zarr.json``, which only other readers need; ``costs`` says what the save took,
-    up to the barrier ``save/written``.
+    Args:
+        kvstore: Kind of key-value store, one of `KVSTORES`.
+        arrays: By tensor name, sorted.
+        tree: The state tree, as JSON (`dtckpt.format.tree`).
+        job: Name of the job that saved it.
+        num_clients: Clients of that job.
+        attempt: Token of the attempt that was committed.
+        documents: Digest of all ``zarr.json``, which only other readers need.
+        costs: Costs of the save, up to the barrier ``save/written``.
+        format_version: Version of the format.
     """
 
     kvstore: str
@@ -192,7 +204,11 @@ class Manifest:
     format_version: int = field(default=FORMAT_VERSION)
 
     def to_bytes(self) -> bytes:
-        """Return the file's content; equal manifests give equal bytes."""
+        """Return the content of the file; equal manifests give equal bytes.
+
+        Raises:
+            ConfigError: The file would be longer than `MAX_MANIFEST_NBYTES`.
+        """
         meshes: dict[Mesh, int] = {}
         message = checkpoint_pb2.Manifest(
             job=self.job,
@@ -228,15 +244,15 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, origin: str) -> Manifest:
-        """Read a manifest file's content.
+        """Parse the content of a manifest file.
 
         Args:
-            data: The file's bytes.
-            origin: Where they came from, for messages.
+            data: The content.
+            origin: The file's path or URL, for messages.
 
         Raises:
-            CheckpointVersionError: Written by a newer version.
-            CheckpointCorruptError: Not the bytes that were written.
+            CheckpointVersionError: A newer version of dtckpt wrote it.
+            CheckpointCorruptError: These are not the bytes that were written, or they contradict themselves.
         """
         try:
             envelope = checkpoint_pb2.ManifestFile.FromString(data)
@@ -257,7 +273,7 @@ class Manifest:
                 raise ValueError(f"it has {len(message.meshes)} meshes for {len(message.tensors)} tensors")
             meshes = [Mesh.from_proto(mesh) for mesh in message.meshes]
             kinds: dict[bytes, ArrayKind] = {}
-            # Made from all at once: an array of its own for each tensor would take as long as all else.
+            # One array for all tensors: to make one for each would take as long as all the rest.
             digests = np.fromiter(chain.from_iterable(tensor.digests for tensor in message.tensors), np.uint64)
             ends = accumulate(len(tensor.digests) for tensor in message.tensors)
             entries = [
@@ -292,12 +308,11 @@ class Manifest:
 
 
 def phases_to_proto(costs: Costs) -> list[checkpoint_pb2.PhaseCosts]:
-    """Return what phases took, phase by phase in the order of the first client that had them."""
+    """Return the costs as messages, one per phase, in the order in which the clients, ascending, first have them."""
     none = PhaseCost()
-    rows = [own for _, own in sorted(costs.items())]
-    columns = {
-        phase: [own.get(phase, none) for own in rows] for phase in dict.fromkeys(name for own in rows for name in own)
-    }
+    rows = [phases for _, phases in sorted(costs.items())]
+    names = dict.fromkeys(name for phases in rows for name in phases)
+    columns = {name: [phases.get(name, none) for phases in rows] for name in names}
     return [
         checkpoint_pb2.PhaseCosts(
             phase=phase,
@@ -309,10 +324,14 @@ def phases_to_proto(costs: Costs) -> list[checkpoint_pb2.PhaseCosts]:
 
 
 def costs_from_proto(clients: Sequence[int], phases: Iterable[checkpoint_pb2.PhaseCosts]) -> Costs:
-    """Return what `phases_to_proto` wrote down for some clients, ascending.
+    """Return the costs of the messages that `phases_to_proto` made.
+
+    Args:
+        clients: The clients, ascending.
+        phases: The messages.
 
     Raises:
-        ValueError: The lists are not of one length.
+        ValueError: The lists of a message are not as long as ``clients``.
     """
     costs: dict[int, dict[str, PhaseCost]] = {client: {} for client in clients}
     for column in phases:
@@ -323,7 +342,12 @@ def costs_from_proto(clients: Sequence[int], phases: Iterable[checkpoint_pb2.Pha
 
 
 def _kind_proto(kind: ArrayKind, meshes: dict[Mesh, int]) -> checkpoint_pb2.TensorEntry:
-    """Return what the manifest says of all tensors of a kind."""
+    """Return the part of a tensor's message that all tensors of a kind share.
+
+    Args:
+        kind: The kind.
+        meshes: The positions of the meshes in the manifest; a new mesh is added.
+    """
     message = checkpoint_pb2.TensorEntry(
         shape=kind.grid.shape,
         dtype=kind.dtype,
@@ -349,7 +373,18 @@ def _entry(
     meshes: Sequence[Mesh],
     kinds: dict[bytes, ArrayKind],
 ) -> ArrayEntry:
-    """Read a tensor; ``kinds`` are those that were read before, by what is left of a message without its own facts."""
+    """Parse the message of one tensor.
+
+    Args:
+        message: The message; its name, path, digests and content are cleared.
+        digests: The digests of the tensor's chunks.
+        meshes: The meshes of the manifest.
+        kinds: The kinds parsed so far, by the rest of their message; a new kind is added.
+
+    Raises:
+        ValueError: The message contradicts itself.
+        IndexError: It names a mesh that the manifest does not have.
+    """
     name, path = message.name, message.path
     if not is_path_of(path, name):
         raise ValueError(f"array {path!r} is not that of tensor {name!r}")
@@ -366,11 +401,12 @@ def _entry(
 
 
 def _kind(message: checkpoint_pb2.TensorEntry, name: str, num_digests: int, meshes: Sequence[Mesh]) -> ArrayKind:
+    """Parse the part of a tensor's message that all tensors of a kind share. Raises: as `_entry`."""
     grid = ChunkGrid(tuple(message.shape), tuple(message.chunk_shape))
     missing = frozenset(message.missing)
     if any(chunk > max(1, size) for chunk, size in zip(grid.chunk_shape, grid.shape, strict=True)):
         raise ValueError(f"chunks {grid.chunk_shape} of tensor {name!r} are larger than it, {grid.shape}")
-    # Compared before anything of that size is made: a manifest may be hostile.
+    # Checked before memory of that size is taken: a manifest may be hostile.
     if not num_digests == sum(run.count for run in message.writers) == grid.num_chunks:
         raise ValueError(
             f"tensor {name!r} has {num_digests} digests and {len(message.writers)} runs of writers, "

@@ -1,7 +1,7 @@
-"""Tensor names and the storage paths made from them.
+"""Tensor names: which are valid, and the path on storage of each tensor's array.
 
-A name is a path of segments joined by ``/``. Each segment is percent-encoded on storage, so that it can neither
-escape the checkpoint nor collide with a file of the format; names that could only be abused are refused.
+A name is a sequence of segments joined by ``/``. Each segment is percent-encoded on storage, so that it can neither
+lead out of the checkpoint nor collide with a file of the format. Names that could only serve an attack are refused.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ MAX_SEGMENT_BYTES = 255
 """Longest encoded segment: the limit of one file name on every common file system."""
 
 _OWN = r"dtckpt\.manifest|manifest\.ocdbt|d|client_\d+|zarr\.json|edges"
-"""Segments that the format itself uses, beside those that begin with two underscores."""
+"""Segments that the format uses itself, as it does all those that begin with two underscores."""
 _RESERVED = re.compile(f"{_OWN}|__.*", re.DOTALL)
 _SAFE = "!$'()+,;=@[]{}^&~ #"
 _PLAIN = re.compile(f"[A-Za-z0-9_.~{re.escape(_SAFE)}-]*")
 """Segments that percent-encoding leaves as they are."""
 _CONTROL = re.compile("[\0-\x1f\x7f]")
 _LOCK_SUFFIX = ".__lock"
-"""TensorStore's file driver refuses names that end so; it keeps them for its own lock files."""
+"""End of names that TensorStore's file driver refuses: it keeps them for its own lock files."""
 _SPECIAL = rf"__|(?:{_OWN}|\.\.?|[^/]*{re.escape(_LOCK_SUFFIX)})(?:/|\Z)"
 _COMMON_SEGMENT = rf"(?!{_SPECIAL})[A-Za-z0-9_.-]{{1,{MAX_SEGMENT_BYTES}}}"
 _COMMON = re.compile(f"{_COMMON_SEGMENT}(?:/{_COMMON_SEGMENT})*")
-"""Names that are valid, and stored as they are; surely most of them, not all."""
+"""Matches only names that are valid and stored as they are: most of them, not all. It spares the full check."""
 SELF_SEGMENT = "%self"
 """Last path segment of an array whose name is also a folder of others; no encoded segment can equal it."""
 
@@ -73,7 +73,7 @@ def validate_name(name: str) -> None:
 
 
 def encode_segment(segment: str) -> str:
-    """Percent-encode one segment; the names that the format itself uses get their first character encoded."""
+    """Percent-encode one segment; of a segment that the format uses itself, the first character is encoded, too."""
     encoded = segment if _PLAIN.fullmatch(segment) else quote(segment, safe=_SAFE)
     if _RESERVED.fullmatch(segment):
         encoded = f"%{ord(segment[0]):02X}{quote(segment[1:], safe=_SAFE)}"
@@ -81,22 +81,22 @@ def encode_segment(segment: str) -> str:
 
 
 def array_paths(names: Iterable[str]) -> dict[str, str]:
-    """Return the storage path of each tensor's array, relative to the checkpoint.
+    """Return, by tensor name, the path of the tensor's array below the root of the key-value store.
 
-    Zarr forbids arrays inside arrays, so a name that is also a prefix of others (``w`` beside ``w/m``) moves one
-    level down, to ``w/%self``.
+    Zarr forbids arrays inside arrays. So where a name is also a prefix of others, as ``w`` beside ``w/m``, its array is
+    stored one level further down, at ``w/%self``.
 
     Raises:
         TensorNameError: A name cannot be stored, or occurs twice.
     """
-    listed = list(names)
-    for name in listed:
+    all_names = list(names)
+    for name in all_names:
         validate_name(name)
-    if len(set(listed)) != len(listed):
-        twice = sorted({name for name in listed if listed.count(name) > 1})
+    if len(set(all_names)) != len(all_names):
+        twice = sorted({name for name in all_names if all_names.count(name) > 1})
         raise TensorNameError(f"tensor names must differ; used more than once: {capped(map(_shown, twice))}")
-    folders = {parent for name in listed for parent in _parents(name)}
-    return {name: f"{_plain_path(name)}/{SELF_SEGMENT}" if name in folders else _plain_path(name) for name in listed}
+    folders = {parent for name in all_names for parent in _parents(name)}
+    return {name: f"{_plain_path(name)}/{SELF_SEGMENT}" if name in folders else _plain_path(name) for name in all_names}
 
 
 def _is_common(name: str) -> bool:
@@ -113,7 +113,11 @@ def _parents(name: str) -> Iterable[str]:
 
 
 def is_path_of(path: str, name: str) -> bool:
-    """Whether an array of this name may be stored at a path, so that no manifest can point out of its checkpoint."""
+    """Whether the array of a tensor may have this path; another path in a manifest could lead out of the checkpoint.
+
+    Raises:
+        TensorNameError: The name cannot be stored.
+    """
     if path == name and _is_common(name):
         return True
     validate_name(name)
@@ -121,5 +125,5 @@ def is_path_of(path: str, name: str) -> bool:
 
 
 def groups(paths: Iterable[str]) -> list[str]:
-    """Return the Zarr groups above some array paths, sorted, the root (``""``) first."""
+    """Return the paths of the Zarr groups above some arrays, sorted, the root (``""``) first."""
     return sorted({"", *(parent for path in paths for parent in _parents(path))})

@@ -1,9 +1,11 @@
-"""Plain values of a state tree, and their JSON form: what holds no tensor and comes back by no code but Python's own.
+"""Plain values of a state tree, such as numbers and strings, and their JSON form.
+
+A plain value holds no tensor, and is rebuilt by no code but Python's own and numpy's.
 
 ``{"value": JSON}`` is None, a bool, an int, a finite float or a str. The other kinds are ``{"float": text}`` for the
 floats that JSON lacks, ``{"bytes": base64}``, ``{"complex": [text, text]}``, ``{"range": [start, stop, step]}``,
 ``{"torch.Size": [int, …]}``, ``{"numpy": [dtype, node]}`` for numpy's scalars, and ``{"set": [node, …]}`` and
-``{"frozenset": [node, …]}``, in the order of the nodes' JSON, because clients compare it.
+``{"frozenset": [node, …]}``, in the order of the nodes' JSON, so that all clients have the same JSON to compare.
 """
 
 from __future__ import annotations
@@ -36,24 +38,32 @@ NUMPY_TYPES = {
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is plain. The type must be the very one: a subclass would come back as its base."""
+    """Whether a value is plain. Its class must be one of the table: a subclass would come back as its base."""
     return type(value) in _ENCODERS
 
 
 def encode_value(value: Any, where: str) -> Node:
-    """Return the node of a plain value, at a path.
+    """Return the node of a plain value.
+
+    Args:
+        value: The value.
+        where: Its path in the tree, for messages.
 
     Raises:
-        TreeError: It is a number of too many digits, or a set that holds something else than plain values.
+        TreeError: The value is an integer of too many digits, or a set that holds other than plain values.
     """
     return _ENCODERS[type(value)](value, where)
 
 
 def encode_hashable(value: Any, where: str) -> Node:
-    """Return the node of a key or of an element of a set: a plain value that is no set, or a tuple of such.
+    """Return the node of a key, or of an element of a set: a plain value that is no set, or a tuple of such.
+
+    Args:
+        value: The key or element.
+        where: The path of the dict or set in the tree, for messages.
 
     Raises:
-        TreeError: It is something else.
+        TreeError: The value is of another kind.
     """
     if type(value) is tuple:
         return {"tuple": [encode_hashable(item, where) for item in value]}
@@ -106,7 +116,7 @@ _ENCODERS: dict[type, Callable[[Any, str], Node]] = {
 
 
 def decode_value(kind: str, content: Any) -> Any:
-    """Return the value of a node of one kind.
+    """Return the plain value of a node ``{kind: content}``.
 
     Raises:
         CheckpointCorruptError: The node is malformed.
@@ -120,7 +130,7 @@ def decode_value(kind: str, content: Any) -> Any:
 
 
 def decode_hashable(node: Any) -> Any:
-    """Return what `encode_hashable` made a node of."""
+    """Return the key or element of a node that `encode_hashable` made."""
     ((kind, content),) = node.items()
     return tuple(map(decode_hashable, content)) if kind == "tuple" else decode_value(kind, content)
 
@@ -147,7 +157,13 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def refusal(value: Any, where: str, verb: str = "save") -> TreeError:
-    """Return the error for an object that a tree cannot hold, with the cure for the common ones."""
+    """Return the error for an object that a tree cannot hold, with advice for the common ones.
+
+    Args:
+        value: The object.
+        where: Its path in the tree.
+        verb: What cannot be done with it, for the message.
+    """
     plain = next((base for base in (str, bytes, bool, int, float, complex) if isinstance(value, base)), None)
     container = next((base for base in (dict, list, tuple, set, frozenset) if isinstance(value, base)), None)
     if isinstance(value, enum.Enum):

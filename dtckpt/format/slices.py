@@ -1,8 +1,8 @@
-"""TensorFlow's ``shape_and_slices`` strings.
+"""Parses and prints TensorFlow's ``shape_and_slices`` strings, which say that a tensor is a slice of a larger one.
 
-``"4 5 0,2:-"`` says: the tensor at hand is the slice ``[0:2, :]`` of a tensor of shape (4, 5). The form is that of
-TensorFlow's ``SaveV2``: the full dims, then one colon-joined list with ``start,length`` or ``-`` (all) per dim.
-The empty string means the whole tensor.
+``"4 5 0,2:-"``: the tensor is the slice ``[0:2, :]`` of a tensor of shape (4, 5). The form is that of TensorFlow's
+``SaveV2``: the dims of the larger tensor, then ``start,length`` or ``-`` (all) per dim, joined by colons. The empty
+string stands for the whole tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dtckpt.layout.region import Region
 
 @dataclass(frozen=True, slots=True)
 class SliceSpec:
-    """A tensor's place in a larger one: the full shape, and the region that the tensor fills."""
+    """A slice: the shape of the larger tensor, and the region of it that the tensor fills."""
 
     full_shape: tuple[int, ...]
     region: Region
@@ -32,7 +32,7 @@ class SliceSpec:
 
 
 def parse_slice_spec(text: str, shape: Sequence[int]) -> SliceSpec:
-    """Read the slice string of a tensor of ``shape`` (elements per dim, global).
+    """Parse the slice string of a tensor of global shape ``shape``.
 
     Raises:
         SliceError: The text is malformed, lies outside the full shape, or does not have the tensor's shape.

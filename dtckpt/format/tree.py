@@ -1,11 +1,16 @@
 """State trees: nested containers of tensors and plain values, and their JSON form.
 
-A tree is saved as its tensors, named by their keys joined with ``/``, plus one JSON document that holds the
-structure and the plain values. Nodes are one-key objects: ``{"dict": [[key, node], …]}``, ``{"list": [node, …]}``,
+A tree is saved as its tensors, whose names are their keys joined with ``/``, plus one JSON document that holds the
+structure and the plain values::
+
+    {"model": {"w": tensor}, "step": 7}   ->   tensor model/w, and
+    {"dict": [["model", {"dict": [["w", {"tensor": "model/w"}]]}], ["step", {"value": 7}]]}
+
+Nodes are one-key objects: ``{"dict": [[key, node], …]}``, ``{"list": [node, …]}``,
 ``{"tuple": [node, …]}``, ``{"type": [name, argument, node]}`` for other containers (`dtckpt.format.containers`),
 ``{"tensor": name}``, and plain values (`dtckpt.format.plain_values`). A key is a str, an int, or the node of another
-plain value. Names stand for entries of closed tables, never for classes, and there is no pickle: reading a tree can
-run no code.
+plain value. Names stand for entries of closed tables, never for classes, and there is no pickle: to read a tree runs no
+code of the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from dtckpt.format.plain_values import (
 Node = plain_values.Node
 
 MAX_DEPTH = 64
-"""Deepest nesting; also what stops a tree that contains itself."""
+"""Deepest nesting. The limit also ends the walk through a tree that contains itself."""
 
 _BASES = (dict, list, tuple)
 _BASE_NAMES = tuple(base.__name__ for base in _BASES)
@@ -39,12 +44,12 @@ _BASE_NAMES = tuple(base.__name__ for base in _BASES)
 def flatten(
     tree: Any, is_leaf: Callable[[Any], bool], state_of: Callable[[Any], Any] = lambda value: value
 ) -> tuple[dict[str, Any], Node]:
-    """Take the tensors out of a tree.
+    """Split a tree into its tensors and its structure.
 
     Args:
         tree: Nested containers; leaves are tensors and plain values.
         is_leaf: Whether an object is a tensor, to be stored as an array.
-        state_of: Returns the tree that stands for a stateful object, and any other object itself.
+        state_of: Returns the state of a stateful object, as a tree; any other object as it is.
 
     Returns:
         The tensors by name, and the structure for `dump`.
@@ -57,7 +62,8 @@ def flatten(
     return flattening.leaves, node
 
 
-# No function inside `flatten`: one that calls itself is a cycle, which would keep all tensors alive until it is found.
+# A class, not a function inside `flatten`: such a function refers to itself, and that cycle would keep all tensors
+# alive until the garbage collector finds it.
 @dataclass(slots=True)
 class _Flattening:
     is_leaf: Callable[[Any], bool]
@@ -65,7 +71,13 @@ class _Flattening:
     leaves: dict[str, Any] = field(default_factory=dict)
 
     def visit(self, value: Any, prefix: str, depth: int) -> Node:
-        """Return the node of a value; ``prefix`` is its path, with a ``/`` behind each key."""
+        """Return the node of a value, and note the tensors below it.
+
+        Args:
+            value: The value.
+            prefix: Its path, with a ``/`` behind each key.
+            depth: Its level; 0 for the whole tree.
+        """
         where = prefix[:-1]
         if depth > MAX_DEPTH:
             raise TreeError(f"state tree is deeper than {MAX_DEPTH} levels at {where[:200]!r}; does it contain itself?")
@@ -121,10 +133,10 @@ def dump(node: Node) -> bytes:
 
 
 def load(data: bytes) -> Node:
-    """Read a structure from JSON.
+    """Parse a structure from JSON.
 
     Raises:
-        CheckpointCorruptError: It is no structure that `dump` writes.
+        CheckpointCorruptError: `dump` writes no such structure.
         CheckpointVersionError: It names a kind of node or of container that this version does not know.
     """
     try:
@@ -142,7 +154,17 @@ def load(data: bytes) -> Node:
 
 
 def build(node: Node, tensor: Callable[[str], Any], depth: int = 0) -> Any:
-    """Rebuild a tree; ``tensor`` gives the leaf of a tensor name, ``depth`` counts the levels above the node."""
+    """Rebuild a tree from its structure.
+
+    Args:
+        node: The structure.
+        tensor: Returns the tensor of a name.
+        depth: Levels above the node.
+
+    Raises:
+        CheckpointCorruptError: The structure is malformed.
+        KeyError: It names a kind of node or of container that this version does not know.
+    """
     if depth > MAX_DEPTH:
         raise CheckpointCorruptError(f"the manifest's state tree is deeper than {MAX_DEPTH} levels")
     kind, content = _only(node)
@@ -170,7 +192,10 @@ def build(node: Node, tensor: Callable[[str], Any], depth: int = 0) -> Any:
 
 
 def items_of(node: Node) -> tuple[str, list[tuple[Any, Node]]] | None:
-    """Return how a container's items are kept (``dict``, ``list`` or ``tuple``), and these; None for other nodes."""
+    """Return the kind of a container's items (``dict``, ``list`` or ``tuple``) and the items; None for other nodes.
+
+    Items are pairs of key, or position, and node.
+    """
     kind, content = _only(node)
     if kind == "type":
         return items_of(content[2])
@@ -180,12 +205,16 @@ def items_of(node: Node) -> tuple[str, list[tuple[Any, Node]]] | None:
 
 
 def rename(node: Node, names: Mapping[str, str]) -> Node:
-    """Move tensors and values to other paths; parts of a new name between ``/`` are keys.
+    """Return a structure whose tensors and values are at other paths.
 
-    Lists and tuples that do not keep all of their items become dicts.
+    A list or tuple that does not keep all of its items becomes a dict.
+
+    Args:
+        node: The structure.
+        names: By old name, the new name; its parts between ``/`` are keys. Leaves without a new name stay.
 
     Raises:
-        TensorNameError: A tensor or value would be at a path that others lead through.
+        TensorNameError: A tensor or value would be at a path that leads to others.
     """
     leaves: list[tuple[tuple[str, ...], Node]] = []
     before: dict[tuple[str, ...], tuple[Node, dict[str, Any]]] = {}
@@ -216,7 +245,13 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
 
 
 def _with_items(container: Node, keys: Mapping[str, Any], children: Mapping[str, Node]) -> Node:
-    """Return a container with other items, by the text of their keys; ``keys`` has those that it had."""
+    """Return a container of the same kind with other items, if its kind can hold them; else a dict.
+
+    Args:
+        container: The container's node.
+        keys: The container's own keys, by their text.
+        children: The new items, by the text of their keys.
+    """
     kind, content = _only(container)
     if kind == "type":
         name, argument, items = content
@@ -230,17 +265,17 @@ def _with_items(container: Node, keys: Mapping[str, Any], children: Mapping[str,
 
 def tensor_names(node: Node) -> list[str]:
     """Return the tensor names below a node."""
-    found: list[str] = []
-    _find_names(node, found)
-    return found
+    names: list[str] = []
+    _collect_names(node, names)
+    return names
 
 
-def _find_names(node: Node, found: list[str]) -> None:
+def _collect_names(node: Node, names: list[str]) -> None:
     if "tensor" in node:
-        found.append(node["tensor"])
+        names.append(node["tensor"])
     elif (opened := items_of(node)) is not None:
         for _, below in opened[1]:
-            _find_names(below, found)
+            _collect_names(below, names)
 
 
 def values(node: Node) -> Iterator[tuple[str, Any]]:
@@ -252,13 +287,14 @@ def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     opened = items_of(node)
     if opened is not None:
         for key, child in opened[1]:
-            if "tensor" not in child:  # there may be many
+            if "tensor" not in child:  # spares a call for each of many tensors
                 yield from _walk(child, (*path, str(key)))
     elif "tensor" not in node:
         yield "/".join(path), decode_value(*_only(node))
 
 
 def _only(node: Node) -> tuple[str, Any]:
+    """Return the one key of a node, its kind, and the content. Raises: `CheckpointCorruptError`."""
     if not isinstance(node, dict) or len(node) != 1:
         raise CheckpointCorruptError("the manifest's state tree holds a malformed node")
     return next(iter(node.items()))

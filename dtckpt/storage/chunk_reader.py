@@ -1,8 +1,17 @@
-"""Reads of chunks, wherever they lie: no more is taken from storage, and of memory, than the chunk's shape allows.
+"""Reads the chunks of a committed checkpoint, from every back end, with bounds on what a read may take.
 
-A chunk that is not compressed is its elements, and just those bytes are asked for. A compressed one is read if it is
-no longer than such a chunk can be, and decoded, from memory, if it states the right size. The arrays' own metadata is
-not asked: what counts is the manifest.
+No read takes more from storage, or more memory, than the chunk's shape in the manifest allows:
+
+* a chunk that is not compressed is its elements: just those bytes are read;
+* a compressed chunk is read only if it is no longer than such a chunk can be, and decoded, from memory, only if it
+  states the right size.
+
+The ``zarr.json`` of the arrays plays no part; the manifest does.
+
+A key, such as ``model/w/c/0/1``, leads to the bytes of a chunk::
+
+    kind zarr:   key -> file of that name
+    kind ocdbt:  key -> OcdbtDatabase.find -> FileRange in a client's data file, or the value itself if it is small
 """
 
 from __future__ import annotations
@@ -14,33 +23,36 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from dtckpt.comm.background_threads import Pool
 from dtckpt.format.codecs import NO_CODEC, chunk_bounds, validate_encoded
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.names import groups
 from dtckpt.layout.region import Region
-from dtckpt.storage.failures import MalformedError, translated
-from dtckpt.storage.folder import Folder, KeyValueFolder, LocalFolder, open_context
-from dtckpt.storage.local_values import File, StoredValue
-from dtckpt.storage.ocdbt_database import Database, Place
+from dtckpt.storage.failures import MalformedError, translate_errors
+from dtckpt.storage.folder import Folder
+from dtckpt.storage.local_folder import LocalFolder
+from dtckpt.storage.local_values import OpenFile, StoredValue
+from dtckpt.storage.ocdbt_database import FileRange, OcdbtDatabase
+from dtckpt.storage.s3_gcs_folder import BucketFolder
+from dtckpt.storage.tensorstore_setup import open_context
+from dtckpt.storage.tensorstore_setup import tensorstore as ts
 from dtckpt.storage.zarr_files import validate_kind
 from dtckpt.storage.zarr_tensorstore import StoredArray, chunk_key, document_key, key_of, open_array
 
 NUM_THREADS = 16
-MAX_FILES = 64
-"""Files of a database that are kept open."""
+MAX_OPEN_FILES = 64
+"""Data files of a database that are kept open."""
 MAX_DOCUMENT_NBYTES = 1 << 20
-"""Of a ``zarr.json``."""
+"""Bytes of a ``zarr.json``; a longer one is not read."""
 MAX_DOCUMENTS = 64
-"""Documents that are read at one time."""
+"""``zarr.json`` files that are read at one time."""
 MAX_SIZES = 4096
 """Files whose sizes are asked for together."""
 
 
-class _Known:
-    """A value that lies in the database's nodes; to be used as futures are."""
+class _ReadyValue:
+    """A read of a value that is in memory already, as a node of the database holds it. Has a future's interface."""
 
     def __init__(self, value: bytes) -> None:
         self._value = value
@@ -53,7 +65,13 @@ class _Known:
 
 
 class _ElementsRead:
-    """A chunk that is not compressed on its way into ready memory; to be used as futures are."""
+    """A read of a whole chunk that is not compressed, into the caller's memory. Has a future's interface.
+
+    Args:
+        read: The future of the chunk's bytes.
+        chunk_shape: The shape of every chunk of the array; a chunk at the grid's edge is stored padded to it.
+        into: The memory, of the shape of the chunk's box.
+    """
 
     def __init__(self, read: Any, chunk_shape: tuple[int, ...], into: np.ndarray[Any, Any]) -> None:
         self._read, self._chunk_shape, self._into = read, chunk_shape, into
@@ -68,152 +86,177 @@ class _ElementsRead:
 
 
 def content(read: Any, nbytes: int) -> bytes:
-    """Return what a read brought. Blocks: On storage.
+    """Return the ``nbytes`` bytes of a read. Blocks: on storage.
 
     Raises:
-        MalformedError: There is nothing, or not so many bytes.
+        MalformedError: There is nothing to read, or not so many bytes.
     """
     try:
-        found = read.result()
+        result = read.result()
     except FileNotFoundError:
         raise MalformedError("the chunk is missing") from None
-    if isinstance(found, ts.KvStore.ReadResult):
-        found = found.value if found.state == "value" else b""
-    if len(found) != nbytes:
-        raise MalformedError(f"the chunk is missing or cut short: got {len(found)} bytes, expected {nbytes}")
-    data: bytes = found
+    if isinstance(result, ts.KvStore.ReadResult):
+        result = result.value if result.state == "value" else b""
+    if len(result) != nbytes:
+        raise MalformedError(f"the chunk is missing or cut short: got {len(result)} bytes, expected {nbytes}")
+    data: bytes = result
     return data
 
 
-class ArrayReader:
+class ChunkReader:
     """Reads chunks of a committed checkpoint.
 
     Args:
-        kind: Key-value store.
+        kind: Key-value store, ``ocdbt`` or ``zarr``.
         root: The checkpoint's folder.
-        by_file: Whether to find chunks in the files of a local folder. Where storage takes long to answer,
-            threads are better.
+        by_file: Whether `locate` finds chunks in the files of a local folder, for reads by preadv. Where storage takes
+            long to answer, `start`, which reads in threads, is better.
     """
 
     def __init__(self, kind: str, root: Folder, *, by_file: bool = False) -> None:
         validate_kind(kind, root)
         self._where = root
         self._context: Any = None if root.kvstore() is None else open_context()
-        self._database = Database(root, self._context) if kind == "ocdbt" else None
-        self._folder = root.path if by_file and isinstance(root, LocalFolder) else None
-        self._files = lru_cache(maxsize=MAX_FILES)(File)
-        self._threads: Pool | None = None
+        self._database = OcdbtDatabase(root, self._context) if kind == "ocdbt" else None
+        self._local_path = root.path if by_file and isinstance(root, LocalFolder) else None
+        self._files = lru_cache(maxsize=MAX_OPEN_FILES)(OpenFile)
+        self._lazy_pool: Pool | None = None
 
-    def _place(self, key: str) -> Place | bytes:
-        return Place(key) if self._database is None else self._database.find(key)
+    def _find(self, key: str) -> FileRange | bytes:
+        """Return where the value of a key is stored, or the value itself. Raises: as `OcdbtDatabase.find`."""
+        return FileRange(key) if self._database is None else self._database.find(key)
 
     def _pool(self) -> Pool:
-        if self._threads is None:
-            self._threads = Pool(NUM_THREADS, "dtckpt-chunks")
-        return self._threads
+        if self._lazy_pool is None:
+            self._lazy_pool = Pool(NUM_THREADS, "dtckpt-chunks")
+        return self._lazy_pool
 
     def locate(self, path: str, index: Sequence[int]) -> StoredValue | None:
-        """Return where a chunk's stored bytes lie in a file of this machine; `start` reads any other.
+        """Return the bytes of a local file that hold a chunk; None if there are none, and `start` must read it.
 
         Args:
-            path: The array.
+            path: The array's path.
             index: The chunk's position per dim.
 
         Raises:
             CheckpointCorruptError: The chunk is missing.
             StorageError: Storage refused.
         """
-        if self._folder is None:
+        if self._local_path is None:
             return None
-        with translated("find chunk {} of array {!r}", self._where, index, path, is_read=True):
+        with translate_errors("find chunk {} of array {!r}", self._where, index, path, is_read=True):
             return self._value(key_of(path, index))
 
-    def locate_small(self, places: Sequence[tuple[str, Sequence[int]]]) -> Sequence[StoredValue | None]:
-        """Return where small chunks lie that share files with others, as `locate`; None for the others.
+    def locate_small(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> Sequence[StoredValue | None]:
+        """Locate small chunks that share a file with others, as `locate` does; None for each chunk that does not.
 
         Args:
-            places: Array and position per dim, chunk by chunk.
+            chunks: Per chunk, the array's path and the chunk's position per dim.
 
         Raises:
             CheckpointCorruptError: The database that holds them is damaged.
             StorageError: Storage refused.
         """
-        if not places or self._folder is None or self._database is None:
-            return [None] * len(places)
-        (first, _) = places[0]
-        with translated("find {} chunks, of array {!r} first", self._where, len(places), first, is_read=True):
-            return [self._value(key_of(path, index)) for path, index in places]
+        if not chunks or self._local_path is None or self._database is None:
+            return [None] * len(chunks)
+        (first, _) = chunks[0]
+        with translate_errors("find {} chunks, of array {!r} first", self._where, len(chunks), first, is_read=True):
+            return [self._value(key_of(path, index)) for path, index in chunks]
 
     def _value(self, key: str) -> StoredValue | None:
+        """Return the bytes of a local file that hold a value; None if a node of the database holds it.
+
+        Raises:
+            MalformedError: There is no such key.
+        """
         try:
-            place = self._place(key)
+            stored = self._find(key)
         except FileNotFoundError:
             raise MalformedError(f"{key} is missing") from None
-        if isinstance(place, bytes):
+        if isinstance(stored, bytes):
             return None
-        path = f"{self._folder}/{place.file}"
-        if place.nbytes is None:
-            file = File(path)
+        path = f"{self._local_path}/{stored.file}"
+        if stored.nbytes is None:
+            file = OpenFile(path)
             return StoredValue(file, 0, file.nbytes)
-        return StoredValue(self._files(path), place.start, place.nbytes)
+        return StoredValue(self._files(path), stored.start, stored.nbytes)
 
     def start(self, array: StoredArray, region: Region, into: np.ndarray[Any, Any]) -> Any:
-        """Start reading a whole chunk into ready memory of its region's shape; `finish` waits for it."""
-        with translated("open array {!r}", self._where, array.path, is_read=True):
+        """Start reading a whole chunk; `finish` waits for it.
+
+        Args:
+            array: The array.
+            region: The chunk's box.
+            into: The memory to read into, of the region's shape; contiguous or not.
+        """
+        with translate_errors("open array {!r}", self._where, array.path, is_read=True):
             key = chunk_key(array.path, array.grid, region)
             if array.codec == NO_CODEC:
                 return _ElementsRead(self._start_read(key, 0, chunk_nbytes(array)), array.grid.chunk_shape, into)
             return self._pool().submit(self._decode, array, key, region, into)
 
     def finish(self, read: Any, path: str, region: Region) -> None:
-        """Wait for a read. Blocks: on storage.
+        """Wait for a read that `start` returned. Blocks: on storage.
 
         Raises:
             CheckpointCorruptError: The chunk is missing or malformed.
             StorageError: Storage refused.
         """
-        with translated("read {} of array {!r}", self._where, region, path, is_read=True):
+        with translate_errors("read {} of array {!r}", self._where, region, path, is_read=True):
             read.result()
 
     def start_span(self, path: str, index: Sequence[int], start: int, stop: int) -> Any:
-        """Start reading bytes ``start`` to ``stop`` of a stored chunk; `finish_span` waits for them."""
-        with translated("open array {!r}", self._where, path, is_read=True):
+        """Start reading bytes ``start`` to ``stop`` of a stored chunk; `finish_span` waits for them.
+
+        Args:
+            path: The array's path.
+            index: The chunk's position per dim.
+            start: The first byte.
+            stop: The byte after the last.
+        """
+        with translate_errors("open array {!r}", self._where, path, is_read=True):
             return self._start_read(key_of(path, index), start, stop)
 
     def finish_span(self, read: Any, path: str, region: Region, nbytes: int) -> bytes:
-        """Return the ``nbytes`` of a part of a chunk. Blocks: on storage. Raises: as `finish`."""
-        with translated("read {} of array {!r}", self._where, region, path, is_read=True):
+        """Return the ``nbytes`` bytes of a read that `start_span` returned. Blocks: on storage. Raises: as `finish`."""
+        with translate_errors("read {} of array {!r}", self._where, region, path, is_read=True):
             return content(read, nbytes)
 
     def _start_read(self, key: str, start: int, stop: int) -> Any:
         try:
-            place = self._place(key)
+            stored = self._find(key)
         except FileNotFoundError:
-            return _Known(b"")
-        if isinstance(place, bytes):
-            return _Known(place[start:stop])
-        if place.nbytes is not None and stop > place.nbytes:
-            return _Known(b"")
-        file, begin, end = place.file, place.start + start, place.start + stop
-        if isinstance(self._where, KeyValueFolder):
+            return _ReadyValue(b"")
+        if isinstance(stored, bytes):
+            return _ReadyValue(stored[start:stop])
+        if stored.nbytes is not None and stop > stored.nbytes:
+            return _ReadyValue(b"")
+        file, begin, end = stored.file, stored.start + start, stored.start + stop
+        if isinstance(self._where, BucketFolder):
             return self._where.start_read(file, begin, end)
         return self._pool().submit(self._where.read, file, begin, end)
 
-    def _whole(self, key: str, most: int) -> bytes:
-        """Return a value, unless it is longer. Blocks: On storage. Raises: as `Folder.read_whole`."""
-        place = self._place(key)
-        if isinstance(place, bytes):
-            return place
-        if place.nbytes is None:
-            return self._where.read_whole(place.file, most)
-        if place.nbytes > most:
-            raise MalformedError(f"{key} is too long: it has {place.nbytes} bytes, expected at most {most}")
-        return self._where.read(place.file, place.start, place.start + place.nbytes)
+    def _read_value(self, key: str, most: int) -> bytes:
+        """Return a value of at most ``most`` bytes. Blocks: on storage. Raises: as `Folder.read_whole`."""
+        stored = self._find(key)
+        if isinstance(stored, bytes):
+            return stored
+        if stored.nbytes is None:
+            return self._where.read_whole(stored.file, most)
+        if stored.nbytes > most:
+            raise MalformedError(f"{key} is too long: it has {stored.nbytes} bytes, expected at most {most}")
+        return self._where.read(stored.file, stored.start, stored.start + stored.nbytes)
 
     def _decode(self, array: StoredArray, key: str, region: Region, into: np.ndarray[Any, Any]) -> None:
+        """Read and decode a whole compressed chunk. Blocks: on storage.
+
+        Raises:
+            MalformedError: The chunk is missing, or longer than it can be.
+            ValueError: It does not decode to the chunk's bytes.
+        """
         nbytes = chunk_nbytes(array)
         try:
-            data = self._whole(key, chunk_bounds(array.codec, nbytes)[1])
+            data = self._read_value(key, chunk_bounds(array.codec, nbytes)[1])
         except FileNotFoundError:
             raise MalformedError("the chunk is missing") from None
         validate_encoded(array.codec, data, nbytes)
@@ -223,66 +266,70 @@ class ArrayReader:
         source = opened[region.slices()].translate_to[(0,) * region.ndim] if region.ndim else opened
         ts.array(into, context=self._context).write(source).result()
 
-    def first_lost(self, chunks: Iterable[tuple[StoredArray, Sequence[int]]]) -> str | None:
-        """Return what is not as long as some chunks ask for: one of them, or a file that holds several.
+    def find_missing_chunk(self, chunks: Iterable[tuple[StoredArray, Sequence[int]]]) -> str | None:
+        """Return the key of a chunk that is missing or has a wrong size, or the name of a file that is too short.
 
-        Nothing is read but a database's nodes. Chunks of a database have bytes of their own, each.
+        Returns None if there is neither. Nothing is read but a database's nodes. A data file must be as long as all
+        chunks in it together: else many keys of one stored value could make up a tensor of any size.
 
         Args:
-            chunks: Array and position per dim, chunk by chunk.
+            chunks: Per chunk, the array and the chunk's position per dim.
 
         Raises:
             CheckpointCorruptError: The database is damaged.
             StorageError: Storage refused.
         """
-        with translated("look for chunks", self._where, is_read=True):
+        with translate_errors("look for chunks", self._where, is_read=True):
             sizes: dict[str, int] = {}
             for array, index in chunks:
                 key = key_of(array.path, index)
                 least, most = chunk_bounds(array.codec, chunk_nbytes(array))
                 try:
-                    place = self._place(key)
+                    stored = self._find(key)
                 except FileNotFoundError:
                     return key
-                if isinstance(place, bytes):
-                    nbytes = len(place)
+                if isinstance(stored, bytes):
+                    nbytes = len(stored)
                 else:
-                    nbytes = least if place.nbytes is None else place.nbytes
-                    sizes[place.file] = sizes.get(place.file, 0) + nbytes
+                    nbytes = least if stored.nbytes is None else stored.nbytes
+                    sizes[stored.file] = sizes.get(stored.file, 0) + nbytes
                 if not least <= nbytes <= most:
                     return key
                 if len(sizes) >= MAX_SIZES:
-                    if (lost := self._where.first_short(sizes)) is not None:
-                        return lost
+                    if (short := self._where.find_short_file(sizes)) is not None:
+                        return short
                     sizes.clear()
-            return self._where.first_short(sizes)
+            return self._where.find_short_file(sizes)
 
     def read_documents(self, paths: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-        """Yield the ``zarr.json`` of arrays and of the groups above them, with its key, in order.
+        """Yield key and content of the ``zarr.json`` of arrays and of the groups above them, sorted by path.
 
-        One that is missing is empty. Raises: as `finish`.
+        The content of one that is missing is empty. Raises: as `finish`.
+
+        Args:
+            paths: The arrays' paths.
         """
-        listed = list(paths)
-        keys = map(document_key, sorted({*listed, *groups(listed)}))
-        while some := list(islice(keys, MAX_DOCUMENTS)):
-            with translated("read zarr.json", self._where, is_read=True):
-                found = list(self._pool().map(self._document, some))
-            yield from zip(some, found, strict=True)
+        arrays = list(paths)
+        keys = map(document_key, sorted({*arrays, *groups(arrays)}))
+        while batch := list(islice(keys, MAX_DOCUMENTS)):
+            with translate_errors("read zarr.json", self._where, is_read=True):
+                documents = list(self._pool().map(self._document, batch))
+            yield from zip(batch, documents, strict=True)
 
     def _document(self, key: str) -> bytes:
         try:
-            return self._whole(key, MAX_DOCUMENT_NBYTES)
+            return self._read_value(key, MAX_DOCUMENT_NBYTES)
         except FileNotFoundError:
             return b""
 
     def close(self) -> None:
-        """Forget the open files."""
+        """Close the files that nobody reads from, and let the threads end."""
         self._files.cache_clear()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
-            self._threads = None
+        if self._lazy_pool is not None:
+            self._lazy_pool.shutdown(wait=False)
+            self._lazy_pool = None
 
 
 def chunk_nbytes(array: StoredArray) -> int:
-    """Return the bytes of a chunk's elements, as long as any chunk of its array."""
+    """Return the bytes of a whole chunk's elements, before compression; the same for every chunk of the array."""
     return math.prod(array.grid.chunk_shape) * DTYPES[array.stored_dtype].itemsize

@@ -1,19 +1,25 @@
-"""Checkpoints on an object store: they appear whole, or not at all, without a rename.
+"""The commit by decision: a checkpoint on an object store appears whole, or not at all, without a rename.
 
-Every attempt to save has a folder of its own below the target, and two objects in the target's register, which lies
-beside it. The first, its claim, says that it is there, and that its leader lives. The second, its decision, is made
-once, by the first who tries: by its leader, who thereby commits it, or by whoever gives it up. So an attempt that was
-given up can never be committed, and what it wrote may be removed, although it may still be running.
+Every attempt to save has a folder of its own below the target, and two objects in the target's register, a folder
+beside it::
 
-Attempts are numbered by time. One that finds a newer one when it begins takes a new number, so whoever goes on was the
-newest, and every newer one sees it. One that is about to be committed first gives all older ones up. So attempts are
-committed in their order, and the newest one that was committed is the checkpoint.
+    run/step_10/<attempt>/...                  the files of one attempt
+    run/.dtckpt/step_10/<attempt>              its claim: written and renewed by the leader while it lives
+    run/.dtckpt/step_10/<attempt>.decision     `committed` or `given up`: created once, by the first who tries
 
-Until then a newer attempt leaves an older one alone that lives: rivals build side by side. A leader that gives a living
-rival up has written everything, and decides for itself in its next step; so of rivals that live one is committed. An
-attempt whose leader was silent for long is given up by the next one that begins.
+The leader decides ``committed``; whoever gives the attempt up decides ``given up``. The decision is created if absent,
+so an attempt that was given up can never be committed, and its files may be removed although it may still be running.
+The checkpoint is the newest attempt whose decision is ``committed``.
 
-All this needs of a store is that a list shows what was written before, and that of several who make one object only
+Attempts are numbered by time. A leader that finds a newer attempt when it begins takes a new number. So an attempt
+that goes on was the newest when it began, and every newer one sees it. A leader that is about to commit first gives
+all older attempts up. So attempts are committed in the order of their numbers.
+
+Until then a newer attempt leaves an older one alone whose leader lives: rivals build side by side. A leader that gives
+a living rival up has written everything, and decides for itself in its next step; so of several living rivals one is
+committed. An attempt whose leader was silent for long is given up by the next leader that begins.
+
+All this needs two things of a store: a list shows what was written before, and of several who create one object only
 one succeeds.
 """
 
@@ -30,113 +36,116 @@ from contextlib import contextmanager, suppress
 from dtckpt.comm.background_threads import begin
 from dtckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from dtckpt.format.manifest import MANIFEST_NAME
-from dtckpt.storage.failures import taken_over, translated
+from dtckpt.storage.failures import taken_over_error, translate_errors
 from dtckpt.storage.folder import ObjectFolder
 from dtckpt.storage.location import Url
 
 logger = logging.getLogger("dtckpt.storage")
 
-REGISTER = ".dtckpt"
-"""The folder of the registers, beside the checkpoints; each has its checkpoint's name."""
+REGISTER_FOLDER = ".dtckpt"
+"""The folder of the registers, beside the checkpoints; a register has its checkpoint's name."""
 COMMITTED, GIVEN_UP = b"committed", b"given up"
 RENEW_S = 60.0
-"""How often a leader says that it lives."""
+"""Seconds between two renewals of a leader's claim."""
 SILENT_AFTER_S = 3 * RENEW_S
-"""How long after the last sign of life a leader that begins takes an older attempt for dead."""
+"""Seconds without a renewal after which a leader that begins takes an older attempt for dead."""
 FORGET_AFTER_S = 7 * 86400.0
-"""How long after the last sign of life the decision to give an attempt up is removed: nothing then still runs."""
-MAX_LOOKS = 5
-"""How often a reader looks anew when what it looks for is being replaced, and a leader when a newer one just began."""
+"""Seconds without a renewal after which the register forgets an attempt that was given up: nothing of it still runs."""
+MAX_TRIES = 5
+"""How often a reader tries to find a checkpoint that is being replaced, and a leader to be the newest one."""
 
 _DECISION = ".decision"
-_TOLD_NBYTES = min(len(COMMITTED), len(GIVEN_UP))
-"""No more is read of a decision, whatever it is: so many bytes tell which."""
+_DECISION_NBYTES = min(len(COMMITTED), len(GIVEN_UP))
+"""Bytes that are read of a decision, however long the object is: they tell which it is."""
 Clock = Callable[[], float]
 """Seconds since the epoch."""
 
 
-class Register:
-    """The attempts at one checkpoint.
+class AttemptRegister:
+    """The register of one checkpoint: its attempts, with their claims and decisions.
 
     Args:
-        where: The checkpoint.
-        parent: The folder that it lies in.
+        where: The checkpoint's URL.
+        parent: The folder that the checkpoint lies in.
         clock: See `Clock`.
+
+    Attributes:
+        data: The folder of the checkpoint; each attempt has a folder in it.
     """
 
     def __init__(self, where: Url, parent: ObjectFolder, clock: Clock = time.time) -> None:
         self.where = where
-        self._folder = parent / REGISTER / where.name
+        self._folder = parent / REGISTER_FOLDER / where.name
         self.data = parent / where.name
         self._clock = clock
 
     def attempts(self) -> list[str]:
-        """Return all attempts that the store knows of, the oldest first."""
+        """Return the names of all attempts, the oldest first."""
         return sorted({name.removesuffix(_DECISION) for name in self._folder.names()})
 
     def decision(self, attempt: str) -> bytes:
-        """Return what was decided about an attempt; nothing if nothing was."""
+        """Return the decision about an attempt; empty if there is none yet."""
         try:
-            found = self._folder.read(attempt + _DECISION, 0, _TOLD_NBYTES)
+            start = self._folder.read(attempt + _DECISION, 0, _DECISION_NBYTES)
         except FileNotFoundError:
             return b""
-        return next((known for known in (COMMITTED, GIVEN_UP) if found and known.startswith(found)), found)
+        return next((decision for decision in (COMMITTED, GIVEN_UP) if start and decision.startswith(start)), start)
 
     def decide(self, attempt: str, decision: bytes) -> bool:
-        """Decide about an attempt; return whether that is what was decided, now or before.
+        """Decide about an attempt; return whether this is the decision, made now or before.
 
         Raises:
-            StorageError: The store neither took the decision nor has another one.
+            StorageError: The store did not take the decision, and has no other one.
         """
         if self._folder.create(attempt + _DECISION, decision):
             return True
-        found = self.decision(attempt)  # an answer may be lost: then it is this very decision
-        if not found:
+        stored = self.decision(attempt)  # maybe this very one: the store's first answer may have been lost
+        if not stored:
             raise StorageError(f"{self.where}: the store did not take a conditional write; does it know them?")
-        return found == decision
+        return stored == decision
 
     def claim(self, token: str) -> str:
-        """Make a new attempt, newer than all others, and return its name."""
-        newest = max((_started(attempt) for attempt in self.attempts()), default=0)
+        """Claim a new attempt, newer than all others; return its name."""
+        newest = max((_start_ns(attempt) for attempt in self.attempts()), default=0)
         attempt = f"{max(int(self._clock() * 1e9), newest + 1):020d}-{token}"
         self.renew(attempt)
         return attempt
 
     def renew(self, attempt: str) -> None:
-        """Say that an attempt lives."""
+        """Renew the claim of an attempt: its leader lives."""
         holder = {"renewed_s": self._clock(), "process": os.getpid(), "host": os.uname().nodename}
         self._folder.write(attempt, json.dumps(holder).encode())
 
     def is_claimed(self, attempt: str) -> bool:
-        """Whether an attempt has not been forgotten."""
+        """Whether the register holds the claim of an attempt; `forget` removes it."""
         return attempt in self._folder.names(attempt)
 
     def is_silent(self, attempt: str, for_s: float) -> bool:
-        """Whether a leader has given no sign of life for so many seconds."""
-        return self._clock() - self._last_sign_s(attempt) > for_s
+        """Whether the leader of an attempt has not renewed its claim for so many seconds."""
+        return self._clock() - self._last_renewal_s(attempt) > for_s
 
-    def _last_sign_s(self, attempt: str) -> float:
-        """Return when an attempt was last known to live."""
+    def _last_renewal_s(self, attempt: str) -> float:
+        """Return when the claim of an attempt was last renewed, or else when the attempt began."""
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             return float(json.loads(self._folder.read(attempt))["renewed_s"])
-        return _started(attempt) / 1e9
+        return _start_ns(attempt) / 1e9
 
-    def current(self) -> str | None:
-        """Return the attempt that is the checkpoint."""
+    def newest_committed(self) -> str | None:
+        """Return the attempt that is the checkpoint; None if there is none."""
         return next((name for name in reversed(self.attempts()) if self.decision(name) == COMMITTED), None)
 
     def remove(self, attempt: str) -> None:
-        """Remove an attempt that was committed; in one step as far as readers are concerned."""
+        """Remove an attempt that was committed; for readers it is gone in one step, with its decision."""
         self._folder.write(attempt + _DECISION, GIVEN_UP)
         (self.data / attempt).clear()
         self.forget(attempt)
 
     def forget(self, attempt: str) -> None:
-        """Remove what the register has on an attempt."""
+        """Remove the claim and the decision of an attempt."""
         self._folder.remove([attempt, attempt + _DECISION])
 
     def give_up_older(self, attempt: str) -> None:
-        """Give up all attempts before one, so that none of them is committed any more."""
+        """Give up all attempts before one, so that none of them can be committed any more."""
         for other in self.attempts():
             if other < attempt and not self.decision(other):
                 self.decide(other, GIVEN_UP)
@@ -144,12 +153,12 @@ class Register:
     def collect(
         self, *, silent_for_s: float = FORGET_AFTER_S, before: str | None = None, is_replaced: bool = False
     ) -> list[str]:
-        """Give up what is dead, and remove what it and all that was replaced has left.
+        """Give dead attempts up, and remove the files of attempts that were given up or replaced.
 
         Args:
-            silent_for_s: After how long without a sign of life an attempt about which nothing was decided is dead.
-            before: Only what is older than this attempt.
-            is_replaced: Whether no attempt among these is the checkpoint any more.
+            silent_for_s: Seconds without a renewal after which an attempt without a decision is dead.
+            before: Only attempts older than this one are looked at.
+            is_replaced: Whether none of these is the checkpoint any more; else the newest committed one is kept.
 
         Returns:
             The attempts that were removed or given up.
@@ -158,48 +167,48 @@ class Register:
         attempts = [attempt for attempt in self.attempts() if before is None or attempt < before]
         decisions = {attempt: self.decision(attempt) for attempt in attempts}
         newest = max((attempt for attempt in attempts if decisions[attempt] == COMMITTED), default="")
-        # The oldest goes first: a reader that no longer finds the one after it must not take it for the newest.
+        # The oldest goes first: else a reader that no longer finds its successor would take it for the newest.
         for attempt, decision in decisions.items():
             if not decision and self.is_silent(attempt, silent_for_s) and self.decide(attempt, GIVEN_UP):
-                decision = GIVEN_UP  # noqa: PLW2901  (as if it had been read)
+                decision = GIVEN_UP  # noqa: PLW2901  (as if it had been read so)
                 collected.append(attempt)
             if decision == COMMITTED and (is_replaced or attempt != newest):
                 self.remove(attempt)
                 collected.append(attempt)
             elif decision == GIVEN_UP:
-                (self.data / attempt).clear()  # again and again: its clients may have written meanwhile
+                (self.data / attempt).clear()  # every time: its clients may have written since
                 if self.is_silent(attempt, FORGET_AFTER_S):
                     self.forget(attempt)
         return collected
 
 
-def _started(attempt: str) -> int:
-    """Return when an attempt began, in nanoseconds since the epoch."""
+def _start_ns(attempt: str) -> int:
+    """Return when an attempt began, in nanoseconds since the epoch: the first part of its name."""
     number = attempt.partition("-")[0]
     return int(number) if number.isdecimal() else 0
 
 
-class ObjectPlace:
-    """A checkpoint on an object store; see `dtckpt.storage.commit.Place`."""
+class ObjectStoreTarget:
+    """The commit target of a URL; see `dtckpt.storage.commit.CommitTarget`."""
 
-    def __init__(self, register: Register) -> None:
+    def __init__(self, register: AttemptRegister) -> None:
         self.where = register.where
         self.folder: ObjectFolder = register.data
         self._register = register
 
     def check_target(self, *, overwrite: bool) -> None:
-        """As `Place.check_target`."""
-        with translated("look at the target", self.where):
-            if self._register.current() is not None:
+        """As `CommitTarget.check_target`."""
+        with translate_errors("look at the target", self.where):
+            if self._register.newest_committed() is not None:
                 if not overwrite:
-                    raise _exists(self.where)
+                    raise _exists_error(self.where)
             elif self._is_copy():
                 raise CheckpointExistsError(
                     f"the checkpoint at {self.where} was copied there, and is left alone; remove it, or save elsewhere"
                 )
 
     def _is_copy(self) -> bool:
-        """Whether there is a checkpoint that was not saved here: it has no register, but a manifest."""
+        """Whether a checkpoint was copied to the target itself: its manifest then lies in no attempt's folder."""
         try:
             self._register.data.read(MANIFEST_NAME, 0, 1)
         except FileNotFoundError:
@@ -207,61 +216,61 @@ class ObjectPlace:
         return True
 
     def locate(self) -> ObjectFolder:
-        """As `Place.locate`."""
-        with translated("open the checkpoint", self.where):
+        """As `CommitTarget.locate`."""
+        with translate_errors("open the checkpoint", self.where):
             before: list[str] = []
-            for _ in range(MAX_LOOKS):
-                attempt = self._register.current()
+            for _ in range(MAX_TRIES):
+                attempt = self._register.newest_committed()
                 if attempt is not None:
                     return self._register.data / attempt
                 attempts = self._register.attempts()
                 if attempts == before:
-                    break  # nothing was replaced while the decisions were read
+                    break  # no attempt came or went while the decisions were read
                 before = attempts
             if self._is_copy():
                 return self._register.data
             hint = "; a save to it did not complete" if before else ""
             raise CheckpointNotFoundError(f"there is no checkpoint at {self.where}{hint}")
 
-    def begin(self, token: str) -> ObjectAttempt:
-        """As `Place.begin`."""
-        with translated("begin the checkpoint", self.where):
-            for _ in range(MAX_LOOKS):
-                mine = self._register.claim(token)
-                if all(other <= mine for other in self._register.attempts()):
-                    self._register.collect(silent_for_s=SILENT_AFTER_S, before=mine)
-                    return ObjectAttempt(self._register, mine)
-                self._register.forget(mine)
-            raise taken_over(self.where)
+    def begin(self, token: str) -> ObjectStoreAttempt:
+        """As `CommitTarget.begin`."""
+        with translate_errors("begin the checkpoint", self.where):
+            for _ in range(MAX_TRIES):
+                attempt = self._register.claim(token)
+                if all(other <= attempt for other in self._register.attempts()):
+                    self._register.collect(silent_for_s=SILENT_AFTER_S, before=attempt)
+                    return ObjectStoreAttempt(self._register, attempt)
+                self._register.forget(attempt)
+            raise taken_over_error(self.where)
 
-    def join(self, token: str) -> ObjectAttempt:
-        """As `Place.join`."""
-        return ObjectAttempt(self._register, token)
+    def join(self, token: str) -> ObjectStoreAttempt:
+        """As `CommitTarget.join`."""
+        return ObjectStoreAttempt(self._register, token)
 
     @contextmanager
-    def pinned(self) -> Iterator[None]:
-        """As `Place.pinned`: there are no locks; a reader from whom it is taken away is told so."""
+    def pin(self) -> Iterator[None]:
+        """As `CommitTarget.pin`: there are no locks; a reader whose checkpoint is removed gets an error."""
         yield
 
     def remove(self) -> None:
-        """As `Place.remove`."""
-        with translated("remove the checkpoint", self.where):
+        """As `CommitTarget.remove`."""
+        with translate_errors("remove the checkpoint", self.where):
             for attempt in self._register.attempts():
                 if self._register.decision(attempt) == COMMITTED:
                     self._register.remove(attempt)
 
 
-class ObjectAttempt:
-    """An attempt to save to an object store; see `dtckpt.storage.commit.Attempt`."""
+class ObjectStoreAttempt:
+    """An attempt to save to an object store; see `dtckpt.storage.commit.CommitAttempt`."""
 
-    def __init__(self, register: Register, name: str) -> None:
+    def __init__(self, register: AttemptRegister, name: str) -> None:
         self.token = name
         self.folder: ObjectFolder = register.data / name
         self._register = register
 
     @contextmanager
-    def alive(self) -> Iterator[None]:
-        """As `Attempt.alive`: a thread renews the claim."""
+    def keep_alive(self) -> Iterator[None]:
+        """As `CommitAttempt.keep_alive`: a thread renews the claim."""
         ended = threading.Event()
 
         def renew() -> None:
@@ -279,45 +288,45 @@ class ObjectAttempt:
             renewing.result()
 
     def validate(self, client: int) -> None:
-        """As `Attempt.validate`."""
+        """As `CommitAttempt.validate`."""
         where = self._register.where
-        with translated("look for the attempt", where):
+        with translate_errors("look for the attempt", where):
             if not self._register.is_claimed(self.token):
                 raise StorageError(
                     f"client {client} does not see the attempt to save {where} that the leader made; every client must "
                     "use one object store"
                 )
 
-    def commit(self, *, overwrite: bool, is_durable: bool = True) -> None:  # noqa: ARG002  (always is)
-        """As `Attempt.commit`."""
+    def commit(self, *, overwrite: bool, is_durable: bool = True) -> None:  # noqa: ARG002  (writes are durable)
+        """As `CommitAttempt.commit`."""
         register = self._register
-        with translated("commit the checkpoint", register.where):
+        with translate_errors("commit the checkpoint", register.where):
             register.give_up_older(self.token)
-            if not overwrite and register.current() is not None:
-                raise _exists(register.where)
+            if not overwrite and register.newest_committed() is not None:
+                raise _exists_error(register.where)
             if not register.is_claimed(self.token) or not register.decide(self.token, COMMITTED):
-                raise taken_over(register.where)
+                raise taken_over_error(register.where)
         try:
             register.collect(before=self.token, is_replaced=True)
-        except Exception as error:  # it is committed, whatever becomes of the old one
+        except Exception as error:  # this attempt is committed, whether the old ones can be removed or not
             logger.warning("what was at %s before could not all be removed: %s", register.where, error)
 
     def is_taken_over(self) -> bool:
-        """As `Attempt.is_taken_over`."""
-        with suppress(StorageError), translated("look for the attempt", self._register.where):
+        """As `CommitAttempt.is_taken_over`."""
+        with suppress(StorageError), translate_errors("look for the attempt", self._register.where):
             return self._register.decision(self.token) == GIVEN_UP
         return False
 
     def abandon(self) -> None:
-        """As `Attempt.abandon`."""
+        """As `CommitAttempt.abandon`."""
         try:
             if self._register.decide(self.token, GIVEN_UP):
                 self.folder.clear()
-        except Exception as error:  # another one is on its way; the next attempt does it
+        except Exception as error:  # the caller has an error to report already; the next attempt removes it
             logger.warning("what a failed save of %s left could not be removed: %s", self._register.where, error)
 
     def sweep(self) -> None:
-        """As `Attempt.sweep`."""
+        """As `CommitAttempt.sweep`."""
         try:
             if self._register.decision(self.token) == GIVEN_UP:
                 self.folder.clear()
@@ -325,7 +334,7 @@ class ObjectAttempt:
             logger.warning("what a failed save of %s left could not be removed: %s", self._register.where, error)
 
 
-def _exists(where: Url) -> CheckpointExistsError:
+def _exists_error(where: Url) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"there is a checkpoint at {where} already; pass overwrite=True to replace it, or save elsewhere"
     )

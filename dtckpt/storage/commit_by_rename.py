@@ -1,13 +1,19 @@
-"""Checkpoint directories on a file system: they appear whole, or not at all.
+"""The commit by rename: a checkpoint on a file system is a directory that appears whole, or not at all.
 
-A save builds its directory beside the target, under a hidden name that carries the attempt's token, and moves it
-into place when all is durable. Where a checkpoint is replaced, the two directories are exchanged in one step
-(``renameat2`` with ``RENAME_EXCHANGE``); on file systems without it the old one steps aside first, and the pair of
-names that a crash leaves then tells `locate` what happened.
+A save builds its directory beside the target, under a hidden name that carries the attempt's token, and renames it
+when everything in it is durable::
 
-Two leaders may be at work on one target: one that was given up but still runs, and its successor. So directories are
-only ever taken away by a rename, never emptied where they stand, and a leader commits the very directory that it
-made, by inode: one that was taken away, or made anew by a late writer, is not committed.
+    .step_10.dtckpt-new-<token>     under construction    --- commit: rename, or exchange -->   step_10
+    .step_10.dtckpt-old-<token>     replaced; only on file systems that cannot exchange two directories
+    .step_10.dtckpt-trash-<random>  taken away, to be deleted
+
+Where a checkpoint is replaced, the two directories are exchanged in one step (``renameat2`` with
+``RENAME_EXCHANGE``). On file systems without it the old one steps aside first, and the pair of names that a crash
+leaves then tells `locate` what happened.
+
+Two leaders may be at work on one target: one that was given up but still runs, and its successor. So a directory is
+only ever taken away by a rename, never emptied in place, and a leader commits the very directory that it made, by
+inode: a directory that was taken away, or made again by a late writer, is not committed.
 """
 
 from __future__ import annotations
@@ -19,29 +25,30 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import (
     CheckpointExistsError,
     CheckpointIncompleteError,
     CheckpointNotFoundError,
     ConfigError,
+    StorageError,
 )
 from dtckpt.format.manifest import MANIFEST_NAME
-from dtckpt.storage.directory_lock import locked
-from dtckpt.storage.failures import taken_over, translated
+from dtckpt.storage.directory_lock import lock_directory
+from dtckpt.storage.failures import taken_over_error, translate_errors
+from dtckpt.storage.fsync import sync, sync_all, walk_folders
+from dtckpt.storage.local_folder import LocalFolder
 
 logger = logging.getLogger("dtckpt.storage")
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
-_SYNCS = 8
-"""Files that are put on the disk at a time."""
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 _WORKING_NAME = re.compile(r"\..+\.dtckpt-(new|old|trash)-.*", re.DOTALL)
 
@@ -59,7 +66,7 @@ def _siblings(target: Path, role: str) -> list[Path]:
 
 
 def _interrupted_exchange(target: Path) -> Path | None:
-    """Return where the old checkpoint stands if its replacement stopped between two renames.
+    """Return the directory of the old checkpoint if its replacement stopped between two renames; else None.
 
     Only then do the old and the new directory of one attempt stand side by side while the target is missing.
     """
@@ -75,7 +82,7 @@ def validate_name(target: Path) -> None:
     """Refuse a target whose name would pass for a working directory of another one.
 
     Raises:
-        ConfigError: It has such a name.
+        ConfigError: The target has such a name.
     """
     if _WORKING_NAME.fullmatch(target.name):
         raise ConfigError(
@@ -92,9 +99,9 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     """Refuse a target that may not be written.
 
     Raises:
-        CheckpointExistsError: There is a checkpoint and ``overwrite`` is false, or something that is none.
+        CheckpointExistsError: There is a checkpoint and ``overwrite`` is false, or something else.
     """
-    with translated("look at the target", target):
+    with translate_errors("look at the target", target):
         if is_committed(target) or _interrupted_exchange(target):
             if not overwrite:
                 raise CheckpointExistsError(
@@ -107,8 +114,15 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Staging:
-    """A directory under construction, as the leader that made it knows it."""
+class WorkingDirectory:
+    """A directory under construction.
+
+    Args:
+        path: The directory.
+        target: The directory that it is to become.
+        token: The attempt's token.
+        inode: `inode_of` the directory when the attempt began; None if it was not there.
+    """
 
     path: Path
     target: Path
@@ -116,158 +130,159 @@ class Staging:
     inode: tuple[int, int] | None
 
 
-def begin(target: Path, token: str) -> Staging:
+def begin(target: Path, token: str) -> WorkingDirectory:
     """Make the directory under construction. Called by the leader.
 
-    Attempts at the same target that are still under construction are taken away: the newest attempt owns the target,
-    and one that was given up but still runs has nothing left to move into place. The newest is the last to begin; but
-    a process that lives and whose attempt has a higher number is a newer one, whenever this one gets here.
+    The newest attempt owns the target. So the directories of other attempts are taken away, and an attempt that was
+    given up but still runs has nothing left to commit. The newest attempt is the last to begin, with one exception: an
+    attempt with a higher number whose leader lives is newer, however late this one gets here.
 
     Raises:
         StorageError: A newer attempt is under construction.
     """
-    path = staging_path(target, token)
-    with translated("create the checkpoint directory", target):
+    path = working_path(target, token)
+    with translate_errors("create the checkpoint directory", target):
         make_folder(target.parent)
         others = _siblings(target, "new")
-        if any(_number(other, target) > _number(path, target) and _is_alive(other) for other in others):
-            raise taken_over(target)
+        if any(_attempt_number(other, target) > _attempt_number(path, target) and _is_alive(other) for other in others):
+            raise taken_over_error(target)
         if old := _interrupted_exchange(target):
             old.rename(target)
         leftovers, trash = (*others, *_siblings(target, "old")), _siblings(target, "trash")
         if leftovers or trash:
-            _sync(target.parent)  # one of them may be the old checkpoint, of an attempt that died before it had synced
+            sync(target.parent)  # one of them may be the old checkpoint, of an attempt that died before it had synced
         for leftover in leftovers:
             discard(leftover, target)
         for folder in trash:
             shutil.rmtree(folder, ignore_errors=True)
         path.mkdir()
-        return Staging(path, target, token, identity(path))
+        return WorkingDirectory(path, target, token, inode_of(path))
 
 
-def _number(staging: Path, target: Path) -> int:
-    """Return which attempt of its job builds a directory."""
-    number = staging.name.removeprefix(_sibling(target, "new", "").name).partition("-")[0]
+def _attempt_number(path: Path, target: Path) -> int:
+    """Return the number of the attempt that builds a directory: the first part of its token."""
+    number = path.name.removeprefix(_sibling(target, "new", "").name).partition("-")[0]
     return int(number) if number.isdecimal() else 0
 
 
-def _is_alive(staging: Path) -> bool:
+def _is_alive(path: Path) -> bool:
     try:
-        with locked(staging, is_shared=True) as is_free:
+        with lock_directory(path, is_shared=True) as is_free:
             return not is_free
-    except OSError:  # gone, or nothing that a leader could have locked
+    except OSError:  # gone, or nothing that a leader could have lock_directory
         return False
 
 
-def share(target: Path, token: str) -> Staging:
-    """Make the directory under construction, or find it: for writers that all begin, and all may commit.
+def begin_shared(target: Path, token: str) -> WorkingDirectory:
+    """Make the directory under construction, or find it: for workers that all begin, and all may commit.
 
-    What other attempts at the target are building is left alone; the first that commits wins.
+    The directories of other attempts are left alone; the first attempt that commits wins.
     """
-    path = staging_path(target, token)
-    with translated("create the checkpoint directory", target):
+    path = working_path(target, token)
+    with translate_errors("create the checkpoint directory", target):
         make_folder(target.parent)
         path.mkdir(exist_ok=True)
-        return Staging(path, target, token, identity(path))
+        return WorkingDirectory(path, target, token, inode_of(path))
 
 
 def make_folder(folder: Path) -> None:
-    """Make a directory and its parents, durably: a power loss would take all that is saved there along."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    """Make a directory and its parents, durably: a power loss that took one would take all checkpoints below it."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        _sync(each.parent)
+    for path in missing:
+        sync(path.parent)
 
 
-def staging_path(target: Path, token: str) -> Path:
-    """Return where the attempt ``token`` builds its checkpoint."""
+def working_path(target: Path, token: str) -> Path:
+    """Return the directory in which the attempt ``token`` builds its checkpoint."""
     return _sibling(target, "new", token)
 
 
-def commit(staging: Staging, *, overwrite: bool, is_durable: bool = True) -> None:
-    """Move a finished directory into place; the one step that makes it the checkpoint. Called by the leader.
+def commit(directory: WorkingDirectory, *, overwrite: bool, is_durable: bool = True) -> None:
+    """Rename a finished directory to its target: the one step that makes it the checkpoint. Called by the leader.
 
     Raises:
-        CheckpointExistsError: Something took the target meanwhile.
+        CheckpointExistsError: There is a checkpoint, or something else, at the target meanwhile.
         StorageError: The directory under construction was taken away: another attempt took over.
     """
-    target = staging.target
-    with translated("commit the checkpoint", target):
+    target = directory.target
+    with translate_errors("commit the checkpoint", target):
         if is_durable:
-            sync_all(folders_in(staging.path))
-        _validate_own(staging, staging.path)
+            sync_all(walk_folders(directory.path))
+        _validate_own(directory, directory.path)
         aside = None
         if not target.exists():
-            _rename(staging.path, target, _RENAME_NOREPLACE)
-            if identity(target) != staging.inode:
+            _rename(directory.path, target, _RENAME_NOREPLACE)
+            if inode_of(target) != directory.inode:
                 discard(target, target)
-                raise taken_over(target)
+                raise taken_over_error(target)
         else:
             check_target(target, overwrite=overwrite)
-            aside = _replace(staging)
+            aside = _replace(directory)
         if is_durable:
-            _sync(target.parent)  # before the old one goes: a disk need not keep changes of two directories in order
+            # Before the old one is deleted: a disk need not keep changes of two directories in order.
+            sync(target.parent)
     if aside is not None:
-        with _tolerated(aside):
+        with _log_os_errors(aside):
             discard(aside, target)
 
 
-def _validate_own(staging: Staging, path: Path) -> None:
-    if identity(path) != staging.inode or not is_committed(path):
-        raise taken_over(staging.target)
+def _validate_own(directory: WorkingDirectory, path: Path) -> None:
+    if inode_of(path) != directory.inode or not is_committed(path):
+        raise taken_over_error(directory.target)
 
 
-def _replace(staging: Staging) -> Path:
-    """Put the directory in the place of the old checkpoint; return where that stands now."""
-    target, aside = staging.target, _sibling(staging.target, "old", staging.token)
+def _replace(directory: WorkingDirectory) -> Path:
+    """Rename the directory to the target, where the old checkpoint is; return the path that the old one has now."""
+    target, aside = directory.target, _sibling(directory.target, "old", directory.token)
     try:
-        _rename(staging.path, target, _RENAME_EXCHANGE)
+        _rename(directory.path, target, _RENAME_EXCHANGE)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
         target.rename(aside)
         try:
-            _validate_own(staging, staging.path)
-            staging.path.rename(target)
+            _validate_own(directory, directory.path)
+            directory.path.rename(target)
         except BaseException:
             aside.rename(target)
             raise
         return aside
-    if identity(target) != staging.inode:
-        _rename(staging.path, target, _RENAME_EXCHANGE)
-        raise taken_over(staging.target)
-    return staging.path
+    if inode_of(target) != directory.inode:
+        _rename(directory.path, target, _RENAME_EXCHANGE)
+        raise taken_over_error(directory.target)
+    return directory.path
 
 
-def is_own(staging: Staging) -> bool:
-    """Whether the directory is the one that was begun with."""
-    return identity(staging.path) == staging.inode
+def is_own(directory: WorkingDirectory) -> bool:
+    """Whether the directory is still the one that the attempt began with."""
+    return inode_of(directory.path) == directory.inode
 
 
-def abandon(staging: Staging) -> None:
-    """Take an attempt's directory away, if it still stands."""
-    with _tolerated(staging.path):
-        if is_own(staging):
-            discard(staging.path, staging.target)
+def abandon(directory: WorkingDirectory) -> None:
+    """Remove an attempt's directory, if it is still there."""
+    with _log_os_errors(directory.path):
+        if is_own(directory):
+            discard(directory.path, directory.target)
 
 
-def sweep(path: Path, target: Path, known: tuple[int, int] | None) -> None:
-    """Take away what writes that came late have made anew where an attempt's directory was.
+def sweep(path: Path, target: Path, inode: tuple[int, int] | None) -> None:
+    """Remove a directory that late writes made again at the path of an attempt's own.
 
     Args:
         path: The attempt's directory.
         target: Its target.
-        known: `identity` of the directory that the attempt began with, which is its leader's to take away.
+        inode: `inode_of` the directory that the attempt began with; that one is for its leader to remove.
     """
-    with _tolerated(path):
-        if known is not None and identity(path) not in (None, known):
-            # Or it is the old checkpoint, whose leader died as soon as it had replaced it.
+    with _log_os_errors(path):
+        if inode is not None and inode_of(path) not in (None, inode):
+            # Or it is the old checkpoint: the leader died right after the exchange.
             discard(path, target, is_durable=True)
 
 
 @contextmanager
-def _tolerated(folder: Path) -> Iterator[None]:
-    """For when it is known how the save went: what cannot be taken away now, the next one takes away."""
+def _log_os_errors(folder: Path) -> Iterator[None]:
+    """Log that a directory cannot be removed, and go on: the save's outcome is known, and the next save removes it."""
     try:
         yield
     except OSError as error:
@@ -275,19 +290,25 @@ def _tolerated(folder: Path) -> Iterator[None]:
 
 
 def discard(folder: Path, target: Path, *, is_durable: bool = False) -> None:
-    """Take a directory away in one step, for good if ``is_durable``; then delete it."""
+    """Take a directory away by one rename, then delete it.
+
+    Args:
+        folder: The directory.
+        target: The checkpoint's directory; the trash lies beside it.
+        is_durable: Whether a power loss must not bring it back.
+    """
     trash = _sibling(target, "trash", secrets.token_hex(4))
     try:
         folder.rename(trash)
     except FileNotFoundError:
         return
     if is_durable:
-        _sync(target.parent)
+        sync(target.parent)
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a directory from another that takes its place; None if there is none."""
+def inode_of(path: Path) -> tuple[int, int] | None:
+    """Return device and inode of a directory, which tell it from a later one at its path; None if there is none."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -302,8 +323,8 @@ def locate(target: Path) -> Path:
         CheckpointNotFoundError: Nothing is there.
         CheckpointIncompleteError: There is data, but no commit marker.
     """
-    with translated("open the checkpoint", target):
-        if (target / MANIFEST_NAME).exists():  # of whatever kind: what is no file is damage, and told by who reads it
+    with translate_errors("open the checkpoint", target):
+        if (target / MANIFEST_NAME).exists():  # of any kind: if it is no file, it is damage, which its reader reports
             return target
         if target.is_dir() and any(target.iterdir()):
             raise CheckpointIncompleteError(
@@ -318,7 +339,7 @@ def locate(target: Path) -> Path:
 
 def _rename(source: Path, target: Path, flag: int) -> None:
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    code = errno.ENOSYS
+    code = errno.ENOSYS  # also where the C library has no such function
     if renameat2 is not None:
         if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag) == 0:
             return
@@ -329,30 +350,86 @@ def _rename(source: Path, target: Path, flag: int) -> None:
     raise OSError(code, os.strerror(code), str(target))
 
 
-def folders_in(folder: Path) -> Iterator[Path]:
-    """Yield a directory and all below it, as far as nobody takes them away.
+class DirectoryTarget:
+    """The commit target of a path on a file system; see `dtckpt.storage.commit.CommitTarget`."""
 
-    Raises:
-        OSError: One cannot be read.
-    """
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self.folder = LocalFolder(where)
 
-    def fail(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):
-            raise error
+    def check_target(self, *, overwrite: bool) -> None:
+        """As `CommitTarget.check_target`."""
+        check_target(self.where, overwrite=overwrite)
 
-    return (Path(path) for path, _, _ in os.walk(folder, onerror=fail))
+    def locate(self) -> LocalFolder:
+        """As `CommitTarget.locate`."""
+        return LocalFolder(locate(self.where))
+
+    def begin(self, token: str) -> DirectoryAttempt:
+        """As `CommitTarget.begin`."""
+        return DirectoryAttempt(begin(self.where, token))
+
+    def join(self, token: str) -> DirectoryAttempt:
+        """As `CommitTarget.join`."""
+        path = working_path(self.where, token)
+        return DirectoryAttempt(WorkingDirectory(path, self.where, token, inode_of(path)))
+
+    @contextmanager
+    def pin(self) -> Iterator[None]:
+        """As `CommitTarget.pin`."""
+        with ExitStack() as stack:
+            # If nothing is there, the reader finds that out itself, and tells all clients.
+            with suppress(OSError):
+                stack.enter_context(lock_directory(locate(self.where), is_shared=True))
+            yield
+
+    def remove(self) -> None:
+        """As `CommitTarget.remove`."""
+        folder = locate(self.where)
+        with translate_errors("remove the checkpoint", self.where), lock_directory(folder) as is_free:
+            if is_free:
+                discard(folder, self.where, is_durable=True)
 
 
-def sync_all(paths: Iterable[Path]) -> None:
-    """Put files and directories on the disk, several at a time, which file systems do in one go."""
-    with Pool(_SYNCS, "dtckpt-sync") as pool:
-        for _ in pool.map(_sync, paths):
-            pass
+class DirectoryAttempt:
+    """An attempt to save to a file system; see `dtckpt.storage.commit.CommitAttempt`."""
 
+    def __init__(self, directory: WorkingDirectory) -> None:
+        self.token = directory.token
+        self.folder = LocalFolder(directory.path)
+        self._directory = directory
+        # An open directory keeps its inode: one that late writes make at the same path gets another (see `sweep`).
+        with suppress(FileNotFoundError):
+            weakref.finalize(self, os.close, os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY))
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    @contextmanager
+    def keep_alive(self) -> Iterator[None]:
+        """As `CommitAttempt.keep_alive`: the directory's lock."""
+        with lock_directory(self._directory.path):
+            yield
+
+    def validate(self, client: int) -> None:
+        """As `CommitAttempt.validate`."""
+        if not self._directory.path.is_dir():
+            raise StorageError(
+                f"client {client} does not see {self._directory.path}, which the leader made; every client must see "
+                "one shared file system"
+            )
+
+    def commit(self, *, overwrite: bool, is_durable: bool = True) -> None:
+        """As `CommitAttempt.commit`."""
+        commit(self._directory, overwrite=overwrite, is_durable=is_durable)
+
+    def is_taken_over(self) -> bool:
+        """As `CommitAttempt.is_taken_over`."""
+        with suppress(OSError):  # the caller has an error to report already
+            return not is_own(self._directory)
+        return False
+
+    def abandon(self) -> None:
+        """As `CommitAttempt.abandon`."""
+        abandon(self._directory)
+
+    def sweep(self) -> None:
+        """As `CommitAttempt.sweep`."""
+        sweep(self._directory.path, self._directory.target, self._directory.inode)

@@ -1,7 +1,7 @@
-"""Advisory locks on directories: a sign of life that the kernel takes back when its holder dies, however it dies.
+"""Advisory locks on directories (flock): a sign of life that the kernel takes back when the process that holds it dies.
 
-A process that was forked while its parent held a lock holds it too. So a lock may outlive its taker for a while, which
-delays whoever waits for it to go, and hurts nobody.
+A process that is forked while its parent holds a lock holds the lock too. So a lock may outlive the process that took
+it, which delays a process that waits for the lock to be free, and does no other harm.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errn
 
 
 @contextmanager
-def locked(folder: Path, *, is_shared: bool = False) -> Iterator[bool]:
-    """Hold a directory's lock for as long as the context lasts, wherever it is renamed to.
+def lock_directory(folder: Path, *, is_shared: bool = False) -> Iterator[bool]:
+    """Try to take a directory's lock, and hold it as long as the context lasts, also when the directory is renamed.
 
     Args:
         folder: The directory.
-        is_shared: Whether others may hold it too, shared as well.
+        is_shared: Whether other processes may hold the lock at the same time, shared as well.
 
     Yields:
-        Whether the lock could be had. On file systems that have none it always can.
+        Whether this process has the lock. Always true on file systems without locks.
 
     Raises:
-        OSError: The directory is not there or cannot be opened.
+        OSError: The directory is missing, or cannot be opened.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield _take(descriptor, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
+        yield _try_lock(descriptor, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
     finally:
         os.close(descriptor)
 
 
-def _take(descriptor: int, kind: int) -> bool:
+def _try_lock(descriptor: int, kind: int) -> bool:
+    """Take a lock of kind ``LOCK_SH`` or ``LOCK_EX``; return false if another process holds it. Does not wait."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

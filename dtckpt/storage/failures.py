@@ -1,4 +1,7 @@
-"""The one place where errors of storage libraries become errors of `dtckpt.errors`."""
+"""Translates errors of the operating system, TensorStore and fsspec into classes of `dtckpt.errors`.
+
+This is the one place that does. TensorStore has no error codes, so patterns over its messages tell the class.
+"""
 
 from __future__ import annotations
 
@@ -20,32 +23,38 @@ from dtckpt.errors import (
 _FULL = re.compile(r"No space left|ENOSPC|Disk quota exceeded|EDQUOT|RESOURCE_EXHAUSTED")
 _DENIED = re.compile(r"PERMISSION_DENIED|Permission denied|Read-only file system|UNAUTHENTICATED|EACCES|EROFS")
 _NO_BUCKET = re.compile(r"NoSuchBucket|bucket (does not exist|is not found|not found)", re.IGNORECASE)
-_PUT_OFF = re.compile(r"SlowDown|Throttl|TooManyRequests|UNAVAILABLE|http_response_code='(429|503)'", re.IGNORECASE)
+_THROTTLED = re.compile(r"SlowDown|Throttl|TooManyRequests|UNAVAILABLE|http_response_code='(429|503)'", re.IGNORECASE)
 _DAMAGED = re.compile(
     r"DATA_LOSS|NOT_FOUND|OUT_OF_RANGE|INVALID_ARGUMENT|Invalid|is missing|cut short|corrupt"
     r"|Zstd-compressed|ZSTD_|Blosc|uncompressed byte",
     re.IGNORECASE,
 )
-
-
-NO_FILE = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV)
-"""What the operating system says where a path leads to something else than a file, or nowhere."""
+NOT_A_FILE = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV)
+"""Error numbers of the operating system for a path that leads to something other than a file, or nowhere."""
 
 
 class MalformedError(ValueError):
-    """What is stored is nothing that a checkpoint holds: of another kind, or of another size."""
+    """Stored data is not what a checkpoint holds: of another kind, or of another size."""
 
 
-class translated:  # noqa: N801  (a context manager is used as a function is)
-    """Turn what TensorStore and the operating system raise into a class from `dtckpt.errors`.
+class translate_errors:  # noqa: N801  (a context manager is used as a function is)
+    """Translate an error that is raised in a context: ``with translate_errors("open the checkpoint", path):``.
 
-    A process that was forked from one that uses checkpoints is refused: every use of storage passes by here.
+    Every use of storage passes by here, so a process that was forked from one that uses checkpoints is refused here.
 
     Args:
-        action: What was tried, for the message ("write chunk {} of tensor {!r}").
+        action: The action, for the message: "cannot <action> at <where>: ...". May have fields for ``facts``, as in
+            "write chunk {} of tensor {!r}".
         where: The path or URL.
-        facts: What stands in the braces; without any, there are none.
-        is_read: Whether stored data was read, so that missing or malformed bytes mean damage.
+        facts: The values of the fields. They are formatted only when there is an error.
+        is_read: Whether the action reads stored data, so that missing or malformed bytes mean damage.
+
+    Raises:
+        CheckpointCorruptError: With ``is_read``, stored data is missing or malformed.
+        CheckpointExistsError: A file or directory is in the way.
+        StorageError: Storage refused; by its subclasses, because it is full or denies access.
+        CheckpointError: This host lacks the memory.
+        ForkedProcessError: This process was forked from one that uses checkpoints.
     """
 
     __slots__ = ("_action", "_facts", "_is_read", "_where")
@@ -67,23 +76,23 @@ class translated:  # noqa: N801  (a context manager is used as a function is)
 
     def _translation(self, error: BaseException) -> CheckpointError:
         action = self._action.format(*self._facts) if self._facts else self._action
-        if self._is_read and isinstance(error, OSError) and error.errno in NO_FILE:
+        if self._is_read and isinstance(error, OSError) and error.errno in NOT_A_FILE:
             error = MalformedError(f"{error.filename or self._where} is no file: {error.strerror}")
         if isinstance(error, OSError):
             return _os_error(error, f"cannot {action} at {self._where}: {error.strerror or error}")
         if isinstance(error, MemoryError):
             return CheckpointError(f"cannot {action} at {self._where}: this host lacks the memory; {error}")
-        said = str(error)
-        text = f"cannot {action} at {self._where}: {_first_line(said)}"
-        if _FULL.search(said):
+        reason = str(error)
+        text = f"cannot {action} at {self._where}: {_first_line(reason)}"
+        if _FULL.search(reason):
             return StorageFullError(f"{text}; free space and save again")
-        if _DENIED.search(said):
+        if _DENIED.search(reason):
             return StoragePermissionError(f"{text}; check the permissions")
-        if _NO_BUCKET.search(said):
+        if _NO_BUCKET.search(reason):
             return StorageError(f"{text}; make the bucket first, or correct its name")
-        if _PUT_OFF.search(said):
+        if _THROTTLED.search(reason):
             return StorageError(f"{text}; storage kept putting this off: try again later, with fewer clients")
-        if isinstance(error, MalformedError) or (self._is_read and _DAMAGED.search(said)):
+        if isinstance(error, MalformedError) or (self._is_read and _DAMAGED.search(reason)):
             return CheckpointCorruptError(f"{text}; restore another checkpoint")
         return StorageError(text)
 
@@ -98,10 +107,10 @@ def _os_error(error: OSError, text: str) -> CheckpointError:
     return StorageError(text)
 
 
-def _first_line(said: str) -> str:
-    return said.partition("\n")[0][:500]
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0][:500]
 
 
-def taken_over(where: object) -> StorageError:
-    """Return the error of an attempt that is not the newest at its place."""
+def taken_over_error(where: object) -> StorageError:
+    """Return the error for an attempt that is not the newest at its target, a path or URL."""
     return StorageError(f"cannot save to {where}: another attempt saves to this path, and took over")

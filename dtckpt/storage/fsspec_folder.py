@@ -1,4 +1,8 @@
-"""Folders below URLs that TensorStore does not reach, through fsspec."""
+"""The fsspec back end: `FsspecFolder`, a folder at any URL that TensorStore does not reach.
+
+The libraries of fsspec's file systems raise errors of every kind; here all of them become `OSError`. A request that
+storage puts off is repeated.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +18,32 @@ from fsspec.implementations.local import LocalFileSystem
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from dtckpt.errors import ConfigError
-from dtckpt.storage.regular_files import regular_nbytes, too_long
+from dtckpt.storage.regular_files import regular_nbytes, too_long_error
 
 NUM_THREADS = 16
 MAX_TRIES = 10
 MAX_PAUSE_S = 20.0
-_PUT_OFF = re.compile(
+_TEMPORARY = re.compile(
     r"SlowDown|Throttl|TooManyRequests|Too Many Requests|Service Unavailable|\b(429|50[0234])\b", re.I
 )
 
 T = TypeVar("T")
 
 
-def _is_put_off(error: BaseException) -> bool:
-    """Whether storage only asks for patience."""
+def _is_temporary(error: BaseException) -> bool:
+    """Whether storage puts a request off: a later one may succeed."""
     is_final = isinstance(error, FileNotFoundError | FileExistsError | PermissionError)
-    return isinstance(error, ConnectionError | TimeoutError) or (not is_final and bool(_PUT_OFF.search(str(error))))
+    return isinstance(error, ConnectionError | TimeoutError) or (not is_final and bool(_TEMPORARY.search(str(error))))
 
 
-def _patiently(call: Callable[[], T]) -> T:
-    """Return what a call returns, trying again, with growing and random pauses, while storage puts it off.
+def _retry(call: Callable[[], T]) -> T:
+    """Return what a call returns; repeat it, with growing and random pauses, while storage puts it off.
 
     Raises:
-        OSError: It failed, whatever kind of error the file system's library has for that.
+        OSError: The call failed; an error of another kind is its cause.
     """
     tries = Retrying(
-        retry=retry_if_exception(_is_put_off),
+        retry=retry_if_exception(_is_temporary),
         stop=stop_after_attempt(MAX_TRIES),
         wait=wait_random_exponential(multiplier=0.2, max=MAX_PAUSE_S),
         reraise=True,
@@ -52,33 +56,33 @@ def _patiently(call: Callable[[], T]) -> T:
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
 
-def open_foreign(url: str) -> ForeignFolder:
+def open_fsspec_folder(url: str) -> FsspecFolder:
     """Return the folder at a URL.
 
     Raises:
-        ConfigError: No file system goes by that scheme, or the library that it needs is not installed.
+        ConfigError: fsspec knows no file system of that scheme, or a library that it needs is not installed.
     """
     try:
-        files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"cannot open {url}: {error}") from error
-    return ForeignFolder(files, path.rstrip("/"), url)
+    return FsspecFolder(fs, path.rstrip("/"), url)
 
 
-class ForeignFolder:
+class FsspecFolder:
     """A folder of an fsspec file system.
 
-    How sure `create` is depends on the file system: those of object stores and of memory leave the choice to the
-    store, others look first and write then.
+    Whether `create` is one step depends on the file system: those of object stores and of memory leave the choice to
+    the store; others look first and write then.
 
     Args:
-        files: The file system.
+        fs: The file system (`fsspec.AbstractFileSystem`).
         path: The folder's path there.
         where: Its URL, for messages.
     """
 
-    def __init__(self, files: Any, path: str, where: str) -> None:
-        self._files = files
+    def __init__(self, fs: Any, path: str, where: str) -> None:
+        self._fs = fs
         self._path = path
         self._where = where
 
@@ -86,46 +90,46 @@ class ForeignFolder:
         return self._where
 
     def __truediv__(self, name: str) -> Self:
-        return type(self)(self._files, f"{self._path}/{name}", f"{self._where}/{name}")
+        return type(self)(self._fs, f"{self._path}/{name}", f"{self._where}/{name}")
 
     def make(self) -> None:
-        """As `Folder.make`: folders are made when they are written to."""
+        """As `Folder.make`: a write makes the folders that it needs."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """As `Folder.read`."""
         path = self._regular(name)
         if (start, stop) == (0, None):
-            return bytes(_patiently(lambda: self._files.cat_file(path)))
-        return bytes(_patiently(lambda: self._files.cat_file(path, start=start, end=stop)))
+            return bytes(_retry(lambda: self._fs.cat_file(path)))
+        return bytes(_retry(lambda: self._fs.cat_file(path, start=start, end=stop)))
 
     def read_whole(self, name: str, most: int) -> bytes:
         """As `Folder.read_whole`."""
         nbytes = self._nbytes(name)
-        # Where sizes are not told, one byte more is asked for.
+        # Where the file system does not tell sizes, one byte more is asked for.
         data = self.read(name, 0, most + 1) if nbytes is None or nbytes <= most else b""
         if len(data) > most or (nbytes or 0) > most:
-            raise too_long(name, most)
+            raise too_long_error(name, most)
         return data
 
-    def first_short(self, sizes: Mapping[str, int]) -> str | None:
-        """As `Folder.first_short`."""
+    def find_short_file(self, sizes: Mapping[str, int]) -> str | None:
+        """As `Folder.find_short_file`."""
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="dtckpt-sizes") as pool:
-            found = zip(sizes.items(), pool.map(self._nbytes, sizes), strict=True)
-            return next((name for (name, least), nbytes in found if nbytes is not None and nbytes < least), None)
+            files = zip(sizes.items(), pool.map(self._nbytes, sizes), strict=True)
+            return next((name for (name, least), nbytes in files if nbytes is not None and nbytes < least), None)
 
     def _nbytes(self, name: str) -> int | None:
-        """Return a file's size; -1 if it is not there, None if its file system does not tell sizes."""
+        """Return a file's size; -1 if there is no such file, None if its file system does not tell sizes."""
         try:
             path = self._regular(name)
-            nbytes: int | None = _patiently(lambda: self._files.size(path))
+            nbytes: int | None = _retry(lambda: self._fs.size(path))
         except FileNotFoundError:
             return -1
         return nbytes
 
     def _regular(self, name: str) -> str:
-        """Return a file's path. On this machine's file systems, a read of something else may never end."""
+        """Return a file's path. On local file systems, refuse what is no regular file: a read of it may never end."""
         path = f"{self._path}/{name}"
-        if isinstance(self._files, LocalFileSystem):
+        if isinstance(self._fs, LocalFileSystem):
             regular_nbytes(path)
         return path
 
@@ -134,7 +138,7 @@ class ForeignFolder:
         self._write(name, data, mode="overwrite")
 
     def sync(self, names: Iterable[str]) -> None:
-        """As `Folder.sync`: what is written is as durable as the file system makes it."""
+        """As `Folder.sync`: a write is as durable as the file system makes it."""
 
     def early_sync(self, folder: str) -> AbstractContextManager[None]:  # noqa: ARG002  (nothing can be done)
         """As `Folder.early_sync`."""
@@ -153,34 +157,34 @@ class ForeignFolder:
 
         def write() -> None:
             try:
-                self._files.pipe_file(path, data, mode=mode)
+                self._fs.pipe_file(path, data, mode=mode)
             except FileNotFoundError:
-                self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-                self._files.pipe_file(path, data, mode=mode)
+                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self._fs.pipe_file(path, data, mode=mode)
 
-        _patiently(write)
+        _retry(write)
 
     def names(self, prefix: str = "") -> list[str]:
         """As `Folder.names`."""
-        # A prefix of a name is no folder; what it may be of is looked for in the folder that it ends in.
+        # The last part of a prefix may be the start of a name, so fsspec looks in the folder before it.
         folder = f"{self._path}/{prefix}".rpartition("/")[0]
         try:
-            found = [path[len(self._path) + 1 :] for path in _patiently(lambda: self._files.find(folder))]
-        except FileNotFoundError:  # some say so, others find nothing
+            names = [path[len(self._path) + 1 :] for path in _retry(lambda: self._fs.find(folder))]
+        except FileNotFoundError:  # some file systems raise this, others return nothing
             return []
-        return sorted(name for name in found if name.startswith(prefix))
+        return sorted(name for name in names if name.startswith(prefix))
 
     def remove(self, names: Iterable[str]) -> None:
         """As `Folder.remove`."""
         for name in names:
             path = f"{self._path}/{name}"
             with suppress(FileNotFoundError):
-                _patiently(lambda path=path: self._files.rm_file(path))  # type: ignore[misc]
+                _retry(lambda path=path: self._fs.rm_file(path))  # type: ignore[misc]
 
     def clear(self) -> None:
         """As `ObjectFolder.clear`."""
         with suppress(FileNotFoundError):
-            _patiently(lambda: self._files.rm(self._path, recursive=True))
+            _retry(lambda: self._fs.rm(self._path, recursive=True))
 
     def kvstore(self, *, to_write: bool = False) -> None:  # noqa: ARG002  (TensorStore does not reach it)
         """As `Folder.kvstore`."""

@@ -1,7 +1,7 @@
-"""Values of a checkpoint that lie in this machine's files, and are read straight into ready memory.
+"""Reads stored chunks that lie in local files, with preadv(2), straight into the caller's memory.
 
-A caller who reads a value piece by piece finds each piece still in the processor's cache when it digests it, and waits
-for no thread. What would be found in a wrong place does not verify.
+A caller that reads a value piece by piece finds each piece still in the processor's cache when it digests it, and
+waits for no thread. Nothing here checks what the bytes are: bytes of a wrong place do not match the digest.
 """
 
 from __future__ import annotations
@@ -20,80 +20,94 @@ from dtckpt.format.digest import as_bytes, buffer_of
 from dtckpt.storage.failures import MalformedError
 from dtckpt.storage.regular_files import open_regular
 
-MAX_RUN = 128
-"""Values that are read by one call: systems allow 1024, but what is read shall still be cached when it is digested."""
+MAX_RUN_VALUES = 128
+"""Values that one call reads. Systems allow 1024, but the bytes must still be in the cache when they are digested."""
 
 
-class File:
-    """A file that stays open as long as somebody may read from it.
+class OpenFile:
+    """A file that stays open as long as this object lives: until no `StoredValue` refers to it.
+
+    Args:
+        path: Its path.
+
+    Attributes:
+        descriptor: The file descriptor.
+        nbytes: The file's size.
 
     Raises:
-        MalformedError: It is missing, or no regular file.
+        MalformedError: The file is missing, or is no regular file.
     """
 
     def __init__(self, path: str) -> None:
         try:
-            self.number, self.nbytes = open_regular(path)
+            self.descriptor, self.nbytes = open_regular(path)
         except FileNotFoundError:
             raise MalformedError(f"{path} is missing") from None
-        weakref.finalize(self, os.close, self.number)
+        weakref.finalize(self, os.close, self.descriptor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredValue:
-    """A value in a file.
+    """A stored value, in practice a chunk, as a range of bytes of a file.
 
     Args:
         file: The file.
-        start: Where in the file it begins.
-        nbytes: Its length.
+        start: The value's first byte in the file.
+        nbytes: The value's length.
     """
 
-    file: File
+    file: OpenFile
     start: int
     nbytes: int
 
     def read_into(self, memory: memoryview, start: int) -> None:
-        """Fill memory with the bytes of the value from ``start`` on. Blocks: On storage.
+        """Fill memory with the bytes of the value from ``start`` on. Blocks: on storage.
 
         Raises:
-            ValueError: It ends before.
+            ValueError: The value, or the file, ends before the memory is full.
         """
-        place, is_inside = self.start + start, start + memory.nbytes <= self.nbytes
+        position, is_inside = self.start + start, start + memory.nbytes <= self.nbytes
         while memory:
-            nbytes = os.preadv(self.file.number, [memory], place) if is_inside else 0
+            nbytes = os.preadv(self.file.descriptor, [memory], position) if is_inside else 0
             if not nbytes:
                 raise ValueError("the chunk is cut short")
-            place, memory = place + nbytes, memory[nbytes:]
+            position, memory = position + nbytes, memory[nbytes:]
 
     def is_before(self, other: StoredValue) -> bool:
-        """Whether another value begins where this one ends."""
+        """Whether another value begins, in the same file, where this one ends."""
         return self.file is other.file and self.start + self.nbytes == other.start
 
     def announce(self, start: int, stop: int) -> None:
-        """Let the system begin to read some bytes of the value from the disk.
+        """Have the kernel begin to read bytes ``start`` to ``stop`` of the value from the disk (posix_fadvise).
 
-        If it holds the last whole page of them, it holds all but for bad luck, and would look for every page in vain.
+        Nothing is announced if the page cache has the last whole page of them: then it very likely has all of them,
+        and the kernel would look every page up for nothing.
         """
         with suppress(OSError):
-            inside = max(start, stop - 1 - mmap.PAGESIZE)  # the very last page may be the next value's, too
-            if os.preadv(self.file.number, [bytearray(1)], self.start + inside, os.RWF_NOWAIT):
+            # One page before the end: the very last page may belong to the next value, too.
+            probe = max(start, stop - 1 - mmap.PAGESIZE)
+            if os.preadv(self.file.descriptor, [bytearray(1)], self.start + probe, os.RWF_NOWAIT):
                 return
-        os.posix_fadvise(self.file.number, self.start + start, stop - start, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(self.file.descriptor, self.start + start, stop - start, os.POSIX_FADV_WILLNEED)
 
 
-def runs_of(values: Sequence[StoredValue], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield values that follow each other in a file, to be read by one call: their positions.
+def contiguous_runs(values: Sequence[StoredValue], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Group values that follow each other in a file, so that one call reads a group: yield their positions.
 
     Args:
         values: The values.
-        sizes: How many bytes of each are wanted, from its first on.
+        sizes: Per value, the bytes to read, from its first on.
+
+    Yields:
+        Positions in ``values``; each position occurs once.
     """
     run: list[int] = []
-    for position in sorted(range(len(values)), key=lambda each: (values[each].file.number, values[each].start)):
+    for position in sorted(
+        range(len(values)), key=lambda position: (values[position].file.descriptor, values[position].start)
+    ):
         last = run[-1] if run else position
         is_next = values[last].nbytes == sizes[last] and values[last].is_before(values[position])
-        if run and not (is_next and len(run) < MAX_RUN):
+        if run and not (is_next and len(run) < MAX_RUN_VALUES):
             yield run
             run = []
         run.append(position)
@@ -102,12 +116,16 @@ def runs_of(values: Sequence[StoredValue], sizes: Sequence[int]) -> Iterator[lis
 
 
 def read_run(values: Sequence[StoredValue], arrays: Sequence[np.ndarray[Any, Any]]) -> None:
-    """Fill contiguous memory with the first bytes of values of a run. Blocks: On storage.
+    """Fill arrays with the first bytes of the values of a run, by one call. Blocks: on storage.
+
+    Args:
+        values: Values that follow each other in a file, as `contiguous_runs` groups them.
+        arrays: Per value, a contiguous array to fill.
 
     Raises:
-        ValueError: A value ends before.
+        ValueError: A value ends before its array is full.
     """
     nbytes, memories = sum([array.nbytes for array in arrays]), [buffer_of(array) for array in arrays]
-    if len(values) == 1 or os.preadv(values[0].file.number, memories, values[0].start) < nbytes:
+    if len(values) == 1 or os.preadv(values[0].file.descriptor, memories, values[0].start) < nbytes:
         for value, array in zip(values, arrays, strict=True):
             value.read_into(as_bytes(array).data, 0)

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a local path, or the URL of a place on an object store or another kind of storage."""
+"""Locations of checkpoints: parses a path or URL, and tells storage of this machine from remote storage."""
 
 from __future__ import annotations
 
@@ -10,14 +10,34 @@ from urllib.parse import unquote
 from dtckpt.errors import CheckpointNotFoundError, ConfigError, ConfigTypeError
 from dtckpt.storage import commit_by_rename
 
+LOCAL_TYPES = frozenset(
+    {
+        "bcachefs",
+        "btrfs",
+        "erofs",
+        "ext2",
+        "ext3",
+        "ext4",
+        "f2fs",
+        "overlay",
+        "ramfs",
+        "squashfs",
+        "tmpfs",
+        "xfs",
+        "zfs",
+    }
+)
+"""Types of file systems whose data is on this machine; every other type counts as a network file system."""
+_MOUNTS = Path("/proc/self/mounts")
+
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """A place that is on no file system of this host. It answers to what is asked of a `Path` here.
+    """The URL of a checkpoint that is on no file system of this host. It has the attributes of a `Path` used here.
 
     Args:
-        scheme: What stands before ``://``.
-        text: What stands after it, without a slash at the end. It is taken literally, percent signs too.
+        scheme: The part before ``://``.
+        text: The part after ``://``, without a slash at the end. It is taken literally, percent signs too.
     """
 
     scheme: str
@@ -41,7 +61,7 @@ class Url:
 
 
 Location = Path | Url
-"""What a checkpoint's path, as an argument, stands for."""
+"""The path or URL of a checkpoint, as `location_of` returns it."""
 
 
 def is_inside(inner: Location, outer: Location) -> bool:
@@ -50,15 +70,15 @@ def is_inside(inner: Location, outer: Location) -> bool:
 
 
 def location_of(path: str | Path | Url) -> Location:
-    """Return what a checkpoint argument stands for: an absolute local path, links followed, or a URL.
+    """Return the location of a checkpoint: an absolute local path, symbolic links followed, or a URL.
 
     Args:
-        path: A path, a ``file://`` URL, or another URL.
+        path: A path, a ``file://`` URL, or another URL, as a user passes it.
 
     Raises:
-        CheckpointNotFoundError: This is no path at all.
+        CheckpointNotFoundError: The text is no path at all.
         ConfigError: A checkpoint cannot have such a name.
-        ConfigTypeError: This is no text.
+        ConfigTypeError: The argument is neither a ``str`` nor a path.
     """
     if isinstance(path, Url):
         return path
@@ -80,6 +100,7 @@ def location_of(path: str | Path | Url) -> Location:
 
 
 def _validate_text(text: str) -> None:
+    """Refuse text that no path of a checkpoint can have. Raises: `CheckpointNotFoundError`."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -90,6 +111,7 @@ def _validate_text(text: str) -> None:
 
 
 def _url(scheme: str, rest: str) -> Url:
+    """Parse the two parts of a URL, before and after ``://``. Raises: as `location_of`."""
     _validate_text(rest)
     url = Url(scheme.lower(), rest.rstrip("/"))
     segments = url.text.lstrip("/").split("/")
@@ -100,3 +122,22 @@ def _url(scheme: str, rest: str) -> Url:
             "'.dtckpt'"
         )
     return url
+
+
+def is_remote(path: str | Location) -> bool:
+    """Whether a path or URL leads to another machine: to an object store or a network file system."""
+    if "://" in str(path):
+        return True
+    where = Path(str(path)).absolute().resolve()
+    try:
+        mounts = [line.split(" ")[1:3] for line in _MOUNTS.read_text().splitlines()]
+    except OSError:
+        return False
+    # The last mount at a mount point hides those before; a path belongs to the nearest mount point above it.
+    types = {_unescaped(mount_point): file_system for mount_point, file_system in mounts}
+    ancestors = map(str, (where, *where.parents))
+    return next((types[folder] not in LOCAL_TYPES for folder in ancestors if folder in types), False)
+
+
+def _unescaped(mount_point: str) -> str:
+    return mount_point.encode().decode("unicode_escape") if "\\" in mount_point else mount_point

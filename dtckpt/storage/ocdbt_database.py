@@ -1,7 +1,12 @@
-"""OCDBT databases as readers see them: a B+tree of keys, whose leaves hold small values and say where the others lie.
+"""Looks keys up in OCDBT databases: a B+tree whose leaves hold small values, and the file ranges of larger ones.
 
-TensorStore decodes the nodes, but reads no file: a stranger's database may name any path, whose open would wait or
-worse, nodes that are their own children, or nodes that decompress to more than any memory.
+::
+
+    manifest.ocdbt -> newest version -> root node -> inner nodes (by key prefix) -> leaf: {key: value or file range}
+
+TensorStore decodes the nodes, but this module reads the files, because a database is untrusted input: it may name any
+path, whose open would wait or do worse, make a node its own child, or hold nodes that decompress to more than any
+memory.
 """
 
 from __future__ import annotations
@@ -14,34 +19,34 @@ from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any
 
-import tensorstore as ts
-
 from dtckpt.format.codecs import zstd_bound
 from dtckpt.storage.failures import MalformedError
 from dtckpt.storage.folder import Folder
+from dtckpt.storage.tensorstore_setup import tensorstore as ts
 from dtckpt.storage.zarr_tensorstore import DATABASE_NAME
 
 MAX_NODE_NBYTES = 64 << 20
 """Bytes of a node, decoded; TensorStore writes nodes of 8 MiB."""
 MAX_HEIGHT = 16
-MAX_KNOWN_KEYS = 1 << 19
-"""Keys of nodes that are kept, or those of one path through the tree."""
+"""Levels of the tree."""
+MAX_CACHED_KEYS = 1 << 19
+"""Keys of the nodes that are kept decoded; the nodes of one path through the tree are kept in any case."""
 
 _VERSION, _COMPRESSION, _HEADER_NBYTES = 12, 13, 14
-"""Where these stand in a node, behind magic and length."""
+"""Positions of these fields in a node, after magic and length; then the header's size."""
 _TRAILER_NBYTES = 4
 _ZSTD = 1
 _ODD_NAMES = ("", ".", "..")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a value lies.
+class FileRange:
+    """A range of bytes of a file of a checkpoint.
 
     Args:
-        file: The file, by its name below the checkpoint's folder.
-        start: Where in the file it begins.
-        nbytes: Its length; None: up to the file's end.
+        file: The file's name below the checkpoint's folder.
+        start: The first byte.
+        nbytes: The length; None: up to the file's end.
     """
 
     file: str
@@ -51,7 +56,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Node:
-    """A decoded node. A leaf's ``entries`` are values and places by key; an inner node's are its children, in order."""
+    """A decoded node.
+
+    Args:
+        height: Levels below the node; 0 for a leaf.
+        entries: Of a leaf: by key, a small value (bytes) or the location of a larger one (str).
+        keys: Of an inner node: the first key of each child, ascending.
+        children: Of an inner node: the location of each child, and the prefix that its keys leave out.
+    """
 
     height: int
     entries: Mapping[bytes, bytes | str]
@@ -59,66 +71,68 @@ class _Node:
     children: list[tuple[str, bytes]]
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> _Node:
-        entries = found["entries"]
-        if not found["height"]:
+    def from_dump(cls, dump: Mapping[str, Any]) -> _Node:
+        """Return the node of what ``ts.ocdbt.dump`` tells of it."""
+        entries = dump["entries"]
+        if not dump["height"]:
             values = {entry["key"]: entry.get("indirect_value", entry.get("inline_value")) for entry in entries}
             return cls(0, values, [], [])
         children = [(entry["location"], entry["subtree_common_prefix"]) for entry in entries]
-        return cls(found["height"], {}, [entry["key"] for entry in entries], children)
+        return cls(dump["height"], {}, [entry["key"] for entry in entries], children)
 
     @property
     def num_keys(self) -> int:
         return len(self.entries) + len(self.keys)
 
 
-class Database:
-    """The keys of a database. Thread-safe.
+class OcdbtDatabase:
+    """An OCDBT database, for reading. Thread-safe.
 
     Args:
         root: The database's folder.
-        context: TensorStore's context.
+        context: A TensorStore context.
     """
 
     def __init__(self, root: Folder, context: Any) -> None:
         self._root = root
         self._context = context
         self._lock = Lock()
-        self._known: OrderedDict[str, _Node] = OrderedDict()
-        self._num_known = 0
+        self._cache: OrderedDict[str, _Node] = OrderedDict()
+        self._num_cached = 0
 
-    def find(self, key: str) -> Place | bytes:
-        """Return where a value lies, or the value itself, if it is small. Blocks: On storage.
+    def find(self, key: str) -> FileRange | bytes:
+        """Return the file range of a value, or the value itself if it is small. Blocks: on storage.
 
         Raises:
             FileNotFoundError: There is no such key.
-            MalformedError: The database is none that TensorStore writes.
-            ValueError: TensorStore cannot decode it.
+            MalformedError: TensorStore writes no such database.
+            ValueError: TensorStore cannot decode a node.
         """
         with self._lock:
-            found = self._find(key.encode())
-        if found is None:
+            entry = self._find(key.encode())
+        if entry is None:
             raise FileNotFoundError(f"{key} is missing")
-        return found if isinstance(found, bytes) else _place(found)
+        return entry if isinstance(entry, bytes) else _file_range(entry)
 
     def _find(self, key: bytes) -> bytes | str | None:
-        location, height = self._top
+        """Return a small value, the location of a larger one, or None if there is no such key."""
+        location, height = self._root_node
         while location:
             node = self._node(location)
             if node.height != height:
                 raise MalformedError(f"the database's tree is none: node {location} is of height {node.height}")
             if not height:
                 return node.entries.get(key)
-            at = bisect_right(node.keys, key) - 1
-            location, prefix = node.children[max(0, at)]
+            position = bisect_right(node.keys, key) - 1
+            location, prefix = node.children[max(0, position)]
             if not key.startswith(prefix):
                 return None
             key, height = key[len(prefix) :], height - 1
         return None
 
     @cached_property
-    def _top(self) -> tuple[str, int]:
-        """Location and height of the tree's root; no location, if it is empty."""
+    def _root_node(self) -> tuple[str, int]:
+        """Location and height of the tree's root node; the location is empty if the tree is."""
         data = self._root.read_whole(DATABASE_NAME, MAX_NODE_NBYTES)
         versions = self._dump(data).get("versions")
         if not versions:
@@ -129,52 +143,60 @@ class Database:
         return newest["root"].get("location", ""), newest["root_height"]
 
     def _node(self, location: str) -> _Node:
-        node = self._known.get(location)
+        """Return the node at a location, from the cache or from storage. Raises: as `find`."""
+        node = self._cache.get(location)
         if node is not None:
-            self._known.move_to_end(location)
+            self._cache.move_to_end(location)
             return node
-        place = _place(location)
-        start, nbytes = place.start, place.nbytes or 0
+        stored = _file_range(location)
+        start, nbytes = stored.start, stored.nbytes or 0
         if nbytes > MAX_NODE_NBYTES:
             raise MalformedError(f"the database's node {location} is too long")
-        node = _Node.of(self._dump(self._root.read(place.file, start, start + nbytes), f"btreenode::node:0:{nbytes}"))
-        self._known[location] = node
-        self._num_known += node.num_keys
-        while self._num_known > MAX_KNOWN_KEYS and len(self._known) > MAX_HEIGHT:
-            self._num_known -= self._known.popitem(last=False)[1].num_keys
+        node = _Node.from_dump(
+            self._dump(self._root.read(stored.file, start, start + nbytes), f"btreenode::node:0:{nbytes}")
+        )
+        self._cache[location] = node
+        self._num_cached += node.num_keys
+        while self._num_cached > MAX_CACHED_KEYS and len(self._cache) > MAX_HEIGHT:
+            self._num_cached -= self._cache.popitem(last=False)[1].num_keys
         return node
 
     def _dump(self, data: bytes, node: str | None = None) -> Any:
-        _validate(data)
-        # A store of its own: TensorStore shares those in memory within a context.
+        """Decode a node, or without one the database's first file, from memory. Raises: as `find`."""
+        _validate_size(data)
+        # A context of its own: stores in memory are shared within a context.
         store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
         store[DATABASE_NAME if node is None else "node"] = data
         return ts.ocdbt.dump(store, node, context=self._context).result()
 
 
-def _validate(data: bytes) -> None:
-    """Refuse a node, or the database's first file, before it is decoded to more than is sensible."""
+def _validate_size(data: bytes) -> None:
+    """Refuse a node, or the database's first file, that would decode to more than `MAX_NODE_NBYTES`.
+
+    Raises:
+        MalformedError: It would, or it has no header.
+    """
     if len(data) < _HEADER_NBYTES + _TRAILER_NBYTES or data[_VERSION] or data[_COMPRESSION] > _ZSTD:
         raise MalformedError("the database is damaged: a node has no header, or is cut short")
     if data[_COMPRESSION] == _ZSTD and zstd_bound(data[_HEADER_NBYTES:-_TRAILER_NBYTES]) > MAX_NODE_NBYTES:
         raise MalformedError(f"the database is damaged: a node decompresses to more than {MAX_NODE_NBYTES} bytes")
 
 
-def _place(location: str) -> Place:
-    """Read a location: kind, path in two parts, start and length.
+def _file_range(location: str) -> FileRange:
+    """Parse a location as TensorStore's dump writes it: ``<kind>:<folder>:<name>:<start>:<nbytes>``.
 
     Raises:
-        MalformedError: It leads out of the checkpoint, or nowhere.
+        MalformedError: The location is malformed, or leads out of the checkpoint.
     """
     try:
         _, folder, name, start, nbytes = location.split(":")
-        return Place(_file(folder + name), int(start), int(nbytes))
+        return FileRange(_validated_name(folder + name), int(start), int(nbytes))
     except ValueError:
         raise MalformedError(f"the database is damaged: it refers to {location!r:.200}") from None
 
 
 @lru_cache(maxsize=256)
-def _file(name: str) -> str:
+def _validated_name(name: str) -> str:
     if any(segment in _ODD_NAMES for segment in name.split("/")) or "\0" in name:
         raise ValueError("this is no name of a file below a folder")
     return name

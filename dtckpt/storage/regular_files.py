@@ -1,4 +1,7 @@
-"""Opens files of checkpoints that strangers may have made: no fifo is waited for, and no device is touched."""
+"""Opens files of untrusted checkpoints: only regular files, never a fifo, a socket or a device.
+
+An open of a fifo waits for a writer, and an open of a device may do something.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ _KINDS = {
 
 
 def regular_nbytes(path: str) -> int:
-    """Return the size of a regular file, which may be the end of a symbolic link; the file is not opened.
+    """Return the size of a regular file, without opening it. A symbolic link is followed.
 
     Raises:
         FileNotFoundError: Nothing is there.
-        MalformedError: Something else is there.
+        MalformedError: The path leads to something other than a regular file.
     """
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -32,13 +35,13 @@ def regular_nbytes(path: str) -> int:
 def open_regular(path: str) -> tuple[int, int]:
     """Open a regular file for reading; return its descriptor and its size. Raises: as `regular_nbytes`.
 
-    To open a device may do something, so the file is looked at before; should a fifo take its place in between, the
-    open does not wait for a writer.
+    The kind of the file is looked up before the open. Should a fifo take its place in between, the open does not wait
+    for a writer (``O_NONBLOCK``).
     """
     nbytes = regular_nbytes(path)
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), nbytes
 
 
-def too_long(name: str, most: int) -> MalformedError:
-    """Return the error of a file that is longer than any that a save writes."""
+def too_long_error(name: str, most: int) -> MalformedError:
+    """Return the error for a file of more than ``most`` bytes: longer than any that a save writes."""
     return MalformedError(f"{name} is too long: it has more than {most} bytes")

@@ -1,7 +1,7 @@
-"""Writes of Zarr v3 arrays where TensorStore does not reach: chunk by chunk, each a file of its own.
+"""Writes the Zarr v3 arrays of a checkpoint, one file per chunk, to back ends that TensorStore cannot reach.
 
-The codec is ``bytes`` (little endian), so a chunk's file is its elements in C order; chunks that the grid cuts short
-at its edge are stored filled up with zeros. A few files are on their way at one time, each in a thread.
+The only codec is ``bytes`` (little endian), so the file of a chunk is its elements in C order. A chunk that the grid
+cuts short at its edge is padded with zeros. A few files are written at a time, each in a thread.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from dtckpt.errors import ConfigError
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.layout.region import Region
-from dtckpt.storage.failures import translated
+from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.zarr_tensorstore import ArrayWriter, StoredArray, chunk_key
+from dtckpt.storage.zarr_tensorstore import StoredArray, TensorStoreWriter, chunk_key
 
 NUM_THREADS = 16
 
 
 def open_writer(
     kind: str, root: Folder, client: int, *, is_durable: bool = True, max_pending_nbytes: int | None = None
-) -> ArrayWriter | ChunkWriter:
-    """Return what writes one client's chunks below a folder; arguments as for `ArrayWriter`."""
+) -> TensorStoreWriter | ChunkFileWriter:
+    """Return the writer of one client's chunks that fits a folder. Args: as for `TensorStoreWriter`."""
     if root.kvstore() is None:
-        return ChunkWriter(kind, root, max_pending_nbytes=max_pending_nbytes)
-    return ArrayWriter(kind, root, client, is_durable=is_durable, max_pending_nbytes=max_pending_nbytes)
+        return ChunkFileWriter(kind, root, max_pending_nbytes=max_pending_nbytes)
+    return TensorStoreWriter(kind, root, client, is_durable=is_durable, max_pending_nbytes=max_pending_nbytes)
 
 
 def validate_kind(kind: str, root: Folder, codecs: Iterable[str] = ()) -> None:
-    """Refuse a kind of key-value store, or codecs, that a folder cannot hold.
+    """Refuse a kind of key-value store, or codecs, that need TensorStore where it cannot reach the folder.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The folder cannot hold them.
     """
     if kind != "zarr" and root.kvstore() is None:
         raise ConfigError(f"{root} cannot hold a database, which TensorStore writes; use SaveOptions(kvstore='zarr')")
@@ -45,8 +45,8 @@ def validate_kind(kind: str, root: Folder, codecs: Iterable[str] = ()) -> None:
         raise ConfigError(f"{root} cannot hold compressed chunks; use SaveOptions(codec='none')")
 
 
-class ChunkWriter:
-    """As `ArrayWriter`, without TensorStore."""
+class ChunkFileWriter:
+    """One client's writes of one save, without TensorStore. The methods are those of `TensorStoreWriter`."""
 
     def __init__(self, kind: str, root: Folder, *, max_pending_nbytes: int | None = None) -> None:
         validate_kind(kind, root)
@@ -62,16 +62,16 @@ class ChunkWriter:
         region: Region,
         elements: np.ndarray[Any, Any],
         *,
-        is_kept: bool = False,  # noqa: ARG002  (all are copied)
+        is_kept: bool = False,  # noqa: ARG002  (every chunk is copied)
     ) -> None:
-        """As `ArrayWriter.write`."""
+        """As `TensorStoreWriter.write`."""
         validate_kind("zarr", self._root, [array.codec])
         key = chunk_key(array.path, array.grid, region)
         self._pending.append(self._pool.submit(self._write, key, array.grid, elements))
         self._note(elements.nbytes)
 
     def write_document(self, key: str, document: bytes) -> None:
-        """As `ArrayWriter.write_document`."""
+        """As `TensorStoreWriter.write_document`."""
         self._pending.append(self._pool.submit(self._root.write, key, document))
         self._note(len(document))
 
@@ -82,22 +82,22 @@ class ChunkWriter:
 
     def _write(self, key: str, grid: ChunkGrid, elements: np.ndarray[Any, Any]) -> None:
         if elements.shape != grid.chunk_shape:
-            whole = np.zeros(grid.chunk_shape, elements.dtype)
-            whole[tuple(slice(size) for size in elements.shape)] = elements
-            elements = whole
+            padded = np.zeros(grid.chunk_shape, elements.dtype)
+            padded[tuple(slice(size) for size in elements.shape)] = elements
+            elements = padded
         self._root.write(key, elements.tobytes())
 
     def _wait(self) -> None:
-        with translated("write chunks", self._root):
+        with translate_errors("write chunks", self._root):
             for write in self._pending:
                 write.result()
         self._pending, self._pending_nbytes = [], 0
 
     def commit(self) -> None:
-        """As `ArrayWriter.commit`."""
+        """As `TensorStoreWriter.commit`."""
         self._wait()
         self._pool.shutdown()
 
     def abort(self) -> None:
-        """As `ArrayWriter.abort`."""
+        """As `TensorStoreWriter.abort`."""
         self._pool.shutdown(cancel_futures=True)

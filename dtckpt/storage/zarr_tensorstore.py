@@ -1,13 +1,18 @@
-"""Writes and reads the Zarr v3 arrays of a checkpoint through TensorStore; `dtckpt.storage.zarr_files` does elsewhere.
+"""Writes the Zarr v3 arrays of a checkpoint through TensorStore, and merges what the clients wrote.
 
-Writing: each client opens its own `ArrayWriter`; the leader then calls `merge`. With the ``ocdbt`` key-value store a
-client writes one database under ``client_<i>/`` in one transaction, and the merge makes the root database refer to
-the clients' data without copying it. With ``zarr`` clients write files straight into the array folders. Either way no
-two clients write the same key: each writes its own chunks, and its share of the metadata.
+Each client opens its own `TensorStoreWriter`; when all have committed, the leader calls `merge`::
 
-Facts that shape the code: a write copies its source unless it may refer to it; a read is fast only into ready
-memory with memory-mapped files; chunks of zeros are left out and read back as zeros unless told otherwise; a range
-copy between databases works only if all were opened with one context.
+    kind ocdbt:  client i writes a database in client_<i>/, in one transaction;
+                 the merge makes the root database refer to the clients' data, without copying it
+    kind zarr:   clients write files straight into the folders of the arrays; there is nothing to merge
+
+Either way no two clients write the same key: each writes its own chunks, and its share of the ``zarr.json``.
+`dtckpt.storage.zarr_files` writes where TensorStore cannot reach.
+
+Facts about TensorStore that shape the code: a write copies its source unless told that it may refer to it; a read is
+fast only into memory that is there already, from memory-mapped files; chunks of zeros are not stored, and missing
+chunks read as zeros, unless told otherwise; a range is copied between databases by reference only if all were opened
+with one context.
 """
 
 from __future__ import annotations
@@ -26,23 +31,24 @@ from dtckpt.format.dtypes import DTYPES, fill_value
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.names import groups
 from dtckpt.layout.region import Region
-from dtckpt.storage.failures import translated
-from dtckpt.storage.folder import Folder, open_context
-from dtckpt.storage.tensorstore_import import tensorstore as ts
+from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.folder import Folder
+from dtckpt.storage.tensorstore_setup import open_context
+from dtckpt.storage.tensorstore_setup import tensorstore as ts
 
 DATABASE_NAME = "manifest.ocdbt"
-"""The file of an OCDBT database that leads to all others."""
+"""The first file of an OCDBT database, which leads to all others."""
 DATA_FOLDER = "d"
-"""The folder of those."""
+"""The folder of the other files of an OCDBT database."""
 TARGET_DATA_FILE_NBYTES = 256 << 20
 SMALL_NBYTES = 1 << 20
-"""A whole chunk up to this size goes straight to its key: opening an array takes longer than writing it."""
+"""A whole chunk of up to so many bytes is written straight to its key: opening the array would take longer."""
 MAX_INLINE_NBYTES = 512
-"""Values up to this size live inside the database's nodes; they are copied by a merge, so it stays small."""
+"""Values of up to so many bytes are kept in the database's nodes. A merge copies them, so the limit is low."""
 
 
 class StoredArray(Protocol):
-    """What is known of an array without a look at storage."""
+    """An array as the manifest describes it, without a look at storage."""
 
     @property
     def path(self) -> str:
@@ -56,7 +62,7 @@ class StoredArray(Protocol):
 
     @property
     def stored_dtype(self) -> str:
-        """Element type on storage."""
+        """Name of the element type on storage; see `dtckpt.format.dtypes`."""
         ...
 
     @property
@@ -66,7 +72,7 @@ class StoredArray(Protocol):
 
 
 def client_folder(client: int) -> str:
-    """Return the name of the folder that one client writes."""
+    """Return the name of the folder that a client writes."""
     return f"client_{client}"
 
 
@@ -102,12 +108,12 @@ def _kvstore(kind: str, folder: Folder, *, to_write: bool = False) -> dict[str, 
 
 def chunk_key(path: str, grid: ChunkGrid, region: Region) -> str:
     """Return the key of a whole chunk (Zarr v3, chunk key encoding ``default``)."""
-    place = _place(grid, region)
-    return f"{path}/{place}" if path else place
+    suffix = _chunk_suffix(grid, region)
+    return f"{path}/{suffix}" if path else suffix
 
 
 @lru_cache(maxsize=4096)
-def _place(grid: ChunkGrid, region: Region) -> str:
+def _chunk_suffix(grid: ChunkGrid, region: Region) -> str:
     return "/".join(["c", *(str(start // size) for start, size in zip(region.offset, grid.chunk_shape, strict=True))])
 
 
@@ -117,23 +123,24 @@ def key_of(path: str, index: Sequence[int]) -> str:
 
 
 def _small_key(array: StoredArray, region: Region, nbytes: int) -> str | None:
-    """Return the key of a small whole chunk, whose value is its elements (Zarr v3, codec ``bytes``); else None.
+    """Return the key of a chunk whose stored value is just its elements (Zarr v3, codec ``bytes``), if it is small.
 
-    What a grid cuts short at its edge is stored filled up; that, and other codecs, are left to TensorStore.
+    None for the others, which are left to TensorStore: large chunks, compressed ones, and those that the grid cuts
+    short at its edge, which are stored padded.
     """
     is_small = array.codec == NO_CODEC and nbytes <= SMALL_NBYTES and region.shape == array.grid.chunk_shape
     return chunk_key(array.path, array.grid, region) if is_small else None
 
 
-class ArrayWriter:
+class TensorStoreWriter:
     """One client's writes of one save.
 
     Args:
         kind: Key-value store, ``ocdbt`` or ``zarr``.
         root: The folder under construction; every client sees the same one.
-        client: Whose writes these are.
-        is_durable: Whether what is written survives a power loss when `commit` returns.
-        max_pending_nbytes: Bytes that may be held until they are written; more are written out before `write` returns.
+        client: The client that writes.
+        is_durable: Whether the data survives a power loss once `commit` has returned.
+        max_pending_nbytes: Bytes that may wait in memory to be written; when more do, `write` waits until they are.
     """
 
     def __init__(
@@ -172,13 +179,13 @@ class ArrayWriter:
             array: The array.
             region: The chunk's box.
             elements: The chunk's elements.
-            is_kept: Whether the elements stay in memory in any case, so that only copies of them count as held.
+            is_kept: Whether the elements stay in memory anyway, so that only copies of them count as waiting.
         """
         key, codec = _small_key(array, region, elements.nbytes), array.codec
         is_copied = key is not None or codec != NO_CODEC
-        # A compressor takes room for the worst case, beside its result.
+        # A compressor takes memory for the worst case, beside its result.
         held_nbytes = elements.nbytes * (is_copied + (not is_kept) + 2 * (codec != NO_CODEC))
-        with translated("write array {!r}", self._where, array.path):
+        with translate_errors("write array {!r}", self._where, array.path):
             if key is not None:
                 self._put(key, elements.tobytes())
                 self._note(held_nbytes)
@@ -192,19 +199,20 @@ class ArrayWriter:
         self._note(held_nbytes)
 
     def write_document(self, key: str, document: bytes) -> None:
-        """Start writing metadata."""
-        with translated("write {!r}", self._where, key):
+        """Start writing a ``zarr.json`` to its key."""
+        with translate_errors("write {!r}", self._where, key):
             self._put(key, document)
         self._note(len(document))
 
     def _put(self, key: str, value: bytes) -> None:
         if self._transaction:
-            self._values()[key] = value  # until the commit, this only notes it
+            self._values()[key] = value  # in memory until the transaction commits
         else:
             self._keys.append(key)
             self._pending.append(self._values().write(key, value))
 
     def _note(self, nbytes: int) -> None:
+        """Count bytes that wait to be written; write all out when they are too many."""
         self._pending_nbytes += nbytes
         if self._max_pending_nbytes is not None and self._pending_nbytes > self._max_pending_nbytes:
             self._write_out()
@@ -229,16 +237,16 @@ class ArrayWriter:
         return self._base
 
     def commit(self) -> None:
-        """Wait until everything is written, and durable if that is wanted. Blocks: on storage."""
+        """Wait until everything is written, and durable if ``is_durable``. Blocks: on storage."""
         self._write_out()
         if self._is_durable:
-            with translated("sync chunks", self._where):
+            with translate_errors("sync chunks", self._where):
                 self._folder.sync(_data_files(self._folder) if self._is_database else self._keys)
 
     def _write_out(self) -> None:
         is_early = self._is_durable and self._is_database
         syncing = self._folder.early_sync(DATA_FOLDER) if is_early else nullcontext()
-        with translated("write chunks", self._where), syncing:
+        with translate_errors("write chunks", self._where), syncing:
             for write in self._pending:
                 write.result()
             if self._transaction is not None:
@@ -248,7 +256,7 @@ class ArrayWriter:
         self._reset()
 
     def abort(self) -> None:
-        """Drop what was not committed, and wait for writes under way: they would make removed folders again."""
+        """Drop the uncommitted writes, and wait for those under way: they could make removed folders again."""
         if self._transaction is not None:
             self._transaction.abort()
         for write in self._pending:
@@ -256,23 +264,34 @@ class ArrayWriter:
 
 
 def open_array(store: Any, array: StoredArray, context: Any, *, to_write: bool = False) -> Any:
-    """Open an array whose metadata is known, without reading it."""
+    """Open an array with the metadata of the manifest, without reading its ``zarr.json``; return TensorStore's array.
+
+    Args:
+        store: The key-value store that holds the array.
+        array: The array.
+        context: A TensorStore context.
+        to_write: Whether chunks of zeros are to be written; else whether a missing chunk is an error.
+    """
     spec = _array_spec(array.grid, array.stored_dtype, array.codec, to_write=to_write)
     return ts.open(spec, kvstore=store / f"{array.path}/", open=True, assume_metadata=True, context=context).result()
 
 
 @lru_cache(maxsize=256)
 def _array_spec(grid: ChunkGrid, stored_dtype: str, codec: str, *, to_write: bool) -> Any:
-    """Return what is the same for all arrays of a kind: to parse it takes longer than to open one."""
-    how = {"store_data_equal_to_fill_value": True} if to_write else {"fill_missing_data_reads": False}
-    return ts.Spec({"driver": "zarr3", "metadata": array_metadata(grid, stored_dtype, codec), **how})
+    """Return TensorStore's specification of arrays with this metadata. Kept, for parsing takes longer than opening."""
+    mode = {"store_data_equal_to_fill_value": True} if to_write else {"fill_missing_data_reads": False}
+    return ts.Spec({"driver": "zarr3", "metadata": array_metadata(grid, stored_dtype, codec), **mode})
 
 
 def documents(arrays: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the ``zarr.json`` of arrays (by array path) and of the groups above them, by key."""
+    """Return the ``zarr.json`` of arrays and of the groups above them, by key.
+
+    Args:
+        arrays: By array path, the array's ``zarr.json``.
+    """
     group = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
-    found = {**arrays, **dict.fromkeys(groups(arrays), group)}
-    return {document_key(path): document for path, document in sorted(found.items())}
+    by_path = {**arrays, **dict.fromkeys(groups(arrays), group)}
+    return {document_key(path): document for path, document in sorted(by_path.items())}
 
 
 def document_key(path: str) -> str:
@@ -286,21 +305,21 @@ def merge(kind: str, root: Folder, last_written: Mapping[int, str]) -> None:
     Args:
         kind: Key-value store.
         root: The folder under construction.
-        last_written: Clients that wrote, and the key of the last that each wrote: where that is, all are.
+        last_written: Per client that wrote, the key of its last write. If this process sees that one, it sees all.
 
     Raises:
-        CheckpointCorruptError: What a client wrote is not there.
+        CheckpointCorruptError: This process does not see the writes of a client.
         StorageError: Storage refused.
     """
-    with translated("merge what the clients wrote", root):
+    with translate_errors("merge what the clients wrote", root):
         if root.kvstore() is None:
-            is_there = {client: _is_file(root, key) for client, key in last_written.items()}
+            is_visible = {client: _is_file(root, key) for client, key in last_written.items()}
         else:
             store = _merge_stores(kind, root, last_written)
             reads = {client: store.read(key, byte_range=slice(0, 1)) for client, key in last_written.items()}
-            is_there = {client: read.result().state == "value" for client, read in reads.items()}
-    # A database that this client does not see, or sees as it was before, passes for one that holds less.
-    if lost := [client for client in last_written if not is_there[client]]:
+            is_visible = {client: read.result().state == "value" for client, read in reads.items()}
+    # The merge cannot tell: a database that is not seen, or seen in an earlier state, looks like one that holds less.
+    if lost := [client for client in last_written if not is_visible[client]]:
         raise CheckpointCorruptError(
             f"what clients {capped(lost)} wrote is not to be seen in {root}; got no {last_written[lost[0]]}; "
             "every client must see one shared file system; nothing was committed, save again"
@@ -308,7 +327,7 @@ def merge(kind: str, root: Folder, last_written: Mapping[int, str]) -> None:
 
 
 def _merge_stores(kind: str, root: Folder, clients: Iterable[int]) -> Any:
-    """Merge what TensorStore wrote; return the store of all of it."""
+    """Merge what the clients wrote through TensorStore; return the key-value store that holds all of it."""
     context = open_context()
     store = ts.KvStore.open(_kvstore(kind, root, to_write=True), context=context).result()
     if kind == "ocdbt":
@@ -332,11 +351,11 @@ def _is_file(folder: Folder, name: str) -> bool:
 
 
 def sync_merged(kind: str, root: Folder) -> None:
-    """Return when what `merge` made, and the files beside it, survive a power loss. Called by the leader.
+    """Wait until the files of `merge`, and those beside them, survive a power loss. Called by the leader.
 
-    Blocks: On storage.
+    Blocks: on storage.
     """
-    with translated("sync what was merged", root):
+    with translate_errors("sync what was merged", root):
         root.sync(_merged_files(kind, root))
 
 
@@ -344,15 +363,15 @@ def _merged_files(kind: str, root: Folder) -> Iterator[str]:
     yield from root.names()
     if kind == "ocdbt":
         yield from _data_files(root)
-    yield ""  # the folder itself: clients' databases go when this one is sure to stay
+    yield ""  # the folder itself: the clients' own databases are removed once this one is durable
 
 
 def _data_files(folder: Folder) -> Iterator[str]:
-    """Yield the files of a database, but for the one that leads to them."""
-    with suppress(FileNotFoundError):  # one without large values has none
+    """Yield the files of a database, except `DATABASE_NAME`."""
+    with suppress(FileNotFoundError):  # a database without large values has none
         yield from (f"{DATA_FOLDER}/{name}" for name in (folder / DATA_FOLDER).names())
 
 
-def stored_empty(stored_dtype: str, shape: Iterable[int]) -> np.ndarray[Any, Any]:
-    """Return uninitialised host memory for stored elements."""
+def allocate_elements(stored_dtype: str, shape: Iterable[int]) -> np.ndarray[Any, Any]:
+    """Allocate an uninitialised array of stored elements, in host memory."""
     return np.empty(tuple(shape), DTYPES[stored_dtype])

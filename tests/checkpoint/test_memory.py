@@ -15,7 +15,7 @@ from dtckpt.checkpoint.reading import checkpoint as reader
 from dtckpt.checkpoint.saving import digests as digesting
 from dtckpt.checkpoint.saving import write
 from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError, LayoutError, ReplicaMismatchError
-from dtckpt.storage.zarr_tensorstore import ArrayWriter
+from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 
 OVERWRITE = SaveOptions(overwrite=True, chunk_nbytes=4096)
 
@@ -183,8 +183,8 @@ def test_what_is_made_for_a_save_is_written_out_before_it_is_much(
     tree = {f"t{number}": torch.randn(size, 1024).bfloat16().float() for number in range(12)}
     nbytes = tree["t0"].nbytes
     times = []
-    write_out = ArrayWriter._write_out
-    monkeypatch.setattr(ArrayWriter, "_write_out", lambda self: times.append(0) or write_out(self))
+    write_out = TensorStoreWriter._write_out
+    monkeypatch.setattr(TensorStoreWriter, "_write_out", lambda self: times.append(0) or write_out(self))
     monkeypatch.setattr(write, "PENDING_NBYTES", 2 * nbytes)
     dtckpt.save(tmp_path / "s", tree, options=SaveOptions(kvstore=kvstore, **options))
     assert len(times) > 3 if is_made else len(times) == 1

@@ -18,7 +18,7 @@ from dtckpt.checkpoint.resharding import workers
 from dtckpt.checkpoint.resharding.reshard import reshard
 from dtckpt.checkpoint.resharding.workers import MARK_NAME, Worker
 from dtckpt.cli.main import main
-from dtckpt.storage.directory_lock import locked
+from dtckpt.storage.directory_lock import lock_directory
 
 NUM_WORKERS = 3
 MESH = {"data": 2, "x": 3}
@@ -106,7 +106,7 @@ def test_one_process_per_worker(source, tmp_path):
     target = tmp_path / "new"
     work(source, target, 0)
     (staging,) = staging_of(target)
-    with locked(staging / "client_0"), pytest.raises(errors.CoordinationError, match="is writing part 0"):
+    with lock_directory(staging / "client_0"), pytest.raises(errors.CoordinationError, match="is writing part 0"):
         work(source, target, 0, resume=False)
 
 
@@ -115,7 +115,7 @@ def test_who_finds_another_one_committing_leaves_it_alone(source, tmp_path, tens
     for index in (0, 1):
         work(source, target, index)
     (staging,) = staging_of(target)
-    with locked(staging):
+    with lock_directory(staging):
         part = work(source, target, 0, resume=False)
         assert (part.nbytes, part.missing, part.is_committed) == (0, (2,), False)
     assert work(source, target, 2).is_committed
@@ -134,7 +134,7 @@ def test_who_is_overtaken_finds_it_done(source, tmp_path, tensors, monkeypatch):
         assert work(source, target, 2).is_committed
         return staging
 
-    share = workers.commit_by_rename.share
+    share = workers.commit_by_rename.begin_shared
     monkeypatch.setattr(workers.commit_by_rename, "share", share_and_be_overtaken)
     part = work(source, target, 0)
     assert (part.nbytes, part.missing, part.is_committed) == (0, (), True)

@@ -6,7 +6,7 @@ from support.forked_clients import Nursery
 @pytest.fixture(scope="session")
 def nursery():
     """Clients whose file operations can be counted, recorded and sabotaged."""
-    if reason := seccomp.reason_not_to():
+    if reason := seccomp.reason_unsupported():
         pytest.skip(f"system calls cannot be supervised here: {reason}")
     with Nursery() as started:
         yield started

@@ -1,4 +1,4 @@
-"""A disk that is full, or may not be written: every client says so, and the old checkpoint stays."""
+"""Full and read-only disks: every client reports the error, and the old checkpoint stays."""
 
 import pytest
 from support import crash_cases, mounts
@@ -14,7 +14,7 @@ DISK_NBYTES = 1 << 20
 def disk(tmp_path_factory):
     """A small file system, and clients that see it; nobody else does."""
     folder = str(tmp_path_factory.mktemp("disk"))
-    if reason := mounts.reason_not_to(folder):
+    if reason := mounts.reason_unsupported(folder):
         pytest.skip(f"may not mount a file system: {reason}")
     with Nursery(mounts.mount_small, folder, DISK_NBYTES) as nursery:
         yield nursery, folder

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 from support import crash_cases
-from support.crash_faults import HEARTBEAT_TIMEOUT_S, chosen, each_in_a_folder, faults_in, record
+from support.crash_faults import HEARTBEAT_TIMEOUT_S, faults_in, record, run_each_in_a_folder, sample_of
 
 pytestmark = pytest.mark.processes
 
@@ -28,8 +28,10 @@ def test_any_operation_may_be_the_last(nursery, tmp_path, kvstore, clients):
     for has_old in (False, True):  # the second save replaces what the first has left
         operations = record(nursery, tmp_path / "recorded" / "s", **options)
         faults += [(has_old, fault) for fault in faults_in(operations, KINDS)]
-    tried = chosen(faults, SAMPLE, f"{kvstore} {clients}")
-    outcomes = each_in_a_folder(tmp_path, tried, lambda folder, case: struck_save(nursery, folder, *case, **options))
+    tried = sample_of(faults, SAMPLE, f"{kvstore} {clients}")
+    outcomes = run_each_in_a_folder(
+        tmp_path, tried, lambda folder, case: struck_save(nursery, folder, *case, **options)
+    )
     print(f"{kvstore}, {clients} clients: {len(tried)} of {len(faults)} faults")
     for outcome, count in sorted(Counter(outcomes).items()):
         print(f"{count:6}", *outcome, sep=", ")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import crash_cases
-from support.crash_faults import CRASHES, HEARTBEAT_TIMEOUT_S, chosen, record
+from support.crash_faults import CRASHES, HEARTBEAT_TIMEOUT_S, record, sample_of
 from support.forked_clients import Fault
 from support.power_loss import Disk, write_tree
 
@@ -85,7 +85,7 @@ def lose_power(nursery, folder, has_old, death, **options):
     assert not any(answer.error for answer in job.finish())
     draw, found = random.Random(f"{options} {death}"), {}
     count = len(job.operations)
-    tried = {count, *chosen(range(count), SAMPLE, f"{options} {death}")}
+    tried = {count, *sample_of(range(count), SAMPLE, f"{options} {death}")}
     for number in range(count + 1):
         for name, choose in losses(draw) if number in tried else ():
             tree = disk.survivors(choose)
@@ -116,7 +116,7 @@ def test_workers_complete_what_survives(nursery, tmp_path, kvstore):
         assert not any(answer.error for answer in job.finish())
         operations += job.operations
     draw, states = random.Random(kvstore), set()
-    tried = {len(operations), *chosen(range(len(operations)), SAMPLE, f"workers {kvstore}")}
+    tried = {len(operations), *sample_of(range(len(operations)), SAMPLE, f"workers {kvstore}")}
     for number, operation in enumerate([*operations, None]):
         for name, choose in losses(draw) if number in tried else ():
             tree = disk.survivors(choose)

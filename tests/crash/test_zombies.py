@@ -1,4 +1,4 @@
-"""Clients that freeze amid a save and come back late, and clients that are killed at any instant, again and again."""
+"""Clients that freeze during a save and come back late, and clients that are killed at any instant, again and again."""
 
 import os
 import random
@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from support import crash_cases
-from support.crash_faults import HEARTBEAT_TIMEOUT_S, chosen, each_in_a_folder, faults_in, record
+from support.crash_faults import HEARTBEAT_TIMEOUT_S, faults_in, record, run_each_in_a_folder, sample_of
 from support.forked_clients import Fault
 
 pytestmark = pytest.mark.processes
@@ -33,12 +33,12 @@ def test_a_frozen_client_comes_back_too_late(nursery, tmp_path, kvstore, is_repl
     record(nursery, tmp_path / "recorded" / "s", **options)
     operations = record(nursery, tmp_path / "recorded" / "s", **options)
     faults = list(faults_in(operations, ["stop"]))
-    tried = chosen(faults, SAMPLE, f"{kvstore} {is_replaced}")
+    tried = sample_of(faults, SAMPLE, f"{kvstore} {is_replaced}")
     leaders = [operation.call for operation in operations if operation.client == 0]
     (commit,) = (fault for fault in faults if fault.client == 0 and fault.at == leaders.index("renameat2") + 1)
     if commit not in tried:
         tried.append(commit)  # which is what must not come late
-    each_in_a_folder(
+    run_each_in_a_folder(
         tmp_path,
         tried,
         lambda folder, fault: frozen_save(nursery, folder, fault, is_replaced=is_replaced, **options),
@@ -85,7 +85,7 @@ def frozen_save(nursery, folder, fault, *, is_replaced, **options):
 
 
 def test_frozen_clients_come_back_amid_later_saves(nursery, tmp_path):
-    counts = each_in_a_folder(tmp_path, range(ROWS), lambda folder, seed: frozen_saves(nursery, folder, seed))
+    counts = run_each_in_a_folder(tmp_path, range(ROWS), lambda folder, seed: frozen_saves(nursery, folder, seed))
     print(f"{ROWS} rows of {FROZEN_SAVES} saves: clients frozen, came back amid a later save, errors: {counts}")
     assert sum(frozen for frozen, *_ in counts) > ROWS * FROZEN_SAVES // 2
 
@@ -148,7 +148,7 @@ def frozen_saves(nursery, folder, seed):
 
 
 def test_saves_under_random_kills(nursery, tmp_path):
-    killed = each_in_a_folder(tmp_path, range(ROWS), lambda folder, seed: killed_saves(nursery, folder, seed))
+    killed = run_each_in_a_folder(tmp_path, range(ROWS), lambda folder, seed: killed_saves(nursery, folder, seed))
     print(f"{ROWS} rows of {SAVES} saves lost {killed} clients")
     assert sum(killed) > ROWS * SAVES // 2
 

@@ -1,3 +1,5 @@
+"""Chunk digests: of blocks, of elements that are not contiguous, and bound to name and position."""
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

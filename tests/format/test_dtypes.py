@@ -1,3 +1,5 @@
+"""Element types: every storable one, and which conversions are lossless."""
+
 import itertools
 
 import ml_dtypes

@@ -1,3 +1,5 @@
+"""Chunk grids: numbers, indices and boxes of chunks agree, and a region meets the right chunks."""
+
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""The manifest: what is written is read, the same state gives the same bytes, and contradictions are refused."""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,3 +1,5 @@
+"""Tensor names: valid ones get distinct, safe paths; the others are refused."""
+
 import re
 from urllib.parse import unquote
 

@@ -1,3 +1,5 @@
+"""Slice strings: parsed and printed as TensorFlow does, or refused with a reason."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,3 +1,5 @@
+"""State trees: every kind of value comes back as it was, and what cannot be saved is refused."""
+
 import contextlib
 import enum
 import json

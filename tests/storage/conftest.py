@@ -1,3 +1,5 @@
+"""Fixtures of the storage tests: buckets of local object stores, and an empty root of every kind of storage."""
+
 import functools
 import itertools
 import os
@@ -8,7 +10,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from support.object_stores import PROTOCOLS, gateway_to, server_of
 
-from dtckpt.storage.commit import open_folder
+from dtckpt.storage.folder import open_folder
 from dtckpt.storage.location import location_of
 
 _buckets = itertools.count()

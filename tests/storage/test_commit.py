@@ -1,4 +1,4 @@
-"""What holds of a checkpoint's place, whether it is a directory, a prefix on an object store, or any other URL."""
+"""The contract of the commit, for every kind of target: a directory, a prefix on an object store, any other URL."""
 
 import pytest
 import torch
@@ -16,10 +16,10 @@ from dtckpt.errors import (
     StorageError,
 )
 from dtckpt.format.manifest import MANIFEST_NAME
-from dtckpt.storage.commit import place_of
+from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.location import is_inside, location_of
-from dtckpt.storage.zarr_files import ChunkWriter
-from dtckpt.storage.zarr_tensorstore import DATABASE_NAME, ArrayWriter, client_folder
+from dtckpt.storage.zarr_files import ChunkFileWriter
+from dtckpt.storage.zarr_tensorstore import DATABASE_NAME, TensorStoreWriter, client_folder
 
 WHOLES = {
     **saved_states.WHOLES,
@@ -105,7 +105,9 @@ def test_a_save_that_fails_leaves_what_was_there(path, save, monkeypatch, step):
 
     with monkeypatch.context() as patch:
         target = STEPS[step]
-        for owner, name in [target] if isinstance(target, tuple) else [(ArrayWriter, target), (ChunkWriter, target)]:
+        for owner, name in (
+            [target] if isinstance(target, tuple) else [(TensorStoreWriter, target), (ChunkFileWriter, target)]
+        ):
             patch.setattr(owner, name, fail)
         with pytest.raises(ZeroDivisionError):
             save(path, 2, overwrite=True)
@@ -138,10 +140,10 @@ def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
 
 
 def test_who_is_taken_over_amid_a_save_says_so(path, save, monkeypatch):
-    commits = {kind: kind.commit for kind in (ArrayWriter, ChunkWriter)}
+    commits = {kind: kind.commit for kind in (TensorStoreWriter, ChunkFileWriter)}
 
     def lose(writer):
-        another = place_of(location_of(path)).begin("1-another")
+        another = commit_target_of(location_of(path)).begin("1-another")
         if is_object_store(another):
             another._register.give_up_older(another.token)  # as it does when it is about to be committed
         commits[type(writer)](writer)
@@ -160,9 +162,9 @@ def test_who_is_taken_over_amid_a_save_says_so(path, save, monkeypatch):
 # --- attempts --------------------------------------------------------------------------------------------
 
 
-def build(place, token):
+def build(target, token):
     """Begin an attempt and write all of it."""
-    attempt = place.begin(token)
+    attempt = target.begin(token)
     fill(attempt, token)
     return attempt
 
@@ -176,94 +178,94 @@ def is_object_store(attempt):
     return hasattr(attempt.folder, "create")
 
 
-def content(place):
-    folder = place.locate()
+def content(target):
+    folder = target.locate()
     found = folder.read("data")
     assert folder.read(MANIFEST_NAME) == found
     return found.decode()
 
 
 @pytest.fixture
-def place(path):
-    return place_of(location_of(path))
+def target(path):
+    return commit_target_of(location_of(path))
 
 
-def test_nothing_shows_before_the_commit(place):
-    attempt = build(place, "1")
+def test_nothing_shows_before_the_commit(target):
+    attempt = build(target, "1")
     with pytest.raises(CheckpointNotFoundError, match="did not complete"):
-        place.locate()
+        target.locate()
     attempt.commit(overwrite=False)
-    assert content(place) == "1"
+    assert content(target) == "1"
 
 
-def test_the_newest_attempt_owns_the_place(place):
-    build(place, "1").commit(overwrite=False)
-    older, newer = build(place, "2"), build(place, "3")
+def test_the_newest_attempt_owns_the_target(target):
+    build(target, "1").commit(overwrite=False)
+    older, newer = build(target, "2"), build(target, "3")
     if not is_object_store(older):  # there it lives until the newer one is about to be committed
         with pytest.raises(StorageError, match="another attempt"):
             older.commit(overwrite=True)
-        assert content(place) == "1"
+        assert content(target) == "1"
     newer.commit(overwrite=True)
     with pytest.raises(StorageError, match="another attempt"):
         older.commit(overwrite=True)
     older.abandon()
-    assert content(place) == "3"
+    assert content(target) == "3"
 
 
-def test_a_late_attempt_commits_nothing(place):
+def test_a_late_attempt_commits_nothing(target):
     """One that was given up goes on writing, also after its successor is done."""
-    older, newer = place.begin("1"), build(place, "2")
+    older, newer = target.begin("1"), build(target, "2")
     newer.commit(overwrite=False)
     if is_object_store(older):  # on a file system the directory is gone
         fill(older, "1")
     with pytest.raises(StorageError):
         older.commit(overwrite=True)
-    joined = place.join(older.token)
+    joined = target.join(older.token)
     joined.sweep()
-    assert content(place) == "2"
+    assert content(target) == "2"
 
 
-def test_two_that_want_an_empty_place(place):
-    first = build(place, "1")
+def test_two_that_want_an_empty_target(target):
+    first = build(target, "1")
     first.commit(overwrite=False)
     with pytest.raises(CheckpointExistsError):
-        place.check_target(overwrite=False)
-    second = build(place, "2")
+        target.check_target(overwrite=False)
+    second = build(target, "2")
     with pytest.raises(CheckpointExistsError):
         second.commit(overwrite=False)
     second.abandon()
-    assert content(place) == "1"
+    assert content(target) == "1"
 
 
-def test_an_attempt_that_nobody_began(place):
-    attempt = place.begin("1")
-    place.join(attempt.token).validate(1)
+def test_an_attempt_that_nobody_began(target):
+    attempt = target.begin("1")
+    target.join(attempt.token).validate(1)
     with pytest.raises(StorageError, match="client 3 does not see"):
-        place.join("0-no-such-attempt").validate(3)
+        target.join("0-no-such-attempt").validate(3)
 
 
-def test_abandoning_is_harmless(place):
-    attempt = build(place, "1")
+def test_abandoning_is_harmless(target):
+    attempt = build(target, "1")
     attempt.abandon()
     attempt.abandon()
     with pytest.raises(CheckpointNotFoundError):
-        place.locate()
-    committed = build(place, "2")
-    with committed.alive():
+        target.locate()
+    committed = build(target, "2")
+    with committed.keep_alive():
         committed.commit(overwrite=False)
         committed.abandon()
-    assert content(place) == "2"
+    assert content(target) == "2"
 
 
-def test_removing(place):
-    build(place, "1").commit(overwrite=False)
-    with place.pinned():
-        assert content(place) == "1"
-    place.remove()
+def test_removing(target):
+    build(target, "1").commit(overwrite=False)
+    with target.pin():
+        assert content(target) == "1"
+    target.remove()
     with pytest.raises(CheckpointNotFoundError):
-        place.locate()
-    build(place, "2").commit(overwrite=False)
-    assert content(place) == "2"
+        target.locate()
+    build(target, "2").commit(overwrite=False)
+    assert content(target) == "2"
 
 
 # --- managers --------------------------------------------------------------------------------------------
@@ -285,7 +287,7 @@ def test_a_manager(root, kvstore, caplog):
             manager.restore(1)
         manager.save(4, {"w": weight - 1})
         manager.wait()
-        folder = place_of(manager.path(4)).locate()
+        folder = commit_target_of(manager.path(4)).locate()
         folder.write(MANIFEST_NAME, folder.read(MANIFEST_NAME)[:-1])
         found = manager.restore()
         assert (found.step, list(found.skipped)) == (3, [4])

@@ -1,4 +1,4 @@
-"""Attempts on an object store: whatever happens between any two operations, there is the old checkpoint or the new."""
+"""The commit by decision: a crash between any two operations, or two leaders at once, leave one whole checkpoint."""
 
 import itertools
 import random
@@ -14,8 +14,15 @@ from fsspec.implementations.memory import MemoryFileSystem
 from dtckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage import commit_by_decision
-from dtckpt.storage.commit_by_decision import COMMITTED, FORGET_AFTER_S, REGISTER, SILENT_AFTER_S, ObjectPlace, Register
-from dtckpt.storage.fsspec_folder import ForeignFolder
+from dtckpt.storage.commit_by_decision import (
+    COMMITTED,
+    FORGET_AFTER_S,
+    REGISTER_FOLDER,
+    SILENT_AFTER_S,
+    AttemptRegister,
+    ObjectStoreTarget,
+)
+from dtckpt.storage.fsspec_folder import FsspecFolder
 from dtckpt.storage.location import Url
 
 WHERE = Url("memory", "run/step_1")
@@ -30,7 +37,7 @@ class Clock:
         return self.now
 
 
-class Folder(ForeignFolder):
+class Folder(FsspecFolder):
     """A folder in memory that tells ``watch`` of every operation before it is done, file by file."""
 
     watch = staticmethod(lambda: None)
@@ -77,12 +84,12 @@ def clock():
 
 
 @pytest.fixture
-def place(folder, clock):
-    return ObjectPlace(Register(WHERE, folder, clock))
+def target(folder, clock):
+    return ObjectStoreTarget(AttemptRegister(WHERE, folder, clock))
 
 
-def save(place, token, *, overwrite=True):
-    attempt = place.begin(token)
+def save(target, token, *, overwrite=True):
+    attempt = target.begin(token)
     fill(attempt, token)
     attempt.commit(overwrite=overwrite)
     return attempt
@@ -93,10 +100,10 @@ def fill(attempt, token):
         attempt.folder.write(name, token.encode())
 
 
-def content(place):
+def content(target):
     """What the checkpoint holds, all of which must be of one attempt; None if there is none."""
     try:
-        folder = place.locate()
+        folder = target.locate()
     except CheckpointNotFoundError:
         return None
     found = {folder.read(name) for name in ("data", "more/data", MANIFEST_NAME)}
@@ -120,26 +127,26 @@ def crash_at(monkeypatch, number):
 
 
 @pytest.mark.parametrize("leftover", [False, True])
-def test_a_crash_anywhere_leaves_old_or_new(place, monkeypatch, leftover):
+def test_a_crash_anywhere_leaves_old_or_new(target, monkeypatch, leftover):
     """Also where there is still something to be tidied up of a crash before."""
     seen = []
     for number in itertools.count():
         MemoryFileSystem.store.clear()
-        save(place, "old")
+        save(target, "old")
         if leftover:
-            fill(place.begin("dead"), "dead")
+            fill(target.begin("dead"), "dead")
         with monkeypatch.context() as patch:
             crash_at(patch, number)
             try:
-                save(place, "new")
+                save(target, "new")
             except Crash:
                 is_over = False
             else:
                 is_over = True
-        seen.append(content(place))
+        seen.append(content(target))
         assert seen[-1] in ("old", "new")
-        save(place, "newer")
-        assert content(place) == "newer"
+        save(target, "newer")
+        assert content(target) == "newer"
         if is_over:
             break
     changes = [this for this, last in zip(seen, [None, *seen], strict=False) if this != last]
@@ -147,46 +154,46 @@ def test_a_crash_anywhere_leaves_old_or_new(place, monkeypatch, leftover):
     assert len(seen) > 10
 
 
-def test_a_crash_amid_removal_leaves_all_or_nothing(place, monkeypatch):
+def test_a_crash_amid_removal_leaves_all_or_nothing(target, monkeypatch):
     seen = []
     for number in itertools.count():
         MemoryFileSystem.store.clear()
-        save(place, "old")
+        save(target, "old")
         with monkeypatch.context() as patch:
             crash_at(patch, number)
             try:
-                place.remove()
+                target.remove()
             except Crash:
                 is_over = False
             else:
                 is_over = True
-        seen.append(content(place))
+        seen.append(content(target))
         if is_over:
             break
     changes = [this for this, last in zip(seen, ["", *seen], strict=False) if this != last]
     assert changes == ["old", None]
-    save(place, "new")
-    assert content(place) == "new"
+    save(target, "new")
+    assert content(target) == "new"
 
 
-def test_two_leaders_at_once(place, monkeypatch):
+def test_two_leaders_at_once(target, monkeypatch):
     """In any order of their operations, each is committed or told that it is not, and what counts is whole.
 
     They are committed in the order of their numbers: what was committed last is what is read.
     """
     outcomes = set()
     for seed in range(300):
-        saves = race(place, monkeypatch, random.Random(seed), leaders=2, rounds=1)
+        saves = race(target, monkeypatch, random.Random(seed), leaders=2, rounds=1)
         outcomes.add(tuple(save.leader for save in saves if save.token))
     assert outcomes >= {("a",), ("b",), ("a", "b"), ("b", "a")}  # the last one is what is there
 
 
 @pytest.mark.parametrize(("leaders", "rounds"), [(2, 6), (3, 3)])
-def test_rivals_that_try_again_and_again(place, monkeypatch, leaders, rounds):
+def test_rivals_that_try_again_and_again(target, monkeypatch, leaders, rounds):
     """Whoever is refused is so for a rival that is committed: of those that save at the same time at least one is."""
     count = 0
     for seed in range(60):
-        saves = race(place, monkeypatch, random.Random(seed), leaders=leaders, rounds=rounds)
+        saves = race(target, monkeypatch, random.Random(seed), leaders=leaders, rounds=rounds)
         for refused in saves:
             rivals = [save for save in saves if save.token and save.start < refused.end and refused.start < save.end]
             assert refused.token or rivals, f"seed {seed}: {refused} of {saves}"
@@ -204,11 +211,11 @@ class Save:
     token: str = ""
 
 
-def race(place, monkeypatch, chance, *, leaders, rounds):
+def race(target, monkeypatch, chance, *, leaders, rounds):
     """Let leaders save, and a reader look, one operation at a time; return the saves, in the order of their ends."""
     MemoryFileSystem.store.clear()
     Folder.committed.clear()
-    save(place, "old")
+    save(target, "old")
     turn, may_go, saves, seen, now = threading.Condition(), {}, [], [""], itertools.count()
 
     def watch():
@@ -222,12 +229,12 @@ def race(place, monkeypatch, chance, *, leaders, rounds):
         for number in range(rounds):
             this = Save(threading.current_thread().name, next(now))
             with suppress(StorageError):
-                this.token = save(place, f"{this.leader}{number}").token
+                this.token = save(target, f"{this.leader}{number}").token
             this.end = next(now)
             saves.append(this)
 
     def look():
-        seen.extend(str(place.locate()) for _ in range(3 * leaders * rounds))
+        seen.extend(str(target.locate()) for _ in range(3 * leaders * rounds))
 
     def take_part(name, work):
         threading.current_thread().name = name
@@ -256,33 +263,33 @@ def race(place, monkeypatch, chance, *, leaders, rounds):
     assert Folder.committed == sorted(set(Folder.committed))
     committed = [save for save in saves if save.token]
     assert [f"{name}.decision" for name in sorted(save.token for save in committed)] == Folder.committed[1:]
-    assert content(place)[0] == max(committed, key=lambda save: save.token).leader
+    assert content(target)[0] == max(committed, key=lambda save: save.token).leader
     assert seen == sorted(seen)
     return sorted(saves, key=lambda save: (save.token, save.end))
 
 
-def test_a_living_rival_is_given_up_for_one_that_is_committed(place, clock):
-    older, newer = place.begin("older"), place.begin("newer")
+def test_a_living_rival_is_given_up_for_one_that_is_committed(target, clock):
+    older, newer = target.begin("older"), target.begin("newer")
     fill(older, "older")
     older.commit(overwrite=True)  # the newer one has not come so far
-    assert content(place) == "older"
+    assert content(target) == "older"
     fill(newer, "newer")
     newer.commit(overwrite=True)
-    assert content(place) == "newer"
+    assert content(target) == "newer"
     assert older.folder.names() == []
 
-    older, newer = place.begin("older"), place.begin("newer")
+    older, newer = target.begin("older"), target.begin("newer")
     fill(newer, "newer")
     newer.commit(overwrite=True)
     with pytest.raises(StorageError, match="took over"):
         older.commit(overwrite=True)
 
 
-def test_a_silent_attempt_is_given_up_by_whoever_begins(place, clock):
-    silent = place.begin("silent")
+def test_a_silent_attempt_is_given_up_by_whoever_begins(target, clock):
+    silent = target.begin("silent")
     fill(silent, "silent")
     clock.now += SILENT_AFTER_S + 1
-    newer = place.begin("newer")
+    newer = target.begin("newer")
     assert silent.folder.names() == []
     with pytest.raises(StorageError, match="took over"):
         silent.commit(overwrite=True)
@@ -290,22 +297,22 @@ def test_a_silent_attempt_is_given_up_by_whoever_begins(place, clock):
     newer.commit(overwrite=True)
 
 
-def test_of_two_that_would_not_replace_one_is_committed(place):
-    older, newer = place.begin("older"), place.begin("newer")
+def test_of_two_that_would_not_replace_one_is_committed(target):
+    older, newer = target.begin("older"), target.begin("newer")
     for attempt, token in ((older, "older"), (newer, "newer")):
         fill(attempt, token)
     older.commit(overwrite=False)
     with pytest.raises(CheckpointExistsError):
         newer.commit(overwrite=False)
-    assert content(place) == "older"
+    assert content(target) == "older"
 
 
 # --- what is left ------------------------------------------------------------------------------------
 
 
-def test_only_what_is_old_is_dead(place, folder, clock):
-    register = Register(WHERE, folder, clock)
-    attempt = place.begin("1")
+def test_only_what_is_old_is_dead(target, folder, clock):
+    register = AttemptRegister(WHERE, folder, clock)
+    attempt = target.begin("1")
     fill(attempt, "1")
 
     clock.now += 2 * HOUR_S
@@ -317,93 +324,93 @@ def test_only_what_is_old_is_dead(place, folder, clock):
     assert attempt.folder.names() == []
     with pytest.raises(StorageError, match="took over"):
         attempt.commit(overwrite=True)
-    assert content(place) is None
+    assert content(target) is None
 
 
-def test_what_comes_late_is_removed_by_the_next(place, folder, clock):
-    attempt = place.begin("1")
-    save(place, "2")
+def test_what_comes_late_is_removed_by_the_next(target, folder, clock):
+    attempt = target.begin("1")
+    save(target, "2")
     fill(attempt, "late")
-    assert content(place) == "2"
-    save(place, "3")
+    assert content(target) == "2"
+    save(target, "3")
     assert attempt.folder.names() == []
     fill(attempt, "later")
-    place.join(attempt.token).sweep()
+    target.join(attempt.token).sweep()
     assert attempt.folder.names() == []
 
 
-def test_a_given_up_attempt_is_forgotten_in_the_end(place, folder, clock):
-    attempt = place.begin("1")
+def test_a_given_up_attempt_is_forgotten_in_the_end(target, folder, clock):
+    attempt = target.begin("1")
     attempt.abandon()
-    save(place, "2")
-    register = Register(WHERE, folder, clock)
+    save(target, "2")
+    register = AttemptRegister(WHERE, folder, clock)
     assert attempt.token in register.attempts()
     clock.now += FORGET_AFTER_S + 1
-    save(place, "3")
+    save(target, "3")
     assert attempt.token not in register.attempts()
     with pytest.raises(StorageError, match="took over"):
         attempt.commit(overwrite=True)
-    assert content(place) == "3"
-    assert len((folder / REGISTER).names()) == 2
+    assert content(target) == "3"
+    assert len((folder / REGISTER_FOLDER).names()) == 2
 
 
-def test_clocks_may_differ(place, folder, clock):
+def test_clocks_may_differ(target, folder, clock):
     """Attempts count on when the clock of the next leader is behind."""
-    save(place, "1")
+    save(target, "1")
     clock.now -= HOUR_S
-    save(place, "2")
-    assert content(place) == "2"
+    save(target, "2")
+    assert content(target) == "2"
     clock.now -= HOUR_S
-    newest = place.begin("3")
+    newest = target.begin("3")
     clock.now -= HOUR_S
-    other = place.begin("4")
+    other = target.begin("4")
     assert other.token > newest.token
     other.commit(overwrite=True)
     with pytest.raises(StorageError, match="took over"):
         newest.commit(overwrite=True)
 
 
-def test_a_leader_says_that_it_lives(place, folder, clock, monkeypatch):
+def test_a_leader_says_that_it_lives(target, folder, clock, monkeypatch):
     monkeypatch.setattr(commit_by_decision, "RENEW_S", 0.001)
-    register, attempt = Register(WHERE, folder, clock), place.begin("1")
+    register, attempt = AttemptRegister(WHERE, folder, clock), target.begin("1")
     renewed = threading.Event()
-    renew = Register.renew
-    monkeypatch.setattr(Register, "renew", lambda *args: (renew(*args), renewed.set()))
+    renew = AttemptRegister.renew
+    monkeypatch.setattr(AttemptRegister, "renew", lambda *args: (renew(*args), renewed.set()))
     clock.now += HOUR_S
-    with attempt.alive():
+    with attempt.keep_alive():
         assert renewed.wait(30)
     assert not register.is_silent(attempt.token, 0)
 
 
-def test_a_commit_counts_whatever_becomes_of_the_old_one(place, monkeypatch, caplog):
-    older = save(place, "old")
+def test_a_commit_counts_whatever_becomes_of_the_old_one(target, monkeypatch, caplog):
+    older = save(target, "old")
     with monkeypatch.context() as patch:
         patch.setattr(Folder, "clear", lambda *args: (_ for _ in ()).throw(OSError("no removals here")))
-        newer = place.begin("new")
+        newer = target.begin("new")
         fill(newer, "new")
         newer.commit(overwrite=True)
     assert "no removals here" in caplog.text
-    assert content(place) == "new"
+    assert content(target) == "new"
     assert older.folder.names() != []
-    save(place, "newer")
+    save(target, "newer")
     assert older.folder.names() == newer.folder.names() == []
-    assert content(place) == "newer"
+    assert content(target) == "newer"
 
 
-def test_the_newest_that_was_committed_counts(place, folder, clock):
+def test_the_newest_that_was_committed_counts(target, folder, clock):
     """Also while the one before it is still there."""
-    register = Register(WHERE, folder, clock)
+    register = AttemptRegister(WHERE, folder, clock)
     for token in ("1", "2"):
-        fill(place.join(attempt := register.claim(token)), token)
+        fill(target.join(attempt := register.claim(token)), token)
         assert register.decide(attempt, COMMITTED)
-    assert content(place) == "2"
+    assert content(target) == "2"
 
 
-def test_a_commit_whose_answer_was_lost(place, monkeypatch):
+def test_a_commit_whose_answer_was_lost(target, monkeypatch):
     """Storage that is asked again, after it had done it, says that it is done already."""
-    attempt = place.begin("1")
+    attempt = target.begin("1")
     fill(attempt, "1")
     create = Folder.create
     monkeypatch.setattr(Folder, "create", lambda *args: create(*args) and create(*args))
     attempt.commit(overwrite=False)
-    assert content(place) == "1"
+    assert content(target) == "1"

@@ -1,4 +1,4 @@
-"""Directories appear whole or not at all, wherever a save is interrupted."""
+"""The commit by rename: directories appear whole or not at all, at whatever change a save is interrupted."""
 
 import contextlib
 import errno
@@ -16,9 +16,9 @@ from dtckpt.errors import (
     StoragePermissionError,
 )
 from dtckpt.storage import commit_by_rename
-from dtckpt.storage.commit import DirectoryPlace
-from dtckpt.storage.directory_lock import locked
-from dtckpt.storage.failures import translated
+from dtckpt.storage.commit_by_rename import DirectoryTarget
+from dtckpt.storage.directory_lock import lock_directory
+from dtckpt.storage.failures import translate_errors
 
 OLD, NEW = b"old", b"new"
 
@@ -135,7 +135,7 @@ def test_a_newer_attempt_is_left_alone_while_it_lives(tmp_path):
     """Whoever froze before it began is the last to begin, and yet not the newest."""
     target = tmp_path / "s"
     newer = build(target, NEW, "10-a")
-    with locked(newer.path):
+    with lock_directory(newer.path):
         for token in ("9-b", "0-b"):
             with pytest.raises(StorageError, match="another attempt saves to this path, and took over"):
                 commit_by_rename.begin(target, token)
@@ -154,7 +154,7 @@ def test_what_nobody_can_have_locked_does_not_live(tmp_path):
 @pytest.mark.parametrize("token", ["10-b", "11-b"])
 def test_an_attempt_that_is_not_newer_is_taken_away_although_it_lives(tmp_path, token):
     older = build(tmp_path / "s", NEW, "10-a")
-    with locked(older.path):
+    with lock_directory(older.path):
         commit_by_rename.begin(tmp_path / "s", token)
     assert not older.path.exists()
 
@@ -224,7 +224,10 @@ def test_other_checkpoints_nearby_are_left_alone(tmp_path):
     ],
 )
 def test_what_storage_says_in_our_words(raised, error):
-    with pytest.raises(error, match=r"^cannot write chunk 3 at /x: ") as caught, translated("write chunk 3", "/x"):
+    with (
+        pytest.raises(error, match=r"^cannot write chunk 3 at /x: ") as caught,
+        translate_errors("write chunk 3", "/x"),
+    ):
         raise raised
     assert type(caught.value) is error
     assert caught.value.__cause__ is raised
@@ -294,7 +297,7 @@ def test_a_directory_that_cannot_be_looked_at_hides_no_other_error(tmp_path, mon
     def fail(path):
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
-    monkeypatch.setattr(commit_by_rename, "identity", fail)
+    monkeypatch.setattr(commit_by_rename, "inode_of", fail)
     commit_by_rename.abandon(staging)
     commit_by_rename.sweep(staging.path, staging.target, staging.inode)
     assert [record.message.partition(": ")[0] for record in caplog.records] == [f"cannot take away {staging.path}"] * 2
@@ -316,12 +319,12 @@ def test_a_directory_that_cannot_be_read_is_not_taken_for_synced(tmp_path, monke
 
 
 def test_what_late_writes_make_anew_is_swept_though_the_inode_of_what_was_there_is_free_again(tmp_path):
-    place = DirectoryPlace(tmp_path / "s")
-    led = place.begin("1")
-    joined = place.join("1")
+    target = DirectoryTarget(tmp_path / "s")
+    led = target.begin("1")
+    joined = target.join("1")
     led.abandon()
     del led
-    made = joined.folder.path
-    made.mkdir()
+    directory = joined.folder.path
+    directory.mkdir()
     joined.sweep()
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Whatever happens to the bytes of a checkpoint, what is read is what was saved, or an error."""
+"""Damage to the bytes of a checkpoint: what is read is exactly what was saved, or an error."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Values are found in the files of a checkpoint, whatever the shape of its database, and read as they were saved."""
+"""Reads of chunks from local files: values are found in any shape of database, and read as they were saved."""
 
 import mmap
 import os
@@ -11,9 +11,10 @@ import torch
 import dtckpt
 from dtckpt import Region, SaveOptions
 from dtckpt.errors import CheckpointCorruptError
-from dtckpt.storage.folder import LocalFolder, open_context
-from dtckpt.storage.local_values import File, StoredValue
-from dtckpt.storage.ocdbt_database import Database, Place
+from dtckpt.storage.local_folder import LocalFolder
+from dtckpt.storage.local_values import OpenFile, StoredValue
+from dtckpt.storage.ocdbt_database import FileRange, OcdbtDatabase
+from dtckpt.storage.tensorstore_setup import open_context
 
 KEYS = [f"model/layers/{number:03}/{name}/c/0" for number in range(60) for name in ("a", "wörter ab:c")]
 VALUES = {key: f"value of {key}".encode() for key in KEYS}
@@ -30,11 +31,11 @@ def database(request, tmp_path):
     for key, value in {**VALUES, "inline": b"1"}.items():
         store.with_transaction(transaction).write(key, value).result()
     transaction.commit_async().result()
-    return Database(folder, context)
+    return OcdbtDatabase(folder, context)
 
 
-def stored(tmp_path, place: Place) -> StoredValue:
-    return StoredValue(File(f"{tmp_path}/{place.file}"), place.start, place.nbytes)
+def value_at(tmp_path, stored: FileRange) -> StoredValue:
+    return StoredValue(OpenFile(f"{tmp_path}/{stored.file}"), stored.start, stored.nbytes)
 
 
 def content(value: StoredValue) -> bytes:
@@ -44,7 +45,7 @@ def content(value: StoredValue) -> bytes:
 
 
 def test_all_values_are_found(database, tmp_path):
-    assert {key: content(stored(tmp_path, database.find(key))) for key in KEYS} == VALUES
+    assert {key: content(value_at(tmp_path, database.find(key))) for key in KEYS} == VALUES
 
 
 def test_a_small_value_comes_with_its_node(database):
@@ -58,14 +59,16 @@ def test_what_is_not_there_is_missing(database, key):
 
 
 def test_few_places_are_kept(database, monkeypatch, tmp_path):
-    monkeypatch.setattr("dtckpt.storage.ocdbt_database.MAX_KNOWN_KEYS", 20)
+    monkeypatch.setattr("dtckpt.storage.ocdbt_database.MAX_CACHED_KEYS", 20)
     monkeypatch.setattr("dtckpt.storage.ocdbt_database.MAX_HEIGHT", 4)
-    assert [content(stored(tmp_path, database.find(key))) for key in KEYS[::-1]] == [VALUES[key] for key in KEYS[::-1]]
-    assert len(database._known) <= 5
+    assert [content(value_at(tmp_path, database.find(key))) for key in KEYS[::-1]] == [
+        VALUES[key] for key in KEYS[::-1]
+    ]
+    assert len(database._cache) <= 5
 
 
 def test_a_value_is_read_to_its_end_only(database, tmp_path):
-    value, memory = stored(tmp_path, database.find(KEYS[0])), bytearray(100)
+    value, memory = value_at(tmp_path, database.find(KEYS[0])), bytearray(100)
     with pytest.raises(ValueError, match="cut short"):
         value.read_into(memoryview(memory), 0)
     value.read_into(memoryview(memory)[:5], 3)
@@ -74,10 +77,10 @@ def test_a_value_is_read_to_its_end_only(database, tmp_path):
 
 def test_a_file_is_open_as_long_as_somebody_reads_from_it(tmp_path):
     (tmp_path / "x").write_bytes(b"content")
-    value, memory = stored(tmp_path, Place("x", 0, 7)), bytearray(7)
+    value, memory = value_at(tmp_path, FileRange("x", 0, 7)), bytearray(7)
     (tmp_path / "x").unlink()
     value.read_into(memoryview(memory), 0)
-    number = value.file.number
+    number = value.file.descriptor
     assert memory == b"content"
     del value
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -130,7 +133,7 @@ def test_parts_of_chunks_go_where_they_are_wanted(tmp_path, dtype):
 def test_what_the_system_holds_is_not_announced(tmp_path, monkeypatch, is_held):
     """It is asked for a page of the value's own: that of the last byte may be the next value's, too."""
     (tmp_path / "value").write_bytes(bytes(1 << 20))
-    value = stored(tmp_path, Place("value", 0, 1 << 20))
+    value = value_at(tmp_path, FileRange("value", 0, 1 << 20))
     probed, announced = [], []
 
     def probe(number, memory, place, flags):

@@ -1,4 +1,4 @@
-"""Checkpoints on object stores: S3 and Google's against servers, other URLs through fsspec."""
+"""Checkpoints on object stores: S3 and Google Cloud Storage against local servers, other URLs through fsspec."""
 
 import itertools
 import json
@@ -32,8 +32,9 @@ from dtckpt.errors import (
     StoragePermissionError,
 )
 from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME
-from dtckpt.storage import folder as folders
-from dtckpt.storage.commit import open_folder, place_of
+from dtckpt.storage import s3_gcs_folder, tensorstore_setup
+from dtckpt.storage.commit import commit_target_of
+from dtckpt.storage.folder import open_folder
 from dtckpt.storage.location import location_of
 
 from .conftest import KINDS, folder_at
@@ -52,7 +53,7 @@ def save(path, step=1, **options):
 def test_damage_is_detected(root, kvstore):
     path = f"{root}/step_1"
     save(path, kvstore=kvstore)
-    folder = place_of(location_of(path)).locate()
+    folder = commit_target_of(location_of(path)).locate()
     names = folder.names()
     assert MANIFEST_NAME in names
     assert f"client_0/{BLOCKS_NAME}" in names
@@ -87,7 +88,7 @@ def test_a_reader_of_what_was_replaced_is_told(root, kvstore):
             checkpoint.read("large")
         with pytest.raises(CheckpointConflictError, match="was replaced or removed while it was being read"):
             checkpoint.read("large", Region((0, 0), (1, 1)))
-    place_of(location_of(path)).remove()
+    commit_target_of(location_of(path)).remove()
     assert folder_at(root).names("step_1") == []
 
 
@@ -96,7 +97,7 @@ def test_the_folder_of_an_attempt_is_a_checkpoint(root, kvstore, tmp_path):
     """It can be copied to a directory, and a directory can be copied to an object store."""
     path, local, copied = f"{root}/step_1", tmp_path / "local", f"{root}/copied"
     save(path, kvstore=kvstore)
-    folder = place_of(location_of(path)).locate()
+    folder = commit_target_of(location_of(path)).locate()
     for name in folder.names():
         (local / name).parent.mkdir(parents=True, exist_ok=True)
         (local / name).write_bytes(folder.read(name))
@@ -111,7 +112,7 @@ def test_the_folder_of_an_attempt_is_a_checkpoint(root, kvstore, tmp_path):
 def test_dead_saves_are_collected(root, kvstore):
     """Those that live, and checkpoints, are left alone."""
     save(f"{root}/step_00000001", kvstore=kvstore)
-    dead = place_of(location_of(f"{root}/step_00000002")).begin("dead")
+    dead = commit_target_of(location_of(f"{root}/step_00000002")).begin("dead")
     dead.folder.write("data", b"x")
     began = int(dead.token.partition("-")[0]) / 1e9
     roots = root_of(location_of(root))
@@ -290,11 +291,11 @@ def test_a_manager_of_several_clients(pool, bucket, store):
 @pytest.fixture
 def gateway(store, bucket, monkeypatch):
     """The store, for a test that tells it what to refuse; TensorStore does not ask it for long."""
-    monkeypatch.setattr(folders, "RETRIES", {"max_retries": 4, "initial_delay": "10ms", "max_delay": "20ms"})
+    monkeypatch.setattr(tensorstore_setup, "RETRIES", {"max_retries": 4, "initial_delay": "10ms", "max_delay": "20ms"})
     monkeypatch.setattr(store, "refuse", store.refuse)
-    folders._shared_context.cache_clear()
+    s3_gcs_folder._shared_context.cache_clear()
     yield store
-    folders._shared_context.cache_clear()
+    s3_gcs_folder._shared_context.cache_clear()
 
 
 def pass_all(action, name):
@@ -406,10 +407,10 @@ def test_a_bucket_that_is_not_there(scheme, bucket):
 ASK_A_MUTE = """
 import sys
 import dtckpt
-from dtckpt.storage import folders, places
+from dtckpt.storage import s3_gcs_folder, tensorstore_setup
 
-places.SILENCE_S = 1
-folders.RETRIES = {"max_retries": 1, "initial_delay": "10ms", "max_delay": "20ms"}
+s3_gcs_folder.SILENCE_S = 1
+tensorstore_setup.RETRIES = {"max_retries": 1, "initial_delay": "10ms", "max_delay": "20ms"}
 try:
     dtckpt.restore(sys.argv[1])
 except dtckpt.errors.StorageError as error:

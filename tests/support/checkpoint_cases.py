@@ -275,16 +275,16 @@ def save_and_die(
 
 
 def _die_at_write(number: int) -> None:
-    from dtckpt.storage.zarr_tensorstore import ArrayWriter
+    from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 
-    write, count = ArrayWriter.write, iter(range(number))
+    write, count = TensorStoreWriter.write, iter(range(number))
 
     def write_some(*args: Any, **kwargs: Any) -> None:
         if next(count, None) is None:
             _die()
         write(*args, **kwargs)
 
-    ArrayWriter.write = write_some  # type: ignore[method-assign]
+    TensorStoreWriter.write = write_some  # type: ignore[method-assign]
 
 
 # --- packing over clients --------------------------------------------------------------------------------------------
@@ -406,13 +406,13 @@ def as_nobody(folder: str) -> dict[str, str]:
 def save_elsewhere(path: str, private: str = "") -> None:
     """Save; a client with a ``private`` folder sees that where the others see ``path``'s."""
     mesh = mesh_over_all({"x": 2})
-    staging_path = commit_by_rename.staging_path
+    staging_path = commit_by_rename.working_path
     if private:
-        commit_by_rename.staging_path = lambda target, token: Path(private) / token
+        commit_by_rename.working_path = lambda target, token: Path(private) / token
     try:
         dtckpt.save(path, tree_on(mesh, WEIGHT), options=SaveOptions(timeout_s=20))
     finally:
-        commit_by_rename.staging_path = staging_path
+        commit_by_rename.working_path = staging_path
 
 
 def save_on_a_part_of_the_job(path: str, members: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the clients of the crash tests save, and what is found afterwards."""
+"""Functions that client processes run in the crash tests, and the check of what restores afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many faults the tests try, and how they try them."""
+"""Which faults the crash tests try, and how many: at every file operation, or at a sample of them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 CRASHES = os.environ.get("DTCKPT_CRASHES", "")
-"""``all``: every file operation is struck in every way, which takes an hour of two cores; ``2/5``: so is the second
-fifth of them; else a sample of them."""
+"""Which faults are tried. ``all``: every kind at every file operation, which takes an hour of two cores; ``2/5``: the
+second fifth of all of them; else a sample."""
 HEARTBEAT_TIMEOUT_S = 2.0
-LANES = 6
-"""Cases at one time: most of the time they wait for the heartbeat of a client that is gone."""
+MAX_PARALLEL_CASES = 6
+"""Cases that run at one time; most of the time they wait for the heartbeat of a lost client to time out."""
 
 
 def record(nursery: Nursery, path: Path, **options: Any) -> list[Operation]:
-    """Return the operations of a save that nothing happens to; options as `Nursery.start`."""
+    """Return the file operations of a save without a fault; options as `Nursery.start`."""
     job = nursery.start(crash_cases.save, str(path), "recorded", folder=str(path.parent), is_recorded=True, **options)
     answers = job.finish()
     assert not any(answer.error or answer.has_died for answer in answers), answers
@@ -34,20 +34,20 @@ def record(nursery: Nursery, path: Path, **options: Any) -> list[Operation]:
 
 
 def faults_in(operations: Sequence[Operation], kinds: Sequence[str]) -> Iterator[Fault]:
-    """Yield everything of these kinds that can happen to a save of these operations."""
+    """Yield every fault of these kinds at every one of these operations."""
     counts = Counter((each.client, kind) for each in operations for kind in kinds if kind != "short" or each.data)
     for (client, kind), count in sorted(counts.items()):
         yield from (Fault(client, kind, at) for at in range(1, count + 1))
 
 
-def chosen(found: Sequence[T], count: int, seed: str) -> list[T]:
-    """Return ``count`` of what was found, or all, or a part of all, if that is wanted."""
+def sample_of(cases: Sequence[T], count: int, seed: str) -> list[T]:
+    """Return a sample of ``count`` cases, or the share of all cases that `CRASHES` asks for."""
     part, _, parts = CRASHES.replace("all", "1/1").partition("/")
-    return list(found[int(part) - 1 :: int(parts)]) if parts else random.Random(seed).sample(list(found), count)
+    return list(cases[int(part) - 1 :: int(parts)]) if parts else random.Random(seed).sample(list(cases), count)
 
 
-def each_in_a_folder(parent: Path, tried: Sequence[T], run: Callable[[Path, T], R]) -> list[R]:
-    """Return ``run(folder, case)`` of all cases, each with an empty folder of its own, some at a time."""
+def run_each_in_a_folder(parent: Path, cases: Sequence[T], run: Callable[[Path, T], R]) -> list[R]:
+    """Return ``run(folder, case)`` of all cases, some at a time, each in an empty folder of its own."""
 
     def run_in(number: int, case: T) -> R:
         folder = parent / f"case-{number}"
@@ -56,8 +56,8 @@ def each_in_a_folder(parent: Path, tried: Sequence[T], run: Callable[[Path, T], 
         shutil.rmtree(folder)
         return result
 
-    with ThreadPoolExecutor(LANES) as executor:
-        running = [executor.submit(run_in, number, case) for number, case in enumerate(tried)]
+    with ThreadPoolExecutor(MAX_PARALLEL_CASES) as executor:
+        running = [executor.submit(run_in, number, case) for number, case in enumerate(cases)]
         try:
             return [future.result() for future in running]
         finally:

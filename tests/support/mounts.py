@@ -1,4 +1,4 @@
-"""File systems of a process's own, for tests of disks that are full or may not be written."""
+"""Mounts a file system that only one process sees, for tests of full and read-only disks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def forbid_writing(folder: str) -> None:
     _call("mount", None, os.fsencode(folder), None, _REMOUNT | _READ_ONLY, None)
 
 
-def reason_not_to(folder: str) -> str:
+def reason_unsupported(folder: str) -> str:
     """Return why `mount_small` cannot be used here; empty if it can."""
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""What client processes do in the tests of object stores: functions for `Pool.run`."""
+"""Functions that client processes run in the tests of object stores (`Pool.run`)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def save_and_die(
         if when == "amid its writes":
             checkpoint_cases._die_at_write(2)
         else:
-            from dtckpt.storage.commit_by_decision import ObjectAttempt
+            from dtckpt.storage.commit_by_decision import ObjectStoreAttempt
 
-            ObjectAttempt.commit = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+            ObjectStoreAttempt.commit = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
     options = SaveOptions(overwrite=True, timeout_s=30, chunk_nbytes=64)
     dtckpt.save(path, checkpoint_cases.tree_on(mesh, tensors, "new"), options=options)
 

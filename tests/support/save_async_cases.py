@@ -16,7 +16,7 @@ import dtckpt
 from dtckpt import SaveOptions, errors
 from dtckpt.checkpoint.saving import save as saving
 from dtckpt.storage import commit_by_rename
-from dtckpt.storage.zarr_tensorstore import ArrayWriter
+from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 from support.states import bits_of
 
 from .checkpoint_cases import Tensors, mesh_over_all, save_differently, tree_on
@@ -68,7 +68,7 @@ class Gate:
         self._remaining = open_for
 
     def __enter__(self) -> Gate:
-        self._write = write = ArrayWriter.write
+        self._write = write = TensorStoreWriter.write
 
         def wait(*args: Any, **kwargs: Any) -> None:
             self._remaining -= 1
@@ -77,12 +77,12 @@ class Gate:
                 assert self.opened.wait(WAIT_S)
             write(*args, **kwargs)
 
-        ArrayWriter.write = wait  # type: ignore[method-assign]
+        TensorStoreWriter.write = wait  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         self.opened.set()
-        ArrayWriter.write = self._write  # type: ignore[method-assign]
+        TensorStoreWriter.write = self._write  # type: ignore[method-assign]
 
 
 def fail_in_background(folder: str, victim: int) -> list[str]:
@@ -90,7 +90,7 @@ def fail_in_background(folder: str, victim: int) -> list[str]:
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
     mesh = mesh_over_all({"x": clients})
     tree, options = tree_on(mesh, SMALL, "new"), SaveOptions(timeout_s=WAIT_S)
-    write = ArrayWriter.write
+    write = TensorStoreWriter.write
 
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("no ink")
@@ -103,12 +103,12 @@ def fail_in_background(folder: str, victim: int) -> list[str]:
         return "ok"
 
     if client == victim:
-        ArrayWriter.write = fail  # type: ignore[method-assign]
+        TensorStoreWriter.write = fail  # type: ignore[method-assign]
     try:
         handle = dtckpt.save_async(f"{folder}/a", tree, options=options)
         handle.wait(WAIT_S)
     finally:
-        ArrayWriter.write = write  # type: ignore[method-assign]
+        TensorStoreWriter.write = write  # type: ignore[method-assign]
     found = []
     if client == 0:  # only one client looks
         found.append(said(handle.result))
@@ -132,7 +132,7 @@ def die_in_background(path: str, victim: int, where: str) -> float:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if client == victim and where == "writing":
-        ArrayWriter.write = die  # type: ignore[method-assign]
+        TensorStoreWriter.write = die  # type: ignore[method-assign]
     elif client == victim and where == "committing":
         commit_by_rename.commit = die
     handle = dtckpt.save_async(path, tree, options=options)

@@ -1,4 +1,4 @@
-"""What the tests of places save there, and whether it is what restores."""
+"""The state that the tests of storage save, and the check that exactly this state restores."""
 
 from __future__ import annotations
 

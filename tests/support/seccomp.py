@@ -1,4 +1,4 @@
-"""System calls of a process, decided by another one: Linux's seccomp user notifications (Linux 5.6 and later).
+"""Supervises another process's system calls: Linux's seccomp user notifications (Linux 5.6 and later).
 
 The kernel stops a thread at a call that changes files and asks the supervisor, which lets the call happen, answers it
 itself, or kills the process before it. It needs no privilege, no compiler and no tracer, and sees what C++ threads do.
@@ -55,7 +55,7 @@ class _Program(ctypes.Structure):
 
 
 def listen() -> int:
-    """Make this thread, and all that it starts, ask before a call that changes files; return where the questions come.
+    """Have this thread, and all that it starts, ask before calls that change files; return the supervisor's descriptor.
 
     Raises:
         OSError: The kernel or a sandbox forbids it.
@@ -67,7 +67,7 @@ def listen() -> int:
     program = [
         (_LOAD, 0, 0, _AT_NUMBER),
         (_EQUAL, count + 1, 0, NUMBERS["openat"]),
-        *((_EQUAL, count - place + 2, 0, number) for place, number in enumerate(asked)),
+        *((_EQUAL, count - position + 2, 0, number) for position, number in enumerate(asked)),
         (_RETURN, 0, 0, _ALLOW),
         (_LOAD, 0, 0, _AT_OPEN_FLAGS),
         (_ANY_BIT, 0, 1, _CHANGES_FILES),
@@ -87,7 +87,7 @@ def _check(result: int) -> int:
     return result
 
 
-def reason_not_to() -> str:
+def reason_unsupported() -> str:
     """Return why `listen` cannot be used here; empty if it can."""
     pid = os.fork()
     if pid == 0:
@@ -105,11 +105,11 @@ class Call:
     """A system call that waits for an answer.
 
     Args:
-        listener: Where it was asked.
-        id: The kernel's number of it.
-        thread: Who calls.
-        name: What is called.
-        arguments: As the kernel sees them.
+        listener: The descriptor that it was received from.
+        id: The kernel's number for it.
+        thread: The calling thread.
+        name: The name of the system call.
+        arguments: The raw arguments.
     """
 
     listener: int
@@ -120,33 +120,33 @@ class Call:
 
     @cached_property
     def paths(self) -> list[str]:
-        """The files it is about: absolute, links in them not followed; one that was removed ends in ``(deleted)``."""
-        found = self.arguments
+        """The paths of its files: absolute, links not followed; that of a removed file ends in ``(deleted)``."""
+        arguments = self.arguments
         match self.name:
             case "rename" | "link":
-                return [self._path(_AT_FDCWD, found[0]), self._path(_AT_FDCWD, found[1])]
+                return [self._path(_AT_FDCWD, arguments[0]), self._path(_AT_FDCWD, arguments[1])]
             case "renameat" | "renameat2" | "linkat":
-                return [self._path(found[0], found[1]), self._path(found[2], found[3])]
+                return [self._path(arguments[0], arguments[1]), self._path(arguments[2], arguments[3])]
             case "mkdir" | "rmdir" | "unlink" | "creat" | "truncate":
-                return [self._path(_AT_FDCWD, found[0])]
+                return [self._path(_AT_FDCWD, arguments[0])]
             case "openat" | "mkdirat" | "unlinkat":
-                return [self._path(found[0], found[1])]
+                return [self._path(arguments[0], arguments[1])]
             case "symlink":
-                return [self._path(_AT_FDCWD, found[1])]
+                return [self._path(_AT_FDCWD, arguments[1])]
             case "symlinkat":
-                return [self._path(found[1], found[2])]
+                return [self._path(arguments[1], arguments[2])]
             case "copy_file_range":
-                return [self._opened(found[2])]
-        return [self._opened(found[0])]
+                return [self._opened(arguments[2])]
+        return [self._opened(arguments[0])]
 
     @property
     def writes(self) -> bool:
-        """Whether it hands over data."""
+        """Whether the call writes data."""
         return self.name in ("write", "writev", "pwrite64", "pwritev", "pwritev2")
 
     @cached_property
     def data(self) -> bytes:
-        """What a write hands over."""
+        """The data of a write."""
         start, count = self.arguments[1:3]
         if self.name in ("write", "pwrite64"):
             return self._memory(start, count)
@@ -155,14 +155,14 @@ class Call:
 
     @cached_property
     def offset(self) -> int:
-        """Where a write writes."""
+        """The position in the file at which a write begins."""
         if self.name in ("write", "writev"):
             with open(f"/proc/{self.thread}/fdinfo/{_signed(self.arguments[0])}") as file:
                 return int(next(line for line in file if line.startswith("pos:")).split()[1])
         return self.arguments[3]
 
     def write_part(self, nbytes: int) -> None:
-        """Write only the first bytes of a write, as the kernel may, and say so."""
+        """Do only a part of a write, its first bytes, as the kernel may; the caller is told how many."""
         process = os.pidfd_open(_process_of(self.thread))
         libc = ctypes.CDLL(None, use_errno=True)
         try:
@@ -180,11 +180,11 @@ class Call:
         self._answer(value=nbytes)
 
     def proceed(self) -> None:
-        """Let it happen."""
+        """Let the call happen."""
         self._answer(flags=_CONTINUE)
 
     def fail(self, code: int) -> None:
-        """Let it fail with an error number, without doing anything."""
+        """Let the call fail with an error number, and do nothing."""
         self._answer(error=-code)
 
     def _answer(self, *, value: int = 0, error: int = 0, flags: int = 0) -> None:
@@ -208,19 +208,19 @@ class Call:
         return os.path.normpath(os.path.join(os.readlink(link), name))
 
     def _text(self, address: int) -> bytes:
-        found = b""
-        while b"\0" not in found and len(found) < _MAX_PATH_NBYTES:
-            end = (address + len(found)) // 4096 * 4096 + 4096  # the next page may not be there
-            found += self._memory(address + len(found), end - address - len(found))
-        return found.partition(b"\0")[0]
+        text = b""
+        while b"\0" not in text and len(text) < _MAX_PATH_NBYTES:
+            end = (address + len(text)) // 4096 * 4096 + 4096  # the next page may not be there
+            text += self._memory(address + len(text), end - address - len(text))
+        return text.partition(b"\0")[0]
 
     def _memory(self, address: int, nbytes: int) -> bytes:
         with open(f"/proc/{self.thread}/mem", "rb", buffering=0) as file:
             file.seek(address)
-            found = b""
-            while len(found) < nbytes and (more := file.read(nbytes - len(found))):
-                found += more
-            return found
+            data = b""
+            while len(data) < nbytes and (more := file.read(nbytes - len(data))):
+                data += more
+            return data
 
 
 def _signed(argument: int) -> int:
@@ -234,7 +234,7 @@ def _process_of(thread: int) -> int:
 
 
 def receive(listener: int) -> Call | None:
-    """Return the call that waits; None if its process is gone."""
+    """Return the next call that waits for an answer; None if its process is gone."""
     buffer = bytearray(_NOTIFICATION.size)
     try:
         fcntl.ioctl(listener, _RECEIVE, buffer)

@@ -11,7 +11,7 @@ import dtckpt
 from dtckpt import SaveOptions
 from dtckpt.checkpoint import timing
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
-from dtckpt.storage.zarr_tensorstore import ArrayWriter
+from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 
 from .checkpoint_cases import Tensors, mesh_over_all, tree_on
 
@@ -32,7 +32,7 @@ class Listener(logging.Handler):
 def save_with_slow_client(path: str, tensors: Tensors, victim: int) -> list[str]:
     """Save, while one client's clock says that it takes long to write; return the warnings of this client."""
     tree = tree_on(mesh_over_all({"x": dtckpt.num_clients()}), tensors)
-    with slowness_of(victim, ArrayWriter, "write") as warnings:
+    with slowness_of(victim, TensorStoreWriter, "write") as warnings:
         dtckpt.save(path, tree, options=SaveOptions(timeout_s=30))
     return warnings
 

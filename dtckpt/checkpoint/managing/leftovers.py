@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError
 from dtckpt.storage import commit_by_rename
-from dtckpt.storage.directory_lock import locked
+from dtckpt.storage.directory_lock import lock_directory
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
@@ -68,7 +68,7 @@ def _is_dead(folder: Path, target: Path, min_age_s: float, now: float) -> bool:
         pass
     if now - _last_change(folder) < min_age_s:
         return False
-    with locked(folder) as is_free:
+    with lock_directory(folder) as is_free:
         return is_free
 
 

@@ -342,7 +342,7 @@ class CheckpointManager:
         with self._removing:
             self._pinned.add(step)
         try:
-            with self._folders.place(step).pinned():
+            with self._folders.place(step).pin():
                 yield
         finally:
             self._pinned.discard(step)

@@ -14,10 +14,9 @@ from typing import Protocol
 from dtckpt.checkpoint.managing.leftovers import collect_leftovers, targets_of_leftovers
 from dtckpt.checkpoint.managing.root_lock import RootLock
 from dtckpt.errors import CheckpointConflictError
-from dtckpt.storage.commit import open_folder
-from dtckpt.storage.commit_by_decision import REGISTER, Register
-from dtckpt.storage.failures import translated
-from dtckpt.storage.folder import ObjectFolder
+from dtckpt.storage.commit_by_decision import REGISTER_FOLDER, AttemptRegister
+from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.folder import ObjectFolder, open_folder
 from dtckpt.storage.location import Location, Url
 
 MANAGERS = ".dtckpt-managers"
@@ -82,7 +81,7 @@ class DirectoryRoot:
 
     def names(self) -> set[str]:
         """As `Root.names`."""
-        with translated("list the checkpoints", self.where), suppress(FileNotFoundError):
+        with translate_errors("list the checkpoints", self.where), suppress(FileNotFoundError):
             return {entry.name for entry in self.where.iterdir()} | targets_of_leftovers(self.where)
         return set()
 
@@ -101,14 +100,14 @@ class ObjectRoot:
 
     def names(self) -> set[str]:
         """As `Root.names`."""
-        with translated("list the checkpoints", self.where):
-            return {name.partition("/")[0] for name in (self._folder / REGISTER).names()}
+        with translate_errors("list the checkpoints", self.where):
+            return {name.partition("/")[0] for name in (self._folder / REGISTER_FOLDER).names()}
 
     def collect(self, *, min_age_s: float, now: float) -> None:
         """As `Root.collect`."""
         for name in sorted(self.names()):
-            with translated("remove what dead saves left", self.where / name):
-                Register(self.where / name, self._folder, lambda: now).collect(silent_for_s=min_age_s)
+            with translate_errors("remove what dead saves left", self.where / name):
+                AttemptRegister(self.where / name, self._folder, lambda: now).collect(silent_for_s=min_age_s)
 
 
 class NewestManager:
@@ -125,7 +124,7 @@ class NewestManager:
 
     def acquire(self) -> None:
         """As `Right.acquire`."""
-        with translated("look for other managers", self._where):
+        with translate_errors("look for other managers", self._where):
             names = self._folder.names()
             if not self._mine:
                 newest = max((int(name.partition("-")[0]) for name in names), default=0)
@@ -144,6 +143,6 @@ class NewestManager:
     def release(self) -> None:
         """As `Right.release`."""
         if self._mine:
-            with translated("give up the right to change checkpoints", self._where):
+            with translate_errors("give up the right to change checkpoints", self._where):
                 self._folder.remove([self._mine])
             self._mine = ""

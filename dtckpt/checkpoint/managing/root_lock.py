@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dtckpt.errors import CheckpointConflictError
 from dtckpt.storage import commit_by_rename
-from dtckpt.storage.failures import translated
+from dtckpt.storage.failures import translate_errors
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
@@ -40,7 +40,7 @@ class RootLock:
         key = os.getpid(), self._root
         if _held.get(key) is self:
             return
-        with translated("lock the directory of checkpoints", self._root):
+        with translate_errors("lock the directory of checkpoints", self._root):
             commit_by_rename.make_folder(self._root)
             if key in _held:
                 raise self._conflict("another manager of this process")

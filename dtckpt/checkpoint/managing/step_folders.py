@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, UNKNOWN, Lineage, current_steps
 from dtckpt.checkpoint.managing.root import Root
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, ConfigError
-from dtckpt.storage.commit import Place, place_of
+from dtckpt.storage.commit import CommitTarget, commit_target_of
 from dtckpt.storage.location import Location
 
 logger = logging.getLogger("dtckpt.checkpoint")
@@ -41,9 +41,9 @@ class StepFolders:
             raise ConfigError(f"a step must be a whole number from 0 on; got {step!r}")
         return self.root / f"step_{step:08d}"
 
-    def place(self, step: int) -> Place:
+    def place(self, step: int) -> CommitTarget:
         """Return the place of a step's checkpoint. Raises: as `path`."""
-        return place_of(self.path(step))
+        return commit_target_of(self.path(step))
 
     def saved(self) -> dict[int, Lineage]:
         """Return all steps that have a finished checkpoint, whichever run saved them, and their lineages."""

@@ -15,7 +15,7 @@ from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.digest import Blocks, digest_of_blocks
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.manifest import BLOCKS_NAME, ArrayEntry, Manifest
-from dtckpt.storage.failures import translated
+from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.zarr_tensorstore import client_folder
 
@@ -81,7 +81,7 @@ class BlockDigests:
 
 def _read(root: Folder, writer: int, start: int, stop: int) -> bytes:
     folder = root / client_folder(writer)
-    with translated("read block digests", folder, is_read=True), suppress(FileNotFoundError):
+    with translate_errors("read block digests", folder, is_read=True), suppress(FileNotFoundError):
         return folder.read(BLOCKS_NAME, start, stop)
     return b""
 

@@ -31,12 +31,11 @@ from dtckpt.format.digest import documents_digest
 from dtckpt.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, ArrayEntry, Manifest
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
-from dtckpt.storage.chunk_reader import ArrayReader
-from dtckpt.storage.commit import place_of
-from dtckpt.storage.failures import translated
-from dtckpt.storage.filesystem import is_remote
+from dtckpt.storage.chunk_reader import ChunkReader
+from dtckpt.storage.commit import commit_target_of
+from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.location import Location, location_of
+from dtckpt.storage.location import Location, is_remote, location_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +171,7 @@ class Checkpoint:
         self.path = path
         self.manifest = manifest
         self.is_remote = is_remote(path)
-        self._reader = ArrayReader(manifest.kvstore, root, by_file=not self.is_remote)
+        self._reader = ChunkReader(manifest.kvstore, root, by_file=not self.is_remote)
         self._root = root
         self._block_digests = BlockDigests(manifest, root)
         self._regions = RegionReader(path, root, self._reader, self._block_digests, is_remote=self.is_remote)
@@ -356,12 +355,12 @@ def open_checkpoint(path: str | Location) -> Checkpoint:
         CheckpointCorruptError: Its manifest is damaged.
         StoragePermissionError: It may not be read.
     """
-    place = place_of(location_of(path))
+    place = commit_target_of(location_of(path))
     # A save may replace the checkpoint between the look-up and the read; then the second look finds the new one.
     for is_last in (False, True):
         folder = place.locate()
         try:
-            with translated("read the manifest", folder, is_read=True):
+            with translate_errors("read the manifest", folder, is_read=True):
                 data = folder.read_whole(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
             return Checkpoint(place.where, folder, Manifest.from_bytes(data, f"{folder}/{MANIFEST_NAME}"))
         except CheckpointError:

@@ -23,12 +23,12 @@ from dtckpt.format.digest import as_bytes, buffer_of, bytes_digest, digest_chunk
 from dtckpt.format.dtypes import DTYPES, UNCONVERTED
 from dtckpt.format.manifest import ArrayEntry
 from dtckpt.layout.region import Region
-from dtckpt.storage.chunk_reader import ArrayReader
-from dtckpt.storage.failures import translated
+from dtckpt.storage.chunk_reader import ChunkReader
+from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.local_values import StoredValue, read_run, runs_of
+from dtckpt.storage.local_values import StoredValue, contiguous_runs, read_run
 from dtckpt.storage.location import Location
-from dtckpt.storage.zarr_tensorstore import stored_empty
+from dtckpt.storage.zarr_tensorstore import allocate_elements
 
 LOCAL_IN_FLIGHT_NBYTES = 8 << 20
 """Chunks being read at one time from this machine's storage, or two larger ones, by each thread.
@@ -69,7 +69,7 @@ class RegionReader:
         self,
         path: Location,
         root: Folder,
-        reader: ArrayReader,
+        reader: ChunkReader,
         block_digests: BlockDigests,
         *,
         is_remote: bool,
@@ -162,7 +162,7 @@ class RegionReader:
             if entry.missing:
                 parts_of(entry, (region,))  # or what was never saved would pass for lost
         chunks = ((entry, index) for entry, region in reversed(checked) for index in entry.grid.meeting(region))
-        if (lost := self._reader.first_lost(chunks)) is not None:
+        if (lost := self._reader.find_missing_chunk(chunks)) is not None:
             raise CheckpointCorruptError(
                 f"{self._path} does not hold what its manifest says: {lost} is missing, or too short for the chunks "
                 "that should be in it; restore another checkpoint"
@@ -195,10 +195,10 @@ class RegionReader:
                 yield read
             else:
                 found.append((read, value))
-        for run in runs_of([value for _, value in found], [read.part.nbytes for read, _ in found]):
+        for run in contiguous_runs([value for _, value in found], [read.part.nbytes for read, _ in found]):
             reads, values = zip(*(found[position] for position in run), strict=True)
             arrays = [read.targets[0] for read in reads]
-            with translated(
+            with translate_errors(
                 "read {} chunks, of array {!r} first", self._root, len(run), reads[0].entry.path, is_read=True
             ):
                 read_run(values, arrays)
@@ -223,14 +223,14 @@ class RegionReader:
         first, *more = read.targets
         is_fit = first.shape == part.box.shape and first.dtype == DTYPES[entry.stored_dtype]
         read.is_direct = is_fit and first.flags.aligned and not more
-        read.memory = first if read.is_direct else stored_empty(entry.stored_dtype, part.box.shape)
+        read.memory = first if read.is_direct else allocate_elements(entry.stored_dtype, part.box.shape)
         read.handle = self._reader.start(entry, part.chunk, read.memory)
 
     def _finish(self, read: ChunkRead, scratch: Scratch) -> int:
         """Wait for one chunk, verify it, and deliver it; return its bytes."""
         entry, part, memory = read.entry, read.part, read.memory
         if read.value is not None:
-            with translated("read {} of array {!r}", self._root, part.box, entry.path, is_read=True):
+            with translate_errors("read {} of array {!r}", self._root, part.box, entry.path, is_read=True):
                 digest, digests = BlockReader(read, read.value, scratch).run()
         elif part.is_whole:
             self._reader.finish(read.handle, entry.path, part.chunk)

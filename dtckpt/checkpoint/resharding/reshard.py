@@ -25,7 +25,8 @@ from dtckpt.format.dtypes import DTYPES, is_floating
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
-from dtckpt.storage.commit import DirectoryPlace, place_of
+from dtckpt.storage.commit import commit_target_of
+from dtckpt.storage.commit_by_rename import DirectoryTarget
 from dtckpt.storage.location import Location, is_inside, location_of
 from dtckpt.storage.zarr_files import validate_kind
 
@@ -120,8 +121,8 @@ def reshard(
     """
     options = options or SaveOptions()
     new_dtype = _validate_arguments(mesh, dtype, max_memory, options)
-    place = place_of(location_of(dst))
-    if worker is not None and not isinstance(place, DirectoryPlace):
+    place = commit_target_of(location_of(dst))
+    if worker is not None and not isinstance(place, DirectoryTarget):
         raise ConfigError(f"several workers can write to a file system only; got {place.where}")
     with open_checkpoint(src) as checkpoint:
         if worker is None:
@@ -139,7 +140,7 @@ def reshard(
         _validate_memory(plan, budget, max_memory)
         saved = part = None
         source = CheckpointSource(checkpoint, budget, progress)
-        if worker is not None and isinstance(place, DirectoryPlace):
+        if worker is not None and isinstance(place, DirectoryTarget):
             salt = checkpoint.manifest.to_bytes()
             shared = SharedAttempt(place.where, plan, salt, worker, options)
             shared.check_target()

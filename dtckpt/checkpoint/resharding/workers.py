@@ -31,10 +31,10 @@ from dtckpt.errors import (
 )
 from dtckpt.format.digest import bytes_digest
 from dtckpt.format.manifest import MANIFEST_NAME, Manifest
-from dtckpt.storage import commit_by_rename
-from dtckpt.storage.commit import DirectoryAttempt
-from dtckpt.storage.directory_lock import locked
-from dtckpt.storage.failures import translated
+from dtckpt.storage import commit_by_rename, fsync
+from dtckpt.storage.commit_by_rename import DirectoryAttempt
+from dtckpt.storage.directory_lock import lock_directory
+from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.zarr_tensorstore import DATA_FOLDER, DATABASE_NAME, client_folder
 
 MAX_WORKERS = 10_000
@@ -99,7 +99,7 @@ class SharedAttempt:
         self._options = options
         facts = repr((worker.count, options.kvstore)).encode()
         self.token = f"reshard-{bytes_digest(plan.topic + salt + facts):016x}"
-        self._path = commit_by_rename.staging_path(target, self.token)
+        self._path = commit_by_rename.working_path(target, self.token)
 
     def is_committed(self) -> bool:
         """Whether the checkpoint at the target is the one that these workers write."""
@@ -134,7 +134,7 @@ class SharedAttempt:
         """
         if self.check_target():
             return self._report(0)
-        staging = commit_by_rename.share(self._target, self.token)
+        staging = commit_by_rename.begin_shared(self._target, self.token)
         nbytes = 0
         try:
             nbytes = self._write_part(staging, source, max_pending_nbytes)
@@ -152,11 +152,11 @@ class SharedAttempt:
 
     # --- a part -------------------------------------------------------------------------------------------------
 
-    def _write_part(self, staging: commit_by_rename.Staging, source: Source, max_pending_nbytes: int) -> int:
+    def _write_part(self, staging: commit_by_rename.WorkingDirectory, source: Source, max_pending_nbytes: int) -> int:
         own = self._path / client_folder(self._worker.index)
-        with translated("create the worker's folder", own):
+        with translate_errors("create the worker's folder", own):
             own.mkdir(exist_ok=True)
-        with locked(self._path, is_shared=True) as is_open, locked(own) as is_mine:
+        with lock_directory(self._path, is_shared=True) as is_open, lock_directory(own) as is_mine:
             if not is_open:
                 return 0  # all parts are finished, and another worker is committing them
             if not is_mine:
@@ -166,11 +166,11 @@ class SharedAttempt:
                 )
             if self._is_merged() or (self._worker.resume and self._mark(self._worker.index) is not None):
                 return 0
-            with translated("begin the worker's part", own):
+            with translate_errors("begin the worker's part", own):
                 (self._path / MANIFEST_NAME).unlink(missing_ok=True)
                 (own / MARK_NAME).unlink(missing_ok=True)
                 if self._options.fsync:  # before what they vouch for
-                    commit_by_rename.sync_all([own, self._path])
+                    fsync.sync_all([own, self._path])
                 for entry in own.iterdir():  # what an earlier process of this worker left; it holds the lock no more
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             written = 0
@@ -198,22 +198,22 @@ class SharedAttempt:
         """Say that the part is finished: the last thing that is written of it, whole or not at all."""
         path = _mark_path(self._path, self._worker.index)
         scratch = path.with_name(f"{path.name}.{os.getpid()}")
-        with translated("mark the worker's part", path):
+        with translate_errors("mark the worker's part", path):
             if self._options.fsync:  # what a save leaves to its commit, which then may be another process's
                 database = path.parent / DATABASE_NAME
                 files = [database] if database.exists() else []
-                commit_by_rename.sync_all([*files, *commit_by_rename.folders_in(self._path)])
+                fsync.sync_all([*files, *fsync.walk_folders(self._path)])
             scratch.write_bytes(chunk_list + bytes_digest(chunk_list).to_bytes(_DIGEST_NBYTES, "big"))
             if self._options.fsync:
-                commit_by_rename.sync_all([scratch])
+                fsync.sync_all([scratch])
             scratch.rename(path)
             if self._options.fsync:
-                commit_by_rename.sync_all([path.parent, self._path])
+                fsync.sync_all([path.parent, self._path])
 
     def _mark(self, index: int) -> bytes | None:
         """Return the chunk list of a finished part."""
         path = _mark_path(self._path, index)
-        with translated("read the mark of a part", path):
+        with translate_errors("read the mark of a part", path):
             try:
                 data = path.read_bytes()
             except FileNotFoundError:
@@ -231,8 +231,8 @@ class SharedAttempt:
 
     # --- the commit ---------------------------------------------------------------------------------------------
 
-    def _commit(self, staging: commit_by_rename.Staging, manifest: Manifest) -> None:
-        with locked(self._path) as is_mine:
+    def _commit(self, staging: commit_by_rename.WorkingDirectory, manifest: Manifest) -> None:
+        with lock_directory(self._path) as is_mine:
             is_merged = self._is_merged()
             if not is_mine or self.is_committed() or (self._missing() and not is_merged):
                 return  # a worker that is at its part, or at this, commits
@@ -251,14 +251,14 @@ class SharedAttempt:
                 merge_clients(self._plan, attempt.folder, self._chunk_lists(), complete, is_durable=fsync)
                 self._remove_first_mark()
             remove_working_files(attempt.folder, self._remaining(), has_moves=False)
-            with translated("remove the marks of parts", self._path):
+            with translate_errors("remove the marks of parts", self._path):
                 for index in self._remaining():
                     (attempt.folder / client_folder(index)).remove([MARK_NAME])
             attempt.commit(overwrite=self._options.overwrite, is_durable=self._options.fsync)
 
     def _forget_merge(self) -> None:
         """Remove the database of a merge that did not come to its end, of which a power loss may have left a part."""
-        with translated("begin to merge", self._path):
+        with translate_errors("begin to merge", self._path):
             (self._path / MANIFEST_NAME).unlink(missing_ok=True)
             (self._path / DATABASE_NAME).unlink(missing_ok=True)
             if (data := self._path / DATA_FOLDER).exists():
@@ -267,10 +267,10 @@ class SharedAttempt:
     def _remove_first_mark(self) -> None:
         """Say that all is merged."""
         path = _mark_path(self._path, 0)
-        with translated("remove the mark of a part", path):
+        with translate_errors("remove the mark of a part", path):
             path.unlink()
             if self._options.fsync:
-                commit_by_rename.sync_all([path.parent])
+                fsync.sync_all([path.parent])
 
     def _remaining(self) -> list[int]:
         """Return the workers whose folders are there: those of workers without chunks go when they are empty."""
@@ -283,7 +283,7 @@ class SharedAttempt:
             chunk_list = self._mark(index)
             assert chunk_list is not None  # noqa: S101  nobody removes a mark while this has the lock
             folder = self._path / client_folder(index)
-            with translated("write a chunk list", folder):
+            with translate_errors("write a chunk list", folder):
                 folder.mkdir(exist_ok=True)
                 (folder / CHUNKS_NAME).write_bytes(chunk_list)
             digests[index] = bytes_digest(chunk_list)

@@ -80,7 +80,7 @@ class Digesting:
     ) -> None:
         """Take a chunk; its elements must not change before `results`. A tensor's chunks come in their order.
 
-        Blocks: On the digests of chunks before, where elements that are not kept (see `ArrayWriter.write`) wait.
+        Blocks: On the digests of chunks before, where elements that are not kept (see `TensorStoreWriter.write`) wait.
         """
         result = self._results.get(position) or self._results.setdefault(position, TensorDigests())
         if self._thread is None or elements.nbytes < MIN_NBYTES:

@@ -43,7 +43,7 @@ from dtckpt.format.slices import parse_slice_spec
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 from dtckpt.storage import commit
-from dtckpt.storage.failures import taken_over, translated
+from dtckpt.storage.failures import taken_over_error, translate_errors
 from dtckpt.storage.location import Location, location_of
 from dtckpt.storage.zarr_files import validate_kind
 
@@ -329,13 +329,13 @@ class Attempt:
         self._phases = self.rounds.phases
         self._stage = stage
         self._extra_files = {} if extra_files is None else extra_files
-        self._led: commit.Attempt | None = None
+        self._led: commit.CommitAttempt | None = None
         self._alive = ExitStack()
         self._begun: list[tuple[State, SavePlan]] = []
         self._staging_failure: Exception | None = None
         self._token = ""
-        self._place: commit.Place | None = None
-        self._joined: commit.Attempt | None = None
+        self._place: commit.CommitTarget | None = None
+        self._joined: commit.CommitAttempt | None = None
 
     def begin(self) -> None:
         """Plan, agree with the other clients on what is saved, and stage. Collective: barrier ``save/begin``."""
@@ -357,14 +357,14 @@ class Attempt:
         del self._collect  # it holds the caller's tensors, which a staged save must not keep alive
 
     @property
-    def place(self) -> commit.Place:
+    def place(self) -> commit.CommitTarget:
         """Where the checkpoint will be, whatever directory the process works in by then. Known once it has begun."""
         assert self._place is not None  # noqa: S101  (else `begin` has raised)
         return self._place
 
     def _prepare(self) -> bytes:
         save_handle.raise_unseen()
-        self._place = place = commit.place_of(location_of(self._path))
+        self._place = place = commit.commit_target_of(location_of(self._path))
         state = self._collect()
         plan = kept_plan(state.specs, self._options.chunk_nbytes)
         token = ""
@@ -373,7 +373,7 @@ class Attempt:
             validate_kind(self._options.kvstore, place.folder, (spec.codec for spec in state.specs))
             place.check_target(overwrite=self._options.overwrite)
             self._led = place.begin(token)
-            self._alive.enter_context(self._led.alive())
+            self._alive.enter_context(self._led.keep_alive())
             token = self._led.token
         self._phases.expect("write", plan.loads.get(self.rounds.client, 0))
         self._begun.append((state, plan))
@@ -430,7 +430,7 @@ class Attempt:
             yield
         except CheckpointError as error:
             if self._joined is not None and self._joined.is_taken_over():
-                raise taken_over(self.place.where) from error
+                raise taken_over_error(self.place.where) from error
             raise
 
     def _write(self, writer: ClientWriter) -> bytes:
@@ -459,7 +459,7 @@ class Attempt:
         chunk_lists = {client: written.chunk_list for client, written in announced.items()}
         with self._owned():
             for name, data in self._extra_files.items():
-                with translated(f"write {name}", self._led.folder):
+                with translate_errors(f"write {name}", self._led.folder):
                     self._led.folder.write(name, data)
                     if options.fsync:
                         self._led.folder.sync([name])

@@ -26,19 +26,19 @@ from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.manifest import BLOCKS_NAME, MANIFEST_NAME, ArrayEntry, ArrayKind, Manifest
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
-from dtckpt.storage.commit import Attempt
-from dtckpt.storage.failures import translated
+from dtckpt.storage.commit import CommitAttempt
+from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.zarr_files import ChunkWriter, open_writer
+from dtckpt.storage.zarr_files import ChunkFileWriter, open_writer
 from dtckpt.storage.zarr_tensorstore import (
     DATABASE_NAME,
-    ArrayWriter,
+    TensorStoreWriter,
+    allocate_elements,
     array_metadata,
     client_folder,
     documents,
     key_of,
     merge,
-    stored_empty,
     sync_merged,
 )
 
@@ -84,7 +84,7 @@ class ClientWriter:
     def __init__(
         self,
         plan: SavePlan,
-        attempt: Attempt,
+        attempt: CommitAttempt,
         client: int,
         clients: Sequence[int],
         source: Source,
@@ -107,7 +107,7 @@ class ClientWriter:
         self._folder = attempt.folder / client_folder(client)
 
     def _open_folder(self) -> None:
-        with translated("create the client's folder", self._folder):
+        with translate_errors("create the client's folder", self._folder):
             self._attempt.validate(self._client)
             self._folder.make()
 
@@ -127,7 +127,7 @@ class ClientWriter:
                 self._count(len(data))
 
     def _put(self, name: str, data: bytes) -> None:
-        with translated(f"write {name}", self._folder):
+        with translate_errors(f"write {name}", self._folder):
             self._folder.write(name, data)
 
     def write(self, *, check_replicas: bool, content_digest: bool) -> int:
@@ -172,13 +172,13 @@ class ClientWriter:
             data = np.array([digest for result in found.values() for digest in result.blocks], "<u8").tobytes()
             self._put(BLOCKS_NAME, data)
             if self._is_durable:
-                with translated(f"sync {BLOCKS_NAME}", self._folder):
+                with translate_errors(f"sync {BLOCKS_NAME}", self._folder):
                     self._folder.sync([BLOCKS_NAME])
         data = message.SerializeToString(deterministic=True)
         self._put(CHUNKS_NAME, data)
         return bytes_digest(data)
 
-    def _start_writes(self, writer: ArrayWriter | ChunkWriter, digests: Digesting, received: _Pieces) -> None:
+    def _start_writes(self, writer: TensorStoreWriter | ChunkFileWriter, digests: Digesting, received: _Pieces) -> None:
         is_bounded = self._max_pending_nbytes is not None
         nbytes, start = 0, time.monotonic()
         with ExitStack() as stretch:
@@ -208,7 +208,7 @@ class ClientWriter:
         elements = self._source.fetch(plan, region)
         if elements.dtype == DTYPES[plan.spec.stored_dtype]:
             return elements
-        stored = stored_empty(plan.spec.stored_dtype, region.shape)
+        stored = allocate_elements(plan.spec.stored_dtype, region.shape)
         convert(elements, stored)
         return stored
 
@@ -221,7 +221,7 @@ class ClientWriter:
             if not moves:
                 continue
             folder = self._root / client_folder(giver)
-            with translated("read the pieces of another client", folder):
+            with translate_errors("read the pieces of another client", folder):
                 data = folder.read(_edges_name(self._client))
             body = memoryview(data)[:-_DIGEST_NBYTES]
             if bytes_digest(body) != int.from_bytes(data[-_DIGEST_NBYTES:], "big"):
@@ -242,7 +242,7 @@ class ClientWriter:
         chunk: Region,
         received: _Pieces,
     ) -> np.ndarray[Any, Any]:
-        whole = stored_empty(plan.spec.stored_dtype, chunk.shape)
+        whole = allocate_elements(plan.spec.stored_dtype, chunk.shape)
         for piece in plan.pieces[number]:
             is_mine = piece.client == self._client
             source = self._stored(plan, piece.region) if is_mine else received[position, number, piece.region]
@@ -278,7 +278,7 @@ def merge_clients(
         entries = {entry.name: entry for entry in _entries(plan, root, announced)}
         complete = manifest.with_arrays(entries, _documents(plan)[1])
     merge(manifest.kvstore, root, _last_written(plan, sorted(announced)))
-    with translated("write the manifest", root):
+    with translate_errors("write the manifest", root):
         root.write(MANIFEST_NAME, complete.to_bytes())
     if is_durable:
         sync_merged(manifest.kvstore, root)
@@ -351,7 +351,7 @@ def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[in
 
 
 def _chunk_list(folder: Folder, client: int, expected: int) -> checkpoint_pb2.ClientChunks:
-    with translated(f"read the chunk list of client {client}", folder):
+    with translate_errors(f"read the chunk list of client {client}", folder):
         data = folder.read(CHUNKS_NAME)
     if bytes_digest(data) != expected:
         raise CheckpointCorruptError(
@@ -362,7 +362,7 @@ def _chunk_list(folder: Folder, client: int, expected: int) -> checkpoint_pb2.Cl
 
 def remove_working_files(root: Folder, clients: Sequence[int], *, has_moves: bool) -> None:
     """Remove what clients left for each other, when it is merged: it is no part of the checkpoint."""
-    with translated("remove working files", root):
+    with translate_errors("remove working files", root):
         for client in clients:
             folder = root / client_folder(client)
             # The merged database refers to the client's data, not to the way to it.

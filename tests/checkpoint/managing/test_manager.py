@@ -17,8 +17,8 @@ import dtckpt
 from dtckpt import CheckpointManager, Retention, errors
 from dtckpt.checkpoint.managing.leftovers import collect_leftovers
 from dtckpt.comm import fork_guard
-from dtckpt.storage.commit import DirectoryPlace
-from dtckpt.storage.zarr_tensorstore import ArrayWriter
+from dtckpt.storage.commit_by_rename import DirectoryTarget
+from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 
 WAIT_S = 30
 
@@ -163,14 +163,14 @@ def test_a_replacement_that_stopped_half_way_does_not_stop_the_removals(tmp_path
 
 
 def test_a_step_that_cannot_be_removed_does_not_keep_the_others(tmp_path, monkeypatch, caplog):
-    manager, remove = save_steps(tmp_path, [1, 2, 3]), DirectoryPlace.remove
+    manager, remove = save_steps(tmp_path, [1, 2, 3]), DirectoryTarget.remove
 
     def refuse(place):
         if place.where == manager.path(1):
             raise PermissionError("not this one")
         remove(place)
 
-    monkeypatch.setattr(DirectoryPlace, "remove", refuse)
+    monkeypatch.setattr(DirectoryTarget, "remove", refuse)
     assert save_steps(tmp_path, [4], keep=1).all_steps() == [1, 4]
     assert [record.message for record in caplog.records] == [
         f"old checkpoints in {tmp_path} could not all be removed: not this one"
@@ -185,9 +185,9 @@ def test_a_root_that_is_a_file(tmp_path):
 
 def directory_lock(folder):
     """As a reader in another process holds it."""
-    from dtckpt.storage.directory_lock import locked
+    from dtckpt.storage.directory_lock import lock_directory
 
-    return locked(folder, is_shared=True)
+    return lock_directory(folder, is_shared=True)
 
 
 # --- when to save ---
@@ -224,7 +224,7 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
     manager = save_steps(tmp_path, [1], keep=1)
     for ask in (lambda: manager.save(3, state(3)), manager.wait, manager.close):
         with monkeypatch.context() as patch:
-            patch.setattr(ArrayWriter, "commit", lambda self: 1 / 0)
+            patch.setattr(TensorStoreWriter, "commit", lambda self: 1 / 0)
             manager.save(2, state(2), force=True).wait(WAIT_S)
         with pytest.raises(ZeroDivisionError):
             ask()
@@ -234,7 +234,7 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
 
 
 def test_leaving_with_an_error_does_not_hide_it(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(ArrayWriter, "commit", lambda self: (_ for _ in ()).throw(errors.StorageError("no disk")))
+    monkeypatch.setattr(TensorStoreWriter, "commit", lambda self: (_ for _ in ()).throw(errors.StorageError("no disk")))
 
     def train():
         with CheckpointManager(tmp_path) as manager:

@@ -13,8 +13,8 @@ from dtckpt import CheckpointManager, Retention
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME
 from dtckpt.checkpoint.saving import save as saving
 from dtckpt.storage import commit_by_rename
-from dtckpt.storage.folder import LocalFolder
-from dtckpt.storage.fsspec_folder import ForeignFolder
+from dtckpt.storage.fsspec_folder import FsspecFolder
+from dtckpt.storage.local_folder import LocalFolder
 
 from .test_manager import WAIT_S, flip_a_byte, state
 
@@ -242,7 +242,7 @@ def crash_at_change(patch, number):
         with suppress(Crash):
             tidy_up_whole(*args)
 
-    for owner, name in ((ForeignFolder, "_write"), (ForeignFolder, "remove"), (ForeignFolder, "clear")):
+    for owner, name in ((FsspecFolder, "_write"), (FsspecFolder, "remove"), (FsspecFolder, "clear")):
         patch.setattr(owner, name, dying(getattr(owner, name)))
     for owner, name in ((LocalFolder, "write"), (commit_by_rename, "_rename"), (Path, "rename"), (shutil, "rmtree")):
         patch.setattr(owner, name, dying(getattr(owner, name)))

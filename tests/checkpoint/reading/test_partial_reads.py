@@ -15,8 +15,8 @@ from dtckpt.checkpoint.reading import block_digests
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.manifest import BLOCKS_NAME, ArrayEntry, ArrayKind, Manifest
-from dtckpt.storage.chunk_reader import ArrayReader
-from dtckpt.storage.folder import LocalFolder
+from dtckpt.storage.chunk_reader import ChunkReader
+from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.local_values import StoredValue
 
 KVSTORES = ("ocdbt", "zarr")
@@ -37,7 +37,7 @@ def large(request, tmp_path_factory):
 def taken(monkeypatch):
     """Bytes that reads took from storage, as the reader of arrays and of files saw them."""
     found = []
-    start, finish_span, read_into = ArrayReader.start, ArrayReader.finish_span, StoredValue.read_into
+    start, finish_span, read_into = ChunkReader.start, ChunkReader.finish_span, StoredValue.read_into
 
     def counted(self, array, region, into):
         found.append(into.nbytes)
@@ -53,8 +53,8 @@ def taken(monkeypatch):
         found.append(memory.nbytes)
 
     monkeypatch.setattr(StoredValue, "read_into", counted_value)
-    monkeypatch.setattr(ArrayReader, "start", counted)
-    monkeypatch.setattr(ArrayReader, "finish_span", counted_span)
+    monkeypatch.setattr(ChunkReader, "start", counted)
+    monkeypatch.setattr(ChunkReader, "finish_span", counted_span)
     return found
 
 

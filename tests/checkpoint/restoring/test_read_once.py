@@ -12,7 +12,7 @@ import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
 from dtckpt.checkpoint.restoring.read_once import reads, rows_layout
 from dtckpt.errors import ConfigError
-from dtckpt.storage import filesystem
+from dtckpt.storage import location
 
 pytestmark = pytest.mark.processes
 WHOLE = {name: ["unsharded"] * len(shape) for name, shape in SHAPES.items()}
@@ -111,11 +111,11 @@ def test_what_is_this_machines_storage(tmp_path, monkeypatch):
         "lustre /data/fast\\040disk lustre rw 0 0\n"
         "tmpfs /data/local tmpfs rw 0 0\n"
     )
-    monkeypatch.setattr(filesystem, "_MOUNTS", file)
+    monkeypatch.setattr(location, "_MOUNTS", file)
     found = ["/x", "/data", "/data/a/b", "/data/fast disk/a", "/data/local/x", "/database", "s3://b/c"]
-    assert [filesystem.is_remote(path) for path in found] == [False, True, True, True, False, False, True]
-    monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "none")
-    assert not filesystem.is_remote("/data")
+    assert [location.is_remote(path) for path in found] == [False, True, True, True, False, False, True]
+    monkeypatch.setattr(location, "_MOUNTS", tmp_path / "none")
+    assert not location.is_remote("/data")
 
 
 def test_the_option_is_a_flag():

@@ -14,16 +14,16 @@ from dtckpt.checkpoint.saving.plan import Holding, TensorSpec, plan_save
 from dtckpt.checkpoint.saving.votes import MAX_FINGERPRINTS, Summary
 from dtckpt.coordination.api import MAX_PAYLOAD_BYTES
 from dtckpt.layout.region import Region
-from dtckpt.storage import commit_by_rename, folder, zarr_tensorstore
+from dtckpt.storage import commit_by_rename, local_folder, zarr_tensorstore
 
 OLD, NEW = {"w": torch.zeros(64, 4), "step": 1}, {"w": torch.ones(64, 4), "step": 2}
 STEPS = {
     "planning": (saving, "kept_plan"),
     "the directory": (commit_by_rename, "begin"),
-    "a write": (zarr_tensorstore.ArrayWriter, "write"),
-    "the writes' end": (zarr_tensorstore.ArrayWriter, "commit"),
-    "a write's sync": (folder.LocalFolder, "sync"),
-    "the chunk list": (folder.LocalFolder, "write"),
+    "a write": (zarr_tensorstore.TensorStoreWriter, "write"),
+    "the writes' end": (zarr_tensorstore.TensorStoreWriter, "commit"),
+    "a write's sync": (local_folder.LocalFolder, "sync"),
+    "the chunk list": (local_folder.LocalFolder, "write"),
     "merging": (write, "merge"),
     "tidying": (saving, "remove_working_files"),
     "the commit": (commit_by_rename, "commit"),

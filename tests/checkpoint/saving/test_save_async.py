@@ -19,7 +19,7 @@ from dtckpt.checkpoint.saving import staging
 from dtckpt.checkpoint.saving.plan import plan_save
 from dtckpt.comm.torch_device import device_of
 from dtckpt.coordination.connect import current_coordination
-from dtckpt.storage.zarr_tensorstore import ArrayWriter
+from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 
 WAIT_S = 30
 
@@ -208,7 +208,7 @@ def test_a_failure_is_raised_once_by_whoever_asks_next(tmp_path, monkeypatch):
         raise ZeroDivisionError("no ink")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ArrayWriter, "commit", fail)
+        patch.setattr(TensorStoreWriter, "commit", fail)
         handle = dtckpt.save_async(tmp_path / "s", {"w": torch.ones(2)})
         handle.wait(WAIT_S)
     assert handle.done()
@@ -224,7 +224,7 @@ def test_a_failure_is_raised_once_by_whoever_asks_next(tmp_path, monkeypatch):
 
 def test_a_failure_that_was_looked_at_is_not_raised_again(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(ArrayWriter, "commit", lambda self: 1 / 0)
+        patch.setattr(TensorStoreWriter, "commit", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dtckpt.save_async(tmp_path / "s", {"w": torch.ones(2)}).result(WAIT_S)
     dtckpt.save_async(tmp_path / "s", {"w": torch.ones(2)}).result(WAIT_S)

@@ -1,4 +1,4 @@
-"""Writing out early is a hint: it changes nothing, whatever comes and goes meanwhile."""
+"""Early write-back is a hint: it changes nothing, whatever files come and go meanwhile."""
 
 import ctypes
 import os
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dtckpt.storage.writeback import early_writeback
+from dtckpt.storage.fsync import early_writeback
 
 
 def wait_until(condition, timeout_s=30.0):

@@ -1,0 +1,190 @@
+"""The S3 and Google Cloud Storage back end: `BucketFolder`, a prefix of a bucket, through TensorStore.
+
+Every write is durable when it returns, so `sync` has nothing to do. `BucketFolder.create` is a conditional write: the
+commit by decision rests on it (`dtckpt.storage.commit_by_decision`).
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+from dtckpt.errors import ConfigError
+from dtckpt.storage.location import Url
+from dtckpt.storage.regular_files import too_long_error
+from dtckpt.storage.tensorstore_setup import open_context
+from dtckpt.storage.tensorstore_setup import tensorstore as ts
+
+SILENCE_S = 60
+"""Seconds without a byte to or from an object store after which TensorStore gives a request up, and repeats it
+(`dtckpt.storage.tensorstore_setup.RETRIES`)."""
+
+MAX_PROBES = 256
+"""Files of an object store whose sizes are asked for at one time."""
+
+
+def open_bucket_folder(url: Url) -> BucketFolder:
+    """Return the folder at a URL whose scheme is one of `SCHEMES`.
+
+    Raises:
+        ConfigError: The URL names no bucket.
+    """
+    bucket, _, path = url.text.partition("/")
+    if not bucket:
+        raise ConfigError(f"{url} names no bucket")
+    _bound_waits()
+    return BucketFolder({**SCHEMES[url.scheme](), "bucket": bucket}, path, str(url))
+
+
+def _bound_waits() -> None:
+    """Have TensorStore give up requests that a server leaves without an answer; else it would wait for ever.
+
+    TensorStore takes this bound from the environment only, at its first request. A value that the user has set stays.
+    """
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(SILENCE_S))
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+
+
+def _s3_spec() -> dict[str, Any]:
+    """Return TensorStore's specification of S3, from the environment variables of AWS.
+
+    Conditional writes are asked for by name: without that, at an endpoint that is not Amazon's, TensorStore would look
+    first and write then.
+    """
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    spec: dict[str, Any] = {"driver": "s3", "use_conditional_write": True}
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
+        spec["aws_credentials"] = {"type": "environment"}
+    if endpoint:
+        # TensorStore cannot ask an endpoint that is not Amazon's for the region.
+        spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
+    elif region:
+        spec["aws_region"] = region
+    return spec
+
+
+def _gcs_spec() -> dict[str, Any]:
+    """Return TensorStore's specification of Google Cloud Storage; TensorStore finds the credentials."""
+    return {"driver": "gcs"}
+
+
+SCHEMES = {"s3": _s3_spec, "gs": _gcs_spec}
+"""Schemes of URLs that TensorStore reaches: each makes TensorStore's specification of its store."""
+
+
+class BucketFolder:
+    """A prefix of a bucket.
+
+    Args:
+        spec: TensorStore's specification of the bucket, without a path.
+        path: The prefix, without slashes at its ends.
+        where: The folder's URL, for messages.
+    """
+
+    def __init__(self, spec: Mapping[str, Any], path: str, where: str) -> None:
+        self._spec = spec
+        self._path = path
+        self._where = where
+        self._store: Any = None
+
+    def __str__(self) -> str:
+        return self._where
+
+    def __truediv__(self, name: str) -> Self:
+        return type(self)(self._spec, f"{self._path}/{name}".lstrip("/"), f"{self._where}/{name}")
+
+    def make(self) -> None:
+        """As `Folder.make`: a bucket has no folders to make."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """As `Folder.read`."""
+        part = {} if (start, stop) == (0, None) else {"byte_range": slice(start, stop)}
+        try:
+            result = self._open().read(name, **part).result()
+        except ValueError as error:
+            if "OUT_OF_RANGE" in str(error):
+                return b""
+            raise
+        if result.state != "value":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self}/{name}")
+        return bytes(result.value)
+
+    def start_read(self, name: str, start: int, stop: int) -> Any:
+        """Start a read of bytes ``start`` to ``stop`` of a file; return TensorStore's future of it."""
+        return self._open().read(name, byte_range=slice(start, stop))
+
+    def read_whole(self, name: str, most: int) -> bytes:
+        """As `Folder.read_whole`. TensorStore does not tell sizes, only whether a file has a byte at a position."""
+        if self.read(name, most, most + 1):
+            raise too_long_error(name, most)
+        return self.read(name)
+
+    def find_short_file(self, sizes: Mapping[str, int]) -> str | None:
+        """As `Folder.find_short_file`."""
+        files = iter(sizes.items())
+        while batch := list(itertools.islice(files, MAX_PROBES)):
+            # A read of the last byte that a file must have tells whether the file is long enough.
+            probes = [(name, self.start_read(name, least - 1, least)) for name, least in batch]
+            answers = [(name, probe.exception(), probe) for name, probe in probes]
+            for name, error, probe in answers:
+                if error is not None and "OUT_OF_RANGE" not in str(error):
+                    raise error
+                if error is not None or probe.result().state != "value":
+                    return name
+        return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """As `Folder.write`."""
+        self._open().write(name, data).result()
+
+    def sync(self, names: Iterable[str]) -> None:
+        """As `Folder.sync`: writes are durable."""
+
+    def early_sync(self, folder: str) -> AbstractContextManager[None]:  # noqa: ARG002  (writes are durable)
+        """As `Folder.early_sync`."""
+        return nullcontext()
+
+    def create(self, name: str, data: bytes) -> bool:
+        """As `ObjectFolder.create`."""
+        current = self._open().read(name).result()
+        if current.state != "missing":
+            return False
+        stamp = self._open().write(name, data, if_equal=current.stamp.generation).result()
+        return bool(stamp.generation)  # empty where the condition failed, and nothing was written
+
+    def names(self, prefix: str = "") -> list[str]:
+        """As `Folder.names`."""
+        # Names are text to Google's API, so the end of the range must be, too.
+        after = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
+        names = self._open().list(ts.KvStore.KeyRange(prefix, after)).result()
+        return sorted(name.decode() for name in names)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """As `Folder.remove`."""
+        store = self._open()
+        for removal in [store.write(name, None) for name in names]:
+            removal.result()
+
+    def clear(self) -> None:
+        """As `ObjectFolder.clear`."""
+        self._open().delete_range(ts.KvStore.KeyRange()).result()
+
+    def kvstore(self, *, to_write: bool = False) -> dict[str, Any]:  # noqa: ARG002  (reads and writes alike)
+        """As `Folder.kvstore`."""
+        return {**self._spec, "path": f"{self._path}/" if self._path else ""}
+
+    def _open(self) -> Any:
+        if self._store is None:
+            self._store = ts.KvStore.open(self.kvstore(), context=_shared_context()).result()
+        return self._store
+
+
+@functools.cache
+def _shared_context() -> Any:
+    return open_context()

@@ -1,0 +1,67 @@
+"""TensorStore, imported so that a forked process can exit, and the contexts that it is opened with.
+
+At exit TensorStore waits for its threads that are about to call Python. In a process that was forked while such a
+thread waited for its turn, nobody ends that wait, and ``sys.exit`` would never return. So this module notes the exit
+handlers that the import registers, and a forked process drops them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from types import BuiltinFunctionType
+from typing import Any
+
+from dtckpt.comm import fork_guard
+
+RETRIES = {"max_retries": 16, "initial_delay": "200ms", "max_delay": "20s"}
+"""How TensorStore repeats requests that an object store puts off (throttling, server errors); pauses grow."""
+
+
+class _HandlerProbe:
+    """Compares unequal to every object, and notes it: `atexit.unregister` compares its argument with all handlers."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.handlers: list[object] = []
+
+    def __eq__(self, other: object) -> bool:
+        self.handlers.append(other)
+        return False
+
+
+def _native_handlers() -> list[object]:
+    probe = _HandlerProbe()
+    atexit.unregister(probe)  # type: ignore[arg-type]  # it may be anything that compares
+    return [handler for handler in probe.handlers if isinstance(handler, BuiltinFunctionType)]
+
+
+_before = _native_handlers()
+import tensorstore  # noqa: E402
+
+_handlers = [handler for handler in _native_handlers() if not any(handler is other for other in _before)]
+
+
+def _drop_handlers() -> None:
+    if fork_guard.is_forked():
+        for handler in _handlers:
+            atexit.unregister(handler)  # type: ignore[arg-type]
+
+
+os.register_at_fork(after_in_child=_drop_handlers)
+
+
+def open_context() -> Any:
+    """Return a new TensorStore context: no cache, and `RETRIES` for object stores.
+
+    Raises:
+        ForkedProcessError: This process was forked from one that uses checkpoints.
+    """
+    fork_guard.claim_process()
+    return tensorstore.Context(
+        {"cache_pool": {"total_bytes_limit": 0}, "s3_request_retries": RETRIES, "gcs_request_retries": RETRIES}
+    )
+
+
+__all__ = ["RETRIES", "open_context", "tensorstore"]
