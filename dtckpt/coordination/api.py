@@ -27,7 +27,7 @@ MAX_TOPIC_BYTES = 256
 DEFAULT_HEARTBEAT_TIMEOUT_S = 60.0
 
 
-def printable(text: str) -> str:
+def wire_text(text: str) -> str:
     """Return ``text`` cut to what may travel; lone surrogates (from odd file names) are escaped, as UTF-8 has none."""
     return text[: errors.MAX_MESSAGE_CHARS].encode("utf-8", "backslashreplace").decode()
 
@@ -57,8 +57,8 @@ class Vote:
         ):
             if len(value) > limit:
                 raise errors.ConfigError(f"vote's {what} is too long: got {len(value)} bytes, at most {limit} fit")
-        object.__setattr__(self, "code", printable(self.code)[:64])
-        object.__setattr__(self, "reason", printable(self.reason))
+        object.__setattr__(self, "code", wire_text(self.code)[:64])
+        object.__setattr__(self, "reason", wire_text(self.reason))
 
     @classmethod
     def of_error(cls, error: BaseException) -> Vote:
@@ -179,7 +179,7 @@ class Progress:
             raise errors.ConfigError(
                 f"progress is phase {self.phase!r} with {numbers}; expected a text, and whole numbers below 2^63"
             )
-        object.__setattr__(self, "phase", printable(self.phase))
+        object.__setattr__(self, "phase", wire_text(self.phase))
         for name, number in numbers.items():
             object.__setattr__(self, name, operator.index(number))
 

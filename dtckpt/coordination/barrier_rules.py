@@ -41,28 +41,3 @@ def is_late(client: int, *, is_certain: bool, missing: Collection[int]) -> bool:
         missing: The clients that had not arrived when the round timed out; empty if it failed otherwise.
     """
     return is_certain or client not in missing
-
-
-def came_late(name: str, age_s: float, message: str) -> str:
-    """Return the error of clients that nobody joined: it tells of an earlier round."""
-    return (
-        f"barrier {name!r}: the others had given up {age_s:.1f} s before this client came; that round failed: {message}"
-    )
-
-
-def gave_up(name: str, who: str) -> str:
-    """Return the error of a round in which a client stopped to wait without having heard a verdict."""
-    return f"barrier {name!r}: {who} has given up waiting: it was cut off, interrupted, or its own time was over"
-
-
-def is_elsewhere(name: str, who: str) -> str:
-    """Return the error of an operation's round that waits for a client which is not in the operation (any more)."""
-    return f"barrier {name!r}: {who} is not in this operation any more: it gave it up, or never heard that it had begun"
-
-
-def wait_for_each_other(first: str, first_name: str, second: str, second_name: str) -> str:
-    """Return the error of two rounds which each wait for a client that waits in the other."""
-    return (
-        f"{first} waits at {first_name!r}, {second} at {second_name!r}, each for the other; all clients must call the "
-        "same operations in the same order"
-    )

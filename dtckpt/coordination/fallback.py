@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from torch._C._distributed_c10d import HashStore
 
 from dtckpt import errors
-from dtckpt.coordination import verdicts
+from dtckpt.coordination import barrier_texts, verdicts
 from dtckpt.coordination.api import (
     ANYWHERE,
     YES,
@@ -94,7 +94,7 @@ class FallbackCoordination:
 
     def _give_up(self, error: errors.CoordinatorUnavailableError) -> None:
         """Decide for all, unless another client was faster."""
-        who = verdicts.task_name(self.member.job, self.member.client)
+        who = barrier_texts.task_name(self.member.job, self.member.client)
         try:
             reason = self._secondary.settle(_KEY, f"{who} gave it up: {error.message}")
         except errors.CoordinationError as other:

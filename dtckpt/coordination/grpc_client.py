@@ -26,7 +26,7 @@ from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.comm import fork_guard
-from dtckpt.coordination import identity, verdicts
+from dtckpt.coordination import barrier_texts, identity, verdicts
 from dtckpt.coordination.api import (
     ANYWHERE,
     DEFAULT_HEARTBEAT_TIMEOUT_S,
@@ -403,7 +403,7 @@ class GrpcCoordination(Caller):
     def _cancel(self, arrival: pb.ArriveRequest) -> None:
         """Fail the barrier for everyone, if that can be done quickly."""
         arrival.max_wait_s = 0.0
-        cancel = pb.CancelRequest(task=self._identity, reason="was interrupted while it waited")
+        cancel = pb.CancelRequest(task=self._identity, reason=barrier_texts.WAS_INTERRUPTED)
         try:
             cancel.barrier_id = self._once(lambda stub, t: stub.Arrive(arrival, timeout=t), 1.0).barrier_id
             self._once(lambda stub, t: stub.Cancel(cancel, timeout=t), 1.0)
@@ -425,7 +425,7 @@ class GrpcCoordination(Caller):
             raise errors.CoordinatorUnavailableError(self._abandoned)
 
     def _who(self) -> str:
-        return verdicts.task_name(self.member.job, self.member.client)
+        return barrier_texts.task_name(self.member.job, self.member.client)
 
 
 def _failed(failure: pb.Failure) -> pb.ArriveResponse:

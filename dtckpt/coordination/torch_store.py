@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from dtckpt import errors
 from dtckpt.comm import fork_guard, rendezvous
 from dtckpt.config import Config
-from dtckpt.coordination import barrier_rules, identity, verdicts
+from dtckpt.coordination import barrier_rules, barrier_texts, identity, verdicts
 from dtckpt.coordination.api import (
     ANYWHERE,
     BEGIN,
@@ -152,10 +152,7 @@ class ProcessGroupCoordination:
         while found != mine.dump():
             beat = _Beat.load(found)
             if found != holder:
-                raise errors.FencedError(
-                    f"{self._who()} of attempt {self.member.attempt} is another live process; every client needs "
-                    "an id of its own, and a restarted job a higher attempt"
-                )
+                raise errors.FencedError(barrier_texts.is_rival(self._who(), self.member.attempt))
             is_silent = self._clock() > deadline
             if beat is None or beat.state == "left" or beat.incarnation == mine.incarnation or is_silent:
                 found = holder = link.set_if(_beat_key(self.member.client), found, mine.dump())
@@ -182,7 +179,7 @@ class ProcessGroupCoordination:
     def _send(self, link: Link, state: str) -> None:
         beat = _Beat(self.member.incarnation, self._beat.count + 1, state, self._progress, self._own_calls.report)
         if link.set_if(_beat_key(self.member.client), self._beat.dump(), beat.dump()) != beat.dump():
-            raise errors.FencedError(f"another process has taken the place of {self._who()}")
+            raise errors.FencedError(barrier_texts.was_replaced(self._who()))
         self._beat = beat
 
     def _raise_if_fenced(self) -> None:
@@ -298,8 +295,7 @@ class ProcessGroupCoordination:
             now = self._clock()
             self._raise_if_fenced()
             if link.abandoned.is_set():  # interrupted: nobody should wait for this client
-                who = f"barrier {meeting.name!r}: {self._who()} was interrupted while it waited"
-                return self._rounds.decide(link, round_, verdicts.failed(errors.BarrierCancelledError, who))
+                return self._rounds.decide(link, round_, verdicts.cancelled(meeting.name, self._who()))
             if now >= next_look:
                 next_look = now + self._tick_s
                 if is_first and link.has(*round_.arrival_keys()):  # the last to arrive could not say so
@@ -440,9 +436,9 @@ class ProcessGroupCoordination:
         reasons = {}
         for client, (state, age) in self._observe(link, [c for c in clients if c != self.member.client]).items():
             if state == "lost":
-                reasons[client] = f"{self._who(client)} sent no heartbeat for {age:.1f} s{self._last_seen(client)}"
+                reasons[client] = barrier_texts.fell_silent(self._who(client), age, self._last_seen(client))
             elif state == "left":
-                reasons[client] = f"{self._who(client)} has left{self._last_seen(client)}"
+                reasons[client] = barrier_texts.has_left(self._who(client), self._last_seen(client))
         return reasons
 
     def _last_seen(self, client: int) -> str:
@@ -485,7 +481,7 @@ class ProcessGroupCoordination:
         )
 
     def _who(self, client: int | None = None) -> str:
-        return verdicts.task_name(self.member.job, self.member.client if client is None else client)
+        return barrier_texts.task_name(self.member.job, self.member.client if client is None else client)
 
 
 def _beat_key(client: int) -> str:

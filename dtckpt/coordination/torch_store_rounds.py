@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from urllib.parse import quote
 
-from dtckpt.coordination import barrier_rules, verdicts
+from dtckpt.coordination import barrier_rules, barrier_texts, verdicts
 from dtckpt.coordination.api import Member, Operation, Position, Vote
 from dtckpt.coordination.torch_store_calls import Link
 from dtckpt.coordination.verdicts import Decision, Outcome
@@ -249,10 +249,11 @@ class StoreRounds:
     def _contradiction(self, meeting: Meeting, claim: Claim) -> Outcome | None:
         me, topic = self._member.client, meeting.vote.topic
         if claim.participants != meeting.participants:
-            theirs = claim.client, claim.participants
-            return verdicts.participants_differ(meeting.name, theirs, (me, meeting.participants))
+            return verdicts.participants_differ(
+                meeting.name, claim.client, claim.participants, me, meeting.participants
+            )
         if claim.topic != topic.hex():
-            return verdicts.topics_differ(meeting.name, (claim.client, bytes.fromhex(claim.topic)), (me, topic))
+            return verdicts.topics_differ(meeting.name, claim.client, bytes.fromhex(claim.topic), me, topic)
         return None
 
     def arrival(self, meeting: Meeting, *, is_late: bool) -> str:
@@ -334,4 +335,4 @@ class StoreRounds:
         link.delete(round_.count_key)
 
     def _who(self) -> str:
-        return verdicts.task_name(self._member.job, self._member.client)
+        return barrier_texts.task_name(self._member.job, self._member.client)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from dtckpt import errors
-from dtckpt.coordination import barrier_rules
-from dtckpt.coordination.api import MAX_NAME_BYTES, Member, Progress, Vote, printable
+from dtckpt.coordination import barrier_texts
+from dtckpt.coordination.api import MAX_NAME_BYTES, Member, Progress, Vote, wire_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,82 +82,69 @@ def failed(
     cls: type[errors.DtckptError], message: str, *, clients: tuple[int, ...] = (), missing: tuple[int, ...] = ()
 ) -> Outcome:
     """Return the outcome that makes everyone raise ``cls(message)``."""
-    return Outcome(cls.__name__, printable(message), clients, missing)
+    return Outcome(cls.__name__, wire_text(message), clients, missing)
 
 
 def voted_no(client: int, vote: Vote) -> Outcome:
     """Return the outcome of a no-vote."""
     code = vote.code or errors.ClientFailedError.__name__
-    return Outcome(code=code, message=printable(f"client {client}: {vote.reason or 'voted no without a reason'}"))
-
-
-def task_name(job: str, client: int) -> str:
-    """Return how messages name a client."""
-    return f"client {client} ({job}/{client})"
+    return Outcome(code=code, message=wire_text(barrier_texts.voted_no(client, vote.reason)))
 
 
 def last_seen(progress: Progress | None) -> str:
-    """Return what a client last reported, for the end of a message about it; None means that it never registered."""
-    if progress is None:
-        return ", which never registered"
-    if not progress.phase:
-        return ""
-    step = f" step {progress.step}" if progress.step else ""
-    share = f", {progress.bytes_done / progress.bytes_total:.0%}" if progress.bytes_total > 0 else ""
-    return f"; last seen in phase {progress.phase!r}{step}{share}"
+    """Return the end of a message about a client: its last progress; None means that it never registered."""
+    return barrier_texts.NEVER_REGISTERED if progress is None else barrier_texts.last_seen(progress)
 
 
-def lost(name: str, gone: Mapping[int, str]) -> Outcome:
+def lost(name: str, fates: Mapping[int, str]) -> Outcome:
     """Return the outcome of a barrier of which these participants fell silent or left."""
-    text = f"barrier {name!r} failed: {errors.capped(gone.values())}"
-    return failed(errors.ClientLostError, text, clients=tuple(gone))
+    text = barrier_texts.lost(name, fates.values(), len(fates))
+    return failed(errors.ClientLostError, text, clients=tuple(fates))
 
 
 def timed_out(name: str, timeout_s: float, num_participants: int, missing: Mapping[int, str]) -> Outcome:
     """Return the outcome of a barrier whose deadline passed."""
-    arrived = f"{num_participants - len(missing)}/{num_participants} arrived"
-    text = f"barrier {name!r} timed out after {timeout_s:g} s: {arrived}, missing {errors.capped(missing.values())}"
+    num_arrived = num_participants - len(missing)
+    text = barrier_texts.timed_out(name, timeout_s, num_arrived, num_participants, errors.capped(missing.values()))
     return failed(errors.BarrierTimeoutError, text, missing=tuple(missing))
 
 
-def came_late(name: str, age_s: float, former: Outcome) -> Outcome:
-    """Return the outcome of a round at which only clients arrived that had missed an earlier one."""
-    return replace(former, message=printable(barrier_rules.came_late(name, age_s, former.message)), is_retold=True)
+def cancelled(name: str, who: str) -> Outcome:
+    """Return the outcome of a barrier at which a client was interrupted."""
+    return failed(errors.BarrierCancelledError, barrier_texts.cancelled(name, who, barrier_texts.WAS_INTERRUPTED))
+
+
+def came_late(name: str, age_s: float, missed: Outcome) -> Outcome:
+    """Return the outcome of a round at which only clients arrived that had missed an earlier, failed round."""
+    return replace(missed, message=wire_text(barrier_texts.came_late(name, age_s, missed.message)), is_retold=True)
 
 
 def gave_up(name: str, who: str) -> Outcome:
-    """Return the outcome of a round in which a client stopped to wait without having heard a verdict."""
-    return failed(errors.BarrierCancelledError, barrier_rules.gave_up(name, who))
+    """Return the outcome of a round in which a client stopped waiting without having heard a verdict."""
+    return failed(errors.BarrierCancelledError, barrier_texts.gave_up(name, who))
 
 
 def is_elsewhere(name: str, who: str) -> Outcome:
     """Return the outcome of an operation's round that waits for a client which has left the operation."""
-    return failed(errors.BarrierConflictError, barrier_rules.is_elsewhere(name, who))
+    return failed(errors.BarrierConflictError, barrier_texts.is_elsewhere(name, who))
 
 
 def wait_for_each_other(first: str, first_name: str, second: str, second_name: str) -> Outcome:
-    """Return the outcome of two rounds which each wait for a client that waits in the other."""
-    return failed(
-        errors.BarrierConflictError, barrier_rules.wait_for_each_other(first, first_name, second, second_name)
-    )
+    """Return the outcome of two rounds, each of which waits for a client that waits in the other."""
+    text = barrier_texts.wait_for_each_other(first, first_name, second, second_name)
+    return failed(errors.BarrierConflictError, text)
 
 
-def topics_differ(name: str, first: tuple[int, bytes], other: tuple[int, bytes]) -> Outcome:
-    """Return the outcome of a round to which two clients came for different topics."""
-    (client, topic), (late_client, late_topic) = first, other
-    text = (
-        f"topics differ: client {client} came for {topic.hex() or 'none'}, "
-        f"client {late_client} for {late_topic.hex() or 'none'}"
-    )
-    return failed(errors.BarrierConflictError, f"barrier {name!r}: {text}")
+def topics_differ(name: str, first: int, first_topic: bytes, client: int, topic: bytes) -> Outcome:
+    """Return the outcome of a round to which two clients came with different topics."""
+    text = barrier_texts.topics_differ(name, first, first_topic, client, topic)
+    return failed(errors.BarrierConflictError, text)
 
 
-def participants_differ(name: str, first: tuple[int, Sequence[int]], other: tuple[int, Sequence[int]]) -> Outcome:
+def participants_differ(name: str, first: int, theirs: Sequence[int], client: int, ours: Sequence[int]) -> Outcome:
     """Return the outcome of a round to which two clients came with different participants."""
-    (client, theirs), (late_client, ours) = first, other
-    extra = [errors.capped(sorted(more)) or "no one" for more in (set(theirs) - set(ours), set(ours) - set(theirs))]
-    text = f"participants differ: client {client} also expects {extra[0]}, client {late_client} also expects {extra[1]}"
-    return failed(errors.BarrierConflictError, f"barrier {name!r}: {text}")
+    text = barrier_texts.participants_differ(name, first, theirs, client, ours)
+    return failed(errors.BarrierConflictError, text)
 
 
 def validate_barrier(
@@ -189,7 +176,5 @@ def validate_barrier(
             f"from 0 to {member.num_clients - 1}"
         )
     if member.client not in members:
-        raise errors.BarrierConflictError(
-            f"barrier {name!r}: client {member.client} is not a participant; participants are {errors.capped(members)}"
-        )
+        raise errors.BarrierConflictError(barrier_texts.is_no_participant(name, member.client, members))
     return members

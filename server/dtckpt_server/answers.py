@@ -9,9 +9,9 @@ from google.protobuf.message import Message
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
+from dtckpt_server.failures import Failure
 from dtckpt_server.rules import Rules
 from dtckpt_server.state import Barrier, Job
-from dtckpt_server.texts import Failure
 
 PAGE_NBYTES = 512 << 10
 """A page ends with the entry by which it outgrows this; one entry is smaller than as much again."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtckpt import errors
-from dtckpt_server.texts import Progress
+from dtckpt.coordination import barrier_texts
 
 MAX_NAME_BYTES = 256
 MAX_TOPIC_BYTES = 256
@@ -23,6 +23,16 @@ class Identity:
     job: str
     task: int
     incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a task last reported that it is doing."""
+
+    phase: str = ""
+    step: int = 0
+    bytes_done: int = 0
+    bytes_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +83,7 @@ class Heartbeat:
     """
 
     who: Identity
-    progress: Progress = Progress()  # noqa: RUF009  immutable
+    progress: Progress = Progress()
     report: Report = NOWHERE
 
 
@@ -164,10 +174,7 @@ class Arrive:
             )
         members = named if 0 < len(named) < num_clients else range(num_clients)
         if self.who.task not in members:
-            raise errors.BarrierConflictError(
-                f"barrier {self.name!r}: client {self.who.task} is not a participant; participants are "
-                f"{errors.capped(members)}"
-            )
+            raise errors.BarrierConflictError(barrier_texts.is_no_participant(self.name, self.who.task, members))
         return members
 
 

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
 from dtckpt import errors
-from dtckpt.coordination import barrier_rules
-from dtckpt_server import texts
+from dtckpt.coordination import barrier_rules, barrier_texts
+from dtckpt.coordination.barrier_texts import task_name
+from dtckpt_server import failures
 from dtckpt_server.events import (
     MAX_NAME_BYTES,
     Arrive,
@@ -31,6 +32,7 @@ from dtckpt_server.events import (
     Report,
     Tick,
 )
+from dtckpt_server.failures import Failure
 from dtckpt_server.memory import (
     ARRIVAL_NBYTES,
     BARRIER_NBYTES,
@@ -42,7 +44,6 @@ from dtckpt_server.memory import (
 )
 from dtckpt_server.state import Barrier, Effects, Job, Key, Transition
 from dtckpt_server.tasks import ALIVE, FENCED, LEFT, LOST, REGISTERED, SUSPECT, Task, Tasks
-from dtckpt_server.texts import Failure, task_name
 
 MAX_CLIENTS = 100_000
 MAX_JOBS = 10_000
@@ -187,7 +188,7 @@ class Rules:
         text = f"job {job.name!r}: attempt {attempt} fences attempt {job.attempt}"
         self._log("attempt_begun", text, job=job.name, attempt=attempt)
         for barrier in list(job.open.values()):
-            self._decide(barrier, texts.fenced(barrier.name, job.name, attempt), now)
+            self._decide(barrier, failures.fenced(barrier.name, job.name, attempt), now)
         self._effects.superseded = attempt
         num_tasks = len(job.tasks)
         job.tasks.fence(num_clients)
@@ -199,10 +200,7 @@ class Rules:
             task.rival = (incarnation, now)
         who = task_name(job.name, task.number)
         if task.heard_at > task.rival[1]:
-            raise errors.FencedError(
-                f"{who} of attempt {job.attempt} is another live process; every client needs an id of its own, and a "
-                "restarted job a higher attempt"
-            )
+            raise errors.FencedError(barrier_texts.is_rival(who, job.attempt))
         raise HeldError(f"{who} is held by another process until that has been silent for the heartbeat timeout")
 
     def _revive(self, job: Job, task: Task, now: float) -> None:
@@ -259,10 +257,10 @@ class Rules:
         barrier = self._round_for(job, task, arrival, now)
         task.note_call(arrival.call, barrier)
         if barrier.is_open and arrival.topic != barrier.topic:
-            failure = texts.topics_differ(arrival.name, barrier.first, barrier.topic, who.task, arrival.topic)
+            failure = failures.topics_differ(arrival.name, barrier.first, barrier.topic, who.task, arrival.topic)
             self._decide(barrier, failure, now)
         elif barrier.is_open and not arrival.ok:
-            self._decide(barrier, texts.voted_no(who.task, arrival.code, arrival.reason), now)
+            self._decide(barrier, failures.voted_no(who.task, arrival.code, arrival.reason), now)
         elif barrier.is_open:
             self._admit(job, barrier, arrival, now)
         if not barrier.is_open:
@@ -277,7 +275,7 @@ class Rules:
         is_overtaken = any(call > arrival.call and other.key == key for call, other in task.calls.items())
         if is_overtaken or (arrival.operation is not None and arrival.call <= task.report.num_ended):
             # Its client has gone on, and waits for no answer.
-            raise errors.BarrierConflictError(barrier_rules.gave_up(arrival.name, task_name(job.name, task.number)))
+            raise errors.BarrierConflictError(barrier_texts.gave_up(arrival.name, task_name(job.name, task.number)))
         if arrival.operation:
             return latest or self._open(job, arrival, key, participants, now)
         if arrival.is_again and key[2] in job.broken:
@@ -293,7 +291,7 @@ class Rules:
             return missed
         if latest is not None and latest.is_open and task.number in latest.arrived:
             # The call that had arrived was given up by the task, which now comes anew.
-            self._decide(latest, texts.gave_up(latest.name, task_name(job.name, task.number)), now)
+            self._decide(latest, failures.gave_up(latest.name, task_name(job.name, task.number)), now)
         barrier = latest if latest is not None and latest.is_open else None
         if barrier is None:
             barrier = self._open(job, arrival, key, participants, now)
@@ -318,7 +316,7 @@ class Rules:
             self._decide(barrier, None, now)
         elif is_first and (gone := job.tasks.gone_among(barrier.participants, MAX_NAMED)):
             # Looked up for the first arrival only: whoever goes later fails the barrier by going.
-            self._decide(barrier, texts.lost(barrier.name, gone, self._fates(job, gone[:SOME], now)), now)
+            self._decide(barrier, failures.lost(barrier.name, gone, self._fates(job, gone[:SOME], now)), now)
         elif is_first and barrier.operation and (task := self._first_elsewhere(job, barrier)):
             self._fail_operation(job, barrier, task, now)  # likewise: whoever goes elsewhere later says so
         elif barrier.operation is not None:
@@ -332,7 +330,7 @@ class Rules:
         try:
             self.memory.make_room(job, nbytes + payload_nbytes)
         except LimitError as error:
-            self._decide(barrier, texts.voted_no(task, errors.CoordinationError.__name__, error.message), now)
+            self._decide(barrier, failures.voted_no(task, errors.CoordinationError.__name__, error.message), now)
             return False
         self.memory.resize_barrier(job, barrier, nbytes, payload_nbytes)
         return True
@@ -355,7 +353,7 @@ class Rules:
         job.open[barrier.barrier_id] = self._barriers[barrier.barrier_id] = barrier
         job.latest[key] = job.named[arrival.name] = barrier
         if before is not None and before.is_open and before.participants != participants:
-            failure = texts.participants_differ(
+            failure = failures.participants_differ(
                 barrier.name, before.first, before.participants, barrier.first, barrier.participants
             )
             self._decide(before, failure, now)
@@ -369,7 +367,7 @@ class Rules:
         if now >= barrier.opened_at + barrier_rules.grace_s(self.heartbeat_timeout_s):
             self._note_known(barrier, former.arrived)  # those who were in the earlier round
             age_s = barrier.opened_at - former.decided_at
-            self._decide(barrier, texts.came_late(barrier.name, age_s, former.failure), now)
+            self._decide(barrier, failures.came_late(barrier.name, age_s, former.failure), now)
 
     def _note_known(self, barrier: Barrier, numbers: Iterable[int]) -> None:
         """Count tasks that know how a round fails as arrived there: they have not missed it."""
@@ -389,7 +387,7 @@ class Rules:
         for barrier in [barrier for barrier in job.open.values() if barrier.operation is not None]:
             call = barrier.arrived.get(task.number)
             if call is not None and call <= task.report.num_ended:
-                self._decide(barrier, texts.gave_up(barrier.name, task_name(job.name, task.number)), now)
+                self._decide(barrier, failures.gave_up(barrier.name, task_name(job.name, task.number)), now)
             elif barrier.operation and barrier.waits_for(task.number) and self._is_elsewhere(barrier, task):
                 self._fail_operation(job, barrier, task, now)
 
@@ -403,7 +401,7 @@ class Rules:
         return task.report.operation != barrier.operation and task.report.num_ended >= call
 
     def _fail_operation(self, job: Job, barrier: Barrier, task: Task, now: float) -> None:
-        failure = texts.is_elsewhere(barrier.name, task_name(job.name, task.number))
+        failure = failures.is_elsewhere(barrier.name, task_name(job.name, task.number))
         self._decide(barrier, failure, now)
         if barrier.operation not in self._barriers:  # then calls of the same operation may still wait to begin it
             job.broken[barrier.key[2]] = barrier
@@ -421,7 +419,7 @@ class Rules:
         """Fail a round that waits for a task which waits elsewhere for this one: a task is in one round at a time."""
         for other in [other for other in job.open.values() if other.operation is not None and other.waits_for(number)]:
             if (waiting := next((task for task in other.arrived if barrier.waits_for(task)), None)) is not None:
-                failure = texts.wait_for_each_other(
+                failure = failures.wait_for_each_other(
                     task_name(job.name, number), barrier.name, task_name(job.name, waiting), other.name
                 )
                 known = {*other.arrived, *barrier.arrived}
@@ -437,7 +435,7 @@ class Rules:
         if who.task not in barrier.participants or not barrier.is_open:
             problem = "is no participant" if barrier.is_open else "came too late, it is decided"
             raise errors.BarrierConflictError(f"cannot cancel barrier {barrier.name!r}: client {who.task} {problem}")
-        self._decide(barrier, texts.cancelled(barrier.name, task_name(job.name, task.number), event.reason), now)
+        self._decide(barrier, failures.cancelled(barrier.name, task_name(job.name, task.number), event.reason), now)
 
     def barrier(self, job: str, barrier_id: str) -> Barrier:
         """Return a barrier of a job.
@@ -459,23 +457,25 @@ class Rules:
     def _describe(self, job: Job, number: int, now: float) -> str:
         task = job.tasks.get(number)
         if task is None or task.state == FENCED:
-            return task_name(job.name, number) + ", which never registered"
-        return task_name(job.name, number) + texts.last_seen(task.progress, now - task.progressed_at)
+            return task_name(job.name, number) + barrier_texts.NEVER_REGISTERED
+        return task_name(job.name, number) + barrier_texts.last_seen(task.progress, now - task.progressed_at)
 
     def _fates(self, job: Job, gone: Sequence[int], now: float) -> list[str]:
         """Return what became of tasks that are lost or have left."""
         fates = []
         for task in map(job.tasks.__getitem__, gone):
-            silent = f"sent no heartbeat for {now - task.heard_at:.1f} s"
-            fate = "has left" if task.state == LEFT else silent
-            fates.append(f"{task_name(job.name, task.number)} {fate}{texts.last_seen(task.progress)}")
+            who, seen = task_name(job.name, task.number), barrier_texts.last_seen(task.progress)
+            if task.state == LEFT:
+                fates.append(barrier_texts.has_left(who, seen))
+            else:
+                fates.append(barrier_texts.fell_silent(who, now - task.heard_at, seen))
         return fates
 
     def _fail_without(self, job: Job, gone: Sequence[int], now: float) -> None:
         fates = dict(zip(gone, self._fates(job, gone, now), strict=True))
         for barrier in list(job.open.values()):
             if theirs := [number for number in gone if number in barrier.participants]:
-                self._decide(barrier, texts.lost(barrier.name, theirs, map(fates.__getitem__, theirs)), now)
+                self._decide(barrier, failures.lost(barrier.name, theirs, map(fates.__getitem__, theirs)), now)
 
     def _decide(self, barrier: Barrier, failure: Failure | None, now: float) -> None:
         """Set the verdict. The first decision stands."""
@@ -529,7 +529,7 @@ class Rules:
             if task.heard_at < lost_before:
                 job.tasks.place(task, LOST)
                 lost.append(task.number)
-                seen = texts.last_seen(task.progress)
+                seen = barrier_texts.last_seen(task.progress)
                 self._log_task("lost", job, task, f"is lost: silent for {silent_s:.1f} s{seen}")
             else:
                 job.tasks.place(task, SUSPECT)
@@ -540,11 +540,15 @@ class Rules:
             self._end_late(barrier, now)
         due = list(islice((barrier for barrier in job.open.values() if now >= barrier.deadline), MAX_DUE))
         for barrier in due:
-            arrived = f"{len(barrier.arrived)}/{len(barrier.participants)} arrived"
-            text = f"{arrived}, missing {self.waiting_for(barrier, now)}"
-            self._decide(
-                barrier, texts.timed_out(barrier.name, barrier.timeout_s, text, barrier.missing(MAX_NAMED)), now
+            failure = failures.timed_out(
+                barrier.name,
+                barrier.timeout_s,
+                len(barrier.arrived),
+                len(barrier.participants),
+                self.waiting_for(barrier, now),
+                missing=barrier.missing(MAX_NAMED),
             )
+            self._decide(barrier, failure, now)
         is_over = not job.tasks.num_alive and not job.open and not job.verdicts and now - job.heard_at > KEPT_VERDICTS_S
         if is_over:
             self.memory.remove_job(job)
@@ -581,4 +585,4 @@ def superseded(job: str, number: int, attempt: int) -> str:
 
 
 def _replaced(job: str, number: int) -> str:
-    return f"another process has taken the place of {task_name(job, number)}"
+    return barrier_texts.was_replaced(task_name(job, number))

@@ -35,6 +35,7 @@ from dtckpt_server.events import (
     Heartbeat,
     Identity,
     Leave,
+    Progress,
     Register,
     Report,
     Tick,
@@ -44,7 +45,6 @@ from dtckpt_server.heartbeat_streams import GATHER_S, MAX_UNSENT, Stream, Stream
 from dtckpt_server.metrics import Metrics
 from dtckpt_server.rules import Rules
 from dtckpt_server.state import Barrier, Effects, Transition
-from dtckpt_server.texts import Progress
 from dtckpt_server.tokens import Tokens
 
 logger = logging.getLogger("dtckpt_server")

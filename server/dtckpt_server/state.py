@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from dtckpt import errors
 from dtckpt_server.events import Identity
+from dtckpt_server.failures import Failure
 from dtckpt_server.tasks import LEFT, Tasks
-from dtckpt_server.texts import Failure
 
 _K = TypeVar("_K")
 Key = tuple[str, str | None, tuple[int, ...]]

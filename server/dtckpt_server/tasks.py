@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING
 
-from dtckpt_server.events import Report
-from dtckpt_server.texts import Progress
+from dtckpt_server.events import Progress, Report
 
 if TYPE_CHECKING:
     from dtckpt_server.state import Barrier

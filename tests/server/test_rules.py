@@ -6,10 +6,9 @@ import tracemalloc
 import pytest
 from dtckpt_server import memory
 from dtckpt_server import rules as server_rules
-from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Leave, Register, Tick
+from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Leave, Progress, Register, Tick
 from dtckpt_server.rules import Rules, UnknownError, apply
 from dtckpt_server.tasks import KEPT_CALLS
-from dtckpt_server.texts import Progress
 
 from dtckpt import errors
 
