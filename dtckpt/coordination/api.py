@@ -101,7 +101,7 @@ class Position:
     is_certain: bool = False
 
 
-ANYWHERE = Position()
+NO_POSITION = Position()
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ class Coordination(Protocol):
         participants: Sequence[int] | None = None,
         collect: bool = False,
         operation: Operation | None = None,
-        position: Position = ANYWHERE,
+        position: Position = NO_POSITION,
     ) -> Verdict:
         """Wait until all participants (default: all clients) have arrived.
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-ANYBODYS = "?"
+UNKNOWN_POSITION = "?"
 """Position of a client that cannot say where it is. If its round fails, all who were not there came for it."""
 
 

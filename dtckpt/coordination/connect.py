@@ -24,7 +24,7 @@ from dtckpt.coordination.api import (
     Member,
 )
 from dtckpt.coordination.discovery import find_coordinator
-from dtckpt.coordination.single_client import LocalCoordination
+from dtckpt.coordination.single_client import SingleClientCoordination
 from dtckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def connect(
         there = GrpcCoordination(found.address, member, access=access, heartbeat_timeout_s=timeout_s)
         return _with_fallback(there, env.get("DTCKPT_COORDINATOR_FALLBACK") if fallback is None else fallback)
     if member.num_clients == 1:
-        return LocalCoordination(member)
+        return SingleClientCoordination(member)
     from dtckpt.coordination.torch_store import from_environment
 
     return from_environment(member, heartbeat_timeout_s=timeout_s)

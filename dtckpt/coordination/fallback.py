@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore
 from dtckpt import errors
 from dtckpt.coordination import barrier_texts, verdicts
 from dtckpt.coordination.api import (
-    ANYWHERE,
+    NO_POSITION,
     YES,
     Coordination,
     JobStatus,
@@ -33,7 +33,7 @@ from dtckpt.coordination.api import (
     Vote,
 )
 from dtckpt.coordination.grpc_client import GrpcCoordination
-from dtckpt.coordination.torch_store import ProcessGroupCoordination, from_environment
+from dtckpt.coordination.torch_store import TorchStoreCoordination, from_environment
 from dtckpt.coordination.verdicts import Decision
 
 logger = logging.getLogger("dtckpt.coordination")
@@ -54,7 +54,7 @@ class FallbackCoordination:
         secondary: The way to the store, of the same member.
     """
 
-    def __init__(self, primary: GrpcCoordination, secondary: ProcessGroupCoordination) -> None:
+    def __init__(self, primary: GrpcCoordination, secondary: TorchStoreCoordination) -> None:
         self.member: Member = primary.member
         self._primary = primary
         self._secondary = secondary
@@ -89,14 +89,14 @@ class FallbackCoordination:
 
     def _look(self) -> None:
         """Follow the decision, if there is one."""
-        if not self._reason and (reason := self._secondary.settled(_KEY)):
+        if not self._reason and (reason := self._secondary.recorded(_KEY)):
             self._switch(reason)
 
     def _give_up(self, error: errors.CoordinatorUnavailableError) -> None:
         """Decide for all, unless another client was faster."""
         who = barrier_texts.task_name(self.member.job, self.member.client)
         try:
-            reason = self._secondary.settle(_KEY, f"{who} gave it up: {error.message}")
+            reason = self._secondary.record_once(_KEY, f"{who} gave it up: {error.message}")
         except errors.CoordinationError as other:
             text = f"{error.message}; and there is nothing to fall back to: {other.message}"
             raise errors.CoordinatorUnavailableError(text) from error
@@ -173,7 +173,7 @@ class FallbackCoordination:
         participants: Sequence[int] | None = None,
         collect: bool = False,
         operation: Operation | None = None,
-        position: Position = ANYWHERE,
+        position: Position = NO_POSITION,
     ) -> Verdict:
         """Meet as `Coordination.barrier` says.
 
@@ -233,5 +233,5 @@ def with_fallback(primary: GrpcCoordination) -> FallbackCoordination:
     """
     member, timeout_s = primary.member, primary.heartbeat_timeout_s
     if member.num_clients == 1:
-        return FallbackCoordination(primary, ProcessGroupCoordination(HashStore(), member))
+        return FallbackCoordination(primary, TorchStoreCoordination(HashStore(), member))
     return FallbackCoordination(primary, from_environment(member, heartbeat_timeout_s=timeout_s))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dtckpt.coordination.api import (
-    ANYWHERE,
+    NO_POSITION,
     YES,
     Coordination,
     JobStatus,
@@ -92,7 +92,7 @@ class FaultyCoordination:
         participants: Sequence[int] | None = None,
         collect: bool = False,
         operation: Operation | None = None,
-        position: Position = ANYWHERE,
+        position: Position = NO_POSITION,
     ) -> Verdict:
         return self._inject(
             "barrier",

@@ -28,8 +28,8 @@ from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.comm import fork_guard
 from dtckpt.coordination import barrier_texts, identity, verdicts
 from dtckpt.coordination.api import (
-    ANYWHERE,
     DEFAULT_HEARTBEAT_TIMEOUT_S,
+    NO_POSITION,
     YES,
     JobStatus,
     Member,
@@ -288,7 +288,7 @@ class GrpcCoordination(Caller):
         participants: Sequence[int] | None = None,
         collect: bool = False,
         operation: Operation | None = None,
-        position: Position = ANYWHERE,
+        position: Position = NO_POSITION,
     ) -> Verdict:
         members = verdicts.validate_barrier(self.member, name, timeout_s, participants)
         self.register()

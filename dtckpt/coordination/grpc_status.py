@@ -10,7 +10,7 @@ from dtckpt.coordination.grpc_calls import CALL_TIMEOUT_S, Caller, UnknownError
 from dtckpt.errors import JobNotFoundError
 
 
-class Observer(Caller):
+class StatusClient(Caller):
     """Asks a coordinator what it knows. Changes nothing there.
 
     Both methods raise `CoordinatorUnavailableError` if it cannot be reached within ``timeout_s``, and

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dtckpt.coordination.api import Position
-from dtckpt.coordination.barrier_rules import ANYBODYS
+from dtckpt.coordination.barrier_rules import UNKNOWN_POSITION
 from dtckpt.errors import capped
 
 _FORMAT = struct.Struct("<QqQ?")
@@ -44,20 +44,20 @@ class Ordinal:
         step: Of the training run, from 0 on; None: not said.
         was_cut_off: Whether it has gone on without the others, or they without it, since all were level.
         waited_gap: How far others were behind when this client waited for them in vain; 0: it did not.
-        is_somewhere: Whether the client cannot say, so that it waits for others and is not told that it is late.
+        is_unsure: Whether the client cannot say, so that it waits for others and is not told that it is late.
     """
 
     number: int
     step: int | None = None
     was_cut_off: bool = False
     waited_gap: int = 0
-    is_somewhere: bool = False
+    is_unsure: bool = False
 
     @property
     def position(self) -> Position:
         """Return the mark by which keepers of barriers know late arrivals."""
-        if self.is_somewhere:
-            return Position(ANYBODYS)
+        if self.is_unsure:
+            return Position(UNKNOWN_POSITION)
         text = f"#{self.number}" if self.step is None else f"step {self.step}"
         return Position(text, is_certain=self.step is not None)
 
@@ -149,7 +149,7 @@ def _nth(number: int) -> str:
     return f"{number}{ending}"
 
 
-class Standing:
+class OrdinalTracker:
     """The ordinals of one client at one kind of operation, in the life of its process.
 
     Args:
@@ -171,7 +171,7 @@ class Standing:
         self._waited_s = 0.0  # in vain, since the gap last became smaller
         self._waited_gap = 0  # the gap, once it was waited for long enough in vain
 
-    def advance(self, step: int | None = None) -> Ordinal:
+    def next_ordinal(self, step: int | None = None) -> Ordinal:
         """Return the ordinal of the next operation."""
         now = self._clock()
         self._number, self._begun_at, self._pause_s = self._number + 1, now, now - self._begun_at
@@ -180,7 +180,7 @@ class Standing:
         was_retold, self._was_retold = self._was_retold and step is None, False
         return Ordinal(self._number, step, self._was_cut_off, self._waited_gap, was_retold)
 
-    def settle(self, ordinals: Mapping[int, Ordinal], client: int, *, cut_off: Sequence[int] = ()) -> Comparison:
+    def reconcile(self, ordinals: Mapping[int, Ordinal], client: int, *, cut_off: Sequence[int] = ()) -> Comparison:
         """Compare the ordinals of all clients, and take the consequences for this one.
 
         Args:

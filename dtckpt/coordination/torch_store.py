@@ -33,9 +33,9 @@ from dtckpt.comm import fork_guard, rendezvous
 from dtckpt.config import Config
 from dtckpt.coordination import barrier_rules, barrier_texts, identity, verdicts
 from dtckpt.coordination.api import (
-    ANYWHERE,
     BEGIN,
     DEFAULT_HEARTBEAT_TIMEOUT_S,
+    NO_POSITION,
     YES,
     BarrierStatus,
     JobStatus,
@@ -88,7 +88,7 @@ class _Beat:
         return cls(**{**fields, "progress": progress, "report": report})
 
 
-class ProcessGroupCoordination:
+class TorchStoreCoordination:
     """Clients that meet at a `torch.distributed.Store`.
 
     Args:
@@ -225,7 +225,7 @@ class ProcessGroupCoordination:
         participants: Sequence[int] | None = None,
         collect: bool = False,
         operation: Operation | None = None,
-        position: Position = ANYWHERE,
+        position: Position = NO_POSITION,
         moved_from: str | None = None,
     ) -> Verdict:
         """Meet as `Coordination.barrier` says.
@@ -378,7 +378,7 @@ class ProcessGroupCoordination:
         """
         self._run(lambda link: self._rounds.publish(link, decision))
 
-    def settle(self, name: str, text: str) -> str:
+    def record_once(self, name: str, text: str) -> str:
         """Settle a question of the whole job once for all; return the answer, which an earlier caller may have given.
 
         Raises:
@@ -386,8 +386,8 @@ class ProcessGroupCoordination:
         """
         return self._run(lambda link: link.set_if(f"settled/{name}", "", text))
 
-    def settled(self, name: str) -> str:
-        """Return the answer to a question of the whole job, "" if there is none. Raises as `settle`."""
+    def recorded(self, name: str) -> str:
+        """Return the answer to a question of the whole job, "" if there is none. Raises as `record_once`."""
         return self._run(lambda link: link.get(f"settled/{name}")) or ""
 
     def _missing(self, link: Link, round_: Round) -> dict[int, str]:
@@ -490,7 +490,7 @@ def _beat_key(client: int) -> str:
 
 def from_environment(
     member: Member, *, heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
-) -> ProcessGroupCoordination:
+) -> TorchStoreCoordination:
     """Meet at the store of the default process group, or at the one that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
 
     Collective: Over all clients, if there is no default process group and several agents of torchrun have started the
@@ -513,18 +513,18 @@ def from_environment(
             topic = f"coordination/{quote(member.job, safe='')}"
             store, attempt = rendezvous.meet(store, topic, config)
             member = replace(member, attempt=attempt)
-    return ProcessGroupCoordination(
+    return TorchStoreCoordination(
         store, member, heartbeat_timeout_s=heartbeat_timeout_s, host_client=None if agent_hosts else 0
     )
 
 
 def local_group(
     num_clients: int, *, job: str = "local", heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
-) -> list[ProcessGroupCoordination]:
+) -> list[TorchStoreCoordination]:
     """Return clients that live in one process, one per thread, and meet in memory."""
     store, incarnation = HashStore(), secrets.randbits(62)
     return [
-        ProcessGroupCoordination(
+        TorchStoreCoordination(
             store,
             Member(job, client, num_clients, incarnation=incarnation + client),
             heartbeat_timeout_s=heartbeat_timeout_s,

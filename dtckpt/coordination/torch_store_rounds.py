@@ -232,7 +232,7 @@ class StoreRounds:
         for generation, position in reversed(failed):
             missed = replace(found, claim=replace(claim, generation=generation))
             if (
-                position not in (barrier_rules.ANYBODYS, meeting.position.text)
+                position not in (barrier_rules.UNKNOWN_POSITION, meeting.position.text)
                 or (failure := self.verdict(link, missed)) is None
             ):
                 continue

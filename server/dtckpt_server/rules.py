@@ -280,7 +280,7 @@ class Rules:
             return latest or self._open(job, arrival, key, participants, now)
         if arrival.is_again and key[2] in job.broken:
             return job.broken[key[2]]
-        missed = job.missed.get((key, arrival.position)) or job.missed.get((key, barrier_rules.ANYBODYS))
+        missed = job.missed.get((key, arrival.position)) or job.missed.get((key, barrier_rules.UNKNOWN_POSITION))
         if missed is not None and task.number in missed.arrived:
             missed = None
         if (

@@ -21,12 +21,12 @@ from support.coordination_contract import (
 from dtckpt import errors
 from dtckpt.coordination import torch_store
 from dtckpt.coordination.api import Member
-from dtckpt.coordination.torch_store import ProcessGroupCoordination
+from dtckpt.coordination.torch_store import TorchStoreCoordination
 
 
 def clients_at(store, num_clients, job, **options):
     return [
-        ProcessGroupCoordination(
+        TorchStoreCoordination(
             store,
             Member(job, client, num_clients, incarnation=secrets.randbits(60)),
             heartbeat_timeout_s=HEARTBEAT_S,
@@ -140,7 +140,7 @@ def test_host_of_the_store_does_not_wait_again_for_a_client_that_was_named_lost(
     timeout_s = 3.0
     store, job = dist.HashStore(), secrets.token_hex(4)
     host, watching, lost = (
-        ProcessGroupCoordination(
+        TorchStoreCoordination(
             store,
             Member(job, client, 3, incarnation=secrets.randbits(60)),
             heartbeat_timeout_s=timeout_s,

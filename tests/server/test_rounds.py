@@ -369,7 +369,7 @@ def test_clients_of_one_operation_that_are_in_different_rounds_of_it_fail_at_onc
 
 def test_round_that_failed_at_a_position_that_nobody_knows_is_told_to_all(pair):
     """As where the step of one client is none."""
-    failed = pair.arrive(0, position=barrier_rules.ANYBODYS, ok=False, code="ConfigError", reason="no step")
+    failed = pair.arrive(0, position=barrier_rules.UNKNOWN_POSITION, ok=False, code="ConfigError", reason="no step")
     assert pair.arrive(1, position="step 5", is_certain=True) is failed
     assert pair.arrive(1, position="step 5", is_certain=True).is_open, "it is told once"
 
