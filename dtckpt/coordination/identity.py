@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from dtckpt.coordination.api import Member
 
 _lock = threading.Lock()
-_calls: dict[Member, Calls] = {}
+_calls: dict[Member, BarrierCalls] = {}
 
 
 def incarnation() -> int:
@@ -44,7 +44,7 @@ class Report:
     waits_at: str = ""
 
 
-class Calls:
+class BarrierCalls:
     """The calls of one client to barriers, in this life of its process. Thread-safe."""
 
     def __init__(self) -> None:
@@ -90,10 +90,10 @@ class Calls:
             self._latest = 0
 
 
-def calls_of(member: Member) -> Calls:
+def calls_of(member: Member) -> BarrierCalls:
     """Return the calls of a client; all its connections share them."""
     with _lock:
-        return _calls.setdefault(member, Calls())
+        return _calls.setdefault(member, BarrierCalls())
 
 
 def pause(wake: threading.Event, leaving: threading.Event, interval_s: float) -> bool:

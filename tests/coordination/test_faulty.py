@@ -29,7 +29,7 @@ class TestFaultyWithoutFaults(ManyClientsContract):
         ]
 
     def silence(self, client):
-        client._inner._send = lambda link, state: None
+        client._inner._send = lambda store, state: None
 
 
 def test_raises_at_the_chosen_call():

@@ -21,7 +21,7 @@ from dtckpt_server import rules as server_rules
 from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Register, Report, Tick
 from dtckpt_server.rules import Rules
 
-from dtckpt.coordination.identity import Calls
+from dtckpt.coordination.identity import BarrierCalls
 from dtckpt.coordination.operation_ordinals import Ordinal, OrdinalTracker
 
 HEARTBEAT_TIMEOUT_S = 2.0
@@ -108,7 +108,7 @@ class Client:
     number: int
     tracker: OrdinalTracker
     life: int = 0
-    calls: Calls = field(default_factory=Calls)
+    calls: BarrierCalls = field(default_factory=BarrierCalls)
     is_cut: int = 0
     frozen_until: float = 0.0
     step: int = 0
@@ -279,7 +279,7 @@ class World:
             elif fault.kind == "restart" and self.rules is None:
                 self._begin_coordinator()
             elif fault.kind == "reborn":
-                client.calls, client.tracker = Calls(), OrdinalTracker("save", lambda: self.now)
+                client.calls, client.tracker = BarrierCalls(), OrdinalTracker("save", lambda: self.now)
                 self._start(client)
 
         if fault.kind == "reborn" and client.life:
