@@ -162,9 +162,9 @@ def _nth(number: int) -> str:
 class OrdinalTracker:
     """Counts the operations of one kind that this client begins, and decides what differing ordinals mean for it.
 
-    An operation calls `next_ordinal`, exchanges the ordinals in its first round, and calls `reconcile` with them. A client
-    that is to wait for those behind it meets again, with the same ordinal, and reconciles again. The error of a round
-    that fails goes to `note_failure`.
+    An operation calls `next_ordinal`, exchanges the ordinals in its first round, and calls `reconcile` with them. A
+    client that is to wait for those behind it meets again, with the same ordinal, and reconciles again. The error of a
+    round that fails goes to `note_failure`.
 
     Args:
         operation: Name of the operation in messages.
@@ -238,8 +238,8 @@ class OrdinalTracker:
         self._was_retold = getattr(error, "is_retold", False)
         self._was_cut_off |= not is_verdict or was_cut_off or client in absent
         self._begun_at += waited_s  # a pause is the program's own time between operations
-        # The wait proves nothing if a client was lost, as that one could not come; nor if this client heard no verdict, as
-        # it does not know then who came.
+        # The wait proves nothing if a client was lost, as that one could not come; nor if this client heard no verdict,
+        # as it does not know then who came.
         if self._waiting_gap and is_verdict and not getattr(error, "clients", ()):
             self._waited_s += waited_s
             if self._waited_s >= max(LEAST_VAIN_WAIT_S, PAUSES_WAITED * self._pause_s):

@@ -1,4 +1,4 @@
-"""Coordination of a single client: nobody to wait for."""
+"""Coordination of a job with one client: every barrier passes at once, as there is nobody to wait for."""
 
 from __future__ import annotations
 

@@ -1,12 +1,22 @@
-"""Coordination over the key-value store of `torch.distributed`; the default under torchrun.
+"""Coordination through the key-value store of `torch.distributed`: barriers and heartbeats; the default under torchrun.
 
-Only store keys are used, no collectives: a collective of a process group neither says who is missing nor mixes with
-other threads. `dtckpt.coordination.torch_store_rounds` has the keys of barriers.
+There is no server with rules: each client reads and writes keys, and decides what it sees to be decided. No collectives
+are used: a collective of a process group neither says who is missing nor mixes with other threads.
+`dtckpt.coordination.torch_store_rounds` has the keys of barriers; a client's heartbeat is the key ``beat/<client>``.
 
-A no-voter writes the verdict *before* its arrival, so "all have arrived" without a verdict means that all votes were
-ok. Whoever arrives last declares the pass. The first to arrive watches everyone's heartbeats, the others watch only
-the first: N reads per tick in all instead of N squared. Should the first die, it is a lost participant itself, so its
-loss is the verdict and nobody has to take over.
+How a round is decided, and by whom:
+
+============================== =======================================================================================
+verdict                        decided by
+============================== =======================================================================================
+failed, a client voted no      that client, *before* its arrival. So "all have arrived" without a verdict means that
+                               all votes were ok
+passed                         the client that arrives last; should it die before it can say so, the opener of the round
+failed, a client is lost       the opener, which watches the heartbeats of all participants; the others watch only the
+                               opener. That makes N reads per tick in all instead of N squared. Should the opener die,
+                               its loss is the verdict, and no other client has to take over
+failed, timeout                the first client whose deadline passes; all but the opener wait a moment longer
+============================== =======================================================================================
 
 `Store.wait` is not used: a wait that times out writes to stderr, and never returns if the host is frozen. Clients poll.
 """
@@ -56,19 +66,20 @@ logger = logging.getLogger("dtckpt.coordination")
 T = TypeVar("T")
 
 MAX_POLLS_PER_S = 10_000
-"""Polls of all clients together; a TCPStore answers several times as many."""
+"""Bound on the polls of all clients together; a TCPStore answers several times as many."""
 POLL_S = 0.005
-"""Between two polls of a client that has waited for long: first they come faster, as most barriers are soon passed."""
+"""Pause between two polls of a client that has waited for long. First it polls faster, as most barriers pass soon."""
 GOODBYE_S = 1.0
-"""How long a client that leaves waits until the store has taken its goodbye; nothing depends on it."""
+"""How long a client that leaves waits until the store has its goodbye; nothing depends on it."""
 KEPT_BARRIERS = 16
 """A client removes its keys of a barrier after this many later ones."""
 NO_HEARTBEAT = "-"
+"""Value of the heartbeat key of a client that never registered."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Heartbeat:
-    """What a client writes under its heartbeat key; any change of it is a sign of life."""
+    """The value of a client's heartbeat key; any change of it is a sign of life. Its fields are stored by name."""
 
     incarnation: int
     count: int = 0
@@ -95,7 +106,7 @@ class TorchStoreCoordination:
         store: Any store that all clients reach; it is cloned, never used directly.
         member: Who this client is.
         heartbeat_timeout_s: Silence after which a client is lost; the same for all clients.
-        host_client: The client whose process hosts the store, or None if no client does. That client leaves last.
+        host_client: The client whose process hosts the store, and which therefore leaves last. None: no client does.
         clock: Monotonic seconds.
         wall_clock: Seconds since the epoch.
     """
@@ -124,8 +135,8 @@ class TorchStoreCoordination:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._finished: deque[Round] = deque()
-        self._open: dict[int, Round | None] = {}  # by call
-        self._seen: dict[int, tuple[str, float]] = {}
+        self._open: dict[int, Round | None] = {}  # round by number of the call; None: not joined yet
+        self._seen: dict[int, tuple[str, float]] = {}  # heartbeat of each client, and when this process first read it
         self._last_sent = _Heartbeat(member.incarnation)
         self._progress = Progress()
         self._fenced = ""
@@ -148,29 +159,33 @@ class TorchStoreCoordination:
         self._raise_if_fenced()
 
     def _claim_place(self, store: StoreConnection) -> _Heartbeat:
-        mine = _Heartbeat(self.member.incarnation, report=self._calls.report)
+        """Make this process's heartbeat that of the client; return it.
+
+        Another process may hold the place. If its heartbeat changes while this one watches, it is alive and this one is
+        fenced. If it is unchanged for the heartbeat timeout, or says goodbye, this one replaces it.
+        """
+        key, own = _heartbeat_key(self.member.client), _Heartbeat(self.member.incarnation, report=self._calls.report)
         deadline = self._clock() + self.heartbeat_timeout_s
-        found = holder = store.compare_set(_heartbeat_key(self.member.client), "", mine.dump())
-        while found != mine.dump():
-            beat = _Heartbeat.load(found)
-            if found != holder:
+        stored = holder = store.compare_set(key, "", own.dump())
+        while stored != own.dump():
+            if stored != holder:
                 raise errors.FencedError(barrier_texts.is_rival(self._who(), self.member.attempt))
-            is_silent = self._clock() > deadline
-            if beat is None or beat.state == "left" or beat.incarnation == mine.incarnation or is_silent:
-                found = holder = store.compare_set(_heartbeat_key(self.member.client), found, mine.dump())
+            beat, is_silent = _Heartbeat.load(stored), self._clock() > deadline
+            if beat is None or beat.state == "left" or beat.incarnation == own.incarnation or is_silent:
+                stored = holder = store.compare_set(key, stored, own.dump())
             else:
                 store.abandoned.wait(self._tick_s)
-                (found,) = store.multi_get(_heartbeat_key(self.member.client))
-        return mine
+                (stored,) = store.multi_get(key)
+        return own
 
     def _send_heartbeats(self) -> None:
         store = self._store_calls.open_connection()
         others = [client for client in range(self.member.num_clients) if client != self.member.client]
         try:
-            while not identity.pause(self._wake, self._leaving, self.heartbeat_timeout_s / 6):
+            while not identity.wait_for_heartbeat(self._wake, self._leaving, self.heartbeat_timeout_s / 6):
                 self._send(store, "registered")
                 if self._host_client == self.member.client:
-                    self._observe(store, others)  # it leaves last, and must know by then who is lost
+                    self._observe(store, others)  # this client leaves last, and must know by then who is lost
             self._send(store, "left")
         except errors.FencedError as error:
             self._fenced = error.message
@@ -230,11 +245,11 @@ class TorchStoreCoordination:
         position: Position = NO_POSITION,
         moved_from: str | None = None,
     ) -> Verdict:
-        """Meet as `Coordination.barrier` says.
+        """Wait at a barrier as `Coordination.barrier` does.
 
         Args:
-            moved_from: For a barrier that was begun at a coordinator: id of the latest round of its name that the
-                client was told about there.
+            moved_from: For a call that was made at a coordinator first: id of the latest round of its name whose
+                verdict the client got there, "" for none.
         """
         members = verdicts.validate_barrier(self.member, name, timeout_s, participants)
         self.register()
@@ -266,7 +281,7 @@ class TorchStoreCoordination:
         return Verdict(name, round_.header.generation, known, begun)
 
     def _join_and_wait(self, store: StoreConnection, call: BarrierCall) -> tuple[Round, Outcome, dict[int, Arrival]]:
-        """Join a round and wait for its verdict; return them, with the arrivals where the call needs them."""
+        """Join a round and wait for its verdict; return both, with the arrivals if the call needs them."""
         begin = self._clock()
         joined = self._rounds.join(store, call)
         round_, outcome = joined.round, joined.outcome
@@ -287,14 +302,15 @@ class TorchStoreCoordination:
         self, store: StoreConnection, joined: JoinedRound, call: BarrierCall, begin: float
     ) -> Outcome:
         round_, missed = joined.round, joined.missed
-        is_first = round_.header.client == self.member.client
-        watched = call.participants if is_first else (round_.header.client,)
-        # The others give the first a moment, so that at the deadline one client looks who is missing, not all.
-        deadline = begin + call.timeout_s + (0.0 if is_first else self._tick_s)
+        is_opener = round_.header.client == self.member.client
+        watched = call.participants if is_opener else (round_.header.client,)
+        # The others give the opener a moment, so that at the deadline one client looks who is missing, not all.
+        deadline = begin + call.timeout_s + (0.0 if is_opener else self._tick_s)
         late_until = begin + barrier_rules.grace_s(self.heartbeat_timeout_s)
         next_look, now = 0.0, self._clock()
         next_log = now + verdicts.STILL_WAITING_S
         seen: dict[int, str] = {}
+        # The order of the checks is the precedence of verdicts: interrupted, passed, lost, elsewhere, late, timed out.
         while (outcome := self._rounds.verdict(store, round_)) is None:
             now = self._clock()
             self._raise_if_fenced()
@@ -302,7 +318,7 @@ class TorchStoreCoordination:
                 return self._rounds.decide(store, round_, verdicts.cancelled(call.name, self._who()))
             if now >= next_look:
                 next_look = now + self._tick_s
-                if is_first and store.has(*round_.arrival_keys()):  # the last to arrive could not say so
+                if is_opener and store.has(*round_.arrival_keys()):  # the last to arrive could not say so
                     return self._rounds.decide(store, round_, verdicts.PASSED)
                 if lost := self._find_lost(store, watched):
                     return self._rounds.decide(store, round_, verdicts.lost(call.name, lost))
@@ -320,7 +336,7 @@ class TorchStoreCoordination:
                     call.name, call.timeout_s, len(call.participants), self._missing(store, round_)
                 )
                 return self._rounds.decide(store, round_, late)
-            if is_first and now >= next_log:
+            if is_opener and now >= next_log:
                 next_log = now + verdicts.STILL_WAITING_S
                 missing = self._missing(store, round_)
                 logger.warning("barrier %r: still waiting for %s", call.name, errors.capped(missing.values()))
@@ -330,14 +346,14 @@ class TorchStoreCoordination:
     def _failure_by_reports(
         self, store: StoreConnection, round_: Round, call: BarrierCall, watched: Sequence[int], seen: dict[int, str]
     ) -> Outcome | None:
-        """Return the failure of a round for which a watched client will not come, or has given up waiting.
+        """Return the failure of a round if a heartbeat says that its client will not come, or has given up waiting.
 
         Args:
             store: The store.
             round_: An open round of an operation.
             call: This client's call there.
-            watched: Whom to look at.
-            seen: The heartbeat of each that has been looked at; those that have not changed are passed over.
+            watched: Clients whose heartbeats to read.
+            seen: The last heartbeat read of each client. One that has not changed is skipped.
         """
         for client in watched:
             text = self._seen[client][0] if client in self._seen else NO_HEARTBEAT
@@ -359,8 +375,16 @@ class TorchStoreCoordination:
         return None
 
     def _fail_deadlock(self, store: StoreConnection, round_: Round, client: int, name: str) -> Outcome | None:
-        """Fail a round in which a client, whom this one waits for, waits for this one; return the failure."""
+        """Fail two rounds in which two clients wait for each other; return the failure, None if it is not so.
+
+        Args:
+            store: The store.
+            round_: The round where this client waits for ``client``.
+            client: A participant of it that has not arrived.
+            name: The barrier at which ``client`` waits.
+        """
         other = self._rounds.latest(store, name, "") if name != round_.name else None
+        # Deadlocked: that client has arrived at the other round, and this one is a participant that has not.
         if other is None or self.member.client not in other.header.participants:
             return None
         if store.has(*other.arrival_keys(self.member.client)) or not store.has(*other.arrival_keys(client)):
@@ -375,7 +399,7 @@ class TorchStoreCoordination:
         return decided
 
     def publish(self, decision: Decision) -> None:
-        """Write down how a round ended elsewhere, for clients that come here to ask.
+        """Write down how a round ended at the coordinator, for clients that come to the store instead.
 
         Raises:
             CoordinationError: The store cannot be reached.
@@ -383,7 +407,7 @@ class TorchStoreCoordination:
         self._run(lambda store: self._rounds.publish(store, decision))
 
     def record_once(self, name: str, text: str) -> str:
-        """Settle a question of the whole job once for all; return the answer, which an earlier caller may have given.
+        """Record a decision of the whole job, unless there is one; return the one that is recorded.
 
         Raises:
             CoordinationError: The store cannot be reached.
@@ -391,11 +415,11 @@ class TorchStoreCoordination:
         return self._run(lambda store: store.compare_set(f"settled/{name}", "", text))
 
     def recorded(self, name: str) -> str:
-        """Return the answer to a question of the whole job, "" if there is none. Raises as `record_once`."""
+        """Return a decision of `record_once`, "" if there is none. Raises as that does."""
         return self._run(lambda store: store.get(f"settled/{name}")) or ""
 
     def _missing(self, store: StoreConnection, round_: Round) -> dict[int, str]:
-        """Return how to call each participant that has not arrived."""
+        """Return a description of each participant that has not arrived."""
         missing = [client for client in round_.header.participants if not store.has(*round_.arrival_keys(client))]
         self._observe(store, missing)
         return {client: self._who(client) + self._last_seen(client) for client in missing}
@@ -410,7 +434,10 @@ class TorchStoreCoordination:
     # --- observing the others ---------------------------------------------------------------------------------
 
     def _observe(self, store: StoreConnection, clients: Sequence[int]) -> dict[int, tuple[str, float]]:
-        """Return state and heartbeat age of each client, judged by this process's clock since the last change."""
+        """Read heartbeats; return the state of each client, and the seconds since its heartbeat last changed.
+
+        Seconds are of this process's monotonic clock; no other host's clock matters.
+        """
         if not clients:
             return {}
         for client in clients:
@@ -436,7 +463,7 @@ class TorchStoreCoordination:
         return ("suspect" if age > self.heartbeat_timeout_s / 2 else "registered"), age
 
     def _find_lost(self, store: StoreConnection, clients: Sequence[int]) -> dict[int, str]:
-        """Return what became of each client that is gone."""
+        """Return what became of each of these clients that is gone."""
         reasons = {}
         for client, (state, age) in self._observe(store, [c for c in clients if c != self.member.client]).items():
             if state == "lost":
@@ -495,7 +522,7 @@ def _heartbeat_key(client: int) -> str:
 def from_environment(
     member: Member, *, heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
 ) -> TorchStoreCoordination:
-    """Meet at the store of the default process group, or at the one that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
+    """Return coordination at the store of the default process group, or at that of ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Collective: Over all clients, if there is no default process group and several agents of torchrun have started the
     clients: their counts of restarts may differ, so the clients agree on an attempt first.
@@ -525,7 +552,7 @@ def from_environment(
 def local_group(
     num_clients: int, *, job: str = "local", heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
 ) -> list[TorchStoreCoordination]:
-    """Return clients that live in one process, one per thread, and meet in memory."""
+    """Return the coordinations of clients that live in one process, one per thread, and meet at a store in memory."""
     store, incarnation = HashStore(), secrets.randbits(62)
     return [
         TorchStoreCoordination(

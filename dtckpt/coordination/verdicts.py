@@ -1,4 +1,7 @@
-"""Rules and texts that the implementations share. Pure: no clock, no I/O."""
+"""Verdicts of barriers on the side of the clients: how a round ended, and the error that its participants raise.
+
+Also checks the arguments of `Coordination.barrier`. Pure: no clock, no I/O.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,23 @@ from dtckpt.coordination.api import MAX_NAME_BYTES, Member, Progress, Vote, wire
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The decided end of a barrier: passed (no code), or the error that every participant raises."""
+    """The verdict of a round: passed, or the error that every participant raises. Its fields are stored by name.
+
+    Args:
+        code: Class of `dtckpt.errors`; "": the round passed.
+        message: Text of the error.
+        clients: The clients that fell silent or left, if that is the reason.
+        missing: The clients that did not arrive in time, if that is the reason.
+        decided_at: Seconds since the epoch, for messages.
+        is_retold: Whether the error is that of an earlier round, which the participants had missed.
+    """
 
     code: str = ""
     message: str = ""
     clients: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     decided_at: float = 0.0
-    """Seconds since the epoch, for messages."""
     is_retold: bool = False
-    """Whether it tells of an earlier round."""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -36,32 +46,32 @@ class Outcome:
         """Raise the error of a failed barrier; return for a passed one.
 
         Args:
-            was_cut_off: Whether this client's arrival got through at a later try only.
+            was_cut_off: Whether this client's arrival got through only at a later try; see `Coordination.barrier`.
         """
         if self.code:
             facts = {"clients": self.clients, "missing": self.missing}
-            known = {name: ids for name, ids in facts.items() if ids}
+            attributes = {name: ids for name, ids in facts.items() if ids}
             raise errors.from_wire(
                 self.code,
                 self.message,
                 is_verdict=True,
                 is_retold=self.is_retold,
                 was_cut_off=was_cut_off,
-                **known,
+                **attributes,
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How one round ended.
+    """How one round ended at the coordinator, as a client writes it down at the store for the others.
 
     Args:
         name: Of the barrier.
-        operation: The operation that it belongs to; "": this is its first round. None: it stands alone.
+        operation: The operation that it belongs to; "": this is an operation's first round. None: it stands alone.
         participants: The clients that took part.
-        round_id: What its keeper calls it.
+        round_id: The coordinator's id of it.
         outcome: The verdict.
-        payloads: By client; None for a client that did not ask for them.
+        payloads: By client; None if this client did not ask for them.
     """
 
     name: str
@@ -75,7 +85,7 @@ class Decision:
 PASSED = Outcome()
 MAX_TIMEOUT_S = 7 * 86400.0
 STILL_WAITING_S = 30.0
-"""How often a waiting client says for whom it waits."""
+"""Seconds between two log lines of a waiting client about the clients that it waits for."""
 
 
 def failed(

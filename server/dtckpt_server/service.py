@@ -75,7 +75,7 @@ def _answers(handler: Handler[Response]) -> Handler[Response]:
             if context.time_remaining() is None:
                 raise errors.ConfigError("the call has no deadline; set one, so that nothing can wait for ever")
             self.authorize(request, context)
-            with self._calls:
+            with self._call_slots:
                 return await handler(self, request, context)
         except errors.DtckptError as refused:
             error = refused
@@ -131,8 +131,8 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         self.metrics = Metrics(lambda: self.rules, __version__, clock)
         self.tokens = tokens
         self.clock = clock
-        self._calls = Slots("calls", max_calls)
-        self._beating = Slots("heartbeat streams", max_calls)  # these stay, and must leave room for the others
+        self._call_slots = Slots("calls", max_calls)
+        self._stream_slots = Slots("heartbeat streams", max_calls)  # these stay, and must leave room for the others
         self._answers = Answers()
         self._chores = Chores()
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
@@ -296,7 +296,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     ) -> None:
         stream, who = Stream(context), None
         try:
-            with self._beating:
+            with self._stream_slots:
                 # While the first message is on its way with them, gRPC takes no status: the client would hang.
                 await context.send_initial_metadata(())
                 async for request in request_iterator:
@@ -334,7 +334,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     async def _answer_arrival(self, request: pb.HeartbeatStreamRequest, stream: Stream, context: Any) -> None:
         arrived, refusal = b"", None
         try:
-            with self._calls:
+            with self._call_slots:
                 barrier = await self._arrive(request.arrival)
                 if stream.is_loaded:
                     raise _crowded()
