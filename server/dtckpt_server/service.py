@@ -24,7 +24,7 @@ from google.rpc.status_pb2 import Status
 from dtckpt import __version__, errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt_server import rules
+from dtckpt_server import descriptions, rules
 from dtckpt_server.answers import Answers, barrier_status, failure_message, job_page, jobs_page
 from dtckpt_server.chores import Chores
 from dtckpt_server.events import (
@@ -178,7 +178,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         streams = self._streams.of(job) if failed or attempt is not None else {}
         lives = [(stream, text) for who, text in effects.fenced if (stream := self._streams.stream_of(who))]
         superseded = streams.items() if attempt is not None else ()
-        over = ((stream, rules.superseded(job, number, attempt or 0)) for number, stream in superseded)
+        over = ((stream, descriptions.superseded(job, number, attempt or 0)) for number, stream in superseded)
         steps = self._tell_log(effects.log), self._wake(effects.decided), _fence(chain(lives, over))
         self._chores.add(job, chain(*steps, self._notify(job, failed, streams)))
 
@@ -399,7 +399,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
 
     def _has_begun(self, request: pb.ArriveRequest) -> bool:
         job = self.rules.jobs.get(request.task.job)
-        latest = job.named.get(request.name) if job else None
+        latest = job.latest_of_name.get(request.name) if job else None
         return bool(request.operation) or (latest is not None and latest.is_open)
 
     @_answers

@@ -27,7 +27,7 @@ class Barrier:
     name: str
     generation: int
     participants: Sequence[int]
-    first: int
+    opener: int
     position: str
     topic: bytes
     opened_at: float
@@ -35,7 +35,7 @@ class Barrier:
     deadline: float
     last_arrival_at: float
     arrived: dict[int, int] = field(default_factory=dict)  # task -> number of its call
-    former: Barrier | None = None  # failed round for which all who are here may be late
+    missed: Barrier | None = None  # failed round for which all who are here may be late
     cut_off: set[int] = field(default_factory=set)  # tasks whose arrival got through at a later try only
     is_again: bool = False  # a call is here that had arrived in an earlier life of the coordinator
     payloads: dict[int, bytes] = field(default_factory=dict)
@@ -86,9 +86,11 @@ class Job:
     tasks: Tasks = field(default_factory=Tasks)
     open: dict[str, Barrier] = field(default_factory=dict)  # by barrier_id
     latest: dict[Key, Barrier] = field(default_factory=dict)
-    named: dict[str, Barrier] = field(default_factory=dict)  # latest of each name, whoever takes part
+    latest_of_name: dict[str, Barrier] = field(default_factory=dict)  # latest of each name, whoever takes part
     missed: dict[tuple[Key, str], Barrier] = field(default_factory=dict)  # latest failed first round of each position
-    broken: dict[tuple[int, ...], Barrier] = field(default_factory=dict)  # of operations that an earlier life began
+    broken_operations: dict[tuple[int, ...], Barrier] = field(
+        default_factory=dict
+    )  # of operations that an earlier life began
     verdicts: dict[str, Barrier] = field(default_factory=dict)  # the decided ones by barrier_id, oldest first
     with_payloads: dict[str, Barrier] = field(default_factory=dict)  # those of them that have payloads
     num_heartbeats: int = 0
@@ -105,17 +107,17 @@ class Job:
     def begin(self, num_clients: int, attempt: int, job_name: str) -> None:
         """Begin an attempt or a run, to which no earlier barrier belongs; their verdicts stay."""
         self.num_clients, self.attempt, self.job_name = num_clients, attempt, job_name
-        for kept in (self.latest, self.named, self.missed, self.broken):
+        for kept in (self.latest, self.latest_of_name, self.missed, self.broken_operations):
             kept.clear()
 
     def forget(self, barrier: Barrier) -> None:
         """Drop what is kept about a decided barrier, also where tasks still keep it by their calls."""
         _remove(self.latest, barrier.key, barrier)
-        _remove(self.named, barrier.name, barrier)
+        _remove(self.latest_of_name, barrier.name, barrier)
         _remove(self.missed, (barrier.key, barrier.position), barrier)
-        _remove(self.broken, barrier.key[2], barrier)
+        _remove(self.broken_operations, barrier.key[2], barrier)
         barrier.arrived.clear()
-        barrier.former = None
+        barrier.missed = None
 
     def full_task_name(self, number: int) -> str:
         return f"{self.job_name or self.name}/replica:0/task:{number}"

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 import grpc
 import pytest
-from dtckpt_server import answers, chores, memory, metrics, rules, status_page
+from dtckpt_server import answers, chores, descriptions, memory, metrics, rules, status_page
 from dtckpt_server.events import Arrive, Identity, Leave, Register, Tick
 from dtckpt_server.rules import Rules, apply
 from dtckpt_server.tokens import Tokens
@@ -103,10 +103,8 @@ def test_a_goodbye_costs_the_same_however_many_clients_a_job_claims(monkeypatch)
     world.register(0, 1)
     for number in range(1000):
         world.arrive(str(number))
-    looks, describe = [], Rules._fates
-    monkeypatch.setattr(
-        Rules, "_fates", lambda self, job, gone, now: looks.extend(gone) or describe(self, job, gone, now)
-    )
+    looks, describe = [], descriptions.fates
+    monkeypatch.setattr(descriptions, "fates", lambda job, gone, now: looks.extend(gone) or describe(job, gone, now))
     effects = world.happen(Leave(Identity("hostile", 1, 2)))
     assert len(effects.decided) == 1000
     assert looks == [1]

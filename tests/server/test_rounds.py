@@ -106,7 +106,7 @@ def test_late_arrival_that_was_waited_for_may_be_a_new_one(world, position, cut_
     failed = time_out(world, 0, 1, position=position)
     late = world.arrive(2, position=position, **cut_off)
     assert late.is_open
-    assert late.former is failed
+    assert late.missed is failed
 
 
 def test_late_arrival_alone_is_told_after_the_grace(world):
@@ -472,6 +472,6 @@ def test_broken_operations_are_forgotten(monkeypatch):
     world = restarted(Report("old-1", 7), Report("", 0))
     assert not world.arrive(0, "save/written", operation="old-1").is_open
     job = world.rules.jobs["job"]
-    assert len(job.broken) == 1
+    assert len(job.broken_operations) == 1
     world.arrive(0, ok=False)
-    assert not job.broken
+    assert not job.broken_operations
