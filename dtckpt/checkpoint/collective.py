@@ -20,9 +20,19 @@ from typing import SupportsIndex, TypeGuard
 
 from dtckpt.checkpoint.timing import BARRIER, Phases
 from dtckpt.comm.background_threads import begin
-from dtckpt.coordination.api import ANYWHERE, BEGIN, Coordination, Member, Operation, Position, Progress, Verdict, Vote
+from dtckpt.coordination.api import (
+    BEGIN,
+    NO_POSITION,
+    Coordination,
+    Member,
+    Operation,
+    Position,
+    Progress,
+    Verdict,
+    Vote,
+)
 from dtckpt.coordination.identity import calls_of
-from dtckpt.coordination.operation_ordinals import NBYTES, Ordinal, Standing
+from dtckpt.coordination.operation_ordinals import NBYTES, Ordinal, OrdinalTracker
 from dtckpt.errors import ConfigError, CoordinationError, DtckptError, MeshError, SaveDisagreementError
 from dtckpt.format.digest import bytes_digest
 
@@ -43,9 +53,9 @@ def validate_step(step: object) -> None:
 
 
 @functools.cache
-def standing_of(member: Member, operation: str, participants: tuple[int, ...]) -> Standing:  # noqa: ARG001  its key
+def tracker_of(member: Member, operation: str, participants: tuple[int, ...]) -> OrdinalTracker:  # noqa: ARG001  its key
     """Return which operation of a kind a client is at, in the life of its process, whatever connections it uses."""
-    return Standing(operation)
+    return OrdinalTracker(operation)
 
 
 class Rounds:
@@ -83,7 +93,7 @@ class Rounds:
         self._outer = _outer.get()
         self._operation = BEGIN if self._outer is None else self._outer.operation
         self._used: Counter[str] = Counter() if self._outer is None else self._outer._used
-        self._standing: Standing | None = None
+        self._tracker: OrdinalTracker | None = None
         self.phases = Phases(operation, self.client, coordination.heartbeat)
 
     @property
@@ -163,10 +173,10 @@ class Rounds:
 
         if len(self.participants) == 1:
             return self.run(name, part, phase=phase, meanwhile=meanwhile)
-        standing = self._standing = standing_of(self._coordination.member, self._name, self.participants)
-        ordinal = standing.advance(operator.index(step)) if is_step(step) else standing.advance()
+        tracker = self._tracker = tracker_of(self._coordination.member, self._name, self.participants)
+        ordinal = tracker.next_ordinal(operator.index(step)) if is_step(step) else tracker.next_ordinal()
         # Whatever the others are at: that the step is none concerns them.
-        ordinal = replace(ordinal, is_somewhere=ordinal.is_somewhere or not (step is None or is_step(step)))
+        ordinal = replace(ordinal, is_unsure=ordinal.is_unsure or not (step is None or is_step(step)))
 
         def meet(vote: Vote) -> Mapping[int, bytes]:
             def once() -> Verdict:
@@ -174,7 +184,7 @@ class Rounds:
                 calls_of(self._coordination.member).leave_operation()
                 return self._meet(name, vote, ordinal.position)
 
-            return meet_alike(once, standing, self.client)
+            return meet_alike(once, tracker, self.client)
 
         return self._round(name, lambda: ordinal.to_bytes() + part(), meet, phase, meanwhile)
 
@@ -238,7 +248,7 @@ class Rounds:
                 raise failure from verdict
             raise verdict from failure
 
-    def _meet(self, name: str, vote: Vote, position: Position = ANYWHERE) -> Verdict:
+    def _meet(self, name: str, vote: Vote, position: Position = NO_POSITION) -> Verdict:
         full_name = f"{self._name}/{name}{self._group}"
         if self._operation.id:
             self._used[full_name] += 1  # inside one operation all clients go through the same rounds
@@ -256,8 +266,8 @@ class Rounds:
                 position=position,
             )
         except BaseException as error:
-            if self._standing is not None:
-                self._standing.note_failure(error, self.client, monotonic() - begun)
+            if self._tracker is not None:
+                self._tracker.note_failure(error, self.client, monotonic() - begun)
             raise
         self._operation = verdict.operation
         return verdict
@@ -265,7 +275,7 @@ class Rounds:
 
 def meet_alike(
     meet: Callable[[], Verdict],
-    standing: Standing,
+    tracker: OrdinalTracker,
     client: int,
     error: type[DtckptError] = SaveDisagreementError,
 ) -> Mapping[int, bytes]:
@@ -273,14 +283,14 @@ def meet_alike(
 
     Args:
         meet: Meets once; each client's payload begins with its `Ordinal`.
-        standing: Which operation this client is at.
+        tracker: Which operation this client is at.
         client: This client.
         error: Raised where clients are at different operations.
     """
     while True:
         verdict = meet()
         ordinals = {each: Ordinal.from_bytes(data) for each, data in verdict.payloads.items()}
-        found = standing.settle(ordinals, client, cut_off=verdict.cut_off)
+        found = tracker.reconcile(ordinals, client, cut_off=verdict.cut_off)
         if found.is_same:
             return {each: data[NBYTES:] for each, data in verdict.payloads.items()}
         if not found.others_wait or client in found.behind:

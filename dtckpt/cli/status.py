@@ -15,7 +15,7 @@ from dtckpt.cli.output import format_count, table_lines, write_event, write_line
 from dtckpt.coordination.api import BarrierStatus, JobStatus, TaskStatus
 from dtckpt.coordination.discovery import SOURCES, find_coordinator
 from dtckpt.coordination.grpc_credentials import Access
-from dtckpt.coordination.grpc_status import Observer
+from dtckpt.coordination.grpc_status import StatusClient
 from dtckpt.errors import ConfigError, CoordinatorUnavailableError, JobNotFoundError, capped
 from dtckpt.text import printable
 
@@ -56,15 +56,15 @@ def run_status(request: Request) -> None:
     found = find_coordinator(os.environ, request.coordinator)
     if found is None:
         raise ConfigError(f"there is no coordinator to ask; give --coordinator HOST:PORT, or set {SOURCES}")
-    observer = Observer(found.address, Access.from_environ(os.environ))
+    client = StatusClient(found.address, Access.from_environ(os.environ))
     with ExitStack() as showing:
-        showing.callback(observer.close)
+        showing.callback(client.close)
         screen = _Screen() if request.watch and not request.as_json and is_watched(sys.stdout) else None
         if screen is not None:
             showing.enter_context(screen.live)
         while True:
             try:
-                jobs = _look(observer, request)
+                jobs = _look(client, request)
             except CoordinatorUnavailableError as error:
                 if not request.watch:
                     raise
@@ -85,13 +85,13 @@ def run_status(request: Request) -> None:
             time.sleep(request.interval_s)
 
 
-def _look(observer: Observer, request: Request) -> list[JobStatus]:
+def _look(client: StatusClient, request: Request) -> list[JobStatus]:
     if request.job is not None:
-        return [observer.job(request.job, request.timeout_s)]
+        return [client.job(request.job, request.timeout_s)]
     jobs = []
-    for name in observer.jobs(request.timeout_s):
+    for name in client.jobs(request.timeout_s):
         with suppress(JobNotFoundError):  # it ended meanwhile
-            jobs.append(observer.job(name, request.timeout_s))
+            jobs.append(client.job(name, request.timeout_s))
     return jobs
 
 

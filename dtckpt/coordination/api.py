@@ -1,14 +1,19 @@
-"""What clients say to each other while they work together: the `Coordination` Protocol and its values.
+"""The interface through which clients meet: the `Coordination` Protocol, and the values that go through it.
 
-One barrier with votes is the whole vocabulary. A client that fails says so when it arrives, so the others learn the
-reason at once instead of waiting for a deadline. All implementations keep the same rules:
+Clients say one thing to each other: they arrive at a barrier, with a vote. A client that fails votes no and says why.
+So the others learn the reason at once, and do not wait for a deadline.
+
+Clients meet at one *meeting point*: the coordinator (`GrpcCoordination`), a `torch.distributed` store
+(`TorchStoreCoordination`), or, for a single client, nowhere (`SingleClientCoordination`). `dtckpt.coordination.connect`
+chooses. All implementations keep the same rules:
 
 * A barrier passes when every participant has arrived with an ok vote and the same topic.
 * The verdict is decided once, is the same for everyone, and stays: late and repeated arrivals get the stored one.
 * An arrival belongs to one call of one incarnation of one client. Nothing is decided by counting.
-* A client that is silent for longer than the heartbeat timeout is lost, and so is every open barrier it belongs to.
-  Silence is judged by the observer's monotonic clock. A client that never registered is not lost but missing.
-* Names may be used again. The keeper of the barrier numbers the rounds of a name, by the rules of
+* A client that is silent for longer than the heartbeat timeout is lost, and every open barrier of which it is a
+  participant fails. The coordinator, or each client at a store, measures silence with its own monotonic clock. A client
+  that never registered is not lost but missing.
+* A name may be used again. The meeting point numbers the rounds of a name, by the rules of
   `dtckpt.coordination.barrier_rules`.
 """
 
@@ -27,19 +32,22 @@ MAX_TOPIC_BYTES = 256
 DEFAULT_HEARTBEAT_TIMEOUT_S = 60.0
 
 
-def printable(text: str) -> str:
-    """Return ``text`` cut to what may travel; lone surrogates (from odd file names) are escaped, as UTF-8 has none."""
+def wire_text(text: str) -> str:
+    """Return ``text`` as it can be sent: cut to a length that fits, and with lone surrogates escaped.
+
+    UTF-8 cannot encode lone surrogates; they come from file names that are not valid Unicode.
+    """
     return text[: errors.MAX_MESSAGE_CHARS].encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What a client says when it arrives.
+    """A client's vote, which it brings when it arrives at a barrier.
 
     Args:
         ok: False fails the barrier for everyone, at once.
-        payload: At most `MAX_PAYLOAD_BYTES`, handed to the participants that ask with ``collect=True``.
-        topic: Digest of what the client believes the barrier is about; all topics must be equal.
+        payload: At most `MAX_PAYLOAD_BYTES`; participants that ask with ``collect=True`` get it.
+        topic: Digest of the subject that the client has in mind (as a save's plan); all topics must be equal.
         code: With ``ok=False``: the error class of `errors.to_wire`.
         reason: With ``ok=False``: its message.
     """
@@ -57,8 +65,8 @@ class Vote:
         ):
             if len(value) > limit:
                 raise errors.ConfigError(f"vote's {what} is too long: got {len(value)} bytes, at most {limit} fit")
-        object.__setattr__(self, "code", printable(self.code)[:64])
-        object.__setattr__(self, "reason", printable(self.reason))
+        object.__setattr__(self, "code", wire_text(self.code)[:64])
+        object.__setattr__(self, "reason", wire_text(self.reason))
 
     @classmethod
     def of_error(cls, error: BaseException) -> Vote:
@@ -72,13 +80,14 @@ YES = Vote()
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What several barriers belong to: a save, a restore. A client is in one operation at a time.
+    """A save or a restore, to which several barriers belong. A client is in one operation at a time.
 
-    The keeper of the barriers makes the id at the operation's first barrier, to which clients come with `BEGIN`.
+    Clients come to the operation's first barrier with `BEGIN`, and to the later ones with the operation that the first
+    one returned.
 
     Args:
-        id: The same for all participants; "": not begun.
-        calls: Number of the call with which each participant began; empty where the keeper knows them.
+        id: The same for all participants; the meeting point makes it at the first barrier. "": not begun.
+        calls: Number of the call with which each participant began; empty where a coordinator knows them.
     """
 
     id: str = ""
@@ -90,10 +99,10 @@ BEGIN = Operation()
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Which round of a name this is for the client, as far as it can tell; see `dtckpt.coordination.barrier_rules`.
+    """Which round of a name the client comes for, as far as it can tell; see `dtckpt.coordination.barrier_rules`.
 
     Args:
-        text: Keepers compare it for equality only. At most `MAX_NAME_BYTES`.
+        text: Compared for equality only. At most `MAX_NAME_BYTES`.
         is_certain: Whether a client that skipped rounds would have another text.
     """
 
@@ -101,7 +110,7 @@ class Position:
     is_certain: bool = False
 
 
-ANYWHERE = Position()
+NO_POSITION = Position()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +119,10 @@ class Verdict:
 
     Args:
         name: Of the barrier.
-        generation: Which round of the name it was, as its keeper counts them.
+        generation: Number of the round among those of its name.
         payloads: By client, for callers that asked with ``collect=True``.
-        operation: The operation that has begun, or goes on, with it.
-        cut_off: The clients whose arrival got through at a later try only.
+        operation: The operation that began with this barrier, or that it belongs to.
+        cut_off: The clients whose arrival got through only at a later try, or after the coordinator lost its state.
     """
 
     name: str
@@ -125,11 +134,15 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Who a client is: its place in the job and, by ``incarnation``, which life of the process this is.
+    """Who a client is: its place in the job, and which process has this place.
 
     Args:
+        job: Name of the job.
+        client: From 0 to ``num_clients`` - 1.
+        num_clients: Of the job.
+        incarnation: Random id of the process, which tells it from an earlier process in the same place.
         attempt: Which start of the whole job, from 0 to 2^32 - 1.
-        job_name: How full task names call the job (`dtckpt.job_name`); empty: as ``job``.
+        job_name: Name of the job in full task names (`dtckpt.job_name`); empty: ``job``.
 
     Raises:
         ConfigError: The numbers make no sense, or a name is not valid Unicode.
@@ -156,16 +169,22 @@ class Member:
                 raise errors.ConfigError(f"name of the job, {name!r}, is not valid Unicode: {error.reason}") from None
 
     def full_task_name(self, client: int | None = None) -> str:
-        """Return the full name of a client's task, this one's unless another is given."""
+        """Return the full task name of ``client``, by default of this client."""
         return f"{self.job_name or self.job}/replica:0/task:{self.client if client is None else client}"
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a client is doing. Heartbeats go on while it is stuck, so only this tells slow from hung.
+    """What a client is doing. Its heartbeats go on while it is stuck, so only progress tells slow from hung.
+
+    Args:
+        phase: Name of the phase, as ``write``.
+        step: Training step, 0 if there is none.
+        bytes_done: Of the phase.
+        bytes_total: Of the phase; 0: not known.
 
     Raises:
-        ConfigError: It is nothing that can be sent. The thread that sends it would have nobody to tell.
+        ConfigError: A value cannot be sent. Checked here, because the heartbeat thread could tell nobody.
     """
 
     phase: str = ""
@@ -179,7 +198,7 @@ class Progress:
             raise errors.ConfigError(
                 f"progress is phase {self.phase!r} with {numbers}; expected a text, and whole numbers below 2^63"
             )
-        object.__setattr__(self, "phase", printable(self.phase))
+        object.__setattr__(self, "phase", wire_text(self.phase))
         for name, number in numbers.items():
             object.__setattr__(self, name, operator.index(number))
 
@@ -190,10 +209,15 @@ def _is_sendable(number: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TaskStatus:
-    """One client as seen by the others; ``state`` is unknown, registered, suspect, lost, left or fenced.
+    """One client as seen by the others.
 
-    ``name`` is its full task name, as of `dtckpt.full_job_name`.
-    ``progress_age_s`` is how long the progress has been what it is. None: nobody knows.
+    Args:
+        client: Its id.
+        state: unknown, registered, suspect, lost, left or fenced.
+        heartbeat_age_s: Seconds since its last heartbeat; None: not known.
+        progress_age_s: Seconds since its progress last changed; None: not known.
+        host: Name of its host; empty: not known.
+        name: Its full task name, as of `dtckpt.full_job_name`.
     """
 
     client: int
@@ -210,7 +234,7 @@ class TaskStatus:
 class BarrierStatus:
     """One open barrier and the participants that have not arrived.
 
-    Of thousands the coordinator lists the first; ``num_unlisted`` is the number of the others.
+    The coordinator lists only the first of thousands in ``missing``; ``num_unlisted`` is the number of the others.
     """
 
     name: str
@@ -238,7 +262,10 @@ class JobStatus:
 
 @runtime_checkable
 class Coordination(Protocol):
-    """A client's way to the others. Thread-safe; barriers of different names may be waited for at the same time."""
+    """One client's connection to the others of its job.
+
+    Thread-safe: several threads may wait at barriers of different names at the same time.
+    """
 
     @property
     def member(self) -> Member:
@@ -251,7 +278,7 @@ class Coordination(Protocol):
         ...
 
     def register(self) -> None:
-        """Announce this client and start its heartbeats. Idempotent; `barrier` does it when nobody has.
+        """Announce this client and start its heartbeats. Idempotent; `barrier` calls it.
 
         Raises:
             FencedError: Another live process, or a newer attempt, has this client's place.
@@ -260,9 +287,9 @@ class Coordination(Protocol):
         ...
 
     def heartbeat(self, progress: Progress) -> None:
-        """Note progress for the next heartbeat; a new phase is told at once.
+        """Set the progress that heartbeats report. A new phase is sent at once.
 
-        Never blocks; that heartbeats are sent is not the caller's duty.
+        Never blocks. Heartbeats go out by themselves, however seldom this is called.
         """
         ...
 
@@ -275,22 +302,24 @@ class Coordination(Protocol):
         participants: Sequence[int] | None = None,
         collect: bool = False,
         operation: Operation | None = None,
-        position: Position = ANYWHERE,
+        position: Position = NO_POSITION,
     ) -> Verdict:
         """Wait until all participants (default: all clients) have arrived.
 
-        Collective: Over ``participants``. Returns for all, or raises the same error class and text for all. An error
-        that is the barrier's verdict has an attribute ``is_verdict``; another one leaves open how the round ended. The
-        attribute ``was_cut_off`` tells that this client's arrival got through at a later try only, ``is_retold`` that
-        the error is that of an earlier round, which this client had missed.
-        Blocks: At most about ``timeout_s``; the shortest timeout among those that arrived decides.
+        Collective: Over ``participants``. Returns for all, or raises the same error class and text for all.
+        Blocks: At most about ``timeout_s``; the shortest timeout among the participants that arrived decides.
+
+        An error has these attributes, where they apply. ``is_verdict``: the error is the barrier's verdict; without it,
+        the caller does not know how the round ended. ``was_cut_off``: this client's arrival got through only at a later
+        try, or after the coordinator lost its state. ``is_retold``: the error is that of an earlier round, which this
+        client had missed.
 
         Args:
             name: 1 to `MAX_NAME_BYTES` bytes of UTF-8.
-            vote: What this client says.
+            vote: This client's vote.
             timeout_s: Seconds.
             participants: Ids of the clients that take part.
-            collect: Whether to return everyone's payload.
+            collect: Whether to return the payloads of all participants.
             operation: The operation that the barrier belongs to; `BEGIN` at its first one. None: it stands alone.
             position: Tells late arrivals from new ones.
 
@@ -308,9 +337,9 @@ class Coordination(Protocol):
         ...
 
     def leave(self) -> None:
-        """Say goodbye, stop threads and close connections. Idempotent."""
+        """Leave the job: say goodbye, stop threads and close connections. Idempotent."""
         ...
 
     def status(self) -> JobStatus:
-        """Return who is alive and which open barriers wait for whom."""
+        """Return the states of all clients, and the open barriers with the clients that they wait for."""
         ...

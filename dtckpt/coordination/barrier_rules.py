@@ -1,20 +1,33 @@
-"""What every keeper of barriers says and decides alike: the coordinator, and clients that meet at a store.
+"""Which round of a barrier a call joins, and when a client is late: rules of the coordinator and of clients at a store.
 
-A barrier's *name* may be used again and again; one use of it is a *round*. Its keeper opens and numbers the rounds:
+A barrier has a *name*, which may be used again and again; one use is a *round*. The *meeting point* (the coordinator,
+or the clients' store) opens the rounds of a name and numbers them. A client never counts rounds:
 
-* A call that comes while a round is open joins it; else it opens the next one. A client never counts rounds.
-* A call has a number of its own, drawn by its process. The same call again gets the round that it had joined, with its
-  stored verdict. A new call never gets the verdict of a round that another call of its client has joined.
-* The id of an operation's first round *is* the operation's identity. Its later rounds carry that id, so each of them
-  takes place once, and a client that comes late gets its verdict.
-* A client tells with its heartbeats which operation it is in and which of its calls have ended. A round that waits for
-  a client which is known to be elsewhere fails at once.
+* A call that comes while a round is open joins it; otherwise it opens the next round.
+* Each call has a number, which is greater than those of the process's earlier calls. A call that is repeated gets the
+  round that it had joined, with its stored verdict. A new call does not get the verdict of a round that an earlier call
+  of its client has joined.
+* An *operation* (a save, a restore) begins with a round, and the id of that round is the operation's id. The
+  operation's later rounds carry this id. Each of them takes place once: a client that comes late gets its verdict.
+* A client's heartbeats say which operation it is in and which of its calls have ended. A round of an operation that
+  waits for a client fails at once when that client says that it is elsewhere.
 
-One question is left: a first round has failed without client B, and then B comes. Is B late for that round, or has it
-skipped it and come for the next one? Where B's position (its step, or the ordinal of its call) is another one, it is
-not late. Where the position is the same and certain, it is; and where the round did not time out waiting for B, for
-then B had no time to come, or was lost. Else B may have skipped one: it waits, for `grace_s` at most, whether others
-come to a new round, and is told the old failure if none does.
+One question is left: a first round has failed without client B, and then B comes. Is B late for that round, or has B
+skipped that operation and come for the next one? B's *position* (its step, or the ordinal of its call) answers:
+
+======================================== =============================================================================
+position of B and of the failed round    B is
+======================================== =============================================================================
+differ                                   not late: it joins the open round, or opens the next one
+are equal, and certain (a step)          late: it gets the old verdict
+are equal, a count; the round timed out  unknown: it waits in a new round, for `grace_s`, and gets the old verdict if
+while it waited for B                    only clients come there that may be late, too
+are equal, a count; the round failed     late: it had no time to come, or was lost
+for another reason
+======================================== =============================================================================
+
+A step is certain, because a client that skipped an operation has another step. A count of calls is not: a client that
+skipped an operation counts one less than the others.
 
 Pure: no clock, no I/O. Imports nothing that the coordinator's image lacks.
 """
@@ -23,46 +36,21 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-ANYBODYS = "?"
-"""Position of a client that cannot say where it is. If its round fails, all who were not there came for it."""
+UNKNOWN_POSITION = "?"
+"""Position of a client that cannot say where it is. A failed round of this position counts as of every position."""
 
 
 def grace_s(heartbeat_timeout_s: float) -> float:
-    """Return how long a client that may be late waits for others: one heartbeat interval."""
+    """Return how long a client that may be late waits for others, in seconds: one heartbeat interval."""
     return heartbeat_timeout_s / 6
 
 
 def is_late(client: int, *, is_certain: bool, missing: Collection[int]) -> bool:
-    """Whether a client that comes with the position of a failed round, where it had not arrived, came for that one.
+    """Whether a client that comes with the position of a failed round, where it had not arrived, came for that round.
 
     Args:
         client: The client.
-        is_certain: Whether the position is more than a count.
+        is_certain: Whether a client that skipped rounds would have another position.
         missing: The clients that had not arrived when the round timed out; empty if it failed otherwise.
     """
     return is_certain or client not in missing
-
-
-def came_late(name: str, age_s: float, message: str) -> str:
-    """Return the error of clients that nobody joined: it tells of an earlier round."""
-    return (
-        f"barrier {name!r}: the others had given up {age_s:.1f} s before this client came; that round failed: {message}"
-    )
-
-
-def gave_up(name: str, who: str) -> str:
-    """Return the error of a round in which a client stopped to wait without having heard a verdict."""
-    return f"barrier {name!r}: {who} has given up waiting: it was cut off, interrupted, or its own time was over"
-
-
-def is_elsewhere(name: str, who: str) -> str:
-    """Return the error of an operation's round that waits for a client which is not in the operation (any more)."""
-    return f"barrier {name!r}: {who} is not in this operation any more: it gave it up, or never heard that it had begun"
-
-
-def wait_for_each_other(first: str, first_name: str, second: str, second_name: str) -> str:
-    """Return the error of two rounds which each wait for a client that waits in the other."""
-    return (
-        f"{first} waits at {first_name!r}, {second} at {second_name!r}, each for the other; all clients must call the "
-        "same operations in the same order"
-    )

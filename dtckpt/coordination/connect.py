@@ -1,7 +1,10 @@
-"""How the clients of a job meet, and which way is chosen.
+"""Choose how this process meets the other clients of its job, and keep the one connection of the process.
 
-A coordinator that the environment names (`dtckpt.coordination.discovery`) is chosen; else a single client meets nobody;
-else the clients meet at the store of `torch.distributed`.
+The first of these that applies:
+
+1. the coordinator that an argument or the environment names (`dtckpt.coordination.discovery`)
+2. a single client: it meets nobody
+3. the store of `torch.distributed`
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from dtckpt.coordination.api import (
     Member,
 )
 from dtckpt.coordination.discovery import find_coordinator
-from dtckpt.coordination.single_client import LocalCoordination
+from dtckpt.coordination.single_client import SingleClientCoordination
 from dtckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +45,13 @@ def connect(
     heartbeat_timeout_s: float | None = None,
     fallback: str | None = None,
 ) -> Coordination:
-    """Return this process's coordination, not yet registered, as arguments and environment describe it.
+    """Return a new coordination for this process, not yet registered.
+
+    Args:
+        env: Environment variables; default: those of the process.
+        coordinator: ``host:port``; default: as the environment says.
+        heartbeat_timeout_s: Silence after which a client counts as lost, in seconds; default: as the environment says.
+        fallback: As of `initialize_multi_client`; default: as the environment says.
 
     Raises:
         ConfigError: A variable has a value that cannot be used, or the clients have no place to meet.
@@ -51,16 +60,16 @@ def connect(
     env = os.environ if env is None else env
     member = _member(env)
     timeout_s = _heartbeat_timeout_s(env) if heartbeat_timeout_s is None else heartbeat_timeout_s
-    if found := find_coordinator(env, coordinator):
+    if endpoint := find_coordinator(env, coordinator):
         from dtckpt.coordination.grpc_client import GrpcCoordination
         from dtckpt.coordination.grpc_credentials import Access
 
-        logger.info("the coordinator is at %s, says %s", found.address, found.source)
+        logger.info("the coordinator is at %s, says %s", endpoint.address, endpoint.source)
         access = Access.from_environ(env)
-        there = GrpcCoordination(found.address, member, access=access, heartbeat_timeout_s=timeout_s)
-        return _with_fallback(there, env.get("DTCKPT_COORDINATOR_FALLBACK") if fallback is None else fallback)
+        primary = GrpcCoordination(endpoint.address, member, access=access, heartbeat_timeout_s=timeout_s)
+        return _with_fallback(primary, env.get("DTCKPT_COORDINATOR_FALLBACK") if fallback is None else fallback)
     if member.num_clients == 1:
-        return LocalCoordination(member)
+        return SingleClientCoordination(member)
     from dtckpt.coordination.torch_store import from_environment
 
     return from_environment(member, heartbeat_timeout_s=timeout_s)
@@ -84,7 +93,7 @@ def _member(env: Mapping[str, str]) -> Member:
     if config.num_clients > 1 and not env.get("DTCKPT_ATTEMPT"):
         from dtckpt.comm.rendezvous import attempt_of_default_group
 
-        # What the clients have agreed on, if they have: the nodes of a job may count their restarts differently.
+        # The attempt on which the clients have agreed, if any: the nodes of a job may count their restarts differently.
         agreed = attempt_of_default_group()
         attempt = attempt if agreed is None else agreed
     return Member(job, config.client_id, config.num_clients, identity.incarnation(), attempt, config.job_name)
@@ -104,7 +113,7 @@ def _heartbeat_timeout_s(env: Mapping[str, str]) -> float:
 
 
 def current_coordination() -> Coordination:
-    """Return this process's coordination; connects on first use and leaves when the process exits.
+    """Return this process's coordination; connect on first use, and leave when the process exits.
 
     Raises:
         ForkedProcessError: This process was forked from one that uses checkpoints.
@@ -119,7 +128,7 @@ def current_coordination() -> Coordination:
 
 
 def set_coordination(coordination: Coordination | None) -> None:
-    """Make ``coordination`` this process's. The one before is not left; that is its owner's business."""
+    """Make ``coordination`` that of this process. Does not leave the earlier one; its owner does."""
     global _current  # noqa: PLW0603  (one coordination per process)
     with _lock:
         _current = coordination
@@ -136,7 +145,7 @@ def initialize_multi_client(
         heartbeat_timeout_s: Silence after which a client counts as lost; default ``DTCKPT_HEARTBEAT_TIMEOUT_S`` or 60.
         fallback: ``process_group``: when the coordinator has not answered one of the clients for two heartbeat
             timeouts, all clients meet at the store of `torch.distributed` from then on. The same for all clients.
-            Default: ``DTCKPT_COORDINATOR_FALLBACK``, else none: what needs the coordinator fails.
+            Default: ``DTCKPT_COORDINATOR_FALLBACK``, else none: calls that need the coordinator fail.
 
     Raises:
         ConfigError: It was called before, or the environment cannot be used.
@@ -159,8 +168,8 @@ def initialize_multi_client(
 def job_status() -> JobStatus:
     """Return all tasks of this client's job, with full names and states, and the barriers that are open.
 
-    The coordinator knows them, where there is one; else the store where the clients meet. The client joins its job by
-    this, as by `initialize_multi_client`, if it has not yet.
+    Asks the coordinator, where there is one; else the store where the clients meet. A client that has not joined its
+    job yet joins it by this call, as by `initialize_multi_client`.
 
     Raises:
         FencedError: Another process has this client's place.
@@ -177,7 +186,7 @@ def job_status() -> JobStatus:
 def shutdown_multi_client() -> None:
     """Leave the job, if this process is part of one. Idempotent; runs by itself when the process exits."""
     if fork_guard.is_forked():
-        return  # the parent is the client
+        return  # the parent process is the client
     with _lock:
         coordination = _current
         set_coordination(None)

@@ -1,6 +1,6 @@
-"""Where the coordinator is, from what an option and the environment say.
+"""Find the coordinator's address: from an option, else from the environment.
 
-First match wins; an empty variable counts as not set, which is what Kubernetes makes of an annotation that is missing:
+The first of these that is set wins. An empty variable counts as not set: Kubernetes sets one for a missing annotation.
 
 1. ``host:port`` given by the caller: ``--coordinator``, ``initialize_multi_client(coordinator=...)``
 2. ``DTCKPT_COORDINATOR``: ``host:port``
@@ -22,23 +22,23 @@ from dtckpt.errors import ConfigError
 
 DEFAULT_PORT = 50051
 SOURCES = "DTCKPT_COORDINATOR, DTCKPT_JOBSET_COORDINATOR, or MASTER_ADDR with DTCKPT_COORDINATOR_PORT_NUMBER"
-"""The variables that can name it, for people whom nothing named one."""
+"""The variables that can name a coordinator, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorAddress:
-    """Where a coordinator is said to listen, and what said so."""
+    """The address of a coordinator, ``host:port``, and which option or variable named it."""
 
     address: str
     source: str
 
 
 def find_coordinator(env: Mapping[str, str], coordinator: str | None = None) -> CoordinatorAddress | None:
-    """Return where the coordinator is, None where nothing names one.
+    """Return the coordinator's address, None if nothing names one.
 
     Args:
         env: Environment variables.
-        coordinator: ``host:port`` that the caller was given, which nothing overrides.
+        coordinator: ``host:port`` that the caller was given; goes before the environment.
 
     Raises:
         ConfigError: ``DTCKPT_COORDINATOR_PORT_NUMBER`` is needed and is no port.

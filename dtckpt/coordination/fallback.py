@@ -1,12 +1,15 @@
-"""Coordination that outlives its coordinator: from then on clients meet at the store of `torch.distributed`.
+"""Fall back from a coordinator that is gone to the store of `torch.distributed`, all clients together.
 
-A client that cannot reach the coordinator must not go to the store alone, nor may two clients decide differently. So
-the decision is itself a key of the store, written at most once per attempt of the job and never taken back: the first
-client that gives the coordinator up writes it, and every client looks for it, at intervals and when it gives up itself.
-Who finds it leaves the coordinator for good, also where it answers, and goes to the store for what it wanted there.
+A client that cannot reach the coordinator must not go to the store alone, and no two clients may decide differently. So
+the decision to leave the coordinator is itself a key of the store. It is written at most once per attempt of the job,
+and never taken back. The first client that gives the coordinator up writes it. Every client looks for it at intervals,
+and when it gives up itself. A client that finds it leaves the coordinator for good, even if the coordinator answers::
 
-A barrier that is open at that time goes on at the store. One that the coordinator has already decided is decided: those
-who were told write the verdict down at the store, for those who were not.
+    client 0   barrier at the coordinator ... no answer for two timeouts: writes "fallback"   barrier at the store
+    client 1   barrier at the coordinator ...... finds "fallback" at its next look            barrier at the store
+
+A barrier that is open at that time goes on at the store. A barrier that the coordinator has already decided stays
+decided: a client that got the verdict writes it down at the store, for the clients that did not get it.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore
 
 from dtckpt import errors
-from dtckpt.coordination import verdicts
+from dtckpt.coordination import barrier_texts, verdicts
 from dtckpt.coordination.api import (
-    ANYWHERE,
+    NO_POSITION,
     YES,
     Coordination,
     JobStatus,
@@ -33,16 +37,16 @@ from dtckpt.coordination.api import (
     Vote,
 )
 from dtckpt.coordination.grpc_client import GrpcCoordination
-from dtckpt.coordination.torch_store import ProcessGroupCoordination, from_environment
+from dtckpt.coordination.torch_store import TorchStoreCoordination, from_environment
 from dtckpt.coordination.verdicts import Decision
 
 logger = logging.getLogger("dtckpt.coordination")
 
 FALLBACKS = ("process_group",)
 KEPT_DECISIONS = 16
-"""Verdicts that a client could write down for others: of each name the latest, as nobody is further behind."""
+"""Verdicts that a client keeps to write down for others: the latest of each name, as no client is further behind."""
 GIVE_UP_TIMEOUTS = 2
-"""After so many heartbeat timeouts without an answer the coordinator is given up."""
+"""A client gives the coordinator up after so many heartbeat timeouts without an answer."""
 _KEY = "fallback"
 
 
@@ -54,7 +58,7 @@ class FallbackCoordination:
         secondary: The way to the store, of the same member.
     """
 
-    def __init__(self, primary: GrpcCoordination, secondary: ProcessGroupCoordination) -> None:
+    def __init__(self, primary: GrpcCoordination, secondary: TorchStoreCoordination) -> None:
         self.member: Member = primary.member
         self._primary = primary
         self._secondary = secondary
@@ -85,18 +89,18 @@ class FallbackCoordination:
     def heartbeat_timeout_s(self) -> float:
         return self._current.heartbeat_timeout_s
 
-    # --- the decision -------------------------------------------------------------------------------------------
+    # --- the decision to leave the coordinator ------------------------------------------------------------------
 
     def _look(self) -> None:
         """Follow the decision, if there is one."""
-        if not self._reason and (reason := self._secondary.settled(_KEY)):
+        if not self._reason and (reason := self._secondary.recorded(_KEY)):
             self._switch(reason)
 
     def _give_up(self, error: errors.CoordinatorUnavailableError) -> None:
-        """Decide for all, unless another client was faster."""
-        who = verdicts.task_name(self.member.job, self.member.client)
+        """Decide for all clients to leave the coordinator, unless another client was faster."""
+        who = barrier_texts.task_name(self.member.job, self.member.client)
         try:
-            reason = self._secondary.settle(_KEY, f"{who} gave it up: {error.message}")
+            reason = self._secondary.record_once(_KEY, f"{who} gave it up: {error.message}")
         except errors.CoordinationError as other:
             text = f"{error.message}; and there is nothing to fall back to: {other.message}"
             raise errors.CoordinatorUnavailableError(text) from error
@@ -173,43 +177,35 @@ class FallbackCoordination:
         participants: Sequence[int] | None = None,
         collect: bool = False,
         operation: Operation | None = None,
-        position: Position = ANYWHERE,
+        position: Position = NO_POSITION,
     ) -> Verdict:
-        """Meet as `Coordination.barrier` says.
+        """Wait at a barrier as `Coordination.barrier` does.
 
-        Blocks: When the coordinator is given up amid the barrier, for up to ``timeout_s`` once more.
+        Blocks: If the coordinator is given up amid the barrier, for up to ``timeout_s`` once more.
         """
         members = verdicts.validate_barrier(self.member, name, timeout_s, participants)
         self.register()
+        options: dict[str, Any] = {
+            "timeout_s": timeout_s,
+            "participants": participants,
+            "collect": collect,
+            "operation": operation,
+            "position": position,
+        }
         moved_from: str | None = None
         if not self._reason:
             try:
-                return self._primary.barrier(
-                    name,
-                    vote,
-                    timeout_s=timeout_s,
-                    participants=participants,
-                    collect=collect,
-                    operation=operation,
-                    position=position,
-                )
+                return self._primary.barrier(name, vote, **options)
             except errors.CoordinatorUnavailableError as error:
                 if getattr(error, "is_verdict", False):
                     raise  # another client voted so
                 if not self._reason:
                     self._give_up(error)
+                # The coordinator may have decided this very round. So the store must know which round this client got
+                # a verdict for last: it joins the published one if that is another.
                 latest = self._decisions.get((name, None if operation is None else operation.id, members))
                 moved_from = "" if latest is None else latest.round_id
-        return self._secondary.barrier(
-            name,
-            vote,
-            timeout_s=timeout_s,
-            participants=participants,
-            collect=collect,
-            operation=operation,
-            position=position,
-            moved_from=moved_from,
-        )
+        return self._secondary.barrier(name, vote, **options, moved_from=moved_from)
 
     def leave(self) -> None:
         with self._lock:
@@ -225,7 +221,7 @@ class FallbackCoordination:
 
 
 def with_fallback(primary: GrpcCoordination) -> FallbackCoordination:
-    """Return coordination that outlives ``primary``.
+    """Return a coordination that falls back to the store of `torch.distributed` when ``primary`` gives up.
 
     Raises:
         ConfigError: The environment names no store to meet at.
@@ -233,5 +229,5 @@ def with_fallback(primary: GrpcCoordination) -> FallbackCoordination:
     """
     member, timeout_s = primary.member, primary.heartbeat_timeout_s
     if member.num_clients == 1:
-        return FallbackCoordination(primary, ProcessGroupCoordination(HashStore(), member))
+        return FallbackCoordination(primary, TorchStoreCoordination(HashStore(), member))
     return FallbackCoordination(primary, from_environment(member, heartbeat_timeout_s=timeout_s))

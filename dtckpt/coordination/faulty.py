@@ -1,4 +1,4 @@
-"""A coordination that fails when told to; for tests of what stands on one."""
+"""Fault injection for tests: a coordination that loses requests or answers, blocks or raises at chosen calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dtckpt.coordination.api import (
-    ANYWHERE,
+    NO_POSITION,
     YES,
     Coordination,
     JobStatus,
@@ -26,9 +26,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens at one call: first ``before``, which may block or raise; then, if set, ``error`` is raised.
+    """What goes wrong at one call.
 
-    ``after_call`` lets the call happen first: the answer is lost, not the request.
+    Args:
+        error: Raised instead of the call.
+        before: Called first; may block or raise.
+        after_call: Make the call before ``error`` is raised: the answer is lost, not the request.
     """
 
     error: BaseException | None = None
@@ -40,12 +43,12 @@ class FaultyCoordination:
     """Wraps any coordination and injects faults.
 
     Args:
-        inner: Does the work.
-        faults: Call -> fault. A call is (method name, how often it was called before).
+        inner: The coordination that does the work.
+        faults: Fault by call. A call is (name of the method, how often it was called before).
 
     Attributes:
         calls: How often each method was called.
-        drop_heartbeats: While set, reported progress goes nowhere.
+        drop_heartbeats: While this event is set, reported progress is dropped.
     """
 
     def __init__(self, inner: Coordination, faults: Mapping[tuple[str, int], Fault] | None = None) -> None:
@@ -92,7 +95,7 @@ class FaultyCoordination:
         participants: Sequence[int] | None = None,
         collect: bool = False,
         operation: Operation | None = None,
-        position: Position = ANYWHERE,
+        position: Position = NO_POSITION,
     ) -> Verdict:
         return self._inject(
             "barrier",

@@ -1,4 +1,10 @@
-"""Calls to the coordinator: repeated until answered, with refusals as errors of ours.
+"""gRPC calls to the coordinator: repeat each until it is answered, and translate refusals into errors of dtckpt.
+
+Every call is idempotent, so it may be repeated. What follows a call that fails:
+
+* The coordinator refuses it and says why: an error of `dtckpt.errors`, `UnknownError` or `HeldError` (`raise_refusal`).
+* The failure may pass, as UNAVAILABLE (`REPEATED`): repeated after ever longer, random pauses until the deadline.
+* Else, and at the deadline: CoordinatorUnavailableError, or CoordinatorPermissionError if a certificate is wrong.
 
 A channel must not be used after a fork, so each process opens its own when it first needs one.
 """
@@ -31,9 +37,9 @@ logger = logging.getLogger("dtckpt.coordination")
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 10.0
-"""Of one quick call, and by how much a barrier's calls outlast its deadline, so that the verdict arrives first."""
+"""Timeout of one quick call. A barrier's calls outlast its deadline by as much, so that the verdict arrives first."""
 DISTRUST_S = 3.0
-"""How long a certificate may be the wrong one before that is an error: it, or an address, may just be changing."""
+"""How long a certificate may be wrong before that is an error: it, or an address, may just be changing."""
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.05, 2.0
 OPTIONS = (
     ("grpc.max_receive_message_length", 256 << 20),  # payloads of thousands of clients
@@ -49,7 +55,7 @@ OPTIONS = (
 )
 REPEATED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 _DISTRUST = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER", "Hostname Verification Check failed")
-"""What gRPC's texts hold when this side ends a handshake; the other side's refusal is just a closed socket."""
+"""Parts of gRPC's texts when this side ends a handshake. If the other side ends it, gRPC sees just a closed socket."""
 
 
 class UnknownError(Exception):
@@ -86,7 +92,7 @@ class Caller:
         self._access = access
         self._clock = clock
         self.give_up_s = math.inf
-        """Longest time to look for a coordinator that does not answer, where a deadline would allow more."""
+        """Seconds after which a coordinator that does not answer is given up, even if the deadline would allow more."""
         self._lock = threading.RLock()
         self._connection: _Connection | None = None
 
@@ -98,7 +104,7 @@ class Caller:
             connection.channel.close()
 
     def _raise_if_over(self) -> None:
-        """Raise if no call shall be made any more."""
+        """Raise if no more calls shall be made. Does nothing here; `GrpcCoordination` overrides it."""
 
     def _stub(self) -> pb_grpc.CoordinatorStub:
         with self._lock:
@@ -107,8 +113,8 @@ class Caller:
                 self._connection = _Connection(os.getpid(), channel, pb_grpc.CoordinatorStub(channel))
             return self._connection.stub
 
-    def _once(self, call: Callable[[pb_grpc.CoordinatorStub, float], T], timeout_s: float) -> T:
-        """Make one call and translate the coordinator's refusals; other failures stay RpcError."""
+    def _call_once(self, call: Callable[[pb_grpc.CoordinatorStub, float], T], timeout_s: float) -> T:
+        """Make one call, once, and translate the coordinator's refusals; other failures stay RpcError."""
         try:
             return call(self._stub(), timeout_s)
         except grpc.RpcError as error:
@@ -129,9 +135,9 @@ class Caller:
         """Repeat a call until it is answered or the deadline has passed.
 
         Args:
-            call: Gets the stub and the seconds that it may take.
-            deadline: When to give up, on the clock; `give_up_s` may come first.
-            timeout_s: Of one call: how long the coordinator is asked to wait, and `CALL_TIMEOUT_S`.
+            call: Called with the stub and the seconds that it may take.
+            deadline: When to give up, in seconds of the clock; `give_up_s` may come first.
+            timeout_s: Of one call: the seconds for which the coordinator is asked to wait, and `CALL_TIMEOUT_S`.
         """
         start = self._clock()
         deadline = min(deadline, start + timeout_s - CALL_TIMEOUT_S + self.give_up_s)
@@ -140,7 +146,7 @@ class Caller:
             self._raise_if_over()
             remaining_s = deadline - self._clock()
             try:
-                return self._once(call, max(min(timeout_s, remaining_s), 0.1))
+                return self._call_once(call, max(min(timeout_s, remaining_s), 0.1))
             except grpc.RpcError as error:
                 now = self._clock()
                 if is_distrust(error) and now + pause_s >= min(deadline, start + DISTRUST_S):
@@ -159,7 +165,7 @@ class Caller:
         raise AssertionError("backoffs never end")
 
     def _job_pages(self, job: str, deadline: float) -> list[pb.GetJobResponse]:
-        """Return all that the coordinator says about a job.
+        """Return all pages of the coordinator's answer about a job.
 
         Raises:
             UnknownError: It does not know the job.
@@ -172,7 +178,7 @@ class Caller:
 
 
 def raise_refusal(status: Status, cause: BaseException | None = None) -> None:
-    """Raise what the coordinator's refusal says, unless that is that the call may be repeated."""
+    """Raise the error that a refusal names; return if it names none, or says that the call may be repeated."""
     if status.code == code_pb2.NOT_FOUND:
         raise UnknownError(status.message) from cause
     if status.code == code_pb2.ABORTED:
@@ -186,21 +192,21 @@ def _status(error: grpc.RpcError) -> Status:
     trailer = {item.key: item.value for item in error.trailing_metadata() or ()}
     try:
         status = Status.FromString(trailer.get("grpc-status-details-bin", b""))
-    except DecodeError:  # not of a coordinator; the code says enough
+    except DecodeError:  # it did not come from a coordinator; the code says enough
         status = Status()
     status.code, status.message = error.code().value[0], error.details() or ""
     return status
 
 
 def _error_class(status: Status) -> str:
-    """Return the class of ours that the coordinator's ``google.rpc.ErrorInfo`` names, "" if there is none."""
+    """Return the class of `dtckpt.errors` that the status's ``google.rpc.ErrorInfo`` names, "" if there is none."""
     info = ErrorInfo()
-    found = any(detail.Unpack(info) for detail in status.details)
-    return info.metadata.get("error", "") if found and info.domain == "dtckpt" else ""
+    has_info = any(detail.Unpack(info) for detail in status.details)
+    return info.metadata.get("error", "") if has_info and info.domain == "dtckpt" else ""
 
 
 def backoffs() -> Iterator[float]:
-    """Yield ever longer pauses, each random, so that clients which failed together do not return together."""
+    """Yield ever longer pauses in seconds, each random, so that clients that failed together do not return together."""
     pause_s = FIRST_BACKOFF_S
     while True:
         yield pause_s * random.uniform(0.5, 1.0)  # noqa: S311  not a secret
@@ -208,12 +214,12 @@ def backoffs() -> Iterator[float]:
 
 
 def is_distrust(error: grpc.RpcError) -> bool:
-    """Whether this side refused what the other side showed in the handshake."""
+    """Whether this side refused the other side's certificate (or lack of one) in the handshake."""
     return any(text in (error.details() or "") for text in _DISTRUST)
 
 
 def describe(error: BaseException) -> str:
-    """Return what a failed call's error says, with what may help."""
+    """Return the text of a failed call's error, with a hint where TLS may be the reason."""
     if not isinstance(error, grpc.RpcError):
         return str(error)
     details = error.details() or ""

@@ -1,12 +1,24 @@
-"""Coordination through the coordinator service.
+"""Coordination through the coordinator (gRPC): registration, heartbeats, barriers.
 
-The coordinator decides; this client repeats itself until it knows the decision. Every request may be sent again, so an
-outage or a restart of the coordinator inside a barrier costs time, not the barrier: a coordinator that does not know
-this client (NOT_FOUND) is told again who it is and where it has arrived.
+The coordinator decides; the client repeats its requests until it has the decision. Every request may be sent again. So
+an outage or a restart of the coordinator inside a barrier costs time, not the barrier: to a coordinator that does not
+know it (NOT_FOUND), the client registers and arrives again. One barrier::
+
+    client                                              coordinator
+      | Arrive(call 7), on the heartbeat stream if any    |
+      |-------------------------------------------------->|  waits up to FIRST_WAIT_S for the verdict
+      |<------------------------------ still open --------|
+      | Await(barrier id)                                 |
+      |-------------------------------------------------->|  waits up to MAX_WAIT_S
+      |<------------------------------ NOT_FOUND ---------|  it was restarted, and has lost its state
+      | Register, Arrive(call 7, is_again)                |
+      |-------------------------------------------------->|
+      |<------------------------------ verdict -----------|
 
 The stubs are synchronous, with one thread for heartbeats: an event loop inside a training process would be one more
-thing that a long call can block. Heartbeats and arrivals go on a stream, which costs the coordinator least and on which
-it tells of failed barriers and of fencing unasked; by single calls while there is no stream.
+thing that a long call can block. Heartbeats and arrivals go on a stream, which costs the coordinator least. On it the
+coordinator also sends notices unasked: that a barrier has failed, that the client is fenced. While there is no stream,
+heartbeats and arrivals are single calls.
 """
 
 from __future__ import annotations
@@ -26,10 +38,10 @@ from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.comm import fork_guard
-from dtckpt.coordination import identity, verdicts
+from dtckpt.coordination import barrier_texts, identity, verdicts
 from dtckpt.coordination.api import (
-    ANYWHERE,
     DEFAULT_HEARTBEAT_TIMEOUT_S,
+    NO_POSITION,
     YES,
     JobStatus,
     Member,
@@ -59,13 +71,13 @@ logger = logging.getLogger("dtckpt.coordination")
 
 MAX_WAIT_S = 30.0
 FIRST_WAIT_S = 5.0
-"""How long an arrival itself waits; most barriers need no other call."""
+"""How long the coordinator keeps an Arrive waiting; most barriers need no other call."""
 GOODBYE_S = 1.0
-"""How long a client that leaves waits for each answer; nothing depends on them."""
+"""How long a client that leaves waits for each answer; nothing depends on the answers."""
 KEPT_FAILURES = 64
-"""Barriers of operations that failed before this client arrived there, as far as it was told."""
+"""Notices that a client keeps: failures of barriers at which it has not arrived yet."""
 MAX_SKIPPED_BEATS = 31
-"""A stream that is refused again and again is tried after ever more beats, up to so many."""
+"""After each stream that is refused, the client sends more single heartbeats before it tries again, up to so many."""
 
 
 class GrpcCoordination(Caller):
@@ -75,12 +87,14 @@ class GrpcCoordination(Caller):
         address: ``host:port``.
         member: Who this client is.
         access: Certificates and token; default: neither.
-        heartbeat_timeout_s: How long to look for the coordinator outside of barriers. The silence after which a client
-            is lost is the coordinator's to say; the attribute holds it once registered.
+        heartbeat_timeout_s: How long to look for the coordinator outside of barriers. Once registered, the attribute
+            holds the coordinator's heartbeat timeout, after which a silent client is lost.
         clock: Monotonic seconds.
 
     Attributes:
-        task_name: The client's full name, as the coordinator has registered it.
+        task_name: The client's full task name, as the coordinator has registered it.
+        max_wait_s: The longest time that one call waits for a verdict.
+        on_decision: Called with the end of each barrier of this client.
     """
 
     def __init__(
@@ -103,32 +117,31 @@ class GrpcCoordination(Caller):
         self._fenced = ""
         self._abandoned = ""
         self.max_wait_s = MAX_WAIT_S
-        """How long one call waits for a verdict, at most."""
         self.on_decision: Callable[[Decision], None] | None = None
-        """Told how each barrier of this client ended."""
-        self._beating: threading.Thread | None = None
+        self._heartbeat_thread: threading.Thread | None = None
         self._leaving = threading.Event()
         self._wake = threading.Event()
         self._stream: HeartbeatStream | None = None
         self._failures: OrderedDict[tuple[str, str, tuple[int, ...]], pb.Failure] = OrderedDict()
         self._calls = identity.calls_of(member)
         self._was_forgotten = False
-        """Whether the coordinator has lost its state since the last arrival, and with it what became of this client."""
+        """Whether the coordinator has lost its state since this client's last arrival. Then the client does not know
+        whether the others went on without it."""
 
     # --- registration and heartbeats --------------------------------------------------------------------------
 
     def register(self) -> None:
         fork_guard.claim_process()
         with self._lock:
-            if self._beating is None:
+            if self._heartbeat_thread is None:
                 # Twice the timeout: an earlier process of this client holds the place for one.
                 self._announce(self._clock() + 2 * self.heartbeat_timeout_s)
-                # A new event: the thread of an earlier registration may still be inside a call, and must end after it.
+                # A new event: the thread of an earlier registration may still be in a call, and must end after it.
                 self._leaving = threading.Event()
-                self._beating = threading.Thread(
+                self._heartbeat_thread = threading.Thread(
                     target=self._send_heartbeats, args=(self._leaving,), daemon=True, name="dtckpt-heartbeat"
                 )
-                self._beating.start()
+                self._heartbeat_thread.start()
         self._raise_if_over()
 
     def _announce(self, deadline: float) -> None:
@@ -148,7 +161,7 @@ class GrpcCoordination(Caller):
             except HeldError as error:
                 held = error
             except errors.CoordinatorUnavailableError:
-                # Near the deadline, a call may have had no time to be answered.
+                # Near the deadline, a call may have had no time to be answered. What counts then is the last answer.
                 if held is None or self._abandoned or self._clock() + LAST_BACKOFF_S < deadline:
                     raise
                 raise errors.FencedError(str(held)) from None
@@ -163,22 +176,22 @@ class GrpcCoordination(Caller):
         num_skipped = num_to_skip = 0
         while not self._is_over(leaving):
             if num_skipped >= num_to_skip:
-                is_good = self._beat_on_stream(leaving)
+                is_good = self._run_stream(leaving)
                 num_skipped, num_to_skip = 0, 1 if is_good else min(2 * num_to_skip + 1, MAX_SKIPPED_BEATS)
                 if self._is_over(leaving):
                     return
-            self._beat()
+            self._send_heartbeat()
             num_skipped += 1
-            identity.pause(self._wake, leaving, self._interval_s)
+            identity.wait_for_heartbeat(self._wake, leaving, self._interval_s)
 
-    def _beat_on_stream(self, leaving: threading.Event) -> bool:
-        """Beat on a stream until it ends; return whether it was any good."""
-        stream = HeartbeatStream(self._stream_beat, self._interval_s, self._clock)
+    def _run_stream(self, leaving: threading.Event) -> bool:
+        """Send heartbeats on a stream until it ends; return whether the coordinator ever answered on it."""
+        stream = HeartbeatStream(self._stream_request, self._interval_s, self._clock)
         self._stream = stream
         try:
-            if leaving.is_set():  # whoever said so may have seen no stream
+            if leaving.is_set():  # `leave` may have come before the stream that it would have ended
                 return True
-            self._once(lambda stub, _: stream.run(stub, self._hear), self._interval_s)
+            self._call_once(lambda stub, _: stream.run(stub, self._take_notice), self._interval_s)
         except errors.FencedError as error:
             self._fence(error.message)
         except (grpc.RpcError, errors.DtckptError, UnknownError) as error:
@@ -188,7 +201,7 @@ class GrpcCoordination(Caller):
                 self._stream = None
         return stream.num_answers > 0
 
-    def _stream_beat(self, sequence: int) -> pb.HeartbeatStreamRequest:
+    def _stream_request(self, sequence: int) -> pb.HeartbeatStreamRequest:
         progress = _progress_proto(self._progress)
         return pb.HeartbeatStreamRequest(
             task=self._identity, progress=progress, sequence=sequence, report=self._report()
@@ -198,8 +211,8 @@ class GrpcCoordination(Caller):
         report = self._calls.report
         return pb.Report(operation=report.operation, num_ended=report.num_ended)
 
-    def _hear(self, response: pb.HeartbeatStreamResponse) -> None:
-        """Note what the coordinator tells unasked."""
+    def _take_notice(self, response: pb.HeartbeatStreamResponse) -> None:
+        """Take in a message that the coordinator sends unasked."""
         notice = response.notice
         if notice.name:
             logger.info("barrier %r failed: %s", notice.name, notice.failure.message)
@@ -215,13 +228,13 @@ class GrpcCoordination(Caller):
         if self._stream is not None:
             self._stream.end()
 
-    def _beat(self) -> None:
-        """Send one heartbeat by a call of its own, or say why it did not get through."""
+    def _send_heartbeat(self) -> None:
+        """Send one heartbeat by a single call, or log why it did not get through."""
         progress = _progress_proto(self._progress)
         request = pb.HeartbeatRequest(task=self._identity, progress=progress, report=self._report())
         try:
             try:
-                self._once(lambda stub, t: stub.Heartbeat(request, timeout=t), self._interval_s)
+                self._call_once(lambda stub, t: stub.Heartbeat(request, timeout=t), self._interval_s)
             except UnknownError:
                 logger.warning("the coordinator at %s does not know %s; registering again", self._address, self._who())
                 self._was_forgotten = True
@@ -235,44 +248,44 @@ class GrpcCoordination(Caller):
         return bool(self._fenced or self._abandoned) or leaving.is_set()
 
     def abandon(self, reason: str) -> None:
-        """Speak to the coordinator no more: calls raise CoordinatorUnavailableError with this reason.
+        """Make no more calls to the coordinator: they raise CoordinatorUnavailableError with this reason.
 
-        It is not told, as that would fail barriers of clients that have not heard the reason yet.
+        Does not say goodbye, as that would fail barriers of clients that have not heard the reason yet.
         """
         self._abandoned = reason
         self._wake.set()
         if (stream := self._stream) is not None:
             stream.end(at_once=True)
 
-    def _wake_beating(self) -> None:
+    def _wake_heartbeats(self) -> None:
         self._wake.set()
         if (stream := self._stream) is not None:
             stream.wake()
 
-    def _stop_beating(self, beating: threading.Thread) -> None:
+    def _stop_heartbeats(self, thread: threading.Thread) -> None:
         self._leaving.set()
         self._wake.set()
         for at_once in (False, True):
             if (stream := self._stream) is not None:
                 stream.end(at_once=at_once)
-            beating.join(GOODBYE_S)
+            thread.join(GOODBYE_S)
 
     def heartbeat(self, progress: Progress) -> None:
         is_new_phase = progress.phase != self._progress.phase
         self._progress = progress
         if is_new_phase:
-            self._wake_beating()
+            self._wake_heartbeats()
 
     def leave(self) -> None:
         if os.getpid() != self._pid:
             return
         with self._lock:
-            beating, self._beating = self._beating, None
-        if beating is not None:
-            self._stop_beating(beating)
-        if beating is not None and not self._abandoned:
+            thread, self._heartbeat_thread = self._heartbeat_thread, None
+        if thread is not None:
+            self._stop_heartbeats(thread)
+        if thread is not None and not self._abandoned:
             try:
-                self._once(lambda stub, t: stub.Leave(pb.LeaveRequest(task=self._identity), timeout=t), GOODBYE_S)
+                self._call_once(lambda stub, t: stub.Leave(pb.LeaveRequest(task=self._identity), timeout=t), GOODBYE_S)
             except (grpc.RpcError, errors.DtckptError, UnknownError) as error:
                 logger.info("%s left without goodbye: %s", self._who(), describe(error))
         self.close()
@@ -288,7 +301,7 @@ class GrpcCoordination(Caller):
         participants: Sequence[int] | None = None,
         collect: bool = False,
         operation: Operation | None = None,
-        position: Position = ANYWHERE,
+        position: Position = NO_POSITION,
     ) -> Verdict:
         members = verdicts.validate_barrier(self.member, name, timeout_s, participants)
         self.register()
@@ -307,10 +320,10 @@ class GrpcCoordination(Caller):
             was_cut_off=self._was_forgotten,
         )
         self._was_forgotten = False
-        told = self._failures.get((name, request.operation, tuple(request.participants)))
+        notice = self._failures.get((name, request.operation, tuple(request.participants)))
         begun = ""
         try:
-            answer = self._meet(request, self._clock() + timeout_s) if told is None else _failed(told)
+            answer = self._arrive_and_wait(request, self._clock() + timeout_s) if notice is None else _failed(notice)
             if operation is not None and not answer.verdict.HasField("failure"):
                 begun = operation.id or answer.barrier_id
         finally:
@@ -327,20 +340,23 @@ class GrpcCoordination(Caller):
             kept = payloads if collect else None
             self.on_decision(Decision(name, of, members, answer.barrier_id, outcome, kept))
         if self.member.client in failure.clients:
-            self._beat()  # it was taken for lost: whoever hears of that shall find it alive again
+            self._send_heartbeat()  # it counted as lost; a client that hears of this failure shall find it alive again
         outcome.raise_failure(was_cut_off=request.was_cut_off)
         cut_off = tuple(answer.verdict.cut_off)
         return Verdict(name, answer.generation, payloads, Operation(begun), cut_off)
 
-    def _meet(self, request: pb.ArriveRequest, deadline: float) -> pb.ArriveResponse:
+    def _arrive_and_wait(self, request: pb.ArriveRequest, deadline: float) -> pb.ArriveResponse:
         try:
-            return self._meet_until_decided(request, deadline)
+            return self._arrive_until_decided(request, deadline)
         except KeyboardInterrupt:
             self._cancel(request)
             raise
 
-    def _meet_until_decided(self, request: pb.ArriveRequest, deadline: float) -> pb.ArriveResponse:
-        """Arrive and wait, again and again if the coordinator forgets us, until there is a verdict."""
+    def _arrive_until_decided(self, request: pb.ArriveRequest, deadline: float) -> pb.ArriveResponse:
+        """Arrive and wait for the verdict; start over whenever the coordinator does not know this client.
+
+        The calls outlast ``deadline`` by `CALL_TIMEOUT_S`, so that the coordinator's verdict, a timeout, comes first.
+        """
         next_log = self._clock() + verdicts.STILL_WAITING_S
         request.max_wait_s = min(FIRST_WAIT_S, verdicts.STILL_WAITING_S, self.max_wait_s)
         limit_s = request.max_wait_s + CALL_TIMEOUT_S
@@ -363,7 +379,10 @@ class GrpcCoordination(Caller):
         raise AssertionError("backoffs never end")
 
     def _shorten(self, request: pb.ArriveRequest, deadline: float) -> pb.ArriveRequest:
-        """Return an arrival with what is left of its timeout, rounded up: texts tell what was asked for."""
+        """Cut the timeout of an arrival to the rest of it, and return the arrival.
+
+        The rest is rounded up, so that a first try has the timeout that the caller gave; error texts name it.
+        """
         left_s = math.ceil(10 * (deadline - self._clock())) / 10
         request.timeout_s = min(request.timeout_s, max(left_s, 0.1))
         return request
@@ -378,14 +397,18 @@ class GrpcCoordination(Caller):
             raise
 
     def _arrive_on_stream(self, request: pb.ArriveRequest, limit_s: float) -> pb.ArriveResponse | None:
-        """Arrive as it costs the coordinator least; return None if that cannot be done, or may not have been."""
+        """Arrive on the heartbeat stream, which costs the coordinator least.
+
+        Returns:
+            None if there is no stream or no answer on it. The arrival may have got through; it is safe to repeat it.
+        """
         stream = self._stream
         answer = stream.arrive(request, limit_s) if stream is not None else None
         if answer is None:
             return None
         if answer.HasField("refusal"):
             raise_refusal(answer.refusal)
-        # Neither would pass for a verdict.
+        # An answer with neither a refusal nor an arrival must not pass for a verdict.
         return pb.ArriveResponse.FromString(answer.arrived) if answer.arrived else None
 
     def _await(self, arrival: pb.ArriveRequest, barrier_id: str, deadline: float, next_log: float) -> pb.Verdict:
@@ -401,12 +424,12 @@ class GrpcCoordination(Caller):
                 logger.warning("barrier %r: still waiting for %s", arrival.name, response.waiting_for)
 
     def _cancel(self, arrival: pb.ArriveRequest) -> None:
-        """Fail the barrier for everyone, if that can be done quickly."""
+        """Fail the barrier for everyone, if the coordinator answers quickly."""
         arrival.max_wait_s = 0.0
-        cancel = pb.CancelRequest(task=self._identity, reason="was interrupted while it waited")
+        cancel = pb.CancelRequest(task=self._identity, reason=barrier_texts.WAS_INTERRUPTED)
         try:
-            cancel.barrier_id = self._once(lambda stub, t: stub.Arrive(arrival, timeout=t), 1.0).barrier_id
-            self._once(lambda stub, t: stub.Cancel(cancel, timeout=t), 1.0)
+            cancel.barrier_id = self._call_once(lambda stub, t: stub.Arrive(arrival, timeout=t), 1.0).barrier_id
+            self._call_once(lambda stub, t: stub.Cancel(cancel, timeout=t), 1.0)
         except (grpc.RpcError, errors.DtckptError, UnknownError) as error:
             logger.warning("barrier %r could not be cancelled: %s", arrival.name, describe(error))
 
@@ -425,7 +448,7 @@ class GrpcCoordination(Caller):
             raise errors.CoordinatorUnavailableError(self._abandoned)
 
     def _who(self) -> str:
-        return verdicts.task_name(self.member.job, self.member.client)
+        return barrier_texts.task_name(self.member.job, self.member.client)
 
 
 def _failed(failure: pb.Failure) -> pb.ArriveResponse:

@@ -1,4 +1,4 @@
-"""Who may speak to the coordinator: certificates and tokens, as the environment names them.
+"""Credentials of a client for the coordinator: TLS certificates and tokens, as the environment names them.
 
 ============================== ======================================================================================
 ``DTCKPT_COORDINATOR_CA``          file of the authorities that may have signed the coordinator's certificate: use TLS
@@ -10,7 +10,7 @@
 ``DTCKPT_COORDINATOR_INSECURE``    1: send the token although there is no TLS, readable for anyone on the way
 ============================== ======================================================================================
 
-A token is never an argument of a command: those are for all to see.
+A token is never an argument of a command: every user of the host can see arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PREFIX = "DTCKPT_COORDINATOR_"
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a client shows to the coordinator, and what it accepts from it. Its text shows no secret."""
+    """A client's certificate and token, and the authorities that it trusts. Its text shows no secret."""
 
     ca: bytes | None = field(default=None, repr=False)
     cert: bytes | None = field(default=None, repr=False)
@@ -43,8 +43,8 @@ class Access:
         """Read the variables and the files that they name.
 
         Raises:
-            ConfigError: A file cannot be read or used, variables contradict each other, or a token would be readable
-                for others.
+            ConfigError: A file cannot be read or used, variables contradict each other, or a token would travel in
+                plaintext.
         """
         paths = {name: Path(text) for name in ("CA", "CERT", "KEY", "TOKEN_FILE") if (text := env.get(PREFIX + name))}
         if ("CERT" in paths) != ("KEY" in paths) or ("CERT" in paths and "CA" not in paths):
@@ -74,7 +74,7 @@ PLAINTEXT = Access()
 
 
 def _token(text: str, path: Path | None) -> str:
-    """Return the token from the variable or the file, of which at most one is set."""
+    """Return the token from the variable or the file; at most one of the two may be set."""
     if text and path:
         raise ConfigError(f"got both {PREFIX}TOKEN and {PREFIX}TOKEN_FILE, expected one of them")
     if path is None:
@@ -109,7 +109,7 @@ def _validate(paths: Mapping[str, Path]) -> None:
 
 
 class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
-    """Adds the token to every call, of the two kinds that there are. gRPC's own call credentials do so for TLS only."""
+    """Adds the token to every call, unary or stream. gRPC's own call credentials do so for TLS only."""
 
     def __init__(self, token: str) -> None:
         self._header = ("authorization", f"Bearer {token}")
@@ -127,7 +127,7 @@ class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientIntercept
 
 
 class _Details(grpc.ClientCallDetails):
-    """A copy of a call's details, which may be changed."""
+    """A copy of a call's details that may be changed."""
 
     def __init__(self, details: Any) -> None:
         for name in ("method", "timeout", "metadata", "credentials", "wait_for_ready", "compression"):

@@ -1,7 +1,12 @@
-"""A client's heartbeat stream: beats go out when they are due, arrivals at once, and what the coordinator has to say
-comes back.
+"""A client's heartbeat stream: it carries heartbeats and arrivals to the coordinator, and answers and notices back.
 
-gRPC draws the requests in a thread of its own; the answers are read in the thread that calls `HeartbeatStream.run`.
+Three threads meet here::
+
+    thread of gRPC             draws requests from `_messages`: a heartbeat when it is due, an arrival at once
+    thread that calls `run`    reads answers; gives each to the arrival of its sequence number, notices to a callback
+    threads that call `arrive` wait for their answers
+
+A request and its answer have the same sequence number. Notices have none (0).
 """
 
 from __future__ import annotations
@@ -20,14 +25,14 @@ from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 
 
 class HeartbeatStream:
-    """One stream, from its first beat until it breaks or is ended.
+    """One stream, from its first heartbeat until it breaks or is ended.
 
-    A stream that stays silent for an interval after a beat is broken, whatever the connection says: a network that
-    swallows everything reports nothing.
+    A stream on which a heartbeat has no answer for an interval counts as broken, even if the connection looks whole: a
+    network that swallows everything reports nothing.
 
     Args:
-        beat: Makes the request of a sequence number.
-        interval_s: Between two beats, and how long an answer may take.
+        beat: Makes the heartbeat of a sequence number.
+        interval_s: Seconds between two heartbeats; also the longest time that the answer to one may take.
         clock: Monotonic seconds.
     """
 
@@ -40,25 +45,25 @@ class HeartbeatStream:
         self._clock = clock
         self._sequence = itertools.count(1)
         self._due: queue.SimpleQueue[pb.HeartbeatStreamRequest | None] = queue.SimpleQueue()
-        """What is to be sent before the next beat is due; None: a beat."""
+        """Requests to send before the next heartbeat is due; None: a heartbeat now."""
         self._is_ending = False
         self._unanswered_since: float | None = None
-        """When a beat was sent that is not answered; an arrival's answer takes as long as the others."""
+        """When the first heartbeat since the last answer was sent. Arrivals do not set it, as they may wait long."""
         self._lock = threading.Lock()
         self._is_over = False
         self._arrivals: dict[int, Future[pb.HeartbeatStreamResponse | None]] = {}
         self._call: grpc.RpcContext | None = None
 
     def wake(self) -> None:
-        """Send a beat now."""
+        """Send a heartbeat now."""
         self._due.put(None)
 
     def arrive(self, request: pb.ArriveRequest, timeout_s: float) -> pb.HeartbeatStreamResponse | None:
-        """Arrive, and wait as the request says.
+        """Send an arrival, and wait for its answer.
 
         Returns:
-            The coordinator's answer. None if nothing has come on this stream yet, if it ended before, or if there is
-            none for so long; the arrival may have come through or not, and may be repeated.
+            The coordinator's answer. None if the stream has not had any answer yet, has ended, or does not answer
+            within ``timeout_s``. Then the arrival may have got through or not, and is safe to repeat.
         """
         answer: Future[pb.HeartbeatStreamResponse | None] = Future()
         with self._lock:
@@ -75,21 +80,25 @@ class HeartbeatStream:
             self._arrivals.pop(sequence, None)
 
     def end(self, *, at_once: bool = False) -> None:
-        """Send no more beats, and let `run` return when the coordinator has answered those that were sent."""
+        """Send no more heartbeats, and let `run` return when the coordinator has answered the requests that were sent.
+
+        Args:
+            at_once: Break the stream instead, without waiting for answers.
+        """
         self._is_ending = True
         self.wake()
         if at_once and self._call is not None:
             self._call.cancel()
 
-    def run(self, stub: pb_grpc.CoordinatorStub, hear: Callable[[pb.HeartbeatStreamResponse], None]) -> None:
-        """Beat until the stream ends.
+    def run(self, stub: pb_grpc.CoordinatorStub, take: Callable[[pb.HeartbeatStreamResponse], None]) -> None:
+        """Send heartbeats until the stream ends.
 
         Args:
             stub: The coordinator.
-            hear: Takes what comes back, but the answers to arrivals.
+            take: Called with each response that is not the answer to an arrival.
 
         Raises:
-            grpc.RpcError: The coordinator refused it, or it broke.
+            grpc.RpcError: The coordinator refused the stream, or it broke.
         """
         try:
             call = self._call = stub.HeartbeatStream(self._messages())
@@ -101,7 +110,7 @@ class HeartbeatStream:
                 if (answer := self._arrivals.pop(response.sequence, None)) is not None:
                     answer.set_result(response)
                 else:
-                    hear(response)
+                    take(response)
         finally:
             with self._lock:
                 self._is_over = True
@@ -114,7 +123,7 @@ class HeartbeatStream:
         while not self._is_ending:
             if due is None:
                 now = self._clock()
-                beat_at = now + self._interval_s  # whatever arrives meanwhile
+                beat_at = now + self._interval_s  # arrivals in between do not put the next heartbeat off
                 if self._unanswered_since is None:
                     self._unanswered_since = now
                 due = self._beat(next(self._sequence))

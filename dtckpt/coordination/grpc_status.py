@@ -1,4 +1,4 @@
-"""Looking into a coordinator without being a client of it."""
+"""Ask a coordinator about its jobs without being a client of one; and its answers as `JobStatus`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dtckpt.coordination.grpc_calls import CALL_TIMEOUT_S, Caller, UnknownError
 from dtckpt.errors import JobNotFoundError
 
 
-class Observer(Caller):
-    """Asks a coordinator what it knows. Changes nothing there.
+class StatusClient(Caller):
+    """Asks a coordinator for the status of jobs. Changes nothing there.
 
-    Both methods raise `CoordinatorUnavailableError` if it cannot be reached within ``timeout_s``, and
+    Both methods raise `CoordinatorUnavailableError` if the coordinator cannot be reached within ``timeout_s``, and
     `CoordinatorPermissionError` if it refuses the token.
     """
 
@@ -27,10 +27,10 @@ class Observer(Caller):
         return sorted(job.job for page in pages for job in page.jobs)
 
     def job(self, name: str, timeout_s: float = CALL_TIMEOUT_S) -> JobStatus:
-        """Return what is known about a job.
+        """Return the status of a job.
 
         Raises:
-            JobNotFoundError: There is none of that name.
+            JobNotFoundError: The coordinator has no job of that name.
         """
         try:
             return job_status(name, self._job_pages(name, self._clock() + timeout_s))
@@ -39,7 +39,7 @@ class Observer(Caller):
 
 
 def job_status(name: str, pages: Sequence[pb.GetJobResponse]) -> JobStatus:
-    """Return a coordinator's answer, all pages of it, as a value."""
+    """Return the pages of a coordinator's answer about job ``name`` as one value."""
     tasks = {task.task: _task_status(task) for page in pages for task in page.tasks}
     barriers = [_barrier_status(barrier) for page in pages for barrier in page.open_barriers]
     last = pages[-1]

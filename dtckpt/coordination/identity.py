@@ -1,6 +1,7 @@
-"""State that belongs to the life of this process and outlives a connection: its incarnation, and its calls.
+"""The identity of this process: its random incarnation, and the numbers of its calls to barriers.
 
-A client that leaves and connects again is still the same process to the others, so it must not begin anew.
+Both outlive a connection: a client that leaves and connects again is still the same process to the others, so its calls
+must not be numbered from 1 again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from dtckpt.coordination.api import Member
 
 _lock = threading.Lock()
-_calls: dict[Member, Calls] = {}
+_calls: dict[Member, BarrierCalls] = {}
 
 
 def incarnation() -> int:
@@ -29,14 +30,14 @@ def _incarnation(_pid: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where a client is, as it tells with heartbeats and arrivals.
+    """Which operation a client is in, as its heartbeats and arrivals say.
 
-    Operations of a process come one after the other, so of their calls all up to ``num_ended`` have ended.
+    Operations of a process come one after the other, so all calls up to ``num_ended`` that belong to one have ended.
 
     Args:
         operation: Id of the operation that the client is in; "": in none, or in the first round of one.
-        num_ended: Number of the latest of its operations' calls that has ended, with a verdict or without.
-        waits_at: Name of the first round in which it waits, if it does.
+        num_ended: Number of the latest call of an operation that has ended, with a verdict or without.
+        waits_at: Name of the barrier, if the client waits in the first round of an operation.
     """
 
     operation: str = ""
@@ -44,8 +45,8 @@ class Report:
     waits_at: str = ""
 
 
-class Calls:
-    """The calls of one client to barriers, in this life of its process. Thread-safe."""
+class BarrierCalls:
+    """Numbers the calls of one client to barriers, in the life of its process, and reports where it is. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,7 +60,7 @@ class Calls:
         return self._report
 
     def begin(self, *, of_operation: bool) -> int:
-        """Return the number of a new call: greater than that of each one before."""
+        """Return the number of a new call, which is greater than those of all earlier calls."""
         with self._lock:
             self._num_calls += 1
             if of_operation:
@@ -74,7 +75,8 @@ class Calls:
     def end(self, call: int, operation: str) -> None:
         """Note that a call of an operation has ended, and which operation the client is in then ("": in none).
 
-        The thread of a call that was interrupted may say so when the client is in the next operation already.
+        After an interrupt, the thread of the old call may come here when the client is already in the next operation.
+        Then ``operation`` is ignored.
         """
         with self._lock:
             operation = operation if call == self._latest else self._report.operation
@@ -83,21 +85,21 @@ class Calls:
     def leave_operation(self) -> None:
         """Note that the client is in no operation any more, and waits for no answer.
 
-        After an interrupt a thread may still wait for one; whatever it hears, nobody goes on with that.
+        After an interrupt a thread may still wait for an answer, but no caller uses what it gets.
         """
         with self._lock:
             self._report = Report("", max(self._latest, self._report.num_ended))
             self._latest = 0
 
 
-def calls_of(member: Member) -> Calls:
+def calls_of(member: Member) -> BarrierCalls:
     """Return the calls of a client; all its connections share them."""
     with _lock:
-        return _calls.setdefault(member, Calls())
+        return _calls.setdefault(member, BarrierCalls())
 
 
-def pause(wake: threading.Event, leaving: threading.Event, interval_s: float) -> bool:
-    """Wait until the next heartbeat is due or wanted; return whether there shall be no more."""
+def wait_for_heartbeat(wake: threading.Event, leaving: threading.Event, interval_s: float) -> bool:
+    """Wait until the next heartbeat is due, or ``wake`` is set; return whether the client is leaving."""
     wake.wait(interval_s)
     wake.clear()
     return leaving.is_set()

@@ -1,17 +1,28 @@
-"""Which operation each client is at, and whether all are at the same one.
+"""Whether all clients are at the same save or restore: each one's *ordinal*, and what follows if ordinals differ.
 
-Clients that come to the first round of an operation compare their ordinals before anything is done: the step, where
-all give one; else the ordinal of the call in the life of each process. Where they differ there are two explanations:
+Before anything is done, the clients of an operation exchange their ordinals in its first round. An ordinal is the step,
+where all clients give one; else the number of the call in the life of each process.
+
+The same two ordinals may mean two things. Here all clients come to a save, client 0 to its 9th, client 1 to its 8th::
+
+    skipped                                       behind
+    client 0   7th   8th (fails)       9th        client 0   7th   8th (fails)       9th
+    client 1   7th   (skips it)        8th        client 1   7th   ...cut off...     8th
+    the two calls are the same save;              client 1's call is the save that client 0 has given up:
+    client 1 only counts one less                 to join the two would put two steps into one checkpoint
 
 * A client *skipped* an operation, or gave one up alone, and all are at the same point of their programs. Then all fail
-  once and take the highest ordinal, so that the next operation finds them level.
+  once and take the highest ordinal. So they are *level* again, and the next operation goes well.
 * A client is *behind*: it was cut off while the others gave operations up and went on. Its count is right. Then it
-  fails, at each of its operations that the others have given up, while the others wait until it has caught up. To level
-  the counts here would join different steps.
+  fails at each of its operations that the others have given up, while the others wait until it has caught up.
 
-A client knows whether it or the others went on alone: a call of it ended without a verdict, or with one that names it
-as gone. Then counts are right. Steps tell by themselves, once the same clients are behind a second time. So does
-waiting: where a client came no closer in a time in which a free one would have, it had skipped.
+Three signs tell the two apart:
+
+* A client knows that it, or the others, went on alone: one of its calls ended without a verdict, or with one that names
+  it as lost or missing. Then the counts are right, and the client with the lower ordinal is behind.
+* With steps: clients that are behind a second time in succession, and no others with them, are really behind.
+* Waiting: the others wait for a client that is behind. A client that came no closer, in a time in which a client that
+  is behind would have, had skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dtckpt.coordination.api import Position
-from dtckpt.coordination.barrier_rules import ANYBODYS
+from dtckpt.coordination.barrier_rules import UNKNOWN_POSITION
 from dtckpt.errors import capped
 
 _FORMAT = struct.Struct("<QqQ?")
@@ -31,8 +42,8 @@ NBYTES = _FORMAT.size
 NO_STEP = -1
 LEAST_VAIN_WAIT_S = 2.0
 PAUSES_WAITED = 2.0
-"""To have waited for less, or for fewer of the pauses between operations, says nothing: a client that runs free and is
-behind needs such a pause to come closer by one."""
+"""A shorter wait, in seconds or in pauses between operations, proves nothing: a client that is behind needs about one
+such pause to come closer by one operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +51,24 @@ class Ordinal:
     """Which operation of its kind a client is at.
 
     Args:
-        number: Of the call, from 1 on, in the life of the process.
-        step: Of the training run, from 0 on; None: not said.
-        was_cut_off: Whether it has gone on without the others, or they without it, since all were level.
+        number: Number of the call, from 1 on, in the life of the process.
+        step: Step of the training run, from 0 on; None: the caller gave none.
+        was_cut_off: Whether the client has gone on without the others, or they without it, since all were level.
         waited_gap: How far others were behind when this client waited for them in vain; 0: it did not.
-        is_somewhere: Whether the client cannot say, so that it waits for others and is not told that it is late.
+        is_unsure: Whether the client cannot say where it is. It then waits for others and is not told that it is late.
     """
 
     number: int
     step: int | None = None
     was_cut_off: bool = False
     waited_gap: int = 0
-    is_somewhere: bool = False
+    is_unsure: bool = False
 
     @property
     def position(self) -> Position:
-        """Return the mark by which keepers of barriers know late arrivals."""
-        if self.is_somewhere:
-            return Position(ANYBODYS)
+        """Return the position by which the coordinator, or the store, knows late arrivals."""
+        if self.is_unsure:
+            return Position(UNKNOWN_POSITION)
         text = f"#{self.number}" if self.step is None else f"step {self.step}"
         return Position(text, is_certain=self.step is not None)
 
@@ -78,10 +89,10 @@ class Comparison:
     """How the ordinals of all clients compare.
 
     Args:
-        behind: The clients that are behind the others; none: all are at one operation.
-        gap: How far the last of them is behind.
-        others_wait: Whether the others wait for them; else all fail and are level.
-        message: What differs.
+        behind: The clients that are behind the others.
+        gap: How many operations (or steps) the last of them is behind.
+        others_wait: Whether the others wait for them; else all fail once and are level.
+        message: Says what differs; "": all are at one operation.
     """
 
     behind: frozenset[int] = frozenset()
@@ -103,37 +114,36 @@ def compare(ordinals: Mapping[int, Ordinal], operation: str, last_behind: frozen
 
     Args:
         ordinals: By client.
-        operation: What the clients do: ``save`` or the like.
+        operation: Name of the operation in messages: ``save`` or the like.
         last_behind: The clients that were behind when ordinals were compared before.
     """
-    steps = {client: ordinal.step for client, ordinal in ordinals.items()}
-    given = {client: step for client, step in steps.items() if step is not None}
-    if given and len(given) < len(steps):
-        silent = capped(f"client {client}" for client in sorted(set(steps) - set(given)))
+    steps = {client: ordinal.step for client, ordinal in ordinals.items() if ordinal.step is not None}
+    if steps and len(steps) < len(ordinals):
+        silent = capped(f"client {client}" for client in sorted(set(ordinals) - set(steps)))
         return Comparison(message=f"{silent} gave no step, the others did; pass step= on every client or on none")
-    places = given or {client: ordinal.number for client, ordinal in ordinals.items()}
-    newest = max(places.values())
-    behind = frozenset(client for client, place in places.items() if place < newest)
+    positions = steps or {client: ordinal.number for client, ordinal in ordinals.items()}
+    newest = max(positions.values())
+    behind = frozenset(client for client, position in positions.items() if position < newest)
     if not behind:
         return SAME
-    gap = newest - min(places.values())
-    if given:
+    gap = newest - min(positions.values())
+    if steps:
         others_wait = behind <= last_behind
     else:
         others_wait = any(ordinal.was_cut_off for ordinal in ordinals.values())
         waited = max(ordinal.waited_gap for ordinal in ordinals.values())
         if others_wait and waited and gap >= waited:
             return SAME  # it came no closer while it was waited for, so it had skipped some
-    return Comparison(behind, gap, others_wait, _describe(places, operation, bool(given), others_wait))
+    return Comparison(behind, gap, others_wait, _describe(positions, operation, bool(steps), others_wait))
 
 
-def _describe(places: Mapping[int, int], operation: str, are_steps: bool, others_wait: bool) -> str:
-    (usual, _), *_ = Counter(sorted(places.values(), reverse=True)).most_common(1)
-    odd = {client: place for client, place in places.items() if place != usual}
+def _describe(positions: Mapping[int, int], operation: str, are_steps: bool, others_wait: bool) -> str:
+    (usual, _), *_ = Counter(sorted(positions.values(), reverse=True)).most_common(1)
+    odd = {client: position for client, position in positions.items() if position != usual}
     if are_steps:
-        text = f"{_listed(odd, lambda place: f'is at step {place}')}, the others at step {usual}"
+        text = f"{_listed(odd, lambda position: f'is at step {position}')}, the others at step {usual}"
     else:
-        told = _listed(odd, lambda place: f"is at its {_nth(place)} {operation}")
+        told = _listed(odd, lambda position: f"is at its {_nth(position)} {operation}")
         text = f"{told}, the others at their {_nth(usual)}"
     if others_wait:
         return f"{text}: those who are behind come to what the others have given up, and have to catch up"
@@ -141,7 +151,7 @@ def _describe(places: Mapping[int, int], operation: str, are_steps: bool, others
 
 
 def _listed(odd: Mapping[int, int], tell: Callable[[int], str]) -> str:
-    return capped(f"client {client} {tell(place)}" for client, place in sorted(odd.items()))
+    return capped(f"client {client} {tell(position)}" for client, position in sorted(odd.items()))
 
 
 def _nth(number: int) -> str:
@@ -149,11 +159,15 @@ def _nth(number: int) -> str:
     return f"{number}{ending}"
 
 
-class Standing:
-    """The ordinals of one client at one kind of operation, in the life of its process.
+class OrdinalTracker:
+    """Counts the operations of one kind that this client begins, and decides what differing ordinals mean for it.
+
+    An operation calls `next_ordinal`, exchanges the ordinals in its first round, and calls `reconcile` with them. A
+    client that is to wait for those behind it meets again, with the same ordinal, and reconciles again. The error of a
+    round that fails goes to `note_failure`.
 
     Args:
-        operation: What the clients do, for messages.
+        operation: Name of the operation in messages.
         clock: Monotonic seconds.
     """
 
@@ -164,54 +178,55 @@ class Standing:
         self._was_cut_off = False
         self._last_behind: frozenset[int] = frozenset()
         self._begun_at = clock()
-        self._pause_s = 0.0  # between the last two operations
+        self._pause_s = 0.0  # between the last two operations, without the wait in rounds that failed
         self._was_retold = False  # the last operation failed with the error of an earlier one
-        self._waiting_gap = 0  # of the first meeting of this operation, if the others are waited for
-        self._last_gap = 0  # of the operation before it
-        self._waited_s = 0.0  # in vain, since the gap last became smaller
-        self._waited_gap = 0  # the gap, once it was waited for long enough in vain
+        self._waiting_gap = 0  # gap when this operation first began to wait for others; 0: it does not wait
+        self._last_gap = 0  # the same, of the operation before
+        self._waited_s = 0.0  # time waited in vain since the gap last became smaller
+        self._waited_gap = 0  # the gap, once this client has waited for long enough in vain
 
-    def advance(self, step: int | None = None) -> Ordinal:
+    def next_ordinal(self, step: int | None = None) -> Ordinal:
         """Return the ordinal of the next operation."""
         now = self._clock()
         self._number, self._begun_at, self._pause_s = self._number + 1, now, now - self._begun_at
         self._waiting_gap = 0
-        # A client that has been told twice to be late would be so for ever if it is always the first to come.
+        # A client that is always the first to come, and whose count is that of a failed round, would be told for ever
+        # that it is late. So once it was told, it does not say where it is.
         was_retold, self._was_retold = self._was_retold and step is None, False
         return Ordinal(self._number, step, self._was_cut_off, self._waited_gap, was_retold)
 
-    def settle(self, ordinals: Mapping[int, Ordinal], client: int, *, cut_off: Sequence[int] = ()) -> Comparison:
-        """Compare the ordinals of all clients, and take the consequences for this one.
+    def reconcile(self, ordinals: Mapping[int, Ordinal], client: int, *, cut_off: Sequence[int] = ()) -> Comparison:
+        """Compare the ordinals of all clients, and level or keep this client's count.
 
         Args:
             ordinals: By client.
             client: This client.
-            cut_off: Clients whose arrival got through at a later try only.
+            cut_off: Clients whose arrival got through only at a later try; see `Verdict.cut_off`.
         """
         ordinals = {
             each: replace(ordinal, was_cut_off=ordinal.was_cut_off or each in cut_off)
             for each, ordinal in ordinals.items()
         }
-        found = compare(ordinals, self._operation, self._last_behind)
-        self._last_behind = found.behind
-        if found.is_same or not found.others_wait:
+        comparison = compare(ordinals, self._operation, self._last_behind)
+        self._last_behind = comparison.behind
+        if comparison.is_same or not comparison.others_wait:
             self._number = max(ordinal.number for ordinal in ordinals.values())
             self._was_cut_off, self._waited_s = False, 0.0
             self._waiting_gap = self._last_gap = self._waited_gap = 0
         else:
-            self._was_cut_off = True  # whoever knows it: until all are level again
-            if client not in found.behind and not self._waiting_gap:
-                self._waiting_gap = found.gap
-                if found.gap < self._last_gap:
+            self._was_cut_off = True  # on every client, whichever of them knew it, until all are level again
+            if client not in comparison.behind and not self._waiting_gap:
+                self._waiting_gap = comparison.gap
+                if comparison.gap < self._last_gap:
                     self._waited_s, self._waited_gap = 0.0, 0
-                self._last_gap = found.gap
-        return found
+                self._last_gap = comparison.gap
+        return comparison
 
     def note_failure(self, error: BaseException, client: int, waited_s: float) -> None:
         """Note how a round of an operation failed for this client.
 
-        It was cut off if that is no verdict, or one that names this client as lost or missing, or if an arrival of the
-        operation got through at a later try only: it has gone on without the others, or they without it.
+        The client was cut off if the error is no verdict, or one that names the client as lost or missing, or if its
+        arrival got through only at a later try. Then it has gone on without the others, or they without it.
 
         Args:
             error: What the barrier raised.
@@ -222,8 +237,9 @@ class Standing:
         is_verdict, was_cut_off = (getattr(error, fact, False) for fact in ("is_verdict", "was_cut_off"))
         self._was_retold = getattr(error, "is_retold", False)
         self._was_cut_off |= not is_verdict or was_cut_off or client in absent
-        self._begun_at += waited_s  # a pause is the time that the program takes between operations
-        # A client that was lost could not come; and one that heard no verdict does not know whether another came.
+        self._begun_at += waited_s  # a pause is the program's own time between operations
+        # The wait proves nothing if a client was lost, as that one could not come; nor if this client heard no verdict,
+        # as it does not know then who came.
         if self._waiting_gap and is_verdict and not getattr(error, "clients", ()):
             self._waited_s += waited_s
             if self._waited_s >= max(LEAST_VAIN_WAIT_S, PAUSES_WAITED * self._pause_s):

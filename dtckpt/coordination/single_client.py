@@ -1,4 +1,4 @@
-"""Coordination of a single client: nobody to wait for."""
+"""Coordination of a job with one client: every barrier passes at once, as there is nobody to wait for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from dtckpt.coordination import identity
 from dtckpt.coordination.api import (
-    ANYWHERE,
     BEGIN,
     DEFAULT_HEARTBEAT_TIMEOUT_S,
+    NO_POSITION,
     YES,
     JobStatus,
     Member,
@@ -24,13 +24,13 @@ from dtckpt.coordination.verdicts import validate_barrier, voted_no
 from dtckpt.errors import ConfigError
 
 
-class LocalCoordination:
+class SingleClientCoordination:
     """One client, so a barrier passes at once or raises the caller's own no-vote."""
 
     def __init__(self, member: Member | None = None) -> None:
         self.member = member or Member(job="local", client=0, num_clients=1, incarnation=identity.incarnation())
         if self.member.num_clients != 1:
-            raise ConfigError(f"LocalCoordination is for one client; got {self.member}")
+            raise ConfigError(f"SingleClientCoordination is for one client; got {self.member}")
         self.heartbeat_timeout_s = DEFAULT_HEARTBEAT_TIMEOUT_S
         self._progress = Progress()
         self._state = "unknown"
@@ -51,7 +51,7 @@ class LocalCoordination:
         participants: Sequence[int] | None = None,
         collect: bool = False,
         operation: Operation | None = None,
-        position: Position = ANYWHERE,  # noqa: ARG002  nobody can be late
+        position: Position = NO_POSITION,  # noqa: ARG002  nobody can be late
     ) -> Verdict:
         validate_barrier(self.member, name, timeout_s, participants)
         self.register()

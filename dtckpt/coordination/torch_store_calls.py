@@ -1,4 +1,8 @@
-"""Bounded use of a `torch.distributed` store."""
+"""Calls to a `torch.distributed` store that a frozen store cannot block for good.
+
+A call to a store does not return while the store's host is frozen, and no timeout or Ctrl-C ends it. So `StoreCalls`
+runs such calls in threads of their own, and gives a thread up when the store is silent for too long.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,11 @@ T = TypeVar("T")
 
 
 class StoreSilentError(Exception):
-    """The store does not answer; translated by the one caller of `StoreCalls.run`."""
+    """The store does not answer. The one caller of `StoreCalls.run` translates it."""
 
 
-class Link:
-    """One connection to the store, for one thread at a time. Knows for how long an answer is due."""
+class StoreConnection:
+    """One connection to the store, for one thread at a time. It notes for how long a call has had no answer."""
 
     def __init__(self, root: Store, prefix: str, clock: Callable[[], float]) -> None:
         self._root = root
@@ -30,7 +34,7 @@ class Link:
         self._store: Store | None = None
         self._asked: float | None = None
         self.abandoned = threading.Event()
-        """Set when nobody waits for the result any more; what runs on this link should end."""
+        """Set when the caller no longer waits for the result; work that uses this connection should end."""
 
     def _ask(self, work: Callable[[Store], T]) -> T:
         self._asked = self._clock()
@@ -42,23 +46,24 @@ class Link:
         return answer
 
     def unanswered_s(self) -> float:
+        """Return the seconds since the call that is under way was made, 0 if there is none."""
         asked = self._asked
         return 0.0 if asked is None else self._clock() - asked
 
-    def set_if(self, key: str, expected: str, value: str) -> str:
-        """Write ``value`` if the key holds ``expected`` ("" = absent or empty); return what it holds then."""
+    def compare_set(self, key: str, expected: str, value: str) -> str:
+        """Write ``value`` if the key holds ``expected`` ("": is absent or empty); return the value that it has then."""
         return str(self._ask(lambda store: store.compare_set(self._prefix + key, expected, value)), "utf-8")
 
     def has(self, *keys: str) -> bool:
         return bool(self._ask(lambda store: store.check([self._prefix + key for key in keys])))
 
-    def read(self, *keys: str) -> list[str]:
-        """Return the values of keys that exist; for others the store would wait."""
+    def multi_get(self, *keys: str) -> list[str]:
+        """Return the values of keys, all of which must exist: the store would wait for an absent one."""
         values = self._ask(lambda store: store.multi_get([self._prefix + key for key in keys]))
         return [str(value, "utf-8") for value in values]
 
     def get(self, key: str) -> str | None:
-        return self.read(key)[0] if self.has(key) else None
+        return self.multi_get(key)[0] if self.has(key) else None
 
     def add(self, key: str) -> int:
         return int(self._ask(lambda store: store.add(self._prefix + key, 1)))
@@ -68,10 +73,16 @@ class Link:
 
 
 class StoreCalls:
-    """Runs work that asks the store in threads that are given up when the store does not answer.
+    """Runs work on a store in threads, each with a connection of its own.
 
-    A frozen host keeps a store client inside a system call for good. Only a thread of its own keeps the caller free to
-    see the deadline, and Ctrl-C.
+    A frozen host keeps a store client inside a system call for good. Because the call is in another thread, the caller
+    still sees its deadline, and Ctrl-C.
+
+    Args:
+        store: The store; each connection is a clone of it.
+        prefix: Begins all keys.
+        silence_s: Seconds without an answer after which the store counts as silent.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, store: Store, prefix: str, *, silence_s: float, clock: Callable[[], float]) -> None:
@@ -80,35 +91,37 @@ class StoreCalls:
         self._silence_s = silence_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._idle: list[Link] = []
+        self._idle: list[StoreConnection] = []
 
-    def open_link(self) -> Link:
-        return Link(self._store, self._prefix, self._clock)
+    def open_connection(self) -> StoreConnection:
+        return StoreConnection(self._store, self._prefix, self._clock)
 
-    def _take(self) -> Link:
+    def _idle_connection(self) -> StoreConnection:
         fork_guard.validate_process()  # a forked process must not speak on its parent's connections
         with self._lock:
-            return self._idle.pop() if self._idle else self.open_link()
+            return self._idle.pop() if self._idle else self.open_connection()
 
-    def run(self, work: Callable[[Link], T], *, tick_s: float) -> T:
-        """Return ``work(link)``. An exception here (Ctrl-C) sets ``link.abandoned`` and gives the work one tick to end.
+    def run(self, work: Callable[[StoreConnection], T], *, tick_s: float) -> T:
+        """Return ``work(connection)``.
+
+        An exception here, as by Ctrl-C, sets ``connection.abandoned`` and gives the work ``tick_s`` to end.
 
         Raises:
             StoreSilentError: The store has not answered a request for too long.
         """
-        link = self._take()
-        result = begin(partial(work, link), "dtckpt-store")
+        connection = self._idle_connection()
+        result = begin(partial(work, connection), "dtckpt-store")
         try:
             while not wait([result], tick_s).done:
-                if link.unanswered_s() > self._silence_s:
+                if connection.unanswered_s() > self._silence_s:
                     raise StoreSilentError(f"it has not answered for {self._silence_s:g} s")
         except BaseException:
-            link.abandoned.set()
+            connection.abandoned.set()
             wait([result], tick_s)
             raise
         answer = result.result()
         with self._lock:
-            self._idle.append(link)
+            self._idle.append(connection)
         return answer
 
     def close(self) -> None:

@@ -1,14 +1,33 @@
-"""Rounds of barriers at a `torch.distributed` store: their keys, and how clients join them without a server.
+"""Rounds of barriers at a `torch.distributed` store: their keys, and how clients join and decide them without a server.
 
-The rounds of one name (inside an operation: of the name and the operation's id) have these keys:
+One use of a barrier's name is a *round*. The rounds of one name share a prefix: ``alone/<name>`` for a barrier that
+belongs to no operation, ``first/<name>`` for the first barrier of operations, ``in/<operation>/<name>`` for a later
+barrier of one operation. Below the prefix are these keys:
 
-``open``              the claim of the latest round: by whom it was opened, with which participants, topic and position
-``<n>/arrived/i``     client i's incarnation, call and payload in round n
+``open``              the `RoundHeader` of the latest round: its number, who opened it, participants, topic, position
+``<n>/arrived/<i>``   the `Arrival` of client i in round n
 ``<n>/count``         only a hint when to look whether all have arrived
-``<n>/verdict``       written with compare-and-set, so the first decision is everyone's
+``<n>/verdict``       the `Outcome` of round n, written with compare-and-set: the first decision is everyone's
 
-The next round is opened by replacing the claim of a decided one with compare-and-set, so all clients see one order of
-rounds. `dtckpt.coordination.barrier_rules` says which round a call joins.
+A save by three clients, with two barriers::
+
+    prefix     first/save%2Fbegin                    in/<id>/save%2Fwritten
+    client 0   opens round 4, arrives                arrives
+    client 1   joins round 4, arrives                joins round 0, arrives last: passed
+    client 2   joins round 4, arrives last: passed   opens round 0, arrives
+                         |
+                         +-- the round_id in the header of round 4 is the operation's <id>
+
+Invariants:
+
+* All clients see one order of rounds: a client opens the next round only by replacing, with compare-and-set, the header
+  of a round that is decided.
+* A round has at most one verdict: every writer uses compare-and-set on an absent key.
+* A no-voter writes the verdict, and only then its arrival, if at all. So when all have arrived and there is no verdict,
+  all votes were ok.
+* A round whose keys have been removed does not look open: its header says ``is_over``.
+
+`dtckpt.coordination.barrier_rules` says which round a call joins.
 """
 
 from __future__ import annotations
@@ -21,33 +40,35 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from urllib.parse import quote
 
-from dtckpt.coordination import barrier_rules, verdicts
+from dtckpt.coordination import barrier_rules, barrier_texts, verdicts
 from dtckpt.coordination.api import Member, Operation, Position, Vote
-from dtckpt.coordination.torch_store_calls import Link
+from dtckpt.coordination.torch_store_calls import StoreConnection
 from dtckpt.coordination.verdicts import Decision, Outcome
 
 KEPT_FAILURES = 8
 """Failed rounds since the last one that passed, of which a late client can still be told."""
-ELSEWHERE = "*"
+DECIDED_ELSEWHERE = "*"
 """Stands for the incarnation of a client that arrived where the round was decided; see `StoreRounds.publish`."""
-UNKNOWN = "-"
+NO_PAYLOAD = "-"
+"""Stands for a payload that no client at the store knows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """What the client that opens a round says about it.
+class RoundHeader:
+    """What the client that opens a round writes about it. The names of its fields are stored.
 
     Args:
         generation: Number of the round among those of its name.
-        round_id: The id of the operation that the round begins, if it does.
-        client: Who opened it.
-        participants: Who takes part.
-        topic: Of the first vote.
-        position: Of the first call.
-        failed: Generation and position of rounds that failed since one passed.
-        told: Id of the latest round that the client which opened this one was told about elsewhere.
-        is_published: Whether the round was decided elsewhere.
-        is_over: Whether the round's other keys have been removed.
+        round_id: The id of the operation that the round begins, if it begins one.
+        client: The client that opened the round.
+        participants: The clients that take part.
+        topic: Topic of the first vote, in hexadecimal digits.
+        position: Position of the first call.
+        failed: Generation and position of each round that failed since one passed, at most `KEPT_FAILURES`.
+        told: For a call that came from a coordinator: id of the latest round of this name whose verdict the client
+            got there.
+        is_published: Whether the round was decided elsewhere (at a coordinator) and only its verdict was written here.
+        is_over: Whether the round is decided and its other keys have been removed.
     """
 
     generation: int
@@ -65,7 +86,7 @@ class Claim:
         return json.dumps(asdict(self))
 
     @classmethod
-    def load(cls, text: str) -> Claim:
+    def load(cls, text: str) -> RoundHeader:
         fields = json.loads(text)
         failed = tuple((generation, position) for generation, position in fields["failed"])
         return cls(**{**fields, "participants": tuple(fields["participants"]), "failed": failed})
@@ -73,7 +94,14 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One client's arrival at a round; ``payload`` is None where nobody who was told the verdict knows it."""
+    """One client's arrival at a round.
+
+    Args:
+        incarnation: Of the client; `DECIDED_ELSEWHERE` if another client wrote the arrival down.
+        call: Number of the client's call.
+        is_late: Whether the client may have come for an earlier, failed round.
+        payload: None: no client at the store knows it.
+    """
 
     incarnation: str
     call: int
@@ -81,22 +109,23 @@ class Arrival:
     payload: bytes | None
 
     def dump(self) -> str:
-        payload = UNKNOWN if self.payload is None else base64.b64encode(self.payload).decode()
+        payload = NO_PAYLOAD if self.payload is None else base64.b64encode(self.payload).decode()
         return f"{self.incarnation} {self.call} {int(self.is_late)} {payload}"
 
     @classmethod
     def load(cls, text: str) -> Arrival:
         incarnation, call, is_late, payload = text.split(" ")
-        return cls(incarnation, int(call), is_late == "1", None if payload == UNKNOWN else base64.b64decode(payload))
+        return cls(incarnation, int(call), is_late == "1", None if payload == NO_PAYLOAD else base64.b64decode(payload))
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """One call of one client: what it asks for.
+class BarrierCall:
+    """One call of `Coordination.barrier` by this client.
 
     Args:
-        moved_from: For a call that was made at a coordinator first: id of the latest round of this name that the
-            client was told about there. None: the call was made here.
+        number: Of the call in the life of the process; see `dtckpt.coordination.identity.BarrierCalls`.
+        moved_from: For a call that was made at a coordinator first: id of the latest round of this name whose verdict
+            the client got there, "" for none. None: the call was made here.
     """
 
     name: str
@@ -106,20 +135,26 @@ class Meeting:
     timeout_s: float
     vote: Vote
     collect: bool
-    call: int
+    number: int
     moved_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of a name, and the keys where it takes place."""
+    """One round of a name, and its keys.
+
+    Args:
+        name: Of the barrier.
+        operation: The operation that the round belongs to; "": it begins one. None: it stands alone.
+        header: What its opener wrote.
+    """
 
     name: str
     operation: str | None
-    claim: Claim
+    header: RoundHeader
 
     @property
-    def slot(self) -> str:
+    def prefix(self) -> str:
         # quote() leaves no "/" in a name, so no name can reach into the keys of another.
         name = quote(self.name, safe="")
         if self.operation:
@@ -128,11 +163,11 @@ class Round:
 
     @property
     def open_key(self) -> str:
-        return f"{self.slot}/open"
+        return f"{self.prefix}/open"
 
     @property
     def key(self) -> str:
-        return f"{self.slot}/{self.claim.generation}"
+        return f"{self.prefix}/{self.header.generation}"
 
     @property
     def verdict_key(self) -> str:
@@ -143,23 +178,24 @@ class Round:
         return f"{self.key}/count"
 
     def arrival_keys(self, *clients: int) -> list[str]:
+        """Return the keys of these clients' arrivals, by default of all participants'."""
         key = self.key
-        return [f"{key}/arrived/{client}" for client in clients or self.claim.participants]
+        return [f"{key}/arrived/{client}" for client in clients or self.header.participants]
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedRound:
     """The round that a call belongs to.
 
     Args:
         round: The round.
-        outcome: Its verdict, if the call is told that one; None: the call takes part.
-        former: The failed round that the client may be late for.
+        outcome: Its verdict, if the call gets it at once; None: the call takes part in the round.
+        missed: The verdict of an earlier, failed round that the client may be late for; None: it is not late.
     """
 
     round: Round
     outcome: Outcome | None = None
-    former: Outcome | None = None
+    missed: Outcome | None = None
 
 
 class StoreRounds:
@@ -174,164 +210,189 @@ class StoreRounds:
         self._member = member
         self._wall_clock = wall_clock
 
-    def verdict(self, link: Link, round_: Round) -> Outcome | None:
-        """Return how a round has ended."""
-        text = link.get(round_.verdict_key)
+    def verdict(self, store: StoreConnection, round_: Round) -> Outcome | None:
+        """Return how a round has ended, None if it is open."""
+        text = store.get(round_.verdict_key)
         return None if text is None else Outcome.load(text)
 
-    def decide(self, link: Link, round_: Round, outcome: Outcome) -> Outcome:
-        """Propose a verdict and return the one that counts: whichever was stored first."""
-        proposed = replace(outcome, decided_at=self._wall_clock())
-        return Outcome.load(link.set_if(round_.verdict_key, "", proposed.dump()))
+    def decide(self, store: StoreConnection, round_: Round, outcome: Outcome) -> Outcome:
+        """Propose a verdict and return the one that counts: the one that was stored first."""
+        proposal = replace(outcome, decided_at=self._wall_clock())
+        return Outcome.load(store.compare_set(round_.verdict_key, "", proposal.dump()))
 
-    def latest(self, link: Link, name: str, operation: str | None) -> Round | None:
-        """Return the latest round of a name."""
-        empty = Round(name, operation, Claim(0, "", 0, ()))
-        text = link.get(empty.open_key)
-        return replace(empty, claim=Claim.load(text)) if text else None
+    def latest(self, store: StoreConnection, name: str, operation: str | None) -> Round | None:
+        """Return the latest round of a name, None if there was none."""
+        empty = Round(name, operation, RoundHeader(0, "", 0, ()))
+        text = store.get(empty.open_key)
+        return replace(empty, header=RoundHeader.load(text)) if text else None
 
-    def join(self, link: Link, meeting: Meeting) -> Joined:
-        """Return the round that a new call joins, or that it is late for."""
-        me, operation = self._member.client, None if meeting.operation is None else meeting.operation.id
-        mine = Round(
-            meeting.name,
+    def join(self, store: StoreConnection, call: BarrierCall) -> JoinedRound:
+        """Return the round that a new call joins, or the one that it is late for.
+
+        Each pass of the loop looks at the latest round. It ends when the call belongs to that round, or when
+        compare-and-set has made this client's own proposal the latest round. Another client may have been faster; then
+        the next pass looks at that client's round.
+        """
+        me, operation = self._member.client, None if call.operation is None else call.operation.id
+        own = Round(
+            call.name,
             operation,
-            Claim(
-                0, secrets.token_hex(8), me, meeting.participants, meeting.vote.topic.hex(), meeting.position.text,
-                told=meeting.moved_from or "",
+            RoundHeader(
+                0, secrets.token_hex(8), me, call.participants, call.vote.topic.hex(), call.position.text,
+                told=call.moved_from or "",
             ),
         )  # fmt: skip
-        text = link.set_if(mine.open_key, "", mine.claim.dump())
-        former = None
-        while text != mine.claim.dump():
-            found = replace(mine, claim=Claim.load(text))
-            outcome = verdicts.PASSED if found.claim.is_over else self.verdict(link, found)
-            if operation or (found.claim.is_published and meeting.moved_from not in (None, found.claim.round_id)):
-                return Joined(found, outcome)
-            late = self._missed(link, meeting, found, outcome)
+        text = store.compare_set(own.open_key, "", own.header.dump())
+        missed = None
+        while text != own.header.dump():
+            latest = replace(own, header=RoundHeader.load(text))
+            outcome = verdicts.PASSED if latest.header.is_over else self.verdict(store, latest)
+            # A later barrier of an operation takes place once. And a round that the coordinator decided is this call's
+            # round if the client left the coordinator without having got that verdict.
+            is_news = latest.header.is_published and call.moved_from not in (None, latest.header.round_id)
+            if operation or is_news:
+                return JoinedRound(latest, outcome)
+            late = self._missed_round(store, call, latest, outcome)
             if late is not None and late.outcome is not None:
                 return late
-            former = None if late is None else late.former
+            missed = None if late is None else late.missed
             if outcome is None:
-                if (failure := self._contradiction(meeting, found.claim)) is not None:
-                    return Joined(found, self.decide(link, found, failure))
-                if not link.has(*found.arrival_keys(me)):
-                    return Joined(found, None, former)
-                # The call that had arrived was given up by this client, which now comes anew.
-                outcome = self.decide(link, found, verdicts.gave_up(found.name, self._who()))
-            failed = (*found.claim.failed, (found.claim.generation, found.claim.position)) if outcome.code else ()
-            claim = replace(mine.claim, generation=found.claim.generation + 1, failed=failed[-KEPT_FAILURES:])
-            mine = replace(mine, claim=claim)
-            text = link.set_if(mine.open_key, text, claim.dump())
-        return Joined(mine, None, former)
+                if (failure := self._contradiction(call, latest.header)) is not None:
+                    return JoinedRound(latest, self.decide(store, latest, failure))
+                if not store.has(*latest.arrival_keys(me)):
+                    return JoinedRound(latest, None, missed)
+                # This client gave up the call that had arrived there, and now comes anew.
+                outcome = self.decide(store, latest, verdicts.gave_up(latest.name, self._who()))
+            failed = (*latest.header.failed, (latest.header.generation, latest.header.position)) if outcome.code else ()
+            header = replace(own.header, generation=latest.header.generation + 1, failed=failed[-KEPT_FAILURES:])
+            own = replace(own, header=header)
+            text = store.compare_set(own.open_key, text, header.dump())
+        return JoinedRound(own, None, missed)
 
-    def _missed(self, link: Link, meeting: Meeting, found: Round, outcome: Outcome | None) -> Joined | None:
-        """Return the newest failed round that this client was not in and may be late for, told at once or not."""
-        claim, me = found.claim, self._member.client
-        failed = (*claim.failed, (claim.generation, claim.position)) if outcome and outcome.code else claim.failed
+    def _missed_round(
+        self, store: StoreConnection, call: BarrierCall, latest: Round, outcome: Outcome | None
+    ) -> JoinedRound | None:
+        """Return the newest failed round that this client missed and may be late for.
+
+        Args:
+            store: The store.
+            call: This client's call.
+            latest: The latest round of its name.
+            outcome: Verdict of the latest round, None if it is open.
+
+        Returns:
+            With ``outcome``: the client is late for that round, and gets its verdict. With ``missed``: it may be late.
+        """
+        header, me = latest.header, self._member.client
+        failed = (*header.failed, (header.generation, header.position)) if outcome and outcome.code else header.failed
         for generation, position in reversed(failed):
-            missed = replace(found, claim=replace(claim, generation=generation))
+            round_ = replace(latest, header=replace(header, generation=generation))
             if (
-                position not in (barrier_rules.ANYBODYS, meeting.position.text)
-                or (failure := self.verdict(link, missed)) is None
+                position not in (barrier_rules.UNKNOWN_POSITION, call.position.text)
+                or (failure := self.verdict(store, round_)) is None
             ):
                 continue
-            was_there = link.has(*missed.arrival_keys(me))
+            was_there = store.has(*round_.arrival_keys(me))
+            # The verdict of a retold round tells of the failed rounds before it, so a client that was there knows them.
             if was_there and failure.is_retold:
-                return None  # it was told of all before
+                return None
             if was_there or failure.is_retold:
                 continue
-            if barrier_rules.is_late(me, is_certain=meeting.position.is_certain, missing=failure.missing):
-                return Joined(missed, failure)
-            return Joined(missed, None, failure)
+            if barrier_rules.is_late(me, is_certain=call.position.is_certain, missing=failure.missing):
+                return JoinedRound(round_, failure)
+            return JoinedRound(round_, None, failure)
         return None
 
-    def _contradiction(self, meeting: Meeting, claim: Claim) -> Outcome | None:
-        me, topic = self._member.client, meeting.vote.topic
-        if claim.participants != meeting.participants:
-            theirs = claim.client, claim.participants
-            return verdicts.participants_differ(meeting.name, theirs, (me, meeting.participants))
-        if claim.topic != topic.hex():
-            return verdicts.topics_differ(meeting.name, (claim.client, bytes.fromhex(claim.topic)), (me, topic))
+    def _contradiction(self, call: BarrierCall, header: RoundHeader) -> Outcome | None:
+        me, topic = self._member.client, call.vote.topic
+        if header.participants != call.participants:
+            return verdicts.participants_differ(call.name, header.client, header.participants, me, call.participants)
+        if header.topic != topic.hex():
+            return verdicts.topics_differ(call.name, header.client, bytes.fromhex(header.topic), me, topic)
         return None
 
-    def arrival(self, meeting: Meeting, *, is_late: bool) -> str:
+    def arrival(self, call: BarrierCall, *, is_late: bool) -> str:
         """Return this client's arrival as it is stored."""
-        return Arrival(str(self._member.incarnation), meeting.call, is_late, meeting.vote.payload).dump()
+        return Arrival(str(self._member.incarnation), call.number, is_late, call.vote.payload).dump()
 
-    def note_told(self, link: Link, round_: Round, meeting: Meeting) -> None:
+    def note_told(self, store: StoreConnection, round_: Round, call: BarrierCall) -> None:
         """Write down that this client knows a failed round's verdict, so that it is not told again."""
         (key,) = round_.arrival_keys(self._member.client)
-        link.set_if(key, "", self.arrival(meeting, is_late=True))
+        store.compare_set(key, "", self.arrival(call, is_late=True))
 
-    def note_known(self, link: Link, *rounds: Round) -> None:
-        """Write down that whoever is in one of these failed rounds knows how all of them failed."""
+    def note_known(self, store: StoreConnection, *rounds: Round) -> None:
+        """Write down that each client which is in one of these failed rounds knows how all of them failed."""
         known = {
             client
             for round_ in rounds
-            for client in round_.claim.participants
-            if link.has(*round_.arrival_keys(client))
+            for client in round_.header.participants
+            if store.has(*round_.arrival_keys(client))
         }
         for round_ in rounds:
-            for client in known.intersection(round_.claim.participants):
+            for client in known.intersection(round_.header.participants):
                 (key,) = round_.arrival_keys(client)
-                link.set_if(key, "", Arrival(ELSEWHERE, 0, True, None).dump())
+                store.compare_set(key, "", Arrival(DECIDED_ELSEWHERE, 0, True, None).dump())
 
-    def arrive(self, link: Link, joined: Joined, meeting: Meeting) -> Outcome | None:
+    def arrive(self, store: StoreConnection, joined: JoinedRound, call: BarrierCall) -> Outcome | None:
         """Arrive with an ok vote; return the verdict if that is the last arrival."""
         round_ = joined.round
         (key,) = round_.arrival_keys(self._member.client)
-        text = self.arrival(meeting, is_late=joined.former is not None)
-        if link.set_if(key, "", text) != text:  # another thread of this client is here
-            return self.decide(link, round_, verdicts.gave_up(round_.name, self._who()))
-        is_last = link.add(round_.count_key) >= len(round_.claim.participants)
-        return self.decide(link, round_, verdicts.PASSED) if is_last and link.has(*round_.arrival_keys()) else None
+        text = self.arrival(call, is_late=joined.missed is not None)
+        if store.compare_set(key, "", text) != text:  # another thread of this client is here
+            return self.decide(store, round_, verdicts.gave_up(round_.name, self._who()))
+        # The count only saves the others a look at all keys: a client may die between its arrival and its count.
+        is_last = store.add(round_.count_key) >= len(round_.header.participants)
+        return self.decide(store, round_, verdicts.PASSED) if is_last and store.has(*round_.arrival_keys()) else None
 
-    def arrivals(self, link: Link, round_: Round) -> dict[int, Arrival]:
+    def arrivals(self, store: StoreConnection, round_: Round) -> dict[int, Arrival]:
         """Return the arrivals at a passed round, by client."""
-        texts = link.read(*round_.arrival_keys())
-        return {client: Arrival.load(text) for client, text in zip(round_.claim.participants, texts, strict=True)}
+        texts = store.multi_get(*round_.arrival_keys())
+        return {client: Arrival.load(text) for client, text in zip(round_.header.participants, texts, strict=True)}
 
-    def are_all_late(self, link: Link, round_: Round) -> bool:
-        """Whether all who have arrived may have come for an earlier round."""
-        return all(Arrival.load(text).is_late for key in round_.arrival_keys() if (text := link.get(key)) is not None)
+    def are_all_late(self, store: StoreConnection, round_: Round) -> bool:
+        """Whether all clients that have arrived may have come for an earlier round."""
+        return all(Arrival.load(text).is_late for key in round_.arrival_keys() if (text := store.get(key)) is not None)
 
-    def publish(self, link: Link, decision: Decision) -> None:
-        """Write down how a round ended elsewhere; what has been decided here already stands."""
-        claim = Claim(0, decision.round_id, self._member.client, decision.participants, is_published=True)
-        mine = Round(decision.name, decision.operation, claim)
-        text = link.set_if(mine.open_key, "", claim.dump())
-        while text != mine.claim.dump():
-            found = replace(mine, claim=Claim.load(text))
-            is_open = not found.claim.is_over and self.verdict(link, found) is None
-            if decision.operation or found.claim.round_id == decision.round_id:
-                mine = found
+    def publish(self, store: StoreConnection, decision: Decision) -> None:
+        """Write down the verdict of a round that was decided elsewhere; a verdict that is already here stands."""
+        header = RoundHeader(0, decision.round_id, self._member.client, decision.participants, is_published=True)
+        own = Round(decision.name, decision.operation, header)
+        text = store.compare_set(own.open_key, "", header.dump())
+        while text != own.header.dump():
+            latest = replace(own, header=RoundHeader.load(text))
+            is_open = not latest.header.is_over and self.verdict(store, latest) is None
+            if decision.operation or latest.header.round_id == decision.round_id:
+                own = latest
                 break
             if is_open:
-                if found.claim.told == decision.round_id:
-                    return  # whoever waits there was told of this one, and waits for the next
-                mine = found
+                if latest.header.told == decision.round_id:
+                    return  # the client that opened it got this verdict at the coordinator, and waits for the next
+                own = latest
                 break
-            mine = replace(mine, claim=replace(claim, generation=found.claim.generation + 1))
-            text = link.set_if(mine.open_key, text, mine.claim.dump())
-        if not decision.outcome.code:  # who reads the verdict reads the arrivals next, so they come first
-            for client, key in zip(decision.participants, mine.arrival_keys(), strict=True):
+            own = replace(own, header=replace(header, generation=latest.header.generation + 1))
+            text = store.compare_set(own.open_key, text, own.header.dump())
+        if not decision.outcome.code:  # a client that reads the verdict reads the arrivals next, so they come first
+            for client, key in zip(decision.participants, own.arrival_keys(), strict=True):
                 payload = None if decision.payloads is None else decision.payloads[client]
-                link.set_if(key, "", Arrival(ELSEWHERE, 0, False, payload).dump())
-        self.decide(link, mine, decision.outcome)
+                store.compare_set(key, "", Arrival(DECIDED_ELSEWHERE, 0, False, payload).dump())
+        self.decide(store, own, decision.outcome)
 
-    def forget(self, link: Link, round_: Round) -> None:
-        """Remove keys of a round that nobody can still be reading: the own and, as first participant, the shared."""
+    def forget(self, store: StoreConnection, round_: Round) -> None:
+        """Remove keys of a round that no client can still be reading.
+
+        Each client removes its own arrival; the first participant also removes the keys that all share.
+        """
         me = self._member.client
-        link.delete(*round_.arrival_keys(me))
-        if me != round_.claim.participants[0]:
+        store.delete(*round_.arrival_keys(me))
+        if me != round_.header.participants[0]:
             return
         if round_.operation:
-            link.delete(round_.open_key)
+            store.delete(round_.open_key)
         else:  # without its verdict the round would look open
-            link.set_if(round_.open_key, round_.claim.dump(), replace(round_.claim, failed=(), is_over=True).dump())
-        link.delete(round_.verdict_key)
-        link.delete(round_.count_key)
+            header = replace(round_.header, failed=(), is_over=True)
+            store.compare_set(round_.open_key, round_.header.dump(), header.dump())
+        store.delete(round_.verdict_key)
+        store.delete(round_.count_key)
 
     def _who(self) -> str:
-        return verdicts.task_name(self._member.job, self._member.client)
+        return barrier_texts.task_name(self._member.job, self._member.client)

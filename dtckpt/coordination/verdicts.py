@@ -1,4 +1,7 @@
-"""Rules and texts that the implementations share. Pure: no clock, no I/O."""
+"""Verdicts of barriers on the side of the clients: how a round ended, and the error that its participants raise.
+
+Also checks the arguments of `Coordination.barrier`. Pure: no clock, no I/O.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from dtckpt import errors
-from dtckpt.coordination import barrier_rules
-from dtckpt.coordination.api import MAX_NAME_BYTES, Member, Progress, Vote, printable
+from dtckpt.coordination import barrier_texts
+from dtckpt.coordination.api import MAX_NAME_BYTES, Member, Progress, Vote, wire_text
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The decided end of a barrier: passed (no code), or the error that every participant raises."""
+    """The verdict of a round: passed, or the error that every participant raises. Its fields are stored by name.
+
+    Args:
+        code: Class of `dtckpt.errors`; "": the round passed.
+        message: Text of the error.
+        clients: The clients that fell silent or left, if that is the reason.
+        missing: The clients that did not arrive in time, if that is the reason.
+        decided_at: Seconds since the epoch, for messages.
+        is_retold: Whether the error is that of an earlier round, which the participants had missed.
+    """
 
     code: str = ""
     message: str = ""
     clients: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     decided_at: float = 0.0
-    """Seconds since the epoch, for messages."""
     is_retold: bool = False
-    """Whether it tells of an earlier round."""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -36,32 +46,32 @@ class Outcome:
         """Raise the error of a failed barrier; return for a passed one.
 
         Args:
-            was_cut_off: Whether this client's arrival got through at a later try only.
+            was_cut_off: Whether this client's arrival got through only at a later try; see `Coordination.barrier`.
         """
         if self.code:
             facts = {"clients": self.clients, "missing": self.missing}
-            known = {name: ids for name, ids in facts.items() if ids}
+            attributes = {name: ids for name, ids in facts.items() if ids}
             raise errors.from_wire(
                 self.code,
                 self.message,
                 is_verdict=True,
                 is_retold=self.is_retold,
                 was_cut_off=was_cut_off,
-                **known,
+                **attributes,
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How one round ended.
+    """How one round ended at the coordinator, as a client writes it down at the store for the others.
 
     Args:
         name: Of the barrier.
-        operation: The operation that it belongs to; "": this is its first round. None: it stands alone.
+        operation: The operation that it belongs to; "": this is an operation's first round. None: it stands alone.
         participants: The clients that took part.
-        round_id: What its keeper calls it.
+        round_id: The coordinator's id of it.
         outcome: The verdict.
-        payloads: By client; None for a client that did not ask for them.
+        payloads: By client; None if this client did not ask for them.
     """
 
     name: str
@@ -75,89 +85,76 @@ class Decision:
 PASSED = Outcome()
 MAX_TIMEOUT_S = 7 * 86400.0
 STILL_WAITING_S = 30.0
-"""How often a waiting client says for whom it waits."""
+"""Seconds between two log lines of a waiting client about the clients that it waits for."""
 
 
 def failed(
     cls: type[errors.DtckptError], message: str, *, clients: tuple[int, ...] = (), missing: tuple[int, ...] = ()
 ) -> Outcome:
     """Return the outcome that makes everyone raise ``cls(message)``."""
-    return Outcome(cls.__name__, printable(message), clients, missing)
+    return Outcome(cls.__name__, wire_text(message), clients, missing)
 
 
 def voted_no(client: int, vote: Vote) -> Outcome:
     """Return the outcome of a no-vote."""
     code = vote.code or errors.ClientFailedError.__name__
-    return Outcome(code=code, message=printable(f"client {client}: {vote.reason or 'voted no without a reason'}"))
-
-
-def task_name(job: str, client: int) -> str:
-    """Return how messages name a client."""
-    return f"client {client} ({job}/{client})"
+    return Outcome(code=code, message=wire_text(barrier_texts.voted_no(client, vote.reason)))
 
 
 def last_seen(progress: Progress | None) -> str:
-    """Return what a client last reported, for the end of a message about it; None means that it never registered."""
-    if progress is None:
-        return ", which never registered"
-    if not progress.phase:
-        return ""
-    step = f" step {progress.step}" if progress.step else ""
-    share = f", {progress.bytes_done / progress.bytes_total:.0%}" if progress.bytes_total > 0 else ""
-    return f"; last seen in phase {progress.phase!r}{step}{share}"
+    """Return the end of a message about a client: its last progress; None means that it never registered."""
+    return barrier_texts.NEVER_REGISTERED if progress is None else barrier_texts.last_seen(progress)
 
 
-def lost(name: str, gone: Mapping[int, str]) -> Outcome:
+def lost(name: str, fates: Mapping[int, str]) -> Outcome:
     """Return the outcome of a barrier of which these participants fell silent or left."""
-    text = f"barrier {name!r} failed: {errors.capped(gone.values())}"
-    return failed(errors.ClientLostError, text, clients=tuple(gone))
+    text = barrier_texts.lost(name, fates.values(), len(fates))
+    return failed(errors.ClientLostError, text, clients=tuple(fates))
 
 
 def timed_out(name: str, timeout_s: float, num_participants: int, missing: Mapping[int, str]) -> Outcome:
     """Return the outcome of a barrier whose deadline passed."""
-    arrived = f"{num_participants - len(missing)}/{num_participants} arrived"
-    text = f"barrier {name!r} timed out after {timeout_s:g} s: {arrived}, missing {errors.capped(missing.values())}"
+    num_arrived = num_participants - len(missing)
+    text = barrier_texts.timed_out(name, timeout_s, num_arrived, num_participants, errors.capped(missing.values()))
     return failed(errors.BarrierTimeoutError, text, missing=tuple(missing))
 
 
-def came_late(name: str, age_s: float, former: Outcome) -> Outcome:
-    """Return the outcome of a round at which only clients arrived that had missed an earlier one."""
-    return replace(former, message=printable(barrier_rules.came_late(name, age_s, former.message)), is_retold=True)
+def cancelled(name: str, who: str) -> Outcome:
+    """Return the outcome of a barrier at which a client was interrupted."""
+    return failed(errors.BarrierCancelledError, barrier_texts.cancelled(name, who, barrier_texts.WAS_INTERRUPTED))
+
+
+def came_late(name: str, age_s: float, missed: Outcome) -> Outcome:
+    """Return the outcome of a round at which only clients arrived that had missed an earlier, failed round."""
+    return replace(missed, message=wire_text(barrier_texts.came_late(name, age_s, missed.message)), is_retold=True)
 
 
 def gave_up(name: str, who: str) -> Outcome:
-    """Return the outcome of a round in which a client stopped to wait without having heard a verdict."""
-    return failed(errors.BarrierCancelledError, barrier_rules.gave_up(name, who))
+    """Return the outcome of a round in which a client stopped waiting without having heard a verdict."""
+    return failed(errors.BarrierCancelledError, barrier_texts.gave_up(name, who))
 
 
 def is_elsewhere(name: str, who: str) -> Outcome:
     """Return the outcome of an operation's round that waits for a client which has left the operation."""
-    return failed(errors.BarrierConflictError, barrier_rules.is_elsewhere(name, who))
+    return failed(errors.BarrierConflictError, barrier_texts.is_elsewhere(name, who))
 
 
 def wait_for_each_other(first: str, first_name: str, second: str, second_name: str) -> Outcome:
-    """Return the outcome of two rounds which each wait for a client that waits in the other."""
-    return failed(
-        errors.BarrierConflictError, barrier_rules.wait_for_each_other(first, first_name, second, second_name)
-    )
+    """Return the outcome of two rounds, each of which waits for a client that waits in the other."""
+    text = barrier_texts.wait_for_each_other(first, first_name, second, second_name)
+    return failed(errors.BarrierConflictError, text)
 
 
-def topics_differ(name: str, first: tuple[int, bytes], other: tuple[int, bytes]) -> Outcome:
-    """Return the outcome of a round to which two clients came for different topics."""
-    (client, topic), (late_client, late_topic) = first, other
-    text = (
-        f"topics differ: client {client} came for {topic.hex() or 'none'}, "
-        f"client {late_client} for {late_topic.hex() or 'none'}"
-    )
-    return failed(errors.BarrierConflictError, f"barrier {name!r}: {text}")
+def topics_differ(name: str, first: int, first_topic: bytes, client: int, topic: bytes) -> Outcome:
+    """Return the outcome of a round to which two clients came with different topics."""
+    text = barrier_texts.topics_differ(name, first, first_topic, client, topic)
+    return failed(errors.BarrierConflictError, text)
 
 
-def participants_differ(name: str, first: tuple[int, Sequence[int]], other: tuple[int, Sequence[int]]) -> Outcome:
+def participants_differ(name: str, first: int, theirs: Sequence[int], client: int, ours: Sequence[int]) -> Outcome:
     """Return the outcome of a round to which two clients came with different participants."""
-    (client, theirs), (late_client, ours) = first, other
-    extra = [errors.capped(sorted(more)) or "no one" for more in (set(theirs) - set(ours), set(ours) - set(theirs))]
-    text = f"participants differ: client {client} also expects {extra[0]}, client {late_client} also expects {extra[1]}"
-    return failed(errors.BarrierConflictError, f"barrier {name!r}: {text}")
+    text = barrier_texts.participants_differ(name, first, theirs, client, ours)
+    return failed(errors.BarrierConflictError, text)
 
 
 def validate_barrier(
@@ -189,7 +186,5 @@ def validate_barrier(
             f"from 0 to {member.num_clients - 1}"
         )
     if member.client not in members:
-        raise errors.BarrierConflictError(
-            f"barrier {name!r}: client {member.client} is not a participant; participants are {errors.capped(members)}"
-        )
+        raise errors.BarrierConflictError(barrier_texts.is_no_participant(name, member.client, members))
     return members

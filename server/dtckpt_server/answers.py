@@ -1,4 +1,4 @@
-"""What the coordinator answers about barriers, tasks and jobs, as messages of at most 1 MiB."""
+"""Build the coordinator's answers about barriers, tasks and jobs: gRPC messages of at most 1 MiB, in pages."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from google.protobuf.message import Message
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
+from dtckpt_server.failures import Failure
 from dtckpt_server.rules import Rules
 from dtckpt_server.state import Barrier, Job
-from dtckpt_server.texts import Failure
 
 PAGE_NBYTES = 512 << 10
 """A page ends with the entry by which it outgrows this; one entry is smaller than as much again."""
 PAGE_ENTRIES = 1000
 LOOKS_PER_ENTRY = 20
-"""To look so many participants of a barrier up takes as long as to describe one task."""
+"""Looking up so many participants of a barrier takes as long as describing one task."""
 MAX_MISSING_SHOWN = 1000
-"""Of each barrier, where all barriers of a job are told."""
+"""How many missing tasks a page about a job lists of each barrier."""
 
 
 class Answers:
-    """Makes answers about barriers. The last one is kept: all participants ask the same, at the same time, and to copy
-    everyone's payloads for everyone would be most of what a barrier costs.
+    """Builds answers about barriers, and keeps the last one.
+
+    All participants ask the same question at the same time. To copy all payloads for each of them would be most of the
+    cost of a barrier.
     """
 
     def __init__(self) -> None:
@@ -35,7 +37,7 @@ class Answers:
         self._waiting_for = ""
 
     def packed(self, barrier: Barrier, incarnation: int, *, collect: bool) -> bytes:
-        """Return the same, serialized."""
+        """Return the answer of `of`, serialized."""
         answer = self.of(barrier, incarnation, collect=collect)
         self._packed = self._packed or answer.SerializeToString()
         return self._packed
@@ -61,7 +63,7 @@ class Answers:
         return self._answer
 
     def waiting_for(self, rules: Rules, barrier: Barrier, now: float) -> str:
-        """Return for whom a barrier waits, "" if it is decided; no more than a second old."""
+        """Return a description of the tasks that a barrier waits for, at most a second old; "" if it is decided."""
         key = barrier.barrier_id, len(barrier.arrived), int(now)
         if key != self._waiting_key:
             self._waiting_key, self._waiting_for = key, rules.waiting_for(barrier, now)
@@ -97,7 +99,7 @@ def _verdict(barrier: Barrier, *, collect: bool) -> pb.Verdict:
 
 
 class _Page:
-    """Counts what a page takes. A page that is full takes no more."""
+    """Counts the size of a page."""
 
     def __init__(self) -> None:
         self._nbytes = self._num_entries = 0
@@ -118,7 +120,7 @@ def job_page(job: Job, token: str, now: float) -> pb.GetJobResponse:
         token: ``<next task>.<serial of the last barrier shown>``; "": the first page.
 
     Raises:
-        ConfigError: The token is none of ours.
+        ConfigError: The token is not one that this function made.
     """
     next_task, last_serial = _position(token)
     answer, page = pb.GetJobResponse(num_clients=job.num_clients, attempt=job.attempt), _Page()
@@ -149,7 +151,7 @@ def _position(token: str) -> tuple[int, int]:
 
 
 def jobs_page(jobs: Iterable[Job], token: str) -> pb.ListJobsResponse:
-    """Return a page of jobs by name, those beyond the name in the token."""
+    """Return a page of jobs in the order of their names: the first ones after the name in the token."""
     answer, page = pb.ListJobsResponse(), _Page()
     later = heapq.nsmallest(PAGE_ENTRIES + 1, (job for job in jobs if job.name > token), key=lambda job: job.name)
     for job in later:

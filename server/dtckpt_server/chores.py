@@ -1,4 +1,4 @@
-"""Work of any length, done in small steps on the event loop, between which everyone else gets a turn."""
+"""Long work in small steps on the event loop: log lines, wake-ups and notices of a big job do not block the others."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from itertools import islice
 logger = logging.getLogger("dtckpt_server")
 
 STEPS = 128
-"""How many steps are taken at one time. One is a line of the log, or a message to one client."""
+"""How many steps are taken at one time. A step is a line of the log, or a message to one client."""
 
 
 class Chores:
-    """What is still to be done for each job: in order for one job, by turns for many."""
+    """Queues of work, one for each job. The work of one job is done in order; jobs take turns."""
 
     def __init__(self) -> None:
         self._by_job: dict[str, deque[Iterator[object]]] = {}
         self._working: asyncio.Task[None] | None = None
 
     def add(self, job: str, work: Iterator[object]) -> None:
-        """Do the first steps of some work now, if the job has none before it, and the others later."""
+        """Queue some work. If it is the job's only work, do its first steps now.
+
+        Args:
+            job: Name of the job.
+            work: Each ``next`` does one step.
+        """
         is_first = job not in self._by_job
         self._by_job.setdefault(job, deque()).append(work)
         if is_first:
@@ -31,11 +36,11 @@ class Chores:
             self._working = asyncio.ensure_future(self._work())
 
     def num_waiting(self, job: str) -> int:
-        """Return how much of the job's work is not done, counted as it was added."""
+        """Return how many pieces of the job's work, as they were added, are not done."""
         return len(self._by_job.get(job, ()))
 
     async def finish(self) -> None:
-        """Wait until all is done."""
+        """Wait until all work is done."""
         if self._working is not None:
             await asyncio.shield(self._working)
 
@@ -49,7 +54,7 @@ class Chores:
         queue = self._by_job[job]
         try:
             num_taken = sum(1 for _ in islice(queue[0], STEPS))
-        except Exception:  # a bug of ours, that must not keep the rest from being done
+        except Exception:  # a bug of ours, which must not stop the other work
             logger.exception("work for job %r failed", job)
             num_taken = 0
         if num_taken < STEPS:

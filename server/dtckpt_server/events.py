@@ -1,4 +1,4 @@
-"""What can happen to the coordinator: the events of `dtckpt_server.rules.apply`."""
+"""The events of the coordinator's rules: each is one call of a client, or a tick of the clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtckpt import errors
-from dtckpt_server.texts import Progress
+from dtckpt.coordination import barrier_texts
 
 MAX_NAME_BYTES = 256
 MAX_TOPIC_BYTES = 256
@@ -26,12 +26,22 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """What a task last reported that it is doing."""
+
+    phase: str = ""
+    step: int = 0
+    bytes_done: int = 0
+    bytes_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """Where a task is, as it tells; its operations come one after the other.
+    """Which operation a task is in, as it reports. Its operations come one after the other.
 
     Args:
-        operation: Id of the operation that it is in; empty: in none, or in the first barrier of one.
-        num_ended: Number of the latest of its operations' calls that has ended, with a verdict or without.
+        operation: Id of the operation; empty: none, or the task is at the first barrier of one.
+        num_ended: Number of the latest call of an operation that has ended, with a verdict or without.
     """
 
     operation: str = ""
@@ -46,11 +56,11 @@ class Register:
     """A task wants its place in its job, or renews it.
 
     Args:
-        job_name: How names of tasks call the job; empty: as the others say, or as it is called here.
+        job_name: Name of the job in full task names; empty: the name that other tasks gave, else ``who.job``.
 
     Refused with:
         ConfigError: The numbers make no sense or differ from the job's.
-        HeldError: Another incarnation holds the place and may be alive; ask again.
+        HeldError: Another incarnation holds the place and may be alive; the client asks again.
         FencedError: Another incarnation holds the place and is alive, or the attempt is over.
         LimitError: There are too many jobs.
     """
@@ -65,7 +75,7 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A task is alive. A lost one is back by this; what failed without it stays failed.
+    """A task is alive. A lost task is back by this, but barriers that failed without it stay failed.
 
     Refused with:
         UnknownError: The task is not registered.
@@ -73,7 +83,7 @@ class Heartbeat:
     """
 
     who: Identity
-    progress: Progress = Progress()  # noqa: RUF009  immutable
+    progress: Progress = Progress()
     report: Report = NOWHERE
 
 
@@ -85,13 +95,13 @@ class Leave:
 
 
 class Members(tuple[int, ...]):
-    """Numbers of tasks, sorted, so that one is found without a look at all."""
+    """Sorted numbers of tasks, so that `in` is a binary search."""
 
     __slots__ = ()
 
     def __contains__(self, number: object) -> bool:
-        at = bisect_left(self, number) if isinstance(number, int) else len(self)
-        return self[at : at + 1] == (number,)
+        index = bisect_left(self, number) if isinstance(number, int) else len(self)
+        return self[index : index + 1] == (number,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +112,11 @@ class Arrive:
         call: Number of the task's call, above 0; a new call has a greater one.
         participants: Empty for all tasks of the job.
         operation: The operation that the barrier belongs to; empty: this is its first one. None: it stands alone.
-        position: Which round of the name this is for the task, as far as it can tell.
+        position: Which round of the name the task comes for, as far as it can tell.
         is_certain: Whether a task that skipped rounds would have another position.
         is_again: Whether the call has arrived at an earlier life of the coordinator.
         was_cut_off: Whether an earlier try of the call was not answered.
-        report: Where the task is.
+        report: Which operation the task is in.
 
     Refused with:
         UnknownError: The task is not registered.
@@ -164,10 +174,7 @@ class Arrive:
             )
         members = named if 0 < len(named) < num_clients else range(num_clients)
         if self.who.task not in members:
-            raise errors.BarrierConflictError(
-                f"barrier {self.name!r}: client {self.who.task} is not a participant; participants are "
-                f"{errors.capped(members)}"
-            )
+            raise errors.BarrierConflictError(barrier_texts.is_no_participant(self.name, self.who.task, members))
         return members
 
 
@@ -188,7 +195,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: heartbeats and deadlines are judged. To happen several times a second."""
+    """Time has passed: judge heartbeats and deadlines. Happens several times a second."""
 
 
 Event = Register | Heartbeat | Leave | Arrive | Cancel | Tick

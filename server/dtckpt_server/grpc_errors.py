@@ -1,6 +1,6 @@
-"""How a call that is refused ends: status code, text, and ``google.rpc`` details.
+"""Translate errors into gRPC statuses: the status code, the text, and ``google.rpc`` details of a refused call.
 
-The reason in the details' ``ErrorInfo`` is for programs and stays; the text is for people and may change.
+The reason in the details' ``ErrorInfo`` is for programs and never changes; the text is for people and may change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dtckpt_server.tokens import UnauthenticatedError
 DOMAIN = "dtckpt"
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_TEXT_BYTES = 2800
-"""Longest text, as sent. It travels twice, once in base64; what outgrows 8 KB of metadata is lost."""
+"""Longest text, as sent. It travels twice, once in base64; metadata beyond 8 KB is lost."""
 RETRY_DELAY = Duration(seconds=1)
 
 _Codes = grpc.StatusCode
@@ -39,23 +39,23 @@ KINDS: dict[type[BaseException], tuple[grpc.StatusCode, str]] = {
     errors.CoordinatorUnavailableError: (_Codes.UNAVAILABLE, "NOT_NOW"),
     BaseException: (_Codes.INTERNAL, "INTERNAL"),
 }
-"""Most specific class first."""
+"""Status code and reason by class of error, the most specific class first."""
 REPEATABLE = (_Codes.UNAVAILABLE, _Codes.ABORTED)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An error as a call ends with it."""
+    """The end of a call that failed."""
 
     code: grpc.StatusCode
     reason: str
     text: str
     error: str
-    """Class of `dtckpt.errors` that clients raise."""
+    """Name of the class of `dtckpt.errors` that clients raise."""
 
     @classmethod
     def of(cls, error: BaseException) -> Refusal:
-        """Translate an error; what is none of ours is INTERNAL."""
+        """Translate an error; one that the rules do not raise on purpose is INTERNAL."""
         code, reason = next(KINDS[kind] for kind in KINDS if isinstance(error, kind))
         _, text = errors.to_wire(error)
         while len(quote(text)) > MAX_TEXT_BYTES:  # gRPC percent-encodes the text

@@ -1,6 +1,6 @@
-"""Requests that cannot be decoded, refused like all others that can never succeed.
+"""Wrap gRPC handlers so that a request which cannot be decoded is refused with INVALID_ARGUMENT.
 
-gRPC itself would answer them with UNKNOWN, and write a traceback to the log for each.
+gRPC itself would answer it with UNKNOWN, and write a traceback to the log for each.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from google.protobuf.message import DecodeError
 from dtckpt import errors
 
 Refuse = Callable[[str, BaseException, Any], Awaitable[None]]
-"""Ends a call of a method, with an error, in a context."""
+"""Called with the name of the method, the error, and the call's context; ends the call."""
 
 
 def add_handlers(add: Callable[[Any, Any], None], servicer: Any, server: grpc.aio.Server, refuse: Refuse) -> None:
-    """Add a service to a server.
+    """Add a service to a server, with wrapped handlers.
 
     Args:
-        add: The generated function that adds it.
+        add: The generated function that adds the service.
+        servicer: The service.
+        server: The server.
+        refuse: Ends a call whose request cannot be decoded.
     """
     add(servicer, _Tolerant(server, refuse))
 
 
 class _Tolerant:
-    """Stands for a server while handlers are added to it."""
+    """Takes the place of a server while handlers are added to it, and wraps them."""
 
     def __init__(self, server: grpc.aio.Server, refuse: Refuse) -> None:
         self._server, self._refuse = server, refuse
@@ -41,7 +44,7 @@ class _Tolerant:
 
 
 class _Handlers(grpc.GenericRpcHandler):
-    """The handlers of a service, each made tolerant when it is first called."""
+    """The handlers of a service, each wrapped when it is first called."""
 
     def __init__(self, inner: grpc.GenericRpcHandler, refuse: Refuse) -> None:
         self._inner, self._refuse = inner, refuse
@@ -51,14 +54,14 @@ class _Handlers(grpc.GenericRpcHandler):
         name = handler_call_details.method
         if name not in self._known:
             handler = self._inner.service(handler_call_details)
-            if handler is None:  # not to be kept: anyone can think of more names than there is room for
+            if handler is None:  # not kept: a client could send more names than there is room for
                 return None
             self._known[name] = _tolerant(name.rpartition("/")[2], handler, self._refuse)
         return self._known[name]
 
 
 def _tolerant(name: str, handler: Any, refuse: Refuse) -> Any:
-    """Return a handler that refuses what the given one could not decode, and does not know."""
+    """Return a handler that refuses requests which the given one cannot decode, and methods that it lacks."""
 
     def decode(request: bytes) -> Any:
         try:
@@ -94,7 +97,10 @@ def _check(request: Any) -> Any:
 
 
 class _Checked:
-    """Requests, each checked. A generator would leave gRPC's own one open when it is thrown away."""
+    """Requests of a stream, each checked.
+
+    A class, because a generator that is dropped early would leave gRPC's own generator open.
+    """
 
     def __init__(self, requests: AsyncIterator[Any]) -> None:
         self._requests = requests

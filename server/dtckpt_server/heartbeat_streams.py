@@ -1,4 +1,8 @@
-"""Open heartbeat streams, on which clients arrive, and are told what they have not asked for."""
+"""The coordinator's side of heartbeat streams: send answers to heartbeats and arrivals, and notices unasked.
+
+Messages to a client are queued on its `Stream` ("owed") until they are sent. Queues are bounded: a client that does not
+read gets no more notices, and its arrivals are refused.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +19,17 @@ from dtckpt_server.events import Identity
 logger = logging.getLogger("dtckpt_server")
 
 MAX_UNSENT = 64
-"""What waits for one client to read, or for a verdict to tell it; more is not begun, as its next call says the same."""
+"""How many messages and arrivals may wait on one stream: messages for the client to read, arrivals for a verdict."""
 MAX_UNSENT_NBYTES = 4 << 20
-"""Of collected payloads that wait for one client to read; a client that reads holds up one answer at most."""
+"""How many bytes of collected payloads may wait for one client to read; if it reads, at most one answer waits."""
 GATHER_S = 0.02
-"""How long answers to heartbeats are gathered: to wake up for each costs a third of all else that is done for it."""
+"""How long answers to heartbeats are gathered. To wake up for each would add a third to the cost of a heartbeat."""
 SETTLE_S = 1.0
-"""How long streams that end have time to send what is owed."""
+"""How long streams that end have time to send the queued messages."""
 
 
 class Stream:
-    """The stream of one client, as its handler holds it. Answers and notices are owed until they are sent."""
+    """The stream of one client, as its handler has it, with a queue of the messages that are owed to the client."""
 
     __slots__ = ("_arrivals", "_context", "_lock", "_owed", "_sending", "handler")
 
@@ -47,45 +51,45 @@ class Stream:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether so many bytes wait for the client to read that no other arrival is to be answered."""
+        """Whether so many bytes wait for the client to read that no further arrival is answered."""
         return sum(len(response.arrived) for response in self._owed) >= MAX_UNSENT_NBYTES
 
     def owe(self, response: pb.HeartbeatStreamResponse) -> None:
-        """Send this after all that is owed, when that is due."""
+        """Queue a message; it is sent with the next messages."""
         self._owed.append(response)
 
     def tell(self, notice: pb.HeartbeatStreamResponse) -> None:
-        """Send a notice soon, unless so much waits already that the client's next call is the sooner."""
+        """Send a notice soon; drop it if the queue is full, as the client's next call says the same."""
         if not self.is_full:
             self.owe(notice)
             self.begin_sending()
 
     def begin_sending(self) -> None:
-        """Begin to send what is owed, if that is not under way."""
+        """Begin to send the queue, if that is not under way."""
         if self._owed and (self._sending is None or self._sending.done()):
             self._sending = asyncio.ensure_future(self.send_owed_if_open())
 
     async def send_owed(self) -> None:
-        """Send what is owed, and wait until all of it is sent."""
+        """Send the queue, and wait until all of it is sent."""
         async with self._lock:
             while self._owed:
                 await self._context.write(self._owed.popleft())
 
     async def send_owed_if_open(self) -> None:
-        """Send what the client learns in another way, too, if the stream is over."""
+        """Send the queue if the stream is still open. If it is over, the client learns the same by its next call."""
         try:
             await self.send_owed()
         except Exception as error:  # gRPC has no common class for "the stream is over"
             logger.debug("a message was not sent: %s", error)
 
     def spawn(self, arrival: Coroutine[Any, Any, None]) -> None:
-        """Let an arrival wait for its verdict beside the others."""
+        """Let an arrival wait for its verdict, beside the stream's other arrivals."""
         task = asyncio.ensure_future(arrival)
-        self._arrivals.add(task)  # the event loop alone would not keep it
+        self._arrivals.add(task)  # the event loop has only a weak reference
         task.add_done_callback(self._arrivals.discard)
 
     async def settle(self) -> None:
-        """Wait until all arrivals are answered, and all is sent, or the stream is over."""
+        """Wait until all arrivals are answered and the queue is sent, or the stream is over."""
         if self._arrivals:
             await asyncio.wait(self._arrivals)
         await self.send_owed_if_open()
@@ -122,7 +126,7 @@ class Streams:
                 del self._streams[who.job]
 
     def of(self, job: str) -> dict[int, Stream]:
-        """Return the streams of a job as they are now, by task."""
+        """Return a copy of the streams of a job, by task."""
         return {task: stream for task, (_, stream) in self._streams.get(job, {}).items()}
 
     def stream_of(self, who: Identity) -> Stream | None:
@@ -131,7 +135,7 @@ class Streams:
         return stream if holder == who else None
 
     async def answer(self, stream: Stream, response: pb.HeartbeatStreamResponse) -> None:
-        """Answer a heartbeat, within ``gather_s``. Waits only for a client that does not read its answers."""
+        """Answer a heartbeat, within ``gather_s``. Waits only if the client does not read its answers."""
         if not stream.is_owing:
             if not self._owing:
                 asyncio.get_running_loop().call_later(self._gather_s, self._send_owed)
@@ -146,7 +150,7 @@ class Streams:
             stream.begin_sending()
 
     async def end(self) -> None:
-        """End all streams when what was to be told is told; their handlers see a `CancelledError`."""
+        """End all streams once their queues are sent, or after `SETTLE_S`; their handlers get a `CancelledError`."""
         streams = [stream for job in self._streams.values() for _, stream in job.values()]
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*(stream.settle() for stream in streams)), SETTLE_S)

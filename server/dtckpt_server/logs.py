@@ -1,4 +1,4 @@
-"""Log lines, for people or for programs."""
+"""Format log lines: text for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dtckpt.text import printable
 
 
 class LineFormatter(logging.Formatter):
-    """One line of text. Names come from anywhere, so they can neither end a line nor steer a terminal."""
+    """One line of text. Names come from clients, so characters that end a line or steer a terminal are escaped."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")

@@ -1,4 +1,4 @@
-"""``dtckpt-coordinator``: the command."""
+"""The command ``dtckpt-coordinator``: parse options, serve, and end by a signal with its exit code."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ EXIT_UNAVAILABLE = 69
 EXIT_INTERNAL = 70
 DEFAULT_HEALTH_PORT = 50052
 TOKENS_VARIABLE = "DTCKPT_COORDINATOR_SERVE_TOKENS"
-"""Tokens themselves; a variable only, since arguments are for all to see."""
+"""Variable with the tokens themselves. Not an option, because every user of the host can see arguments."""
 
 COLLECTIONS = (700, 10, 1000)
-"""When Python's cycle collector runs: over young objects as by default, over all a hundredth as often. Of 10 000
-clients that takes half a second, in which nobody is answered, and it came every few seconds: each heartbeat leaves some
-objects in the place of older ones, which are in no cycle."""
+"""Thresholds of Python's cycle collector: for young objects as by default, for all objects a hundredth as often. With
+10 000 clients a full collection takes half a second, in which no client gets an answer, and it came every few seconds:
+each heartbeat replaces some older objects, which are in no cycle."""
 
 
 def _write_port(path: Path, port: int) -> None:
-    """Write whole or not at all, since someone waits for the file to appear."""
+    """Write the file whole or not at all, because some process waits for it to appear."""
     scratch = path.with_name(f"{path.name}.{os.getpid()}")
     scratch.write_text(f"{port}\n")
     scratch.replace(path)

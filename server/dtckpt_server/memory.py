@@ -1,7 +1,8 @@
-"""How much the coordinator remembers, of each job and in all: counted in bytes, bounded, forgotten oldest first.
+"""Memory of the coordinator: how many bytes each job and all jobs take, their bounds, and which verdicts are forgotten.
 
-What is counted is an upper estimate of what Python takes, so that the bounds are bounds of memory. A verdict is kept
-for those who ask late; everything else is needed. So verdicts make room, and what does not fit then is refused.
+The counts are upper estimates of the memory that Python takes, so that their bounds are bounds of memory. Verdicts are
+kept only for clients that ask late; everything else is needed. So verdicts are forgotten, oldest first, to make room.
+An event for which there is still no room is refused.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ if TYPE_CHECKING:
     from dtckpt_server.state import Barrier, Job
 
 JOB_BYTES = 192 << 20
-"""Of one job: room for as many clients as a job may have, who all wait at two barriers."""
+"""Bound of one job: room for as many clients as a job may have, all of which wait at two barriers."""
 ALL_BYTES = 320 << 20
-"""Of all jobs."""
+"""Bound of all jobs."""
 KEPT_BYTES = 32 << 20
-"""Of one job's verdicts."""
+"""Bound of one job's verdicts."""
 KEPT_PAYLOAD_BYTES = 32 << 20
-"""Of the payloads of one job's decided barriers; the oldest are dropped before their verdicts."""
+"""Bound of the payloads of one job's decided barriers; the oldest are dropped before their verdicts."""
 KEPT_VERDICTS = 10_000
-"""Of one job."""
+"""Bound on the number of one job's verdicts."""
 KEPT_VERDICTS_S = 3600.0
 MAX_FORGOTTEN = 1000
-"""How many verdicts are forgotten at one time because they are old."""
+"""How many old verdicts one `Tick` forgets."""
 JOB_NBYTES, TASK_NBYTES, BARRIER_NBYTES, ARRIVAL_NBYTES, PARTICIPANT_NBYTES = 4096, 1024, 3072, 320, 64
-"""Of a job, of each task and barrier in it with their names, of each arrival beside its payload, and of each
-participant of a barrier that names its participants."""
+"""Estimates for a job, for each task and barrier in it with their names, for each arrival without its payload, and for
+each participant of a barrier that names its participants."""
 
 
 class LimitError(errors.CoordinationError):
@@ -111,7 +112,7 @@ class Memory:
             self.forget(job, next(iter(job.verdicts.values())))
 
     def drop_payloads(self, job: Job, barrier: Barrier) -> None:
-        """Drop a barrier's payloads, of which nobody needs to be told any more."""
+        """Drop a barrier's payloads, which no client needs any more."""
         if job.with_payloads.pop(barrier.barrier_id, None) is not None:
             job.payload_nbytes -= barrier.payload_nbytes
             barrier.payloads_dropped = True
@@ -128,7 +129,7 @@ class Memory:
         job.forget(barrier)
 
     def forget_old(self, now: float) -> None:
-        """Forget some of the verdicts that were kept for long enough."""
+        """Forget some of the verdicts that are older than `KEPT_VERDICTS_S`."""
         for _ in range(MAX_FORGOTTEN):
             oldest = next(iter(self.decided.values()), None)
             if oldest is None or oldest.decided_at is None or now - oldest.decided_at <= KEPT_VERDICTS_S:

@@ -1,7 +1,7 @@
-"""What Prometheus may know.
+"""Metrics for Prometheus.
 
-What is counted is counted when it happens; what is, is looked up when someone asks. Labels are small enumerations, and
-jobs, as many as fit into 1 MiB of text; never steps, barrier names or tasks.
+Counters count events when they happen; gauges look the state up when they are scraped. Labels are small enumerations,
+and jobs, as many as fit into 1 MiB of text; never steps, barrier names or tasks.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ KINDS = frozenset(
     }.items()
     for name in names
 )
-"""Barriers of dtckpt's own; all others are of kind ``user``."""
+"""The barriers of dtckpt itself; all others are of kind ``user``."""
 BARRIER_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 MAX_SERIES_NBYTES = 900 << 10
-"""Of the text of all jobs' series; the others take less than 100 KiB."""
+"""Bound of the text of all jobs' series; the other series take less than 100 KiB."""
 JOB_LINES, BARRIER_LINES, LINE_NBYTES = 24, 2, 110
 """Lines of a job, more lines for each kind and outcome of its barriers, and the length of a line without the job."""
 OTHERS = ""
 """Label of all jobs that have no series of their own."""
 JOBS_AT_ONCE = 64
-"""How many jobs are looked at before others get a turn on the event loop."""
+"""How many jobs are read before other work gets a turn on the event loop."""
 LAG_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
@@ -54,8 +54,8 @@ def kind_of(barrier: str) -> str:
 class Metrics:
     """The metrics of one coordinator, in a registry of their own. Lives on the coordinator's event loop.
 
-    A job gets series of its own when it is first heard of, and for each kind and outcome of its barriers when the first
-    one ends so, if there is room for them. What finds none is counted for `OTHERS`.
+    A job gets series of its own when it first registers, and more series for each kind and outcome of its barriers when
+    the first one ends so, if there is room. Events without room for their series are counted for `OTHERS`.
 
     Args:
         rules: Returns the rules as they are.
@@ -118,13 +118,13 @@ class Metrics:
 
     def _label(self, job: str, *series: str) -> str:
         """Return the label under which to count something for a job."""
-        known = self._series.get(job, set())
-        for each in {(), series} - known:
+        counted = self._series.get(job, set())
+        for each in {(), series} - counted:
             if _nbytes(job, each) > self._room:
                 return OTHERS
             self._room -= _nbytes(job, each)
-            known.add(each)
-            self._series[job] = known
+            counted.add(each)
+            self._series[job] = counted
         return job
 
     def note_refusal(self, code: str) -> None:
@@ -135,20 +135,20 @@ class Metrics:
         """Count a tick of the event loop that came late by this much."""
         self._lag.observe(late_s)
 
-    # --- what is true at the moment of asking -------------------------------------------------------------------
+    # --- gauges: the state at the moment of a scrape ------------------------------------------------------------
 
     def _look(self) -> Iterator[list[Metric] | None]:
-        """Look at all jobs; yields None when others should get a turn, and at last what was found."""
-        found, now = _Found(), self._clock()
+        """Look at all jobs; yields None when others should get a turn, and at last the metrics."""
+        totals, now = _JobTotals(), self._clock()
         for number, job in enumerate(list(self._rules().jobs.values()), start=1):
-            found.add(job.name if job.name in self._series else OTHERS, job, now)
+            totals.add(job.name if job.name in self._series else OTHERS, job, now)
             if number % JOBS_AT_ONCE == 0:
                 yield None
         start = PREFIX + "incarnation_start_timestamp_seconds"
         yield [
             InfoMetricFamily(PREFIX + "build", "The coordinator's version.", {"version": self._version}),
             GaugeMetricFamily(start, "When this life of the coordinator began.", self._started_at),
-            *found.families(),
+            *totals.families(),
         ]
 
 
@@ -162,8 +162,8 @@ def _nbytes(job: str, series: tuple[str, ...]) -> int:
     return (BARRIER_LINES if series else JOB_LINES) * (LINE_NBYTES + name_nbytes)
 
 
-class _Found:
-    """What is true of jobs, by label."""
+class _JobTotals:
+    """Totals over the jobs of each label: tasks by state, open barriers, heartbeats, longest silence."""
 
     def __init__(self) -> None:
         self._tasks: Tally[tuple[str, str]] = Tally()

@@ -1,12 +1,21 @@
-"""The coordinator's rules: who is alive, who has arrived, and what the verdict is.
+"""The coordinator's rules: which tasks are alive, who has arrived at which barrier, and what the verdict is.
 
-``apply(rules, event, now) -> (rules, effects)`` is the whole interface that changes anything. No clock, no I/O, no
-randomness: every event comes with the time, and what must happen in the world (answer, refuse, wake waiters, write log
-lines) is returned. The same events give the same effects, so the rules are tested by the million and the server is a
-thin adapter.
+Pure: no clock, no I/O, no randomness. One function changes the state::
 
-The recovery window after a restart needs no rule: a task is only known once it has registered, and each life of the
-coordinator grants it a full heartbeat timeout from then on.
+    gRPC call or tick  ->  event  ->  apply(rules, event, now)  ->  (rules, effects)  ->  answers, log lines
+
+Every event comes with the time. The effects say what the server must do: answer, refuse, wake waiters, write log lines.
+The same events give the same effects, so tests run the rules by the million, and the server is a thin adapter.
+
+Invariants; ``tests/support/coordinator_simulation.py`` checks the first three after every event:
+
+* A barrier (a round of a name) is decided once. It is open while ``decided_at`` is None, and then in ``job.open``.
+* A round of an operation takes place once.
+* A call gets the round that it has joined, however often it is repeated.
+* Memory is bounded: everything that is kept is counted in `Memory` before it is kept.
+
+A restarted coordinator starts empty and needs no special rule: it knows a task once that has registered, and grants it
+a full heartbeat timeout from then on.
 """
 
 from __future__ import annotations
@@ -16,8 +25,9 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
 from dtckpt import errors
-from dtckpt.coordination import barrier_rules
-from dtckpt_server import texts
+from dtckpt.coordination import barrier_rules, barrier_texts
+from dtckpt.coordination.barrier_texts import task_name
+from dtckpt_server import descriptions, failures
 from dtckpt_server.events import (
     MAX_NAME_BYTES,
     Arrive,
@@ -31,6 +41,7 @@ from dtckpt_server.events import (
     Report,
     Tick,
 )
+from dtckpt_server.failures import Failure
 from dtckpt_server.memory import (
     ARRIVAL_NBYTES,
     BARRIER_NBYTES,
@@ -42,22 +53,21 @@ from dtckpt_server.memory import (
 )
 from dtckpt_server.state import Barrier, Effects, Job, Key, Transition
 from dtckpt_server.tasks import ALIVE, FENCED, LEFT, LOST, REGISTERED, SUSPECT, Task, Tasks
-from dtckpt_server.texts import Failure, task_name
 
 MAX_CLIENTS = 100_000
 MAX_JOBS = 10_000
 MAX_OPEN_BARRIERS = 1000
 """Per job."""
 SOME = 8
-"""How many tasks a text for people names."""
+"""How many tasks an error text names."""
 MAX_NAMED = 10_000
-"""How many tasks a failure names for programs."""
+"""How many tasks a failure lists for programs."""
 MAX_JOBS_LOOKED_AT, MAX_JUDGED = 1000, 64
-"""How many jobs one `Tick` looks at, and how many tasks and barriers it judges before it leaves the rest to another."""
+"""How many jobs one `Tick` looks at, and how many tasks and barriers it judges; the rest is for the next one."""
 MAX_LATE, MAX_DUE = 32, 8
 """How many tasks of one job a `Tick` judges, and how many of its barriers."""
 MAX_PAUSE_S = 1.0
-"""A longer time without a `Tick` was spent not listening, and is not held against the tasks."""
+"""In a longer time without a `Tick` the coordinator was not listening, so that is no silence of the tasks."""
 
 
 class UnknownError(errors.CoordinationError):
@@ -65,14 +75,14 @@ class UnknownError(errors.CoordinationError):
 
 
 class HeldError(errors.FencedError):
-    """Another incarnation holds the place, and it is not known yet whether it is alive."""
+    """Another incarnation holds the place, and the coordinator does not know yet whether it is alive."""
 
 
 def apply(rules: Rules, event: Event, now: float) -> tuple[Rules, Effects]:
-    """Let an event happen.
+    """Let an event happen; return the new state and what the server must do.
 
-    The rules that are returned replace the given ones, which are used up: state is changed in place, because copying
-    thousands of tasks for each heartbeat would be the whole cost. Nothing else changes it.
+    Use the returned rules instead of the given ones. They are the same object, changed in place: to copy thousands of
+    tasks for each heartbeat would be the whole cost. No other function changes the state.
     """
     effects = rules._effects = Effects()
     try:
@@ -83,7 +93,7 @@ def apply(rules: Rules, event: Event, now: float) -> tuple[Rules, Effects]:
 
 
 class Rules:
-    """All jobs of one coordinator.
+    """The state of one coordinator: all its jobs. Changed by `apply` only.
 
     Args:
         heartbeat_timeout_s: Silence after which a task is lost.
@@ -174,7 +184,7 @@ class Rules:
         elif attempt > job.attempt:
             self._fence(job, event, job_name, now)
         elif job.is_left and all(task.incarnation != who.incarnation for task in job.tasks.values()):
-            # The next run of a job that has ended: nobody is left whom the verdicts of the last one concern.
+            # All tasks of this job have left, and now another process comes: it is the job's next run.
             self._log("job_begun_anew", f"job {job.name!r} is left by all and begins anew", job=job.name)
             self.memory.resize(job, -TASK_NBYTES * len(job.tasks))
             job.tasks = Tasks()
@@ -182,12 +192,12 @@ class Rules:
         return job
 
     def _fence(self, job: Job, event: Register, job_name: str, now: float) -> None:
-        """Begin a new attempt: whatever belongs to the old one is over."""
+        """Begin a new attempt: fail the open barriers of the old one, and fence its tasks."""
         attempt, num_clients = event.attempt, event.num_clients
         text = f"job {job.name!r}: attempt {attempt} fences attempt {job.attempt}"
         self._log("attempt_begun", text, job=job.name, attempt=attempt)
         for barrier in list(job.open.values()):
-            self._decide(barrier, texts.fenced(barrier.name, job.name, attempt), now)
+            self._decide(barrier, failures.fenced(barrier.name, job.name, attempt), now)
         self._effects.superseded = attempt
         num_tasks = len(job.tasks)
         job.tasks.fence(num_clients)
@@ -195,14 +205,16 @@ class Rules:
         job.begin(num_clients, attempt, job_name)
 
     def _refuse_rival(self, job: Job, task: Task, incarnation: int, now: float) -> None:
+        """Refuse a process that wants the place of a task which counts as alive.
+
+        The holder may have died a moment ago. So the rival is told to ask again (`HeldError`), and is fenced only once
+        the holder was heard after the rival first asked.
+        """
         if task.rival[0] != incarnation:
             task.rival = (incarnation, now)
         who = task_name(job.name, task.number)
         if task.heard_at > task.rival[1]:
-            raise errors.FencedError(
-                f"{who} of attempt {job.attempt} is another live process; every client needs an id of its own, and a "
-                "restarted job a higher attempt"
-            )
+            raise errors.FencedError(barrier_texts.is_rival(who, job.attempt))
         raise HeldError(f"{who} is held by another process until that has been silent for the heartbeat timeout")
 
     def _revive(self, job: Job, task: Task, now: float) -> None:
@@ -212,13 +224,13 @@ class Rules:
         job.tasks.place(task, REGISTERED)
 
     def _task(self, who: Identity) -> tuple[Job, Task]:
-        """Return the task if ``who`` still has its place."""
+        """Return the job and the task, if ``who`` still has its place."""
         job = self.jobs.get(who.job)
         task = job.tasks.get(who.task) if job else None
         if job is None or task is None or (task.incarnation == who.incarnation and task.state == LEFT):
             raise UnknownError(f"{task_name(who.job, who.task)} is not registered")
         if task.state == FENCED:
-            raise errors.FencedError(superseded(who.job, who.task, job.attempt))
+            raise errors.FencedError(descriptions.superseded(who.job, who.task, job.attempt))
         if task.incarnation != who.incarnation:
             raise errors.FencedError(_replaced(who.job, who.task))
         return job, task
@@ -242,7 +254,7 @@ class Rules:
         job.tasks.place(task, LEFT)
         self._log_task("left", job, task, "left")
         for barrier in [barrier for barrier in job.open.values() if barrier.waits_for(task.number)]:
-            self._note_known(barrier, [task.number])  # when it comes back, it comes for another round
+            self._note_known(barrier, [task.number])  # if the task comes back, it comes for another round
         self._fail_without(job, [task.number], now)
 
     # --- barriers -----------------------------------------------------------------------------------------------
@@ -259,30 +271,39 @@ class Rules:
         barrier = self._round_for(job, task, arrival, now)
         task.note_call(arrival.call, barrier)
         if barrier.is_open and arrival.topic != barrier.topic:
-            failure = texts.topics_differ(arrival.name, barrier.first, barrier.topic, who.task, arrival.topic)
+            failure = failures.topics_differ(arrival.name, barrier.opener, barrier.topic, who.task, arrival.topic)
             self._decide(barrier, failure, now)
         elif barrier.is_open and not arrival.ok:
-            self._decide(barrier, texts.voted_no(who.task, arrival.code, arrival.reason), now)
+            self._decide(barrier, failures.voted_no(who.task, arrival.code, arrival.reason), now)
         elif barrier.is_open:
             self._admit(job, barrier, arrival, now)
         if not barrier.is_open:
-            barrier.arrived.setdefault(who.task, arrival.call)  # so it is not told again
+            barrier.arrived.setdefault(who.task, arrival.call)  # the task is told now, and not again
         return barrier
 
     def _round_for(self, job: Job, task: Task, arrival: Arrive, now: float) -> Barrier:
-        """Return the round that a new call joins, or that it is late for; see `dtckpt.coordination.barrier_rules`."""
+        """Return the round that a new call joins, or the one that it is late for.
+
+        The cases come in this order; `dtckpt.coordination.barrier_rules` says why:
+
+        1. a call that its client has given up: refused
+        2. a later barrier of an operation: takes place once, so there is one round, open or decided
+        3. a call that had arrived before a restart, of an operation that cannot go on: the failure of that operation
+        4. a call that is late for a failed round: that round
+        5. else: the open round, or a new one. A call that only may be late sets the round's ``missed``
+        """
         participants = arrival.members(job.num_clients)
         key: Key = arrival.name, arrival.operation, participants if isinstance(participants, Members) else ()
         latest = job.latest.get(key)
         is_overtaken = any(call > arrival.call and other.key == key for call, other in task.calls.items())
         if is_overtaken or (arrival.operation is not None and arrival.call <= task.report.num_ended):
-            # Its client has gone on, and waits for no answer.
-            raise errors.BarrierConflictError(barrier_rules.gave_up(arrival.name, task_name(job.name, task.number)))
+            # The client has gone on (a later call is here, or this one has ended), and waits for no answer.
+            raise errors.BarrierConflictError(barrier_texts.gave_up(arrival.name, task_name(job.name, task.number)))
         if arrival.operation:
             return latest or self._open(job, arrival, key, participants, now)
-        if arrival.is_again and key[2] in job.broken:
-            return job.broken[key[2]]
-        missed = job.missed.get((key, arrival.position)) or job.missed.get((key, barrier_rules.ANYBODYS))
+        if arrival.is_again and key[2] in job.broken_operations:
+            return job.broken_operations[key[2]]
+        missed = job.missed.get((key, arrival.position)) or job.missed.get((key, barrier_rules.UNKNOWN_POSITION))
         if missed is not None and task.number in missed.arrived:
             missed = None
         if (
@@ -292,19 +313,20 @@ class Rules:
         ):
             return missed
         if latest is not None and latest.is_open and task.number in latest.arrived:
-            # The call that had arrived was given up by the task, which now comes anew.
-            self._decide(latest, texts.gave_up(latest.name, task_name(job.name, task.number)), now)
+            # The task gave up the call that had arrived there, and now comes anew.
+            self._decide(latest, failures.gave_up(latest.name, task_name(job.name, task.number)), now)
         barrier = latest if latest is not None and latest.is_open else None
         if barrier is None:
             barrier = self._open(job, arrival, key, participants, now)
-            barrier.former = missed
+            barrier.missed = missed
         elif missed is None:
-            barrier.former = None
+            barrier.missed = None  # here is one that is not late, so this is a new round for all
         barrier.is_again |= arrival.is_again
         return barrier
 
     def _admit(self, job: Job, barrier: Barrier, arrival: Arrive, now: float) -> None:
-        if not self._has_room(job, barrier, arrival, now):
+        """Note an ok vote at an open barrier, and decide the barrier if that follows."""
+        if not self._count_arrival(job, barrier, arrival, now):
             return
         barrier.arrived[arrival.who.task] = arrival.call
         barrier.last_arrival_at = now
@@ -317,28 +339,33 @@ class Rules:
         if len(barrier.arrived) == len(barrier.participants):
             self._decide(barrier, None, now)
         elif is_first and (gone := job.tasks.gone_among(barrier.participants, MAX_NAMED)):
-            # Looked up for the first arrival only: whoever goes later fails the barrier by going.
-            self._decide(barrier, texts.lost(barrier.name, gone, self._fates(job, gone[:SOME], now)), now)
+            # Looked up for the first arrival only: a task that is lost or leaves later fails the barrier then.
+            self._decide(barrier, failures.lost(barrier.name, gone, descriptions.fates(job, gone[:SOME], now)), now)
         elif is_first and barrier.operation and (task := self._first_elsewhere(job, barrier)):
-            self._fail_operation(job, barrier, task, now)  # likewise: whoever goes elsewhere later says so
+            self._fail_operation(job, barrier, task, now)  # likewise: a task that goes elsewhere later reports it
         elif barrier.operation is not None:
             self._find_deadlock(job, barrier, arrival.who.task, now)
 
-    def _has_room(self, job: Job, barrier: Barrier, arrival: Arrive, now: float) -> bool:
-        """Count an arrival. Where it does not fit the barrier fails, as the others would wait for it in vain."""
+    def _count_arrival(self, job: Job, barrier: Barrier, arrival: Arrive, now: float) -> bool:
+        """Count an arrival in memory; if it does not fit, fail the barrier, as the others would wait in vain.
+
+        Returns:
+            Whether it fits.
+        """
         task = arrival.who.task
+        # A later round of an operation is joined by every call there: a second call of a task replaces its first.
         nbytes = 0 if task in barrier.arrived else ARRIVAL_NBYTES
         payload_nbytes = len(arrival.payload) - len(barrier.payloads.get(task, b""))
         try:
             self.memory.make_room(job, nbytes + payload_nbytes)
         except LimitError as error:
-            self._decide(barrier, texts.voted_no(task, errors.CoordinationError.__name__, error.message), now)
+            self._decide(barrier, failures.voted_no(task, errors.CoordinationError.__name__, error.message), now)
             return False
         self.memory.resize_barrier(job, barrier, nbytes, payload_nbytes)
         return True
 
     def _open(self, job: Job, arrival: Arrive, key: Key, participants: Sequence[int], now: float) -> Barrier:
-        """Open a round; it is born failed if the name is open with other participants."""
+        """Open a round. If a round of the name is open with other participants, both fail at once."""
         if len(job.open) >= MAX_OPEN_BARRIERS:
             raise LimitError(f"barrier {arrival.name!r}: job {job.name!r} already has {len(job.open)} open barriers")
         nbytes = BARRIER_NBYTES + PARTICIPANT_NBYTES * len(key[2])
@@ -351,31 +378,34 @@ class Rules:
             arrival.who.task, arrival.position, arrival.topic, now, arrival.timeout_s, deadline, now,
         )  # fmt: skip
         self.memory.resize_barrier(job, barrier, nbytes)
-        before = job.named.get(arrival.name)
+        before = job.latest_of_name.get(arrival.name)
         job.open[barrier.barrier_id] = self._barriers[barrier.barrier_id] = barrier
-        job.latest[key] = job.named[arrival.name] = barrier
+        job.latest[key] = job.latest_of_name[arrival.name] = barrier
         if before is not None and before.is_open and before.participants != participants:
-            failure = texts.participants_differ(
-                barrier.name, before.first, before.participants, barrier.first, barrier.participants
+            failure = failures.participants_differ(
+                barrier.name, before.opener, before.participants, barrier.opener, barrier.participants
             )
             self._decide(before, failure, now)
             self._decide(barrier, failure, now)
         return barrier
 
     def _end_late(self, barrier: Barrier, now: float) -> None:
-        """Tell tasks that nobody has joined of the round that they had missed."""
-        former = barrier.former
-        assert former is not None and former.failure is not None and former.decided_at is not None  # noqa: S101, PT018
+        """Fail a round at which, for the grace period, only tasks have arrived that may be late for a missed round.
+
+        They get the failure of the missed round.
+        """
+        missed = barrier.missed
+        assert missed is not None and missed.failure is not None and missed.decided_at is not None  # noqa: S101, PT018
         if now >= barrier.opened_at + barrier_rules.grace_s(self.heartbeat_timeout_s):
-            self._note_known(barrier, former.arrived)  # those who were in the earlier round
-            age_s = barrier.opened_at - former.decided_at
-            self._decide(barrier, texts.came_late(barrier.name, age_s, former.failure), now)
+            self._note_known(barrier, missed.arrived)  # the tasks that were in the missed round know its failure
+            age_s = barrier.opened_at - missed.decided_at
+            self._decide(barrier, failures.came_late(barrier.name, age_s, missed.failure), now)
 
     def _note_known(self, barrier: Barrier, numbers: Iterable[int]) -> None:
-        """Count tasks that know how a round fails as arrived there: they have not missed it."""
-        known = {number: 0 for number in numbers if number not in barrier.arrived}
-        self.memory.resize_barrier(self.jobs[barrier.job], barrier, ARRIVAL_NBYTES * len(known))
-        barrier.arrived |= known
+        """Count tasks that know how a round fails as arrived there, so that they are not late for it."""
+        arrivals = {number: 0 for number in numbers if number not in barrier.arrived}
+        self.memory.resize_barrier(self.jobs[barrier.job], barrier, ARRIVAL_NBYTES * len(arrivals))
+        barrier.arrived |= arrivals
 
     # --- where tasks are ----------------------------------------------------------------------------------------
 
@@ -385,43 +415,56 @@ class Rules:
             self._fail_waits_for(job, task, now)
 
     def _fail_waits_for(self, job: Job, task: Task, now: float) -> None:
-        """Fail what waits for a task in vain, as it is known to be elsewhere."""
+        """Fail the open rounds of operations that wait for a task in vain, by what it has reported."""
         for barrier in [barrier for barrier in job.open.values() if barrier.operation is not None]:
             call = barrier.arrived.get(task.number)
             if call is not None and call <= task.report.num_ended:
-                self._decide(barrier, texts.gave_up(barrier.name, task_name(job.name, task.number)), now)
+                self._decide(barrier, failures.gave_up(barrier.name, task_name(job.name, task.number)), now)
             elif barrier.operation and barrier.waits_for(task.number) and self._is_elsewhere(barrier, task):
                 self._fail_operation(job, barrier, task, now)
 
     def _is_elsewhere(self, barrier: Barrier, task: Task) -> bool:
         """Whether a task that a round waits for has left the round's operation, or will never hear that it began.
 
-        What an earlier life of the coordinator began, it also told; a task that is not in it then will never be.
+        If an earlier life of the coordinator began the operation, that life has also told its tasks; a task that is not
+        in the operation now will never be.
         """
         begun = self._barriers.get(barrier.operation or "")
         call = begun.arrived.get(task.number, 0) if begun is not None else 0
         return task.report.operation != barrier.operation and task.report.num_ended >= call
 
     def _fail_operation(self, job: Job, barrier: Barrier, task: Task, now: float) -> None:
-        failure = texts.is_elsewhere(barrier.name, task_name(job.name, task.number))
+        """Fail an operation's round, as ``task`` is not in the operation."""
+        failure = failures.is_elsewhere(barrier.name, task_name(job.name, task.number))
         self._decide(barrier, failure, now)
-        if barrier.operation not in self._barriers:  # then calls of the same operation may still wait to begin it
-            job.broken[barrier.key[2]] = barrier
+        # If an earlier life of the coordinator began the operation, some calls may never have heard of it. They have
+        # come again to its first round, where no other call will join them; so they fail with it.
+        if barrier.operation not in self._barriers:
+            job.broken_operations[barrier.key[2]] = barrier
             inside = [each.number for each in job.tasks.values() if each.report.operation == barrier.operation]
             for other in [other for other in job.open.values() if other.is_again and other.key[2] == barrier.key[2]]:
                 self._note_known(other, inside)
                 self._decide(other, failure, now)
 
     def _first_elsewhere(self, job: Job, barrier: Barrier) -> Task | None:
-        """Return a task that an operation's round waits for in vain."""
+        """Return a task that an operation's round waits for in vain, None if there is none."""
         absent = (job.tasks.get(number) for number in barrier.participants if number not in barrier.arrived)
         return next((task for task in absent if task and self._is_elsewhere(barrier, task)), None)
 
     def _find_deadlock(self, job: Job, barrier: Barrier, number: int, now: float) -> None:
-        """Fail a round that waits for a task which waits elsewhere for this one: a task is in one round at a time."""
+        """Fail two rounds, each of which waits for a task that has arrived at the other one.
+
+        A task is in one round of an operation at a time, so neither could pass.
+
+        Args:
+            job: The job.
+            barrier: An open round of an operation.
+            number: The task that has just arrived there.
+            now: The time.
+        """
         for other in [other for other in job.open.values() if other.operation is not None and other.waits_for(number)]:
             if (waiting := next((task for task in other.arrived if barrier.waits_for(task)), None)) is not None:
-                failure = texts.wait_for_each_other(
+                failure = failures.wait_for_each_other(
                     task_name(job.name, number), barrier.name, task_name(job.name, waiting), other.name
                 )
                 known = {*other.arrived, *barrier.arrived}
@@ -437,7 +480,7 @@ class Rules:
         if who.task not in barrier.participants or not barrier.is_open:
             problem = "is no participant" if barrier.is_open else "came too late, it is decided"
             raise errors.BarrierConflictError(f"cannot cancel barrier {barrier.name!r}: client {who.task} {problem}")
-        self._decide(barrier, texts.cancelled(barrier.name, task_name(job.name, task.number), event.reason), now)
+        self._decide(barrier, failures.cancelled(barrier.name, task_name(job.name, task.number), event.reason), now)
 
     def barrier(self, job: str, barrier_id: str) -> Barrier:
         """Return a barrier of a job.
@@ -451,34 +494,19 @@ class Rules:
         return barrier
 
     def waiting_for(self, barrier: Barrier, now: float) -> str:
-        """Return how to call some of those who have not arrived, what they did last, and how many more there are."""
+        """Return a description of tasks that have not arrived: names and progress of some, and how many more."""
         job = self.jobs[barrier.job]
-        some = [self._describe(job, number, now) for number in barrier.missing(SOME)]
+        some = [descriptions.missing_task(job, number, now) for number in barrier.missing(SOME)]
         return errors.capped(some, SOME, count=barrier.num_missing)
 
-    def _describe(self, job: Job, number: int, now: float) -> str:
-        task = job.tasks.get(number)
-        if task is None or task.state == FENCED:
-            return task_name(job.name, number) + ", which never registered"
-        return task_name(job.name, number) + texts.last_seen(task.progress, now - task.progressed_at)
-
-    def _fates(self, job: Job, gone: Sequence[int], now: float) -> list[str]:
-        """Return what became of tasks that are lost or have left."""
-        fates = []
-        for task in map(job.tasks.__getitem__, gone):
-            silent = f"sent no heartbeat for {now - task.heard_at:.1f} s"
-            fate = "has left" if task.state == LEFT else silent
-            fates.append(f"{task_name(job.name, task.number)} {fate}{texts.last_seen(task.progress)}")
-        return fates
-
     def _fail_without(self, job: Job, gone: Sequence[int], now: float) -> None:
-        fates = dict(zip(gone, self._fates(job, gone, now), strict=True))
+        fates = dict(zip(gone, descriptions.fates(job, gone, now), strict=True))
         for barrier in list(job.open.values()):
             if theirs := [number for number in gone if number in barrier.participants]:
-                self._decide(barrier, texts.lost(barrier.name, theirs, map(fates.__getitem__, theirs)), now)
+                self._decide(barrier, failures.lost(barrier.name, theirs, map(fates.__getitem__, theirs)), now)
 
     def _decide(self, barrier: Barrier, failure: Failure | None, now: float) -> None:
-        """Set the verdict. The first decision stands."""
+        """Set the verdict: the failure, or None for passed. Only the first decision counts."""
         if not barrier.is_open:
             return
         job = self.jobs[barrier.job]
@@ -492,7 +520,7 @@ class Rules:
                 job.missed[barrier.key, barrier.position] = barrier
         self.memory.keep(job, barrier)
         self._effects.decided.append(barrier.barrier_id)
-        self._log_verdict(barrier, now)
+        self._effects.log.append(descriptions.verdict_transition(barrier, now))
 
     # --- time ---------------------------------------------------------------------------------------------------
 
@@ -500,6 +528,7 @@ class Rules:
         pause = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
         if pause > MAX_PAUSE_S:
+            # In order of silence, so each queue of `Tasks` stays in the order in which its tasks were heard.
             for task in chain.from_iterable(job.tasks.longest_silent() for job in self.jobs.values()):
                 task.heard_at = min(now, task.heard_at + pause)
         self.memory.forget_old(now)
@@ -517,7 +546,7 @@ class Rules:
         self._effects.is_unfinished = bool(self._unjudged)
 
     def _judge(self, job: Job, now: float) -> int:
-        """Judge what time has brought to some of the job's tasks and barriers; return to how many."""
+        """Find silent tasks and passed deadlines of a job, some at a time; return how many were judged."""
         lost_before, suspect_before = now - self.heartbeat_timeout_s, now - self.heartbeat_timeout_s / 2
         late = [
             *job.tasks.silent_since(lost_before, SUSPECT, MAX_LATE),
@@ -529,56 +558,40 @@ class Rules:
             if task.heard_at < lost_before:
                 job.tasks.place(task, LOST)
                 lost.append(task.number)
-                seen = texts.last_seen(task.progress)
+                seen = barrier_texts.last_seen(task.progress)
                 self._log_task("lost", job, task, f"is lost: silent for {silent_s:.1f} s{seen}")
             else:
                 job.tasks.place(task, SUSPECT)
                 self._log_task("suspect", job, task, f"is suspect: silent for {silent_s:.1f} s")
         if lost:
             self._fail_without(job, sorted(lost), now)
-        for barrier in [barrier for barrier in job.open.values() if barrier.former is not None]:
+        for barrier in [barrier for barrier in job.open.values() if barrier.missed is not None]:
             self._end_late(barrier, now)
         due = list(islice((barrier for barrier in job.open.values() if now >= barrier.deadline), MAX_DUE))
         for barrier in due:
-            arrived = f"{len(barrier.arrived)}/{len(barrier.participants)} arrived"
-            text = f"{arrived}, missing {self.waiting_for(barrier, now)}"
-            self._decide(
-                barrier, texts.timed_out(barrier.name, barrier.timeout_s, text, barrier.missing(MAX_NAMED)), now
+            failure = failures.timed_out(
+                barrier.name,
+                barrier.timeout_s,
+                len(barrier.arrived),
+                len(barrier.participants),
+                self.waiting_for(barrier, now),
+                missing=barrier.missing(MAX_NAMED),
             )
+            self._decide(barrier, failure, now)
         is_over = not job.tasks.num_alive and not job.open and not job.verdicts and now - job.heard_at > KEPT_VERDICTS_S
         if is_over:
             self.memory.remove_job(job)
             self._log("job_over", f"job {job.name!r} is over", job=job.name)
         return len(late) + len(due) + is_over
 
-    # --- what is told about it ------------------------------------------------------------------------------------
+    # --- log lines ------------------------------------------------------------------------------------------------
 
     def _log(self, event: str, text: str, **facts: object) -> None:
         self._effects.log.append(Transition(event, text, facts))
 
     def _log_task(self, event: str, job: Job, task: Task, text: str) -> None:
-        facts = {"job": job.name, "task": task.number, "incarnation": f"{task.incarnation:x}", "attempt": task.attempt}
-        self._log(f"task_{event}", f"{task_name(job.name, task.number)} {text}", **facts)
-
-    def _log_verdict(self, barrier: Barrier, now: float) -> None:
-        failure, duration_s = barrier.failure, now - barrier.opened_at
-        verdict = f"failed: {failure.code}: {failure.message}" if failure else "passed"
-        self._log(
-            "barrier_failed" if failure else "barrier_passed",
-            f"job {barrier.job!r} barrier {barrier.name!r} generation {barrier.generation} after {duration_s:.3f} s "
-            f"{verdict}",
-            job=barrier.job,
-            barrier=barrier.name,
-            generation=barrier.generation,
-            outcome=failure.cause.lower() if failure else "passed",
-            duration_s=round(duration_s, 6),
-            skew_s=round(barrier.last_arrival_at - barrier.opened_at, 6),
-        )
-
-
-def superseded(job: str, number: int, attempt: int) -> str:
-    return f"{task_name(job, number)}: attempt {attempt} has begun"
+        self._effects.log.append(descriptions.task_transition(event, job, task, text))
 
 
 def _replaced(job: str, number: int) -> str:
-    return f"another process has taken the place of {task_name(job, number)}"
+    return barrier_texts.was_replaced(task_name(job, number))

@@ -1,4 +1,4 @@
-"""A coordinator that listens: ports, credentials, ticking, and how it ends."""
+"""The coordinator as a server: it opens ports, loads credentials, sends ticks to the rules, drains and stops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEALTH_NAMES = ("", SERVICE_NAME, "liveness", "readiness")
 MAX_MESSAGE_NBYTES = (64 << 10) + 3 * MAX_CLIENTS
 """Largest request: an arrival that names every client of the largest job (a varint below 2^21 takes 3 bytes)."""
 KEEPALIVE_S = 60.0
-"""A connection that has been silent for so long is asked whether anyone is there."""
+"""A connection that has been silent for so long gets a ping."""
 
 
 def options() -> tuple[tuple[str, int], ...]:
@@ -43,11 +43,11 @@ def options() -> tuple[tuple[str, int], ...]:
         ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # A machine that vanishes says nothing; by default its streams would stay for two hours. What is called
-        # grpc.keepalive_timeout_ms is not looked at in gRPC 1.85.
+        # A machine that vanishes says nothing; by default its streams would stay for two hours. gRPC 1.85 ignores
+        # grpc.keepalive_timeout_ms.
         ("grpc.keepalive_time_ms", int(1000 * KEEPALIVE_S)),
         ("grpc.http2.ping_timeout_ms", int(1000 * KEEPALIVE_S / 3)),
-        # Without this a second coordinator would silently share the port.
+        # Else a second coordinator would silently share the port.
         ("grpc.so_reuseport", 0),
     )
 
@@ -59,12 +59,12 @@ class ServerConfig:
     Args:
         tls: Certificate files; None serves in plaintext.
         tokens: Tokens by job; None lets everyone do everything.
-        tokens_file: Where ``tokens`` came from, if it shall be read again from time to time.
-        health_port: Plaintext port for ``grpc.health.v1`` alone, as probes speak no TLS; None: none of its own.
+        tokens_file: The file of ``tokens``, to be read again from time to time.
+        health_port: Plaintext port for ``grpc.health.v1`` alone, as probes speak no TLS; None: no such port.
         metrics_port: Port for metrics and the status page, over HTTP; None: none.
         drain_timeout_s: How long open barriers may go on after the order to stop.
-        max_calls: Calls under way at one time; more are told to come again.
-        reflection: Whether to describe the services to whoever asks.
+        max_calls: Calls under way at one time; more are refused with UNAVAILABLE, which clients repeat.
+        reflection: Whether to offer gRPC reflection.
     """
 
     host: str = "127.0.0.1"
@@ -83,7 +83,7 @@ class ServerConfig:
 class Server:
     """A coordinator that listens. Lives on one event loop.
 
-    After `start`, ``port``, ``health_port`` and ``metrics_port`` are the ports that were taken.
+    After `start`, ``port``, ``health_port`` and ``metrics_port`` are the ports on which it listens.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -163,14 +163,14 @@ class Server:
                 logger.error("keeping the tokens that are in use: %s", error)
 
     async def wait_for_failure(self) -> None:
-        """Return never, unless what judges heartbeats and deadlines fails."""
+        """Return only if a background task (ticks, reading tokens again) fails; then raise its error."""
         await asyncio.wait([asyncio.shield(task) for task in self._running], return_when=asyncio.FIRST_COMPLETED)
         for task in self._running:
             if task.done():
                 task.result()
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Become not ready, let open barriers end, send the rest away, and end."""
+        """Stop: report not ready, let open barriers end, refuse the calls that still wait, and close the ports."""
         await self._health.enter_graceful_shutdown()
         await self._service.drain(self._config.drain_timeout_s)
         await self._server.stop(grace_s)

@@ -1,9 +1,12 @@
 # ruff: noqa: ARG002, N802  gRPC gives the handlers' names and arguments
-"""The gRPC face of the rules: translates requests, wakes waiters, and drains.
+"""The gRPC service of the coordinator: translate requests into events, wake waiting calls, send notices, drain.
 
-Domain errors become status codes by one table. Two traps of asyncio and gRPC shape the code: a `CancelledError` that
-leaves a handler sends no status at all, and a future that several handlers await is cancelled for all by the first
-client that goes away. So every waiter has a future of its own, and handlers are only ever cancelled by gRPC itself.
+A call becomes an event; `dtckpt_server.rules` decides; the effects are carried out. Errors of the rules become status
+codes by the table of `dtckpt_server.grpc_errors`.
+
+Two traps of asyncio and gRPC shape the code. A `CancelledError` that leaves a handler sends no status at all. And a
+future that several handlers await is cancelled for all by the first client that goes away. So every waiter has a future
+of its own, and only gRPC itself, or the end of the server, cancels handlers.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from google.rpc.status_pb2 import Status
 from dtckpt import __version__, errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt_server import rules
+from dtckpt_server import descriptions, rules
 from dtckpt_server.answers import Answers, barrier_status, failure_message, job_page, jobs_page
 from dtckpt_server.chores import Chores
 from dtckpt_server.events import (
@@ -35,6 +38,7 @@ from dtckpt_server.events import (
     Heartbeat,
     Identity,
     Leave,
+    Progress,
     Register,
     Report,
     Tick,
@@ -44,7 +48,6 @@ from dtckpt_server.heartbeat_streams import GATHER_S, MAX_UNSENT, Stream, Stream
 from dtckpt_server.metrics import Metrics
 from dtckpt_server.rules import Rules
 from dtckpt_server.state import Barrier, Effects, Transition
-from dtckpt_server.texts import Progress
 from dtckpt_server.tokens import Tokens
 
 logger = logging.getLogger("dtckpt_server")
@@ -55,11 +58,11 @@ MAX_WAIT_S = 30.0
 MAX_CALLS = 30_000
 """Calls under way at one time, unless the server is told otherwise; a waiter at a barrier is one."""
 ROUTINE = frozenset((grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE))
-"""What clients get now and then and deal with by themselves; not worth a line."""
+"""Refusals that clients handle by themselves; they are not logged."""
 MAX_TOLD_PARTICIPANTS = 1024
 """Longest list of participants that a notice carries; where all tasks of a job take part, it carries none."""
 MAX_NOTICES = 64
-"""Events of one job that wait to be told; its clients learn of more by their next calls."""
+"""Bound on the pieces of work that wait for one job. Beyond it clients get no notices; their next calls tell them."""
 MAX_HOST_CHARS, MAX_PHASE_CHARS = 128, 64
 REFUSAL_LOG_S = 1.0
 """Least time between two log lines about calls that were refused with the same code."""
@@ -75,7 +78,7 @@ def _answers(handler: Handler[Response]) -> Handler[Response]:
             if context.time_remaining() is None:
                 raise errors.ConfigError("the call has no deadline; set one, so that nothing can wait for ever")
             self.authorize(request, context)
-            with self._calls:
+            with self._call_slots:
                 return await handler(self, request, context)
         except errors.DtckptError as refused:
             error = refused
@@ -89,7 +92,7 @@ def _answers(handler: Handler[Response]) -> Handler[Response]:
 
 
 class Slots:
-    """A bounded number of things of one kind that may be under way at one time.
+    """A bound on the calls or streams that are under way at one time.
 
     Entering raises CoordinatorUnavailableError when all slots are taken.
     """
@@ -114,7 +117,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     """Serves one `Rules`. All methods run on one event loop.
 
     Args:
-        tokens: Who may do what; None: everyone everything. May be replaced at any time.
+        tokens: The tokens of each job; None: no call needs one. May be replaced at any time.
         max_calls: Calls under way at one time, and as many heartbeat streams; more are refused with UNAVAILABLE, which
             clients repeat.
     """
@@ -131,8 +134,8 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         self.metrics = Metrics(lambda: self.rules, __version__, clock)
         self.tokens = tokens
         self.clock = clock
-        self._calls = Slots("calls", max_calls)
-        self._beating = Slots("heartbeat streams", max_calls)  # these stay, and must leave room for the others
+        self._call_slots = Slots("calls", max_calls)
+        self._stream_slots = Slots("heartbeat streams", max_calls)  # these stay, and must leave room for the others
         self._answers = Answers()
         self._chores = Chores()
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
@@ -145,18 +148,18 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     # --- for the server -----------------------------------------------------------------------------------------
 
     async def tick(self) -> None:
-        """Judge what time has brought, without holding anyone up."""
+        """Let the rules judge heartbeats and deadlines, in steps between which other calls get their turns."""
         while self._apply(Tick()).is_unfinished:
             await asyncio.sleep(0)
 
     def _apply(self, event: Event) -> Effects:
-        """Let an event happen and begin what the rules decided.
+        """Let an event happen and begin to carry out its effects.
 
         Raises:
             DtckptError: The rules refuse the event.
         """
         self.rules, effects = rules.apply(self.rules, event, self.clock())
-        if effects.log:  # nothing is decided without a line
+        if effects.log:  # no effect comes without a log entry
             self._begin_to_tell(event, effects)
         if self._is_draining and not self.rules.memory.num_open_barriers:
             self._is_idle.set()
@@ -166,7 +169,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         return effects
 
     def _begin_to_tell(self, event: Event, effects: Effects) -> None:
-        """Begin to tell everyone concerned, for each job apart: much to tell in one of them holds up no other."""
+        """Begin to log, to wake waiting calls and to send notices; apart for each job, so that none delays another."""
         if isinstance(event, Tick):
             self._chores.add("", self._tell_log(effects.log))
             for job, failed in _by_job(effects.failed).items():
@@ -174,11 +177,11 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
                 self._chores.add(job, chain(self._wake(decided), self._notify(job, failed, self._streams.of(job))))
             return
         job, failed, attempt = event.who.job, effects.failed, effects.superseded
-        # As they are now: no later step may tell a client that comes only then.
+        # The streams as they are now: a client that connects during a later step must not get this notice.
         streams = self._streams.of(job) if failed or attempt is not None else {}
         lives = [(stream, text) for who, text in effects.fenced if (stream := self._streams.stream_of(who))]
         superseded = streams.items() if attempt is not None else ()
-        over = ((stream, rules.superseded(job, number, attempt or 0)) for number, stream in superseded)
+        over = ((stream, descriptions.superseded(job, number, attempt or 0)) for number, stream in superseded)
         steps = self._tell_log(effects.log), self._wake(effects.decided), _fence(chain(lives, over))
         self._chores.add(job, chain(*steps, self._notify(job, failed, streams)))
 
@@ -195,9 +198,10 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
                 yield
 
     def _notify(self, job: str, failed: Sequence[Barrier], streams: Mapping[int, Stream]) -> Iterator[None]:
-        """Tell the participants of operations whose barriers have failed, also those that have not arrived there.
+        """Send notices to the participants of operations whose barriers have failed, also to those not there yet.
 
-        Who comes to an operation's first barrier, or to one that stands alone, may mean the next round.
+        Not of an operation's first barrier, or one that stands alone: a client that comes there may mean the next
+        round.
         """
         inside = [barrier for barrier in failed if barrier.operation] if streams else []
         for barrier in inside[:MAX_UNSENT]:
@@ -218,7 +222,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
                     yield
 
     async def drain(self, timeout_s: float) -> None:
-        """Begin no barrier any more, let the open ones end, then send everyone who waits away with UNAVAILABLE."""
+        """Open no more barriers, let the open ones end, then end the calls that still wait with UNAVAILABLE."""
         self._is_draining = True
         await self.tick()
         with suppress(TimeoutError):
@@ -238,7 +242,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         """Check the call's token against the job that the call is about.
 
         Raises:
-            CoordinatorPermissionError: It does not fit.
+            CoordinatorPermissionError: The token does not fit.
         """
         if self.tokens is not None and not isinstance(request, pb.ListJobsRequest):
             only_looks = isinstance(request, pb.GetJobRequest | pb.GetBarrierRequest)
@@ -255,7 +259,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         refusal = Refusal.of(error)
         code = refusal.code
         self.metrics.note_refusal(code.name)
-        # Whoever floods the coordinator shall not flood the log, too.
+        # A client that floods the coordinator must not flood the log, too.
         if code not in ROUTINE and self.clock() - self._logged_at.get(code, -math.inf) >= REFUSAL_LOG_S:
             self._logged_at[code] = self.clock()
             facts = {"event": "call_refused", "method": method, "peer": context.peer(), "code": code.name}
@@ -296,7 +300,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     ) -> None:
         stream, who = Stream(context), None
         try:
-            with self._beating:
+            with self._stream_slots:
                 # While the first message is on its way with them, gRPC takes no status: the client would hang.
                 await context.send_initial_metadata(())
                 async for request in request_iterator:
@@ -334,7 +338,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     async def _answer_arrival(self, request: pb.HeartbeatStreamRequest, stream: Stream, context: Any) -> None:
         arrived, refusal = b"", None
         try:
-            with self._calls:
+            with self._call_slots:
                 barrier = await self._arrive(request.arrival)
                 if stream.is_loaded:
                     raise _crowded()
@@ -370,7 +374,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         return self._answers.of(barrier, self.rules.incarnation, collect=request.collect)
 
     async def _arrive(self, request: pb.ArriveRequest) -> Barrier:
-        """Let a task arrive, and wait for the verdict as it asks."""
+        """Let a task arrive, and wait for the verdict as long as the request says."""
         self._refuse_if(self._is_draining and not self._has_begun(request))
         vote = request.vote
         arrival = Arrive(
@@ -399,7 +403,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
 
     def _has_begun(self, request: pb.ArriveRequest) -> bool:
         job = self.rules.jobs.get(request.task.job)
-        latest = job.named.get(request.name) if job else None
+        latest = job.latest_of_name.get(request.name) if job else None
         return bool(request.operation) or (latest is not None and latest.is_open)
 
     @_answers
@@ -413,7 +417,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         )
 
     async def _decision(self, barrier: Barrier, max_wait_s: float) -> None:
-        """Wait until the barrier is decided, or not any longer."""
+        """Wait until the barrier is decided, at most ``max_wait_s`` and `MAX_WAIT_S`."""
         if barrier.is_open:
             self._refuse_if(self._is_stopping)
             loop = asyncio.get_running_loop()
@@ -469,7 +473,7 @@ def _by_job(barriers: Iterable[Barrier]) -> dict[str, list[Barrier]]:
 
 
 def _fence(streams: Iterable[tuple[Stream, str]]) -> Iterator[None]:
-    """Tell clients that it is over, and why."""
+    """Tell clients that they are fenced, and why."""
     for stream, text in streams:
         failure = pb.Failure(cause=pb.Failure.CAUSE_FENCED, code=errors.FencedError.__name__, message=text)
         stream.tell(pb.HeartbeatStreamResponse(notice=pb.Notice(failure=failure)))

@@ -1,4 +1,4 @@
-"""Pages for people and Prometheus: plain HTTP, read only."""
+"""The status page for people and the metrics page for Prometheus: plain HTTP, read only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dtckpt_server.tasks import FENCED, LEFT, LOST, REGISTERED, SUSPECT, Task
 logger = logging.getLogger("dtckpt_server")
 
 MAX_CONNECTIONS = 64
-"""Beyond this the oldest is cut off: whoever asks and reads at once is done long before it is the oldest."""
+"""Beyond this the oldest is cut off. A client that asks and reads at once is done long before it is the oldest."""
 RENDER_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 10.0
 """From the connection to the last byte of the page."""
@@ -123,10 +123,10 @@ def _more(count: int, limit: int, noun: str) -> str:
 
 
 class Pages:
-    """Serves ``/`` and ``/metrics`` from threads; what they show is rendered on the coordinator's event loop.
+    """Serves ``/`` and ``/metrics`` from threads; the pages are rendered on the coordinator's event loop.
 
-    So all about one job is of one moment, and a loop that is blocked is answered with 503. The loop has its other work
-    between any two jobs.
+    So everything about one job is of one moment. The loop does its other work between any two jobs. If the loop is
+    blocked, the answer is 503.
 
     Args:
         where: Host and port; port 0 takes any free one.
@@ -190,7 +190,7 @@ class Pages:
 
 
 class _HTTPServer(ThreadingHTTPServer):
-    """A server of a bounded number of connections, each for a bounded time, however slowly the others write or read.
+    """A server of a bounded number of connections, each for a bounded time, however slowly its client writes or reads.
 
     A connection that is cut off ends its thread, unless that waits for the event loop; so threads are bounded apart.
     """
@@ -274,4 +274,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(page[1])
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing: someone asks every few seconds."""
+        """Log nothing: Prometheus asks every few seconds."""

@@ -1,4 +1,12 @@
-"""The tasks of one job, by number and by state."""
+"""The tasks of one job, by number and by state: who is registered, suspect, lost, has left, or is fenced.
+
+How a task changes its state::
+
+    REGISTERED --silent for half the timeout--> SUSPECT --silent for all of it--> LOST
+        ^                                          |                               |
+        +----------------- heartbeat --------------+-------------------------------+
+    each of these --Leave--> LEFT      all tasks --a higher attempt registers--> FENCED
+"""
 
 from __future__ import annotations
 
@@ -8,8 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING
 
-from dtckpt_server.events import Report
-from dtckpt_server.texts import Progress
+from dtckpt_server.events import Progress, Report
 
 if TYPE_CHECKING:
     from dtckpt_server.state import Barrier
@@ -19,7 +26,7 @@ ALIVE = (REGISTERED, SUSPECT)
 GONE = (LOST, LEFT)
 STATES = (*ALIVE, *GONE, FENCED)
 KEPT_CALLS = 16
-"""Of each task: calls that may be repeated and then get the round that they had joined."""
+"""How many calls of each task are kept. A kept call that is repeated gets the round that it had joined."""
 
 
 @dataclass(slots=True)
@@ -48,17 +55,17 @@ class Task:
 class Tasks(dict[int, Task]):
     """The tasks of a job by number; ``by_state`` holds the same tasks, in the order in which they came into the state.
 
-    A task that is heard comes into its state anew, so those that are alive are in the order in which they were heard:
-    no method looks at tasks that it does not return.
+    A task that is heard is placed anew. So the tasks of a living state are in the order in which they were last heard,
+    and the silent ones are found without a look at the others.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # An OrderedDict finds its first entry at once; a plain dict only after all that have been taken out before it.
+        # An OrderedDict finds its first entry at once; a plain dict first skips all entries removed before it.
         self.by_state: dict[str, dict[int, Task]] = {state: OrderedDict() if state in ALIVE else {} for state in STATES}
 
     def place(self, task: Task, state: str) -> None:
-        """Put a task into a state, as the last one there, in the place of any other of its number."""
+        """Put a task into a state, as the last one there; replace any other task of its number."""
         before = self.get(task.number)
         if before is not None:
             del self.by_state[before.state][task.number]
@@ -66,7 +73,7 @@ class Tasks(dict[int, Task]):
         self[task.number] = self.by_state[state][task.number] = task
 
     def fence(self, num_places: int) -> None:
-        """Fence all tasks, and forget those beyond the first places."""
+        """Fence all tasks; forget those with a number of ``num_places`` or more."""
         kept = [task for task in self.values() if task.number < num_places]
         self.clear()
         for tasks in self.by_state.values():
@@ -84,7 +91,13 @@ class Tasks(dict[int, Task]):
         return chain.from_iterable(self.by_state[state].values() for state in (SUSPECT, REGISTERED))
 
     def silent_since(self, when: float, state: str, limit: int) -> list[Task]:
-        """Return the first tasks of a state of `ALIVE` that were not heard since, at most ``limit``."""
+        """Return the tasks of a state of `ALIVE` that were not heard since ``when``, longest silent first.
+
+        Args:
+            when: Seconds of the rules' clock.
+            state: REGISTERED or SUSPECT.
+            limit: How many to return, at most.
+        """
         silent: Iterable[Task] = takewhile(lambda task: task.heard_at < when, self.by_state[state].values())
         return list(islice(silent, limit))
 

@@ -1,4 +1,4 @@
-"""Certificates from files, read again when they change."""
+"""The coordinator's TLS certificates: read from files, and read again when these change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TlsFiles:
     client_ca: Path | None = None
 
     def read(self) -> tuple[bytes, bytes, bytes | None]:
-        """Return the contents, if they belong together.
+        """Return the contents of the files: certificate, key, authorities of clients.
 
         Raises:
             ConfigError: A file cannot be read, or certificate and key do not match.
@@ -45,7 +45,7 @@ class TlsFiles:
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Return credentials that follow the files: each new connection meets what they hold then.
+    """Return credentials that follow the files: each new connection gets their contents at that time.
 
     Raises:
         ConfigError: The files cannot be used. Later, files that cannot be used are logged, and the old ones stay.
@@ -55,15 +55,15 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     def refresh() -> Any:  # the stubs do not know that None means no change
         nonlocal current
         try:
-            found = files.read()
+            contents = files.read()
         except ConfigError as error:
             logger.error("keeping the certificate that is in use: %s", error)
             return None
-        if found == current:
+        if contents == current:
             return None
-        current = found
+        current = contents
         logger.info("the TLS files have changed")
-        return _configuration(found)
+        return _configuration(contents)
 
     return grpc.dynamic_ssl_server_credentials(
         _configuration(current), refresh, require_client_authentication=files.client_ca is not None

@@ -1,8 +1,8 @@
-"""Which token opens which job.
+"""Authorization: which token may use which job.
 
 A list of tokens is text: one ``JOB TOKEN`` per line, the token without blanks; a job may have several, so that tokens
-can be replaced while jobs run. The job ``*`` stands for whoever looks after the coordinator: its tokens show all jobs
-and change none. Empty lines and lines that begin with ``#`` are skipped.
+can be replaced while jobs run. Tokens of the job ``*`` are for operators of the coordinator: they may read all jobs and
+change none. Empty lines and lines that begin with ``#`` are skipped.
 
 Only digests are kept, so that no token can turn up in a log, a traceback or a dump.
 """
@@ -58,7 +58,7 @@ class Tokens:
         return cls(digests)
 
     def authorize(self, header: str, job: str, *, only_looks: bool) -> None:
-        """Let a call pass that concerns one job.
+        """Check the token of a call.
 
         Args:
             header: Value of the call's ``authorization`` metadata, "" if it has none.
@@ -66,8 +66,8 @@ class Tokens:
             only_looks: Whether the call changes nothing.
 
         Raises:
-            UnauthenticatedError: There is no token, or nobody has such a token.
-            CoordinatorPermissionError: The token is another job's, or may only look.
+            UnauthenticatedError: There is no token, or it is no job's.
+            CoordinatorPermissionError: The token is another job's, or may only read.
         """
         digest = _digest(self._token(header))
         owners = (job, ANY_JOB) if only_looks else (job,)
@@ -78,10 +78,10 @@ class Tokens:
             raise CoordinatorPermissionError(f"the token is not for job {job!r}")
 
     def visible(self, header: str) -> frozenset[str] | None:
-        """Return the jobs that a token may look at; None for all.
+        """Return the jobs that a token may read; None for all.
 
         Raises:
-            UnauthenticatedError: There is no token, or nobody has such a token.
+            UnauthenticatedError: There is no token, or it is no job's.
         """
         digest = _digest(self._token(header))
         self._refuse_unknown(digest)

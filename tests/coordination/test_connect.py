@@ -9,7 +9,7 @@ from dtckpt import errors
 from dtckpt.coordination import connect, identity
 from dtckpt.coordination.api import Vote
 from dtckpt.coordination.grpc_client import GrpcCoordination
-from dtckpt.coordination.single_client import LocalCoordination
+from dtckpt.coordination.single_client import SingleClientCoordination
 
 RELEVANT = ("DTCKPT_", "DTENSOR_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "PET_")
 
@@ -25,7 +25,7 @@ def clean(monkeypatch):
 
 def test_one_client_needs_nobody():
     current = connect.current_coordination()
-    assert isinstance(current, LocalCoordination)
+    assert isinstance(current, SingleClientCoordination)
     assert connect.current_coordination() is current
 
 
@@ -101,4 +101,4 @@ def test_initialize_with_a_coordinator_and_again():
 def test_failed_initialize_leaves_nothing_behind():
     with pytest.raises(errors.CoordinatorUnavailableError):
         connect.initialize_multi_client("127.0.0.1:1", heartbeat_timeout_s=0.5)
-    assert isinstance(connect.current_coordination(), LocalCoordination)
+    assert isinstance(connect.current_coordination(), SingleClientCoordination)

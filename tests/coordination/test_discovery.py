@@ -7,7 +7,7 @@ import pytest
 
 from dtckpt.coordination import connect
 from dtckpt.coordination.discovery import CoordinatorAddress, find_coordinator
-from dtckpt.coordination.single_client import LocalCoordination
+from dtckpt.coordination.single_client import SingleClientCoordination
 from dtckpt.errors import ConfigError
 
 FLAG = "flag:1"
@@ -62,7 +62,7 @@ def test_connecting_uses_and_logs_it(caplog):
         chosen = connect.connect(MASTER | PORT)
     assert chosen._address == "master:3"
     assert "the coordinator is at master:3, says MASTER_ADDR and DTCKPT_COORDINATOR_PORT_NUMBER" in caplog.text
-    assert isinstance(connect.connect(MASTER), LocalCoordination)
+    assert isinstance(connect.connect(MASTER), SingleClientCoordination)
 
 
 def test_variables_that_kubernetes_makes_of_a_service_name_nothing():

@@ -17,8 +17,8 @@ from dtckpt.coordination import connect
 from dtckpt.coordination.api import Member, Progress, Vote
 from dtckpt.coordination.fallback import FallbackCoordination
 from dtckpt.coordination.grpc_client import GrpcCoordination
-from dtckpt.coordination.single_client import LocalCoordination
-from dtckpt.coordination.torch_store import ProcessGroupCoordination
+from dtckpt.coordination.single_client import SingleClientCoordination
+from dtckpt.coordination.torch_store import TorchStoreCoordination
 
 from .test_outages import BARRIER, LATE, VICTIM, is_whole, missing
 
@@ -33,7 +33,7 @@ def clients_at(*ports, give_up_s=0.3, store=None):
     for client, port in enumerate(ports):
         member = Member("job", client, len(ports), secrets.randbits(60))
         primary = GrpcCoordination(f"127.0.0.1:{port}", member, heartbeat_timeout_s=TIMEOUT_S)
-        secondary = ProcessGroupCoordination(store, member, heartbeat_timeout_s=TIMEOUT_S)
+        secondary = TorchStoreCoordination(store, member, heartbeat_timeout_s=TIMEOUT_S)
         made.append(FallbackCoordination(primary, secondary))
         primary.give_up_s = give_up_s
     return made
@@ -137,10 +137,10 @@ def test_neither_coordinator_nor_store():
         (client,) = clients_at(port)
         client.register()
 
-    def settle(*_):
+    def record_once(*_):
         raise errors.CoordinatorUnavailableError("the store where clients meet cannot be reached: it is gone")
 
-    client._secondary.settle = settle
+    client._secondary.record_once = record_once
     expected = (
         r"^the coordinator at .* cannot be reached.*; and there is nothing to fall back to: the store .* it is gone$"
     )
@@ -153,7 +153,7 @@ def test_neither_coordinator_nor_store():
 def test_options(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "DTCKPT_COORDINATOR"):
         monkeypatch.delenv(name, raising=False)
-    assert isinstance(connect.connect({}, fallback="process_group"), LocalCoordination)
+    assert isinstance(connect.connect({}, fallback="process_group"), SingleClientCoordination)
     env = {"DTCKPT_COORDINATOR": "127.0.0.1:1", "DTCKPT_COORDINATOR_FALLBACK": "process_group"}
     assert isinstance(connect.connect(env), FallbackCoordination)
     assert isinstance(connect.connect(env, fallback=""), GrpcCoordination)

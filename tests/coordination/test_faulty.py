@@ -8,7 +8,7 @@ from support.coordination_contract import HEARTBEAT_S, ManyClientsContract
 from dtckpt.coordination import torch_store
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.faulty import Fault, FaultyCoordination
-from dtckpt.coordination.single_client import LocalCoordination
+from dtckpt.coordination.single_client import SingleClientCoordination
 
 
 class TestFaultyWithoutFaults(ManyClientsContract):
@@ -19,7 +19,7 @@ class TestFaultyWithoutFaults(ManyClientsContract):
     def make(self, num_clients, job):
         return [
             FaultyCoordination(
-                torch_store.ProcessGroupCoordination(
+                torch_store.TorchStoreCoordination(
                     self.store,
                     Member(job, client, num_clients, incarnation=secrets.randbits(60)),
                     heartbeat_timeout_s=HEARTBEAT_S,
@@ -29,11 +29,11 @@ class TestFaultyWithoutFaults(ManyClientsContract):
         ]
 
     def silence(self, client):
-        client._inner._send = lambda link, state: None
+        client._inner._send = lambda store, state: None
 
 
 def test_raises_at_the_chosen_call():
-    coordination = FaultyCoordination(LocalCoordination(), {("barrier", 1): Fault(OSError("gone"))})
+    coordination = FaultyCoordination(SingleClientCoordination(), {("barrier", 1): Fault(OSError("gone"))})
     first = coordination.barrier("b", timeout_s=1)
     with pytest.raises(OSError, match="gone"):
         coordination.barrier("b", timeout_s=1)
@@ -42,7 +42,9 @@ def test_raises_at_the_chosen_call():
 
 
 def test_can_lose_the_answer():
-    coordination = FaultyCoordination(LocalCoordination(), {("barrier", 0): Fault(OSError("gone"), after_call=True)})
+    coordination = FaultyCoordination(
+        SingleClientCoordination(), {("barrier", 0): Fault(OSError("gone"), after_call=True)}
+    )
     with pytest.raises(OSError, match="gone"):
         coordination.barrier("lost answer", timeout_s=1)
     assert coordination.barrier("lost answer", timeout_s=1).generation == 1
@@ -52,7 +54,9 @@ def test_can_wait_and_drop_heartbeats():
     from dtckpt.coordination.api import Progress
 
     called = []
-    coordination = FaultyCoordination(LocalCoordination(), {("status", 0): Fault(before=lambda: called.append(1))})
+    coordination = FaultyCoordination(
+        SingleClientCoordination(), {("status", 0): Fault(before=lambda: called.append(1))}
+    )
     coordination.drop_heartbeats.set()
     coordination.heartbeat(Progress("write"))
     assert coordination.status().tasks[0].progress == Progress()

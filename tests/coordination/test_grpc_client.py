@@ -57,7 +57,7 @@ class TestGrpc(ManyClientsContract):
         return clients_at(self.port, num_clients, job)
 
     def silence(self, client):
-        client._stop_beating(client._beating)
+        client._stop_heartbeats(client._heartbeat_thread)
         client._leaving.clear()
 
 
@@ -169,8 +169,8 @@ def test_calls_that_waited_for_too_long_are_repeated(monkeypatch):
         together(clients, lambda client: client.register())
 
         for client in clients:
-            once = client._once
-            monkeypatch.setattr(client, "_once", lambda call, t, once=once: once(noting(call, codes), t))
+            once = client._call_once
+            monkeypatch.setattr(client, "_call_once", lambda call, t, once=once: once(noting(call, codes), t))
         server._running[0].get_loop().call_soon_threadsafe(time.sleep, 2.5)  # for this long it comes to nothing
         assert not any(result.error for result in together(clients, at("b")).values())
         leave_all(clients)
@@ -212,18 +212,18 @@ def test_thread_of_an_earlier_registration_ends(monkeypatch):
     monkeypatch.setattr(grpc_client, "GOODBYE_S", 0.05)
     with server_in_thread() as port:
         (client,) = clients_at(port, 1)
-        monkeypatch.setattr(client, "_beat_on_stream", lambda *_: False)
-        monkeypatch.setattr(client, "_beat", hang)
+        monkeypatch.setattr(client, "_run_stream", lambda *_: False)
+        monkeypatch.setattr(client, "_send_heartbeat", hang)
         client.register()
         assert hanging.wait(20)
-        first = client._beating
+        first = client._heartbeat_thread
         client.leave()
         monkeypatch.undo()
         client.register()
         go_on.set()
         first.join(20)
         assert not first.is_alive()
-        assert client._beating.is_alive()
+        assert client._heartbeat_thread.is_alive()
         client.leave()
 
 

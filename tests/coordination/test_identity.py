@@ -1,15 +1,15 @@
 """What a client keeps of its calls, and tells the others."""
 
-from dtckpt.coordination.identity import Calls, Report
+from dtckpt.coordination.identity import BarrierCalls, Report
 
 
 def test_calls_are_numbered_upwards():
-    calls = Calls()
+    calls = BarrierCalls()
     assert [calls.begin(of_operation=number % 2 == 0) for number in range(3)] == [1, 2, 3]
 
 
 def test_report_follows_an_operation_from_its_first_round_to_its_end():
-    calls = Calls()
+    calls = BarrierCalls()
     first = calls.begin(of_operation=True)
     calls.wait_at("save/begin")
     assert calls.report == Report("", 0, "save/begin")
@@ -22,7 +22,7 @@ def test_report_follows_an_operation_from_its_first_round_to_its_end():
 
 
 def test_interrupted_call_that_ends_late_does_not_take_the_client_out_of_its_next_operation():
-    calls = Calls()
+    calls = BarrierCalls()
     interrupted = calls.begin(of_operation=True)
     calls.leave_operation()
     calls.end(calls.begin(of_operation=True), "next")
@@ -31,7 +31,7 @@ def test_interrupted_call_that_ends_late_does_not_take_the_client_out_of_its_nex
 
 
 def test_client_that_leaves_an_operation_waits_for_no_answer():
-    calls = Calls()
+    calls = BarrierCalls()
     interrupted = calls.begin(of_operation=True)
     calls.wait_at("save/begin")
     calls.leave_operation()

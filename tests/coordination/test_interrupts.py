@@ -15,7 +15,7 @@ from dtckpt.checkpoint.collective import Rounds
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.grpc_client import GrpcCoordination
 from dtckpt.coordination.identity import calls_of
-from dtckpt.coordination.torch_store import ProcessGroupCoordination
+from dtckpt.coordination.torch_store import TorchStoreCoordination
 
 
 @pytest.fixture(params=["grpc", "process_group"])
@@ -29,7 +29,7 @@ def pair(request):
             leave_all(pair)
     else:
         store = HashStore()
-        pair = [ProcessGroupCoordination(store, each, heartbeat_timeout_s=HEARTBEAT_S) for each in members]
+        pair = [TorchStoreCoordination(store, each, heartbeat_timeout_s=HEARTBEAT_S) for each in members]
         yield pair
         leave_all(pair)
 

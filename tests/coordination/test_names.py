@@ -16,7 +16,7 @@ from dtckpt.coordination.api import Member, Vote
 from dtckpt.coordination.grpc_calls import HeldError
 from dtckpt.coordination.grpc_client import GrpcCoordination
 from dtckpt.coordination.grpc_credentials import PLAINTEXT
-from dtckpt.coordination.grpc_status import Observer
+from dtckpt.coordination.grpc_status import StatusClient
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_names_of_those_that_never_came(port):
     assert client.task_name == "worker/replica:0/task:0" == client.member.full_task_name()
     seen = [(task.name, task.state) for task in client.status().tasks]
     assert seen == [("worker/replica:0/task:0", "registered"), ("worker/replica:0/task:1", "unknown")]
-    assert Observer(f"127.0.0.1:{port}", PLAINTEXT).job("train").tasks[1].name == "worker/replica:0/task:1"
+    assert StatusClient(f"127.0.0.1:{port}", PLAINTEXT).job("train").tasks[1].name == "worker/replica:0/task:1"
     client.leave()
 
 

@@ -14,7 +14,7 @@ from dtckpt.coordination.operation_ordinals import (
     SAME,
     Comparison,
     Ordinal,
-    Standing,
+    OrdinalTracker,
     compare,
 )
 
@@ -153,25 +153,25 @@ class Clients:
     """Clients that call the same operation again and again."""
 
     def __init__(self, num_clients: int) -> None:
-        self.standings = [Standing("save") for _ in range(num_clients)]
+        self.trackers = [OrdinalTracker("save") for _ in range(num_clients)]
         self.waiting: dict[int, Ordinal] = {}
 
     def skip(self, *clients: int) -> None:
         """Let clients come to an operation that the others do not come to, and hear its failure."""
-        missing = set(range(len(self.standings))) - set(clients)
+        missing = set(range(len(self.trackers))) - set(clients)
         for client in clients:
-            self.standings[client].advance()
-            self.standings[client].note_failure(timed_out(*missing), client, LEAST_VAIN_WAIT_S)
+            self.trackers[client].next_ordinal()
+            self.trackers[client].note_failure(timed_out(*missing), client, LEAST_VAIN_WAIT_S)
 
     def give_up(self, client: int) -> None:
         """Let a client come to an operation and be cut off from it."""
-        self.standings[client].advance()
-        self.standings[client].note_failure(errors.CoordinatorUnavailableError("cut off"), client, LEAST_VAIN_WAIT_S)
+        self.trackers[client].next_ordinal()
+        self.trackers[client].note_failure(errors.CoordinatorUnavailableError("cut off"), client, LEAST_VAIN_WAIT_S)
 
     def come_late(self, client: int) -> None:
         """Let a client come to an operation that the others have given up without it."""
-        self.standings[client].advance()
-        self.standings[client].note_failure(timed_out(client), client, 0.0)
+        self.trackers[client].next_ordinal()
+        self.trackers[client].note_failure(timed_out(client), client, 0.0)
 
     def meet(self, *given: int | None) -> list[str]:
         """Let all come to their next operation, if they do not wait at one; return what each is told, "" for success.
@@ -180,11 +180,11 @@ class Clients:
             given: Steps, of clients that give one.
         """
         ordinals = {
-            client: self.waiting.get(client) or standing.advance(given[client] if given else None)
-            for client, standing in enumerate(self.standings)
+            client: self.waiting.get(client) or tracker.next_ordinal(given[client] if given else None)
+            for client, tracker in enumerate(self.trackers)
         }
         ordinals = {client: Ordinal.from_bytes(ordinal.to_bytes()) for client, ordinal in ordinals.items()}
-        found = {client: standing.settle(ordinals, client) for client, standing in enumerate(self.standings)}
+        found = {client: tracker.reconcile(ordinals, client) for client, tracker in enumerate(self.trackers)}
         assert len(set(map(str, found.values()))) == 1, "all come to the same result"
         told = found[0]
         self.waiting = {}
@@ -199,9 +199,9 @@ class Clients:
 
     def stop_waiting(self, waited_s: float = LEAST_VAIN_WAIT_S) -> None:
         """Let the time of those be over who wait."""
-        missing = set(range(len(self.standings))) - set(self.waiting)
+        missing = set(range(len(self.trackers))) - set(self.waiting)
         for client in self.waiting:
-            self.standings[client].note_failure(timed_out(*missing), client, waited_s)
+            self.trackers[client].note_failure(timed_out(*missing), client, waited_s)
         self.waiting = {}
 
 
@@ -232,7 +232,7 @@ def test_client_that_was_cut_off_catches_up_while_the_others_wait():
         assert answers[:2] == ["waits", "waits"]
         assert answers[2] == f"client 2 is at its {place} save, the others at their 5th: {BEHIND}"
     assert told[2] == ["", "", ""]
-    assert not any(standing.advance().was_cut_off for standing in clients.standings)
+    assert not any(tracker.next_ordinal().was_cut_off for tracker in clients.trackers)
 
 
 def test_client_that_heard_that_the_others_went_on_without_it_catches_up():
@@ -267,7 +267,7 @@ def test_client_that_was_cut_off_and_skipped_costs_two_failures():
     # Both are at the same point of their programs, and stay so: the gap does not close.
     assert clients.meet() == ["", ""]
     assert clients.meet() == ["", ""]
-    assert [standing.advance() for standing in clients.standings] == [Ordinal(7)] * 2
+    assert [tracker.next_ordinal() for tracker in clients.trackers] == [Ordinal(7)] * 2
 
 
 def test_waiting_that_was_short_was_not_in_vain():
@@ -299,13 +299,13 @@ def test_waiting_is_over_when_the_other_has_come():
 
 def test_clients_that_heard_at_a_later_try_are_cut_off():
     """As the coordinator tells all; what the client itself knows comes too late for its ordinal."""
-    standings = [Standing("save") for _ in range(2)]
-    ordinals = {client: standing.advance() for client, standing in enumerate(standings)}
+    trackers = [OrdinalTracker("save") for _ in range(2)]
+    ordinals = {client: tracker.next_ordinal() for client, tracker in enumerate(trackers)}
     ordinals[0] = Ordinal(ordinals[0].number + 1)
-    found = [standing.settle(ordinals, client, cut_off=(1,)) for client, standing in enumerate(standings)]
+    found = [tracker.reconcile(ordinals, client, cut_off=(1,)) for client, tracker in enumerate(trackers)]
     assert found[0] == found[1]
     assert found[0].others_wait
-    assert all(standing.advance().was_cut_off for standing in standings), "until all are level again"
+    assert all(tracker.next_ordinal().was_cut_off for tracker in trackers), "until all are level again"
 
 
 def test_chase_with_steps():
@@ -324,8 +324,8 @@ def test_chase_with_steps():
 def test_steps_of_clients_of_which_one_skipped_go_on_together():
     clients = Clients(2)
     clients.meet(1, 1)
-    clients.standings[0].advance(2)
-    clients.standings[0].note_failure(timed_out(1), 0, LEAST_VAIN_WAIT_S)
+    clients.trackers[0].next_ordinal(2)
+    clients.trackers[0].note_failure(timed_out(1), 0, LEAST_VAIN_WAIT_S)
     assert clients.meet(3, 3) == ["", ""]
 
 
@@ -351,21 +351,21 @@ def test_step_on_one_client_only_levels_the_numbers():
 )
 def test_client_was_cut_off_by_what_is_no_verdict_or_names_it(error, cut_off):
     for client in range(3):
-        standing = Standing("save")
-        standing.advance()
-        standing.note_failure(error, client, 0.0)
-        assert standing.advance() == Ordinal(2, was_cut_off=client in cut_off)
+        tracker = OrdinalTracker("save")
+        tracker.next_ordinal()
+        tracker.note_failure(error, client, 0.0)
+        assert tracker.next_ordinal() == Ordinal(2, was_cut_off=client in cut_off)
 
 
 def test_client_stays_cut_off_until_all_are_level():
-    standing = Standing("save")
-    standing.advance()
-    standing.note_failure(timed_out(0), 0, 0.0)
-    standing.note_failure(timed_out(1), 0, 0.0)
-    behind = standing.advance()
+    tracker = OrdinalTracker("save")
+    tracker.next_ordinal()
+    tracker.note_failure(timed_out(0), 0, 0.0)
+    tracker.note_failure(timed_out(1), 0, 0.0)
+    behind = tracker.next_ordinal()
     assert behind == Ordinal(2, was_cut_off=True)
-    assert standing.settle({0: behind, 1: Ordinal(3)}, 0).others_wait
-    level = standing.advance()
+    assert tracker.reconcile({0: behind, 1: Ordinal(3)}, 0).others_wait
+    level = tracker.next_ordinal()
     assert level == Ordinal(3, was_cut_off=True)
-    assert standing.settle({0: level, 1: Ordinal(3)}, 0).is_same
-    assert standing.advance() == Ordinal(4)
+    assert tracker.reconcile({0: level, 1: Ordinal(3)}, 0).is_same
+    assert tracker.next_ordinal() == Ordinal(4)

@@ -107,7 +107,7 @@ from dtckpt.coordination import Vote, current_coordination
 if sys.argv[1] == "group":
     dist.init_process_group("gloo")
 coordination = current_coordination()
-assert type(coordination).__name__ == "ProcessGroupCoordination"
+assert type(coordination).__name__ == "TorchStoreCoordination"
 verdict = coordination.barrier("b", Vote(payload=bytes([coordination.member.client])), timeout_s=60, collect=True)
 assert verdict.payloads == {0: b"\\0", 1: b"\\1"}, verdict
 if sys.argv[1] == "group":

@@ -6,19 +6,19 @@ from support.coordination_contract import CoordinationContract
 
 from dtckpt import errors
 from dtckpt.coordination.api import Member, Progress
-from dtckpt.coordination.single_client import LocalCoordination
+from dtckpt.coordination.single_client import SingleClientCoordination
 
 
 class TestLocal(CoordinationContract):
     num_clients = 1
 
     def make(self, num_clients, job):
-        return [LocalCoordination(Member(job, 0, num_clients, incarnation=1))]
+        return [SingleClientCoordination(Member(job, 0, num_clients, incarnation=1))]
 
 
 def test_refuses_more_clients():
     with pytest.raises(errors.ConfigError, match="one client"):
-        LocalCoordination(Member("j", 0, 2, incarnation=1))
+        SingleClientCoordination(Member("j", 0, 2, incarnation=1))
 
 
 def test_member_must_fit():

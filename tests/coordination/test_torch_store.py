@@ -21,12 +21,12 @@ from support.coordination_contract import (
 from dtckpt import errors
 from dtckpt.coordination import torch_store
 from dtckpt.coordination.api import Member
-from dtckpt.coordination.torch_store import ProcessGroupCoordination
+from dtckpt.coordination.torch_store import TorchStoreCoordination
 
 
 def clients_at(store, num_clients, job, **options):
     return [
-        ProcessGroupCoordination(
+        TorchStoreCoordination(
             store,
             Member(job, client, num_clients, incarnation=secrets.randbits(60)),
             heartbeat_timeout_s=HEARTBEAT_S,
@@ -41,7 +41,7 @@ class StoreContract(ManyClientsContract):
         return clients_at(self.store, num_clients, job)
 
     def silence(self, client):
-        client._send = lambda link, state: None
+        client._send = lambda store, state: None
 
 
 class ReusedConnections:
@@ -126,7 +126,7 @@ def test_silent_store_is_reported(monkeypatch):
     (first, second) = clients_at(store, 2, "job", host_client=0)
     second.register()
     never = threading.Event()
-    monkeypatch.setattr(torch_store.Link, "_ask", _freeze(torch_store.Link._ask, never))
+    monkeypatch.setattr(torch_store.StoreConnection, "_ask", _freeze(torch_store.StoreConnection._ask, never))
     with pytest.raises(errors.ClientLostError, match=r"client 0 .*whose process hosts the store.*not answered for 1 s"):
         second.barrier("b", timeout_s=60)
     with pytest.raises(errors.CoordinatorUnavailableError, match="not answered for 1 s"):
@@ -140,7 +140,7 @@ def test_host_of_the_store_does_not_wait_again_for_a_client_that_was_named_lost(
     timeout_s = 3.0
     store, job = dist.HashStore(), secrets.token_hex(4)
     host, watching, lost = (
-        ProcessGroupCoordination(
+        TorchStoreCoordination(
             store,
             Member(job, client, 3, incarnation=secrets.randbits(60)),
             heartbeat_timeout_s=timeout_s,
@@ -149,7 +149,7 @@ def test_host_of_the_store_does_not_wait_again_for_a_client_that_was_named_lost(
         for client in range(3)
     )
     together([host, watching, lost], lambda client: client.register())
-    lost._send = lambda link, state: None
+    lost._send = lambda store, state: None
     first = Running([watching], at("b"))  # it looks after the others, and the host after it alone
     wait_until(lambda: watching.status().barriers)
     same_error({**first.results(), **together([host], at("b"))}, errors.ClientLostError, "client 2")

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 import grpc
 import pytest
-from dtckpt_server import answers, chores, memory, metrics, rules, status_page
+from dtckpt_server import answers, chores, descriptions, memory, metrics, rules, status_page
 from dtckpt_server.events import Arrive, Identity, Leave, Register, Tick
 from dtckpt_server.rules import Rules, apply
 from dtckpt_server.tokens import Tokens
@@ -24,7 +24,7 @@ from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.coordination.grpc_credentials import PLAINTEXT
-from dtckpt.coordination.grpc_status import Observer
+from dtckpt.coordination.grpc_status import StatusClient
 
 MIB = 1 << 20
 MANY = 100_000
@@ -103,10 +103,8 @@ def test_a_goodbye_costs_the_same_however_many_clients_a_job_claims(monkeypatch)
     world.register(0, 1)
     for number in range(1000):
         world.arrive(str(number))
-    looks, describe = [], Rules._fates
-    monkeypatch.setattr(
-        Rules, "_fates", lambda self, job, gone, now: looks.extend(gone) or describe(self, job, gone, now)
-    )
+    looks, describe = [], descriptions.fates
+    monkeypatch.setattr(descriptions, "fates", lambda job, gone, now: looks.extend(gone) or describe(job, gone, now))
     effects = world.happen(Leave(Identity("hostile", 1, 2)))
     assert len(effects.decided) == 1000
     assert looks == [1]
@@ -195,10 +193,10 @@ def test_observer_turns_all_pages(monkeypatch):
             stub.Register(pb.RegisterRequest(task=who, num_clients=50), timeout=10)
         for number in range(10):
             arrive(stub, who, number)
-        observer = Observer(f"127.0.0.1:{port}", PLAINTEXT)
-        assert observer.jobs() == [f"job {number:02}" for number in range(20)]
-        job = observer.job("job 19")
-        observer.close()
+        client = StatusClient(f"127.0.0.1:{port}", PLAINTEXT)
+        assert client.jobs() == [f"job {number:02}" for number in range(20)]
+        job = client.job("job 19")
+        client.close()
     assert [task.client for task in job.tasks] == list(range(50))
     assert job.tasks[3].state == "registered"
     assert [barrier.name for barrier in job.barriers] == [str(number) for number in range(10)]

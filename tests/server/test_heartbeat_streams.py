@@ -68,7 +68,7 @@ def clients(server):
 
 
 def test_new_phase_goes_on_the_stream(clients, monkeypatch):
-    monkeypatch.setattr(GrpcCoordination, "_beat", lambda _: pytest.fail("a single call was made"))
+    monkeypatch.setattr(GrpcCoordination, "_send_heartbeat", lambda _: pytest.fail("a single call was made"))
     before = clients[0]._stream.num_answers
     clients[0].heartbeat(Progress("write", 7, 1, 2))
     wait_until(lambda: clients[1].status().tasks[0].progress == Progress("write", 7, 1, 2))
@@ -88,12 +88,12 @@ def test_client_that_is_on_its_way_is_told_of_a_failure(server, clients):
     expected = r"^barrier 'c': client 0 \(job/0\) was interrupted while it waited$"
     same_error(waiting.results(), errors.BarrierCancelledError, expected)
     wait_until(lambda: len(clients[1]._failures) == 2)
-    clients[1]._meet = lambda *_: pytest.fail("it asked")
+    clients[1]._arrive_and_wait = lambda *_: pytest.fail("it asked")
     with pytest.raises(errors.ClientFailedError, match="client 0: voted no"):
         inside(operations, "b")(clients[1])
     with pytest.raises(errors.BarrierCancelledError, match=expected):
         inside(operations, "c")(clients[1])
-    del clients[1]._meet
+    del clients[1]._arrive_and_wait
     again = begin(clients)
     assert not any(result.error for result in together(clients, inside(again, "b")).values())
 
@@ -177,10 +177,10 @@ def test_arrival_whose_stream_breaks_is_repeated_by_a_call(clients):
 
 def test_arrival_that_has_no_room_is_repeated_by_a_call(server, clients, monkeypatch):
     arrival = pb.ArriveRequest(task=clients[0]._identity, name="b", call=1, timeout_s=20, vote=pb.Vote(ok=True))
-    monkeypatch.setattr(server._service._calls, "_num_taken", server._service._calls._limit)
+    monkeypatch.setattr(server._service._call_slots, "_num_taken", server._service._call_slots._limit)
     assert clients[0]._arrive_on_stream(arrival, 20.0) is None
     waiting = Running(clients[:1], at("b"))
-    monkeypatch.setattr(server._service._calls, "_num_taken", 0)
+    monkeypatch.setattr(server._service._call_slots, "_num_taken", 0)
     passed = together(clients[1:], at("b")) | waiting.results()
     assert not any(result.error for result in passed.values())
 
@@ -252,13 +252,13 @@ def test_who_arrives_again_has_what_is_left_of_its_timeout(server, clients, monk
             return None
         raise Swallowed
 
-    once, passed_s = clients[0]._once, 0.0
+    once, passed_s = clients[0]._call_once, 0.0
     monkeypatch.setattr(clients[0], "_clock", lambda: time.monotonic() + passed_s)
     if on_stream:
         monkeypatch.setattr(clients[0]._stream, "arrive", lose)
     else:
         monkeypatch.setattr(clients[0], "_arrive_on_stream", lambda *_: None)
-        monkeypatch.setattr(clients[0], "_once", lose)
+        monkeypatch.setattr(clients[0], "_call_once", lose)
     waiting = Running(clients[:1], at("b", timeout_s=20.0))
     wait_until(lambda: server._service.rules.jobs["job"].open)
     (barrier,) = server._service.rules.jobs["job"].open.values()
@@ -318,7 +318,7 @@ def test_one_client_cannot_take_all_room(server):
         assert next(answers).sequence == 1
         refused = [next(answers) for _ in range(2 * MAX_UNSENT)]
         assert {answer.refusal.code for answer in refused} == {grpc.StatusCode.UNAVAILABLE.value[0]}
-        assert server._service._calls._num_taken == MAX_UNSENT
+        assert server._service._call_slots._num_taken == MAX_UNSENT
         stub.Register(pb.RegisterRequest(task=identity(1, 2), num_clients=2), timeout=5)
         stub.Arrive(arrivals_of(1, 1)[0].arrival, timeout=5)
         told = [pb.ArriveResponse.FromString(next(answers).arrived) for _ in range(MAX_UNSENT)]
@@ -343,12 +343,12 @@ def test_stream_that_ends_leaves_no_arrival_behind(server, how):
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = pb_grpc.CoordinatorStub(channel)
         answers = raw_stream(stub, 0, arrivals())
-        wait_until(lambda: service._calls._num_taken == 3)
+        wait_until(lambda: service._call_slots._num_taken == 3)
         assert len(tasks_of_streams(server)) >= 3
         if how == "cancelled":
             answers.cancel()
         over.set()
-        wait_until(lambda: not service._calls._num_taken and not service._beating._num_taken)
+        wait_until(lambda: not service._call_slots._num_taken and not service._stream_slots._num_taken)
         wait_until(lambda: not tasks_of_streams(server))
         assert not any(service._waiters.values())
         barrier = stub.GetJob(pb.GetJobRequest(job="job"), timeout=5).open_barriers[0]
@@ -393,8 +393,8 @@ def test_higher_attempt_is_told_at_once(server, clients):
     for number, client in enumerate(clients):
         with pytest.raises(errors.FencedError, match=rf"client {number} \(job/{number}\): attempt 1 has begun"):
             client.barrier("b", timeout_s=20)
-        client._beating.join(10)
-        assert not client._beating.is_alive()
+        client._heartbeat_thread.join(10)
+        assert not client._heartbeat_thread.is_alive()
     new.leave()
 
 
@@ -463,7 +463,7 @@ def test_single_calls_where_streams_are_refused(monkeypatch, refusal):
     with server_in_thread(heartbeat_timeout_s=0.6) as port:
         clients = clients_at(port, 2)
         beats = []
-        clients[0]._beat = lambda beat=clients[0]._beat: (beats.append(1), beat())
+        clients[0]._send_heartbeat = lambda beat=clients[0]._send_heartbeat: (beats.append(1), beat())
         together(clients, lambda client: client.register())
         wait_until(lambda: len(beats) >= 10)  # 0.9 s and more
         assert [task.state for task in clients[1].status().tasks] == ["registered"] * 2
@@ -491,12 +491,12 @@ def test_call_to_a_machine_that_vanished_ends(server, monkeypatch):
     monkeypatch.setattr(grpc_calls, "OPTIONS", tuple((dict(grpc_calls.OPTIONS) | named).items()))
     with proxy(server.port) as network:
         (client,) = clients_at(network.port, 1)
-        client._beat_on_stream = lambda *_: False
+        client._run_stream = lambda *_: False
         client.register()
         network.flowing.clear()
         begin = time.monotonic()
         with pytest.raises(grpc.RpcError, match="ping timeout"):
-            client._once(lambda stub, t: stub.ListJobs(pb.ListJobsRequest(), timeout=t), 20.0)
+            client._call_once(lambda stub, t: stub.ListJobs(pb.ListJobsRequest(), timeout=t), 20.0)
         assert time.monotonic() - begin < 10.0
         network.flowing.set()
         client.leave()

@@ -16,12 +16,12 @@ import grpc
 import pytest
 from coordination.test_grpc_client import clients_at
 from dtckpt_server import events, metrics, status_page
+from dtckpt_server.events import Progress
 from dtckpt_server.logs import JsonFormatter, LineFormatter
 from dtckpt_server.main import run
 from dtckpt_server.metrics import Metrics, kind_of
 from dtckpt_server.rules import Rules, apply
 from dtckpt_server.server import Server, ServerConfig
-from dtckpt_server.texts import Progress
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from support.coordination_contract import Running, at, leave_all, together, wait_until

@@ -106,7 +106,7 @@ def test_late_arrival_that_was_waited_for_may_be_a_new_one(world, position, cut_
     failed = time_out(world, 0, 1, position=position)
     late = world.arrive(2, position=position, **cut_off)
     assert late.is_open
-    assert late.former is failed
+    assert late.missed is failed
 
 
 def test_late_arrival_alone_is_told_after_the_grace(world):
@@ -369,7 +369,7 @@ def test_clients_of_one_operation_that_are_in_different_rounds_of_it_fail_at_onc
 
 def test_round_that_failed_at_a_position_that_nobody_knows_is_told_to_all(pair):
     """As where the step of one client is none."""
-    failed = pair.arrive(0, position=barrier_rules.ANYBODYS, ok=False, code="ConfigError", reason="no step")
+    failed = pair.arrive(0, position=barrier_rules.UNKNOWN_POSITION, ok=False, code="ConfigError", reason="no step")
     assert pair.arrive(1, position="step 5", is_certain=True) is failed
     assert pair.arrive(1, position="step 5", is_certain=True).is_open, "it is told once"
 
@@ -472,6 +472,6 @@ def test_broken_operations_are_forgotten(monkeypatch):
     world = restarted(Report("old-1", 7), Report("", 0))
     assert not world.arrive(0, "save/written", operation="old-1").is_open
     job = world.rules.jobs["job"]
-    assert len(job.broken) == 1
+    assert len(job.broken_operations) == 1
     world.arrive(0, ok=False)
-    assert not job.broken
+    assert not job.broken_operations

@@ -6,10 +6,9 @@ import tracemalloc
 import pytest
 from dtckpt_server import memory
 from dtckpt_server import rules as server_rules
-from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Leave, Register, Tick
+from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Leave, Progress, Register, Tick
 from dtckpt_server.rules import Rules, UnknownError, apply
 from dtckpt_server.tasks import KEPT_CALLS
-from dtckpt_server.texts import Progress
 
 from dtckpt import errors
 
@@ -239,12 +238,12 @@ def test_verdicts_payloads_and_jobs_do_not_pile_up(world, monkeypatch):
         for task in range(3):
             world.arrive(task, name=f"step {step}", payload=b"x" * 1000)
     job, kept = world.rules.jobs["job"], world.rules._barriers
-    assert len(job.latest) == len(job.named) == len(kept) == 50
+    assert len(job.latest) == len(job.latest_of_name) == len(kept) == 50
     assert sum(len(payload) for barrier in kept.values() for payload in barrier.payloads.values()) <= 10_000
     for step in range(1000):
         world.arrive(0, position=f"step {step}", ok=False)
     assert len(job.missed) == len(kept) == 50
-    assert (len(job.latest), len(job.named)) == (1, 1)
+    assert (len(job.latest), len(job.latest_of_name)) == (1, 1)
     assert max(len(task.calls) for task in job.tasks.values()) == KEPT_CALLS
     assert not job.open
     for task in range(3):

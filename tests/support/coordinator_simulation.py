@@ -11,11 +11,10 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 
 from dtckpt_server import rules as server_rules
-from dtckpt_server.events import Arrive, Cancel, Event, Heartbeat, Identity, Leave, Register, Report, Tick
+from dtckpt_server.events import Arrive, Cancel, Event, Heartbeat, Identity, Leave, Progress, Register, Report, Tick
 from dtckpt_server.rules import Rules, apply
 from dtckpt_server.state import Barrier, Effects
 from dtckpt_server.tasks import KEPT_CALLS
-from dtckpt_server.texts import Progress
 
 from dtckpt.coordination import barrier_rules
 

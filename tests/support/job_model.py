@@ -21,8 +21,8 @@ from dtckpt_server import rules as server_rules
 from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Register, Report, Tick
 from dtckpt_server.rules import Rules
 
-from dtckpt.coordination.identity import Calls
-from dtckpt.coordination.operation_ordinals import Ordinal, Standing
+from dtckpt.coordination.identity import BarrierCalls
+from dtckpt.coordination.operation_ordinals import Ordinal, OrdinalTracker
 
 HEARTBEAT_TIMEOUT_S = 2.0
 INTERVAL_S = HEARTBEAT_TIMEOUT_S / 6
@@ -106,9 +106,9 @@ class Client:
     """One client, in the present life of its process."""
 
     number: int
-    standing: Standing
+    tracker: OrdinalTracker
     life: int = 0
-    calls: Calls = field(default_factory=Calls)
+    calls: BarrierCalls = field(default_factory=BarrierCalls)
     is_cut: int = 0
     frozen_until: float = 0.0
     step: int = 0
@@ -137,7 +137,7 @@ class World:
         self.draw = random.Random(seed)
         self.now = 0.0
         self.clients = [
-            Client(number, standing=Standing("save", lambda: self.now)) for number in range(job.num_clients)
+            Client(number, tracker=OrdinalTracker("save", lambda: self.now)) for number in range(job.num_clients)
         ]
         self.commits: list[tuple[int, ...]] = []
         self.last_fault_step = 0
@@ -279,7 +279,7 @@ class World:
             elif fault.kind == "restart" and self.rules is None:
                 self._begin_coordinator()
             elif fault.kind == "reborn":
-                client.calls, client.standing = Calls(), Standing("save", lambda: self.now)
+                client.calls, client.tracker = BarrierCalls(), OrdinalTracker("save", lambda: self.now)
                 self._start(client)
 
         if fault.kind == "reborn" and client.life:
@@ -307,8 +307,8 @@ class World:
             self.after(fault.seconds, heal)
 
     def _save(self, client: Client, step: int, *, is_fit: bool) -> Play:
-        calls, standing = client.calls, client.standing
-        ordinal = standing.advance(step if self.job.gives_step else None)
+        calls, tracker = client.calls, client.tracker
+        ordinal = tracker.next_ordinal(step if self.job.gives_step else None)
         begun = self.now
         try:
             while True:
@@ -318,13 +318,13 @@ class World:
                     client, "save/begin", "", self.job.timeout_s, ordinal=ordinal, is_ok=is_fit
                 )
                 ordinals = {task: Ordinal.from_bytes(data) for task, data in barrier.payloads.items()}
-                found = standing.settle(ordinals, client.number, cut_off=sorted(barrier.cut_off))
+                found = tracker.reconcile(ordinals, client.number, cut_off=sorted(barrier.cut_off))
                 if found.is_same:
                     break
                 if not found.others_wait or client.number in found.behind:
                     raise DisagreementError(found.message)
         except (VerdictError, NoVerdictError, KeyboardInterrupt) as error:
-            standing.note_failure(error, client.number, self.now - begun)
+            tracker.note_failure(error, client.number, self.now - begun)
             raise
         operation = barrier.barrier_id
         try:
@@ -337,7 +337,7 @@ class World:
                 self.commits.append(tuple(rows.get(number, -1) for number in range(self.job.num_clients)))
             yield from self._barrier(client, "save/merged", operation, self.job.timeout_s)
         except (VerdictError, NoVerdictError, KeyboardInterrupt) as error:
-            standing.note_failure(error, client.number, self.now - begun)
+            tracker.note_failure(error, client.number, self.now - begun)
             raise
         finally:
             calls.leave_operation()

@@ -41,12 +41,12 @@ def _connect(where: Where, client: int) -> Any:
         return GrpcCoordination(f"127.0.0.1:{where.port}", member, heartbeat_timeout_s=HEARTBEAT_S)
     import torch.distributed as dist
 
-    from dtckpt.coordination.torch_store import ProcessGroupCoordination
+    from dtckpt.coordination.torch_store import TorchStoreCoordination
 
     is_host = where.is_hosted_by_client_0 and client == 0
     store = dist.TCPStore("127.0.0.1", where.port, None, is_host, timedelta(seconds=30), wait_for_workers=False)
     host_client = 0 if where.is_hosted_by_client_0 else None
-    return ProcessGroupCoordination(store, member, heartbeat_timeout_s=HEARTBEAT_S, host_client=host_client)
+    return TorchStoreCoordination(store, member, heartbeat_timeout_s=HEARTBEAT_S, host_client=host_client)
 
 
 def work(where: Where, client: int, pipe: Connection) -> None:

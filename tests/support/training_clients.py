@@ -84,7 +84,7 @@ def work(training: Training, port: int | None, store_port: int, client: int, roo
     from dtckpt.coordination.api import Member
     from dtckpt.coordination.connect import set_coordination
     from dtckpt.coordination.grpc_client import GrpcCoordination
-    from dtckpt.coordination.torch_store import ProcessGroupCoordination
+    from dtckpt.coordination.torch_store import TorchStoreCoordination
 
     if training.patience_s is not None:
         grpc_calls.CALL_TIMEOUT_S = grpc_client.CALL_TIMEOUT_S = training.patience_s
@@ -94,7 +94,7 @@ def work(training: Training, port: int | None, store_port: int, client: int, roo
     else:
         timeout = timedelta(seconds=30)
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False, timeout=timeout)
-        coordination = ProcessGroupCoordination(store, member, heartbeat_timeout_s=HEARTBEAT_S)
+        coordination = TorchStoreCoordination(store, member, heartbeat_timeout_s=HEARTBEAT_S)
     set_coordination(coordination)
     coordination.register()
     pipe.send("ready")

@@ -12,7 +12,7 @@ from typing import Any
 
 from dtckpt.checkpoint.collective import Rounds
 from dtckpt.checkpoint.managing.step_folders import StepFolders
-from dtckpt.coordination.api import printable
+from dtckpt.coordination.api import wire_text
 from dtckpt.errors import (
     BarrierConflictError,
     CheckpointCorruptError,
@@ -127,5 +127,5 @@ def _try(step: int, read: Callable[[int], Any], pinned: AbstractContextManager[N
             outcome.tree = read(step)
     except DAMAGE as error:
         outcome.failure = error
-        return printable(f"{type(error).__name__}: {error}")[:MAX_REASON_CHARS].encode()
+        return wire_text(f"{type(error).__name__}: {error}")[:MAX_REASON_CHARS].encode()
     return b""

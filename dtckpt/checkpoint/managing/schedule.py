@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 
-from dtckpt.checkpoint.collective import meet_alike, standing_of
+from dtckpt.checkpoint.collective import meet_alike, tracker_of
 from dtckpt.comm import fork_guard
 from dtckpt.coordination.api import Verdict, Vote
 from dtckpt.coordination.connect import current_coordination
@@ -109,8 +109,8 @@ class Schedule:
         """Take client 0's decision, and everybody's signals; if client 0 cannot decide, all raise why."""
         coordination, failure = current_coordination(), None
         member = coordination.member
-        standing = standing_of(member, DECISION, ())
-        ordinal = standing.advance(step)
+        tracker = tracker_of(member, DECISION, ())
+        ordinal = tracker.next_ordinal(step)
         try:
             payload = ordinal.to_bytes() + json.dumps([is_due(), self._signalled.is_set()]).encode()
             vote = Vote(payload=payload)
@@ -127,11 +127,11 @@ class Schedule:
                     "manager/decide", vote, timeout_s=self._timeout_s, collect=True, position=ordinal.position
                 )
             except BaseException as error:
-                standing.note_failure(error, member.client, monotonic() - begun)
+                tracker.note_failure(error, member.client, monotonic() - begun)
                 raise
 
         try:
-            payloads = meet_alike(meet, standing, member.client, BarrierConflictError)
+            payloads = meet_alike(meet, tracker, member.client, BarrierConflictError)
         except DtckptError as error:
             raise error from failure
         answers = {client: json.loads(data) for client, data in sorted(payloads.items())}

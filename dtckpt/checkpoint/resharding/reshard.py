@@ -19,7 +19,7 @@ from dtckpt.checkpoint.saving.plan import Holding, SavePlan, TensorPlan, TensorS
 from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.checkpoint.saving.save import SaveReport, State, save_state
 from dtckpt.coordination.api import Member
-from dtckpt.coordination.single_client import LocalCoordination
+from dtckpt.coordination.single_client import SingleClientCoordination
 from dtckpt.errors import ConfigError, MeshError, MeshTypeError
 from dtckpt.format.dtypes import DTYPES, is_floating
 from dtckpt.layout.layout import Layout
@@ -148,7 +148,9 @@ def reshard(
                 part = shared.write(source, checkpoint.manifest, max_pending_nbytes=budget.block)
         elif not dry_run:
             state = State(tuple(specs), source, checkpoint.manifest.tree, max_pending_nbytes=budget.block)
-            alone = LocalCoordination(Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63)))
+            alone = SingleClientCoordination(
+                Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63))
+            )
             # There is one copy of everything, and to look at it would mean to read all of it again.
             options = replace(options, chunk_nbytes=chunk_nbytes, check_replicas=False)
             saved = save_state(dst, lambda: state, options=options, coordination=alone)
