@@ -119,7 +119,7 @@ class DeviceMesh(Mesh, metaclass=_DeviceMeshType):
         made = _over_ranks(device_type, ranks, _names(mesh_dim_names, ranks.ndim, f"ranks of shape {ranks.shape}"))
         require_groups(made, given)
         for item in given:
-            process_groups.remember(item, device_type)
+            process_groups.register_group(item, device_type)
         return made
 
 

@@ -458,7 +458,7 @@ class Mesh:
 
         Ranks in it ascend with client ids. Made when it is first asked for, and once for the same clients.
 
-        Collective: The first time over those clients (see `dtckpt.comm.process_groups.group_of`).
+        Collective: The first time over those clients (see `dtckpt.comm.process_groups.process_group_of`).
 
         Raises:
             MeshError: no such axis, this client has no device here, or its devices see different clients along it.
@@ -468,7 +468,7 @@ class Mesh:
 
         clients = self.clients_along(mesh_dim)
         name = mesh_dim if isinstance(mesh_dim, str) else self.mesh_dim_names[mesh_dim or 0]
-        return process_groups.group_of(clients, self.device_type, self.backends.get(name, (None, None)))
+        return process_groups.process_group_of(clients, self.device_type, self.backends.get(name, (None, None)))
 
     def get_all_groups(self) -> list[ProcessGroup]:
         """Return the process groups of all axes. Collective and errors: as `get_group`."""

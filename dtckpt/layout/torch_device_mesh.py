@@ -45,7 +45,7 @@ def adopt(device_mesh: Any) -> Mesh:
     if mesh.is_remote() or not getattr(device_mesh, "_dim_group_names", None):  # the groups may never have been made
         return mesh
     for group in device_mesh.get_all_groups():
-        process_groups.remember(group, mesh.device_type)
+        process_groups.register_group(group, mesh.device_type)
     return mesh
 
 

@@ -38,8 +38,8 @@ def members_of_different_numbers_of_groups():
     seen = []
     for members in ([0, 1], [0, 2], [0, 1, 2], [3, 0]):
         if dist.get_rank() in members:
-            group = process_groups.group_of(members)
-            assert group is process_groups.group_of(reversed(members))
+            group = process_groups.process_group_of(members)
+            assert group is process_groups.process_group_of(reversed(members))
             seen.append((total(group), dist.get_process_group_ranks(group)))
     return seen
 
@@ -95,7 +95,12 @@ def outsiders():
     mesh = DeviceMesh("cpu", [2, 0], mesh_dim_names=("dp",))
     facts = mesh.get_coordinate(), mesh.get_rank(), mesh.mesh.tolist()
     if mesh.get_coordinate() is None:
-        calls = mesh.get_group, mesh.get_all_groups, mesh.get_local_rank, lambda: process_groups.group_of([0, 2])
+        calls = (
+            mesh.get_group,
+            mesh.get_all_groups,
+            mesh.get_local_rank,
+            lambda: process_groups.process_group_of([0, 2]),
+        )
         refusals = [message(call) for call in calls]
         return facts, [kind for kind, _ in refusals], mesh.to_device_mesh().get_coordinate()
     return facts, total(mesh.get_group()), mesh.to_device_mesh().get_coordinate()
@@ -107,7 +112,7 @@ def refusals():
         message(lambda: DeviceMesh("cpu", [0, 3])),
         message(lambda: init_device_mesh("cpu", (4,))),
         message(lambda: DeviceMesh.from_group(dist.group.WORLD, "cpu", [0, 1])),
-        message(lambda: process_groups.group_of([0, 3])),
+        message(lambda: process_groups.process_group_of([0, 3])),
     ]
 
 
