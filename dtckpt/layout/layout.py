@@ -56,7 +56,7 @@ class Layout:
     Raises:
         LayoutError: the specs do not fit the mesh.
 
-    >>> from dtckpt.layout.clients import abstract_mesh
+    >>> from dtckpt.layout.create_mesh import abstract_mesh
     >>> Layout(["x", UNSHARDED], abstract_mesh({"x": 2, "y": 2})).region(3, (5, 4))
     Region(offset=(3, 0), shape=(2, 4))
     """

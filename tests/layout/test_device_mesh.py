@@ -6,7 +6,7 @@ import torch
 
 from dtckpt.errors import CoordinationError, MeshError, MeshTypeError
 from dtckpt.layout import device_mesh
-from dtckpt.layout.clients import create_distributed_mesh
+from dtckpt.layout.create_mesh import create_distributed_mesh
 from dtckpt.layout.device_mesh import DeviceMesh, init_device_mesh
 from dtckpt.layout.mesh import Mesh
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from dtckpt.errors import LayoutError
-from dtckpt.layout.clients import abstract_mesh, create_distributed_mesh, create_mesh, virtual_devices
+from dtckpt.layout.clients import virtual_devices
+from dtckpt.layout.create_mesh import abstract_mesh, create_distributed_mesh, create_mesh
 from dtckpt.layout.layout import MATCH, Layout, LayoutType
 from dtckpt.layout.mesh import Mesh
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.strategies import layouts
 
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
-from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.placement import Partial, Replicate, Shard, _StridedShard
 from dtckpt.layout.region import Region

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dtckpt.errors import MeshError, MeshTypeError
-from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.device_names import DeviceSpec
 from dtckpt.layout.mesh import Mesh
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtckpt.errors import MeshError, MeshTypeError
-from dtckpt.layout.clients import abstract_mesh, create_distributed_mesh
+from dtckpt.layout.create_mesh import abstract_mesh, create_distributed_mesh
 from dtckpt.layout.mesh import Mesh
 
 GRID = np.arange(8).reshape(2, 2, 2)
