@@ -16,7 +16,7 @@ from dtckpt.checkpoint.restoring.restore import kept_layout
 from dtckpt.errors import ConfigError, LayoutError, MeshError, capped
 from dtckpt.format.dtypes import DTYPES, is_floating
 from dtckpt.layout import text_format
-from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.layout import MATCH, Layout
 from dtckpt.layout.mesh import Mesh
 
