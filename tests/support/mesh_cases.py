@@ -60,13 +60,13 @@ def groups_are_made_once():
 def groups_end_with_the_world(token):
     gc.collect()
     # PyTorch's caches keep meshes of earlier cases, and these keep their groups.
-    before, worlds_before = len(process_groups._made), len(process_groups._times_made)
+    before, worlds_before = len(process_groups._groups), len(process_groups._generations)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     kept = mesh.get_group("dp")
     first = total(mesh.get_group("tp"))
     dist.destroy_process_group()
     gc.collect()
-    left = len(process_groups._made) - before
+    left = len(process_groups._groups) - before
     refused = message(lambda: mesh.get_group("dp"))
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore(token, store), rank=mesh.get_rank(), world_size=4)
@@ -77,7 +77,7 @@ def groups_end_with_the_world(token):
         refused,
         total(mesh.get_group("dp")),
         total(mesh.get_group("tp")),
-        len(process_groups._times_made) - worlds_before,
+        len(process_groups._generations) - worlds_before,
     )
 
 
