@@ -171,8 +171,8 @@ def test_clients_of_one_cluster(case, environment):
         assert [list(shard) for shard in layout.offset_to_shard()] == vector["offset_to_shard"]
         shape = vector["global_shape"]
         whole = np.arange(np.prod(shape)).reshape(shape)
-        held = [whole[layout.region(device, shape).slices()].tolist() for device in mesh.local_device_ids()]
-        assert held == vector["local_components"]
+        components = [whole[layout.region(device, shape).slices()].tolist() for device in mesh.local_device_ids()]
+        assert components == vector["local_components"]
 
 
 def test_meshes_of_clients_are_equal():
