@@ -84,9 +84,9 @@ class Work(Protocol):
 class Collectives(Protocol):
     """Communication among some clients.
 
-    Every method starts the communication and returns its `Work`. Leave the tensors alone until the work is done. All
-    tensors are contiguous and lie on one kind of device. Sender and receiver pass messages of the same size and dtype;
-    the methods do not check that.
+    Every method but `connect` starts the communication and returns its `Work`. Leave the tensors alone until the work
+    is done. All tensors are contiguous and lie on one kind of device. Sender and receiver pass messages of the same
+    size and dtype; the methods do not check that.
 
     Collective: Every method, over ``members``. Of `exchange` only the first call is; later calls concern the clients
     that have messages for each other.
@@ -99,7 +99,7 @@ class Collectives(Protocol):
         """Connect to some members before the first `exchange` with them; they connect to this client, too.
 
         Needed where one client may wait for the messages of one exchange while another client starts several: the first
-        exchange with a peer waits for that peer, which must not wait for messages yet.
+        exchange with a peer blocks until that peer connects, too, and a peer that waits for messages does not connect.
 
         Raises:
             CoordinationError: A peer is gone, or did not come in time.

@@ -147,7 +147,7 @@ class Connections:
     def connect(self, peers: Set[int], gloo: Any, ranks: Mapping[int, int] | Sequence[int]) -> None:
         """Make the handshakes that are missing with some peers.
 
-        Each peer does the same with this client; whatever other peers the two have may differ.
+        Each peer does the same with this client; its other peers may differ from this client's.
         """
         with self._lock:
             new = sorted(set(peers) - self.endpoints.keys())

@@ -76,7 +76,7 @@ def create_distributed_mesh(
     """
     config = Config.from_environ()
     client, count = config.client_id, config.num_clients
-    everyone: list[DeviceSpec] | None = None
+    all_devices: list[DeviceSpec] | None = None
     if local_devices is not None:
         own = _full_specs(local_devices, device_type, client)
     else:
@@ -85,9 +85,9 @@ def create_distributed_mesh(
         # Clients that share a machine's cards have different indices. Then the mesh must name all devices, because it
         # cannot derive another client's names from this client's.
         if len({local_device_indices(kind, peer, config) for peer in range(config.local_world_size)}) > 1:
-            everyone = [device for peer in range(count) for device in _devices_of(peer, device_type, config)]
+            all_devices = [device for peer in range(count) for device in _devices_of(peer, device_type, config)]
     axes = _parse_axes(mesh_dims)
-    return _make_mesh(axes, mesh_name, own, client, count, everyone=everyone, use_xla_spmd=use_xla_spmd)
+    return _make_mesh(axes, mesh_name, own, client, count, all_devices=all_devices, use_xla_spmd=use_xla_spmd)
 
 
 def abstract_mesh(axes: Mapping[str, int], name: str = "") -> Mesh:
@@ -108,7 +108,7 @@ def _make_mesh(
     client: int = 0,
     count: int = 1,
     *,
-    everyone: Sequence[DeviceSpec] | None = None,
+    all_devices: Sequence[DeviceSpec] | None = None,
     use_xla_spmd: bool = False,
 ) -> Mesh:
     """Return the mesh of ``count`` clients with as many devices as ``own``; ``client`` is this one.
@@ -119,7 +119,7 @@ def _make_mesh(
         own: This client's devices.
         client: This client's position among the clients of the mesh.
         count: Number of clients of the mesh.
-        everyone: Devices of all clients, if they cannot be derived from this client's.
+        all_devices: Devices of all clients, if they cannot be derived from this client's.
         use_xla_spmd: A mark for TPU meshes.
     """
     total = len(own) * count
@@ -130,7 +130,7 @@ def _make_mesh(
         )
     ids = np.arange(total).reshape([size for _, size in axes])
     local_ids = range(client * len(own), (client + 1) * len(own))
-    return Mesh([axis for axis, _ in axes], ids, local_ids, own, name, everyone, use_xla_spmd)
+    return Mesh([axis for axis, _ in axes], ids, local_ids, own, name, all_devices, use_xla_spmd)
 
 
 def _devices_of(client: int, device_type: str | None, config: Config) -> list[DeviceSpec]:

@@ -498,10 +498,10 @@ def _validate(specs: tuple[Spec, ...], mesh: Mesh, partial: tuple[tuple[str, str
         raise LayoutError(f"layout: got mesh {mesh!r}, expected one with a grid of devices")
     used = [axis for spec in specs if spec != UNSHARDED for axis in ([spec] if isinstance(spec, str) else spec)]
     used += [axis for axis, _ in partial]
-    known = {*mesh.mesh_dim_names, *(spec for spec in specs if spec in _OPEN_SPECS)}
+    allowed = {*mesh.mesh_dim_names, *(spec for spec in specs if spec in _OPEN_SPECS)}
     shown = ",".join(map(text_format.spec_to_text, specs)) + "".join(f" {axis}={op}" for axis, op in partial)
     for axis in used:
-        if axis not in known:
+        if axis not in allowed:
             raise LayoutError(f"layout {shown!r}: got {axis!r}, expected an axis of {mesh.dim_names} or 'unsharded'")
     if len(set(used)) != len(used):
         twice = sorted({axis for axis in used if used.count(axis) > 1})

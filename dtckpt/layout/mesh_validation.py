@@ -179,16 +179,16 @@ def slice_record(
         The fields of the slice, and the row-major offsets of its devices in the mesh.
     """
     axes, shape = [axis for axis, _ in record.dims], [size for _, size in record.dims]
-    kept = [axes.index(axis) for _, combined in parts for axis in combined]
-    if not kept or len(set(kept)) != len(kept):
-        raise MeshError(f"{label}: got axes {[axes[axis] for axis in kept]} to keep, expected some, each once")
+    kept_axes = [axes.index(axis) for _, combined in parts for axis in combined]
+    if not kept_axes or len(set(kept_axes)) != len(kept_axes):
+        raise MeshError(f"{label}: got axes {[axes[axis] for axis in kept_axes]} to keep, expected some, each once")
     first = record.global_device_ids[0]
-    others = [axis for axis in range(len(axes)) if axis not in kept]
+    other_axes = [axis for axis in range(len(axes)) if axis not in kept_axes]
     # One row per slice: the offsets of its devices, with the kept axes in the new order.
-    offsets = np.arange(len(devices)).reshape(shape).transpose(others + kept)
-    offsets = offsets.reshape(-1, math.prod(shape[axis] for axis in kept))
+    offsets = np.arange(len(devices)).reshape(shape).transpose(other_axes + kept_axes)
+    offsets = offsets.reshape(-1, math.prod(shape[axis] for axis in kept_axes))
     mine = [device_id - first for device_id in record.local_device_ids]
-    rows = np.flatnonzero(np.isin(offsets, mine).any(axis=1)) if others else np.array([0])
+    rows = np.flatnonzero(np.isin(offsets, mine).any(axis=1)) if other_axes else np.array([0])
     if len(rows) != 1:
         raise MeshError(
             f"{label}: got {len(mine)} local devices in {len(rows)} slices along {[name for name, _ in parts]}, "
