@@ -190,7 +190,7 @@ def agree_on_attempt(store: Store, topic: str, config: Config, timeout: timedelt
     try:
         name = _lead(topic_store, config, wait) if config.client_id == 0 else _join(topic_store, config, wait)
         attempt = int(topic_store.get(f"begun/{name}"))
-        topic_store.delete_key(f"joined/{name}/{config.client_id}")
+        topic_store.delete_key(f"joined/{name}/{config.client_id}")  # the leader has read it, and nobody else does
     except dist.DistError as error:
         raise CoordinatorUnavailableError(f"the store where clients meet cannot be reached: {error}") from error
     return PrefixStore(name, topic_store), attempt
@@ -227,10 +227,11 @@ def _lead(store: Store, config: Config, wait: _Wait) -> str:
     store.set(keys[0], str(config.attempt))
     store.set("leader", name)
     wait.until(lambda: store.check(keys), lambda: [client for client, key in enumerate(keys) if not store.check([key])])
+    # Higher than all earlier attempts at this store, and as high as the environment of any client demands.
     last = int(store.get("attempt")) if store.check(["attempt"]) else -1
     attempt = max(last + 1, *map(int, store.multi_get(keys)))
     store.set("attempt", str(attempt))
-    store.set(f"begun/{name}", str(attempt))
+    store.set(f"begun/{name}", str(attempt))  # last: it releases the clients that have joined
     return name
 
 
@@ -246,6 +247,7 @@ def _join(store: Store, config: Config, wait: _Wait) -> str:
         if joined and store.check([f"begun/{joined}"]):
             return True
         name = store.get("leader").decode() if store.check(["leader"]) else joined
+        # If the attempt of an unknown name has begun, it began without this client, so it is an earlier one.
         if name != joined and not store.check([f"begun/{name}"]):
             store.set(f"joined/{name}/{config.client_id}", str(config.attempt))
             joined = name
