@@ -29,7 +29,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if args is None else args)
     try:
-        with _ended_by_signals():
+        with _exit_on_signals():
             # click returns a code if it has answered by itself, as for --help.
             return cli.main(arguments, prog_name="dtckpt", standalone_mode=False) or ExitCode.OK
     except SystemExit as end:
@@ -39,7 +39,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def _exit_on_signals() -> Iterator[None]:
     """Raise SystemExit for SIGINT and SIGTERM in the body, so that unfinished output is removed on the way out."""
 
     def end(number: int, _: FrameType | None) -> None:

@@ -137,7 +137,7 @@ def connected_process_group(clients: Iterable[int], device: torch.device) -> dis
     """
     group = process_group_of(clients, device.type)
     if group not in _connected:
-        with _connecting(dist.get_process_group_ranks(group), f" on {device}"):
+        with _connection_errors(dist.get_process_group_ranks(group), f" on {device}"):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         _connected.add(group)
     return group
@@ -205,7 +205,7 @@ def _make(key: Key) -> dist.ProcessGroup:
     # A new name each time: the store still holds the addresses of a destroyed group under its name.
     generations[ranks, backend] += 1
     members = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
-    with _without_splitting(world), _connecting(ranks):
+    with _without_splitting(world), _connection_errors(ranks):
         group: dist.ProcessGroup
         group, _ = _c10d._new_process_group_helper(
             len(ranks),
@@ -234,7 +234,7 @@ os.register_at_fork(after_in_child=_keep_groups_in_child)
 
 
 @contextmanager
-def _connecting(ranks: Iterable[int], suffix: str = "") -> Iterator[None]:
+def _connection_errors(ranks: Iterable[int], suffix: str = "") -> Iterator[None]:
     """Turn torch's errors into ones that name the clients that could not be connected, and a cure if there is one."""
     with rendezvous.restart_advice():
         try:

@@ -174,7 +174,7 @@ def agree_on_attempt(store: Store, topic: str, config: Config, timeout: timedelt
     Args:
         store: The store at which the clients meet.
         topic: The purpose of the meeting; meetings of different topics at one store are independent.
-        config: This client's id, the number of clients and the least attempt.
+        config: This client's id, the number of clients, and the least number that this client accepts.
         timeout: Bound on the wait for the others.
 
     Returns:
