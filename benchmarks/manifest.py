@@ -22,7 +22,7 @@ from dtckpt.checkpoint.saving.plan import SavePlan, TensorSpec, holdings_of, pla
 from dtckpt.format.content import content_share
 from dtckpt.format.digest import digest_chunk
 from dtckpt.format.manifest import ArrayEntry, ArrayKind, Manifest
-from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.region import Region
 
 MESH = abstract_mesh({"dp": 32, "tp": 8})

@@ -1,7 +1,7 @@
 """Mesh-aware distributed checkpointing and resharding of sharded training state.
 
-Names are loaded when they are first used, so ``import dtckpt`` costs next to nothing and the coordinator, which
-needs the messages only, starts without torch.
+Every public name is imported when it is first used. So ``import dtckpt`` costs next to nothing, and the coordinator,
+which needs the generated messages and the errors only, starts without torch.
 """
 
 from __future__ import annotations
@@ -40,11 +40,8 @@ if TYPE_CHECKING:
         unpack,
     )
     from dtckpt.layout.clients import (
-        abstract_mesh,
         client_id,
         configure_virtual_devices,
-        create_distributed_mesh,
-        create_mesh,
         device_name,
         full_job_name,
         heartbeat_enabled,
@@ -57,11 +54,13 @@ if TYPE_CHECKING:
         num_local_devices,
         shutdown_tpu_system,
     )
+    from dtckpt.layout.create_mesh import abstract_mesh, create_distributed_mesh, create_mesh
     from dtckpt.layout.layout import MATCH, UNSHARDED, Layout
     from dtckpt.layout.mesh import Mesh
     from dtckpt.layout.placement import Partial, Placement, Replicate, Shard
     from dtckpt.layout.region import Region
 
+# What type checkers see above, again for `__getattr__`: names by module.
 _MODULES = {
     "checkpoint.saving.save_async": ("SaveHandle", "save_async"),
     "checkpoint.managing.manager": ("CheckpointManager",),
@@ -76,11 +75,8 @@ _MODULES = {
     "checkpoint.saving.save": ("SaveReport", "save"),
     "checkpoint.reading.verify": ("VerifyReport",),
     "layout.clients": (
-        "abstract_mesh",
         "client_id",
         "configure_virtual_devices",
-        "create_distributed_mesh",
-        "create_mesh",
         "device_name",
         "full_job_name",
         "heartbeat_enabled",
@@ -93,6 +89,7 @@ _MODULES = {
         "num_local_devices",
         "shutdown_tpu_system",
     ),
+    "layout.create_mesh": ("abstract_mesh", "create_distributed_mesh", "create_mesh"),
     "coordination.connect": ("initialize_multi_client", "job_status", "shutdown_multi_client"),
     "dtensor": (
         "DTensor",
@@ -115,7 +112,7 @@ _MODULES = {
     "checkpoint.resharding.reshard": ("reshard",),
 }
 _SUBMODULES = ("dtensor", "errors")
-_HOME = {name: f"dtckpt.{module}" for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: f"dtckpt.{module}" for module, names in _MODULES.items() for name in names}
 
 __version__ = "0.1.0"
 
@@ -189,7 +186,7 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"dtckpt.{name}")
     try:
-        value = getattr(importlib.import_module(_HOME[name]), name)
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     except KeyError:
         raise AttributeError(f"module 'dtckpt' has no attribute {name!r}") from None
     globals()[name] = value

@@ -1,7 +1,7 @@
-"""What the environment says about this client and its job.
+"""Configuration from environment variables: this client's id, its job, and the number of clients.
 
-Three sources, first match wins: TensorFlow's variables (``DTENSOR_JOBS``, ``DTENSOR_CLIENT_ID``,
-``DTENSOR_NUM_CLIENTS``), torchrun's (``RANK``, ``WORLD_SIZE`` and company), else one client alone.
+Three sources; the first one that is set counts: TensorFlow's variables (``DTENSOR_JOBS``, ``DTENSOR_CLIENT_ID``,
+``DTENSOR_NUM_CLIENTS``), torchrun's (``RANK``, ``WORLD_SIZE``), else a single client.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _BNS_PREFIX = "/bns/"
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The variables as they were found (None: not set); properties interpret and check them.
+    """The values of the variables (None: not set). Properties parse and check them.
 
-    A property raises `ConfigError` for a value that it cannot use, so one bad variable disturbs only what needs it.
+    A property raises `ConfigError` if it cannot use a value. So a bad variable affects only callers that need it.
     """
 
     jobs_text: str | None
@@ -36,7 +36,7 @@ class Config:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Read the variables, from the environment of the process unless another is given."""
+        """Read the variables, by default from the environment of this process."""
         get = (os.environ if environ is None else environ).get
         return cls(
             jobs_text=get("DTENSOR_JOBS"),
@@ -60,7 +60,7 @@ class Config:
 
     @property
     def jobs(self) -> list[str]:
-        """One entry per client: the addresses of ``DTENSOR_JOBS``, else full job names; none for a client alone."""
+        """One entry per client: the addresses of ``DTENSOR_JOBS``, else full job names; none for a single client."""
         if self.jobs_text is None:
             count = self.num_clients
             return [f"{self.job_name}/replica:0/task:{task}" for task in range(count)] if count > 1 else []
@@ -104,12 +104,12 @@ class Config:
 
     @property
     def uses_host_transport(self) -> bool:
-        """Whether messages within a host may go past the network."""
+        """Whether clients of one host may exchange messages without the network (see `dtckpt.comm.same_host`)."""
         return self.host_transport_text.lower() in ("true", "1")
 
     @property
     def attempt(self) -> int:
-        """How often the job was restarted, as the environment of this client says."""
+        """Number of restarts of the job, as far as the environment of this client tells."""
         if not self.attempt_text.isdecimal():
             raise ConfigError(
                 f"DTCKPT_ATTEMPT (or TORCHELASTIC_RESTART_COUNT) is {self.attempt_text!r}; expected a whole number"
@@ -118,13 +118,14 @@ class Config:
 
     @property
     def local_world_size(self) -> int:
-        """How many clients torchrun started on this machine; 1 where something else started them."""
+        """Number of clients that torchrun started on this machine; 1 if torchrun did not start them."""
         if not self.is_torchrun or self.local_world_size_text is None:
             return 1
         return _integer("LOCAL_WORLD_SIZE", self.local_world_size_text, 1, self.num_clients + 1)
 
     @property
     def _torchrun_position(self) -> tuple[int, int]:
+        """This client's rank, and the number of clients."""
         for name, text, other in (("RANK", self.rank, "WORLD_SIZE"), ("WORLD_SIZE", self.world_size, "RANK")):
             if text is None:
                 raise ConfigError(f"{name}: got nothing though {other} is set, expected both or none of them")
@@ -133,7 +134,7 @@ class Config:
 
 
 def _integer(name: str, text: str, low: int, end: int | None) -> int:
-    """Read an integer with ``low <= n < end``."""
+    """Parse the variable's text as an integer ``n`` with ``low <= n < end``; None as ``end``: no upper bound."""
     allowed = f"an integer of at least {low}" if end is None else f"an integer from {low} to {end - 1}"
     try:
         number = int(text)
@@ -145,7 +146,7 @@ def _integer(name: str, text: str, low: int, end: int | None) -> int:
 
 
 def _require_sorted(entries: list[str]) -> None:
-    """Refuse BNS addresses whose task numbers do not ascend: position is client id."""
+    """Refuse BNS addresses whose task numbers do not ascend, because an entry's position is the client's id."""
     tasks = [entry.rpartition("/")[2].partition(":")[0] for entry in entries]
     if not all(task.isdecimal() for task in tasks):
         raise ConfigTypeError(f"DTENSOR_JOBS: got tasks {', '.join(tasks)}, expected a number behind the last '/'")

@@ -1,11 +1,11 @@
-"""Every error that dtckpt raises, in one tree.
+"""Errors: every class that dtckpt raises, in one tree, and their transfer between clients.
 
-Classes are grouped by what the caller can do about them, and each is also the fitting builtin, so that
-``except ValueError`` or ``except TimeoutError`` works without knowing this module. A message reads
-"what failed, on what; got X, expected Y; what to do"; facts that a program may want stay as attributes.
+The classes are grouped by what the caller can do about them. Each is also a subclass of the fitting builtin, so that
+``except ValueError`` or ``except TimeoutError`` works without this module. A message has the form "what failed, on
+what; got X, expected Y; what to do". Facts for programs are attributes.
 
-An error crosses from one client to the others as ``(code, message)``: `to_wire` and `from_wire`. The code is
-the class's name, so all clients of a failed save raise the same class with the same text.
+An error travels from one client to the others as ``(code, message)``; see `to_wire` and `from_wire`. The code is the
+name of the class, so all clients of a failed save raise the same class with the same text.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 MAX_MESSAGE_CHARS = 4000
-"""Longest text that `to_wire` passes on; gRPC drops status texts that outgrow the peer's metadata limit."""
+"""Longest message that `to_wire` returns; gRPC drops status texts that exceed the peer's metadata limit."""
 
 
 class DtckptError(Exception):
-    """Base of all errors raised by dtckpt on purpose."""
+    """Base of all errors that dtckpt raises on purpose.
+
+    Args:
+        message: The text.
+        facts: Attributes of the error, by name.
+    """
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -27,7 +32,7 @@ class DtckptError(Exception):
             setattr(self, name, value)
 
     def __str__(self) -> str:
-        # KeyError and OSError format themselves in ways that garble a one-argument message.
+        # KeyError and OSError have formats of their own, which garble a message that is the only argument.
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -38,7 +43,7 @@ def _rebuild(cls: type[DtckptError], message: str) -> DtckptError:
     return cls(message)
 
 
-# --- vocabulary: the caller described something that does not exist or does not fit ---------------------------
+# --- arguments: the caller described something that does not exist or does not fit ----------------------------
 
 
 class ConfigError(DtckptError, ValueError):
@@ -46,7 +51,7 @@ class ConfigError(DtckptError, ValueError):
 
 
 class ConfigTypeError(ConfigError, TypeError):
-    """An environment variable holds values of kinds that cannot be compared."""
+    """An environment variable holds values of types that cannot be compared."""
 
 
 class MeshError(DtckptError, ValueError, RuntimeError):
@@ -58,11 +63,11 @@ class AxisNotFoundError(MeshError, KeyError, IndexError):
 
 
 class MeshTypeError(MeshError, TypeError):
-    """Something that is not a mesh (or not the right kind of argument) stands where one is needed."""
+    """An argument that should be a mesh, or part of the description of one, has a wrong type."""
 
 
 class DeviceNotFoundError(DtckptError, RuntimeError):
-    """A kind of device was asked for that this client does not have, or not the library that drives it."""
+    """This client lacks devices of the requested kind, or the library that drives them."""
 
 
 class LayoutError(DtckptError, ValueError, RuntimeError):
@@ -73,7 +78,7 @@ class LayoutError(DtckptError, ValueError, RuntimeError):
 
 
 class LayoutTypeError(LayoutError, TypeError):
-    """Something that is not a layout (or not the right kind of argument) stands where one is needed."""
+    """An argument that should be a layout, or part of the description of one, has a wrong type."""
 
 
 class RegionError(DtckptError, ValueError):
@@ -93,21 +98,21 @@ class ReplicaMismatchError(DtckptError, ValueError):
 
 
 class DTypeError(DtckptError, TypeError):
-    """A dtype cannot be stored, or a conversion would lose values without consent."""
+    """A dtype cannot be stored, or a conversion would lose values and the caller has not allowed that."""
 
 
 class RandomParameterError(DtckptError, ValueError, RuntimeError):
-    """A distribution's parameters are out of range. A RuntimeError as well, because torch raises those."""
+    """A distribution's parameters are out of range. torch raises RuntimeErrors."""
 
 
 class OperatorError(DtckptError, NotImplementedError):
-    """An operation cannot be done on such a DTensor."""
+    """An operator cannot be applied to such a DTensor."""
 
-    # Not a TypeError: torch's arithmetic operators swallow those and say "unsupported operand" instead.
+    # Not a TypeError: torch's arithmetic operators catch TypeErrors and raise "unsupported operand" instead.
 
 
 class TensorNameError(DtckptError, ValueError):
-    """A tensor name cannot be stored: empty, escaping, too long, or used twice."""
+    """A tensor name cannot be stored: it is empty, would leave its folder, is too long, or is used twice."""
 
 
 class TreeError(DtckptError, TypeError):
@@ -115,11 +120,11 @@ class TreeError(DtckptError, TypeError):
 
 
 class SaveDisagreementError(DtckptError, ValueError):
-    """Clients came to one save with different state."""
+    """Clients called the same save with different state."""
 
 
 class ForkedProcessError(DtckptError, RuntimeError):
-    """This process was forked from one that uses checkpoints; it must be spawned to use them."""
+    """This process was forked from one that uses checkpoints; a process must be spawned to use them."""
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------
@@ -134,11 +139,11 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointIncompleteError(CheckpointError, FileNotFoundError):
-    """There is data at the path but no commit marker: a save that never finished."""
+    """There is data at the path but no commit marker: a save has not finished."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """The path is taken and replacing it was not allowed."""
+    """There is something at the path already, and the caller has not allowed to replace it."""
 
 
 class CheckpointCorruptError(CheckpointError, ValueError):
@@ -150,11 +155,11 @@ class CheckpointVersionError(CheckpointError, ValueError):
 
 
 class CheckpointConflictError(CheckpointError, RuntimeError):
-    """Clients see different checkpoints at one path."""
+    """Clients see different checkpoints at the same path."""
 
 
 class TensorNotFoundError(CheckpointError, KeyError):
-    """A tensor or value that was asked for is not in the checkpoint."""
+    """The checkpoint lacks a tensor or value that the caller asks for."""
 
 
 class UnexpectedTensorError(CheckpointError, KeyError):
@@ -166,18 +171,18 @@ class ShapeMismatchError(CheckpointError, ValueError):
 
 
 class RegionNotFoundError(CheckpointError, LookupError):
-    """A tensor was saved in part, and the region asked for is outside what was saved."""
+    """A tensor was saved in part, and the requested region is outside the saved part."""
 
 
 class RestoreMismatchError(CheckpointError, AssertionError):
-    """A checkpoint and the objects that it was restored to do not cover each other: ``missing``, ``unexpected``."""
+    """A checkpoint and the restored objects do not match. Attributes ``missing``, ``unexpected``: names."""
 
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
 
 
 class SaveTimeoutError(CheckpointError, TimeoutError):
-    """A save takes longer than the caller wants to wait; it goes on."""
+    """A save takes longer than the caller waits for it; the save continues."""
 
 
 class StorageError(CheckpointError, OSError):
@@ -212,11 +217,11 @@ class BarrierTimeoutError(CoordinationError, TimeoutError):
 
 
 class BarrierConflictError(CoordinationError, ValueError):
-    """Clients came to one barrier with different participants, topics or generations."""
+    """Clients called the same barrier with different participants, topics or generations."""
 
 
 class ClientFailedError(CoordinationError):
-    """A client voted no with an error that has no class of ours."""
+    """A client failed with an error whose class is not one of dtckpt's."""
 
 
 class BarrierCancelledError(CoordinationError):
@@ -228,22 +233,22 @@ class FencedError(CoordinationError, PermissionError):
 
 
 class CoordinatorUnavailableError(CoordinationError, ConnectionError):
-    """The coordinator or store that clients meet at cannot be reached."""
+    """The coordinator, or the store through which clients coordinate, cannot be reached."""
 
 
 class CoordinatorPermissionError(CoordinationError, PermissionError):
-    """The coordinator refuses this client's token, or this client the coordinator's certificate."""
+    """The coordinator refuses this client's token, or this client refuses the coordinator's certificate."""
 
 
 class GeneratorMismatchError(CoordinationError):
-    """Clients that are to make one random tensor have generators in different states."""
+    """Clients that make a random tensor together have generators in different states."""
 
 
 class JobNotFoundError(CoordinationError, LookupError):
     """The coordinator knows no such job."""
 
 
-# --- crossing between clients -----------------------------------------------------------------------------------
+# --- transfer between clients -----------------------------------------------------------------------------------
 
 
 def _tree(cls: type[DtckptError]) -> Iterable[type[DtckptError]]:
@@ -253,23 +258,25 @@ def _tree(cls: type[DtckptError]) -> Iterable[type[DtckptError]]:
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:
-    """Return ``(code, message)`` of an error, for `from_wire` on another client."""
+    """Return the code and message of an error, from which `from_wire` rebuilds it on another client."""
     if isinstance(error, DtckptError):
         return type(error).__name__, error.message[:MAX_MESSAGE_CHARS]
     return ClientFailedError.__name__, f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
 
 
 def from_wire(code: str, message: str, **facts: Any) -> DtckptError:
-    """Rebuild an error from `to_wire`'s pair; an unknown code becomes `ClientFailedError`."""
-    known = {cls.__name__: cls for cls in _tree(DtckptError)}
-    return known.get(code, ClientFailedError)(message, **facts)
+    """Rebuild an error from the code and message of `to_wire`; an unknown code becomes `ClientFailedError`."""
+    classes = {cls.__name__: cls for cls in _tree(DtckptError)}
+    return classes.get(code, ClientFailedError)(message, **facts)
 
 
 def capped(names: Iterable[object], limit: int = 8, *, count: int | None = None) -> str:
     """Join names for a message, at most ``limit`` of them ("a, b, c and 93 more").
 
     Args:
-        count: How many there are, if ``names`` are only the first of them.
+        names: The names.
+        limit: Largest number of names in the result.
+        count: Number of names in all, if ``names`` are only the first of them.
     """
     listed = [str(name) for name in names]
     num_more = (len(listed) if count is None else count) - limit

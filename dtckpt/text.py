@@ -1,4 +1,4 @@
-"""Facts as text for people: safe on any terminal and in any log."""
+"""Text for people: escape untrusted text for terminals and logs, and format sizes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def printable(text: str) -> str:
-    """Escape what could break a line or steer a terminal: names and paths come from anywhere."""
+    """Escape characters that could break a line or control a terminal; names and paths may hold any."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def format_nbytes(nbytes: float) -> str:
-    """Return a size for people: ``1.5 GiB``."""
+    """Return a size in bytes with a binary unit, such as ``1.5 GiB``."""
     for unit in _UNITS[:-1]:
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

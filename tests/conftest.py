@@ -28,7 +28,7 @@ def one_client_alone(monkeypatch):
     set_coordination(None)
     yield
     set_coordination(None)
-    clients._configured.clear()
+    clients._virtual_devices.clear()
 
 
 @pytest.hookimpl(tryfirst=True)

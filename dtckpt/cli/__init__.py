@@ -1,1 +1,1 @@
-"""The command line ``dtckpt``."""
+"""The command line tool ``dtckpt``: ``reshard``, ``inspect``, ``verify`` and ``status``."""

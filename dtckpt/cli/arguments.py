@@ -1,4 +1,4 @@
-"""Text of the command line -> values."""
+"""Parse arguments of the command line: sizes, meshes, dtypes, and rules that give tensors their layouts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dtckpt.checkpoint.restoring.restore import kept_layout
 from dtckpt.errors import ConfigError, LayoutError, MeshError, capped
 from dtckpt.format.dtypes import DTYPES, is_floating
 from dtckpt.layout import text_format
-from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.layout import MATCH, Layout
 from dtckpt.layout.mesh import Mesh
 
 MAX_DEVICES = 1 << 18
-"""Largest mesh; planning for it takes seconds per tensor."""
+"""Largest number of devices in a mesh; planning for it takes seconds per tensor."""
 MAX_LAYOUT_FILE_NBYTES = 16 << 20
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{infix}b": base**power
@@ -34,10 +34,10 @@ _COMMENT = re.compile(r"(^|\s)#.*")
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that ``512KiB``, ``1.5GiB``, ``2GB`` or ``4096`` mean.
+    """Parse a size such as ``512KiB``, ``1.5GiB``, ``2GB`` or ``4096``; return it in bytes.
 
     Raises:
-        ConfigError: The text is no positive size.
+        ConfigError: The text is no size of at least one byte.
     """
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(match[2].lower()) if match else None
@@ -52,10 +52,10 @@ def parse_size(text: str) -> int:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Return the mesh that ``data=2,model=4`` means: axes with sizes, major first.
+    """Parse a mesh such as ``data=2,model=4``: axes with sizes, major first. Its devices need not exist.
 
     Raises:
-        MeshError: The text is malformed, or no mesh has such axes.
+        MeshError: The text is malformed, an axis cannot have such a name, or the mesh is too large.
     """
     axes: dict[str, int] = {}
     for item in text.split(","):
@@ -72,10 +72,10 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """Return a floating-point dtype by name.
+    """Parse the name of a floating-point dtype.
 
     Raises:
-        ConfigError: There is none of the name.
+        ConfigError: There is no floating-point dtype of this name.
     """
     if not is_floating(text):
         raise ConfigError(
@@ -85,10 +85,12 @@ def parse_dtype(text: str) -> torch.dtype:
 
 
 def read_rules(path: Path) -> Iterator[str]:
-    """Yield the rules of a layout file: one PATTERN=SPEC per line, comments from a ``#`` after a blank on.
+    """Yield the rules of a layout file: one PATTERN=SPEC per line.
+
+    A ``#`` at the start of a line or after a blank starts a comment.
 
     Raises:
-        ConfigError: The file cannot be read.
+        ConfigError: The file cannot be read, or is too large.
     """
     try:
         with open(path, "rb") as file:
@@ -104,7 +106,7 @@ def read_rules(path: Path) -> Iterator[str]:
 
 
 def layout_text(layout: Layout | None) -> str:
-    """Return a layout's specs as `LayoutRule` reads them; a word where there are none."""
+    """Return a layout's specs in the syntax of `LayoutRule`; ``none`` without a layout, ``scalar`` without dims."""
     if layout is None:
         return "none"
     return ",".join(map(text_format.spec_to_text, layout.sharding_specs)) or "scalar"
@@ -112,7 +114,7 @@ def layout_text(layout: Layout | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LayoutRule:
-    """A layout for the tensors whose names match a glob; ``text`` is how it was written."""
+    """A layout for the tensors whose names match a glob; ``text`` is the rule as the user wrote it."""
 
     text: str
     pattern: str
@@ -120,7 +122,7 @@ class LayoutRule:
 
     @classmethod
     def parse(cls, text: str, mesh: Mesh) -> LayoutRule:
-        """Read ``PATTERN=SPEC``; names may hold ``=``, specs cannot, so the last one parts the two.
+        """Parse ``PATTERN=SPEC``. Names may contain ``=`` and specs cannot, so the last ``=`` separates the two.
 
         Raises:
             LayoutError: The text is malformed or does not fit the mesh.
@@ -140,10 +142,10 @@ class LayoutRule:
 
 
 class LayoutRules:
-    """Rules in order: the first whose pattern matches a tensor's name gives its layout.
+    """Layout rules in order: the first rule whose pattern matches a tensor's name gives the tensor's layout.
 
-    Tensors that no rule matches keep their saved sharding specs as far as the mesh has those axes. Remembers which
-    rules matched anything, whether or not an earlier one won.
+    A tensor that no rule matches keeps its saved sharding specs, as far as the mesh has their axes. The object notes
+    which rules have matched a tensor, even if an earlier rule gave the layout.
     """
 
     def __init__(self, texts: Sequence[str], mesh: Mesh) -> None:
@@ -170,10 +172,10 @@ class LayoutRules:
         return rule.layout
 
     def validate_all_used(self) -> None:
-        """Refuse rules that matched no tensor so far: most likely a typo.
+        """Refuse rules that have matched no tensor, because they are most likely typos.
 
         Raises:
-            LayoutError: There is one.
+            LayoutError: There is such a rule.
         """
         unused = [rule.text for rule in self._rules if rule.pattern not in self._used]
         if unused:

@@ -1,4 +1,7 @@
-"""The commands and their options. What does the work is imported when a command runs, so ``--help`` is quick."""
+"""Definitions of the commands and their options, with `click`.
+
+Each command imports its implementation when it runs, so that ``--help`` does not wait for the import of torch.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ import dtckpt
 from dtckpt.cli.exit_codes import exit_code_help
 
 KVSTORES = ("ocdbt", "zarr")
-"""As in `dtckpt.format.manifest`, which is slow to import."""
+"""A copy of the names in `dtckpt.format.manifest`, which is slow to import."""
 CODECS = ("none", "zstd", "blosc")
-"""As in `dtckpt.format.codecs`."""
+"""A copy of the names in `dtckpt.format.codecs`, which is slow to import."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -29,7 +32,7 @@ Layouts:
 
 
 def _debug_option(command: _Command) -> _Command:
-    # `dtckpt.cli.main` looks for it in the arguments: it must work even where parsing fails.
+    # Without effect here: `dtckpt.cli.main` searches the arguments for it, so that it works even if parsing fails.
     return click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback with an error.")(command)
 
 
@@ -97,9 +100,9 @@ def reshard(**options: Any) -> None:
 
     Names, values and structure stay as they are. DST appears whole or not at all.
     """
-    from dtckpt.cli.reshard import Request, run_reshard
+    from dtckpt.cli.reshard import ReshardRequest, run_reshard
 
-    run_reshard(Request(**options))
+    run_reshard(ReshardRequest(**options))
 
 
 @cli.command(epilog=exit_code_help())
@@ -168,6 +171,6 @@ Variables:
 @_debug_option
 def status(**options: Any) -> None:
     """Show jobs, clients and open barriers of a coordinator: who is missing, and what they did last."""
-    from dtckpt.cli.status import Request, run_status
+    from dtckpt.cli.status import StatusRequest, run_status
 
-    run_status(Request(**options))
+    run_status(StatusRequest(**options))

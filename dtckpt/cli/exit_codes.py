@@ -1,4 +1,4 @@
-"""Exit codes, and which error gives which."""
+"""Exit codes of the command line, and the table from error classes to exit codes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dtckpt import errors
 
 
 class ExitCode(enum.IntEnum):
-    """How the command ended, for scripts; values above 63 are those of ``sysexits.h``."""
+    """Exit codes, for scripts; values above 63 are those of ``sysexits.h``."""
 
     OK = 0
     FAILED = 1
@@ -35,7 +35,7 @@ MEANINGS = {
 
 EXIT_CODES: dict[type[BaseException], ExitCode] = {
     click.ClickException: ExitCode.USAGE,
-    # Most errors outside the two groups below say that the caller described something that does not fit.
+    # Most errors that are neither about checkpoints nor coordination are about an argument that does not fit.
     errors.DtckptError: ExitCode.USAGE,
     errors.ReplicaMismatchError: ExitCode.FAILED,
     errors.SaveDisagreementError: ExitCode.FAILED,
@@ -55,11 +55,11 @@ EXIT_CODES: dict[type[BaseException], ExitCode] = {
     errors.FencedError: ExitCode.CONFLICT,
     errors.CoordinatorUnavailableError: ExitCode.UNAVAILABLE,
     errors.CoordinatorPermissionError: ExitCode.UNAVAILABLE,
-    # Storage's own are translated; what remains is our output that cannot be written.
+    # Errors of storage are `StorageError`s, so a bare OSError says that the command's own output cannot be written.
     OSError: ExitCode.TRY_AGAIN,
     BaseException: ExitCode.INTERNAL,
 }
-"""The exit code of an error is that of the nearest of its classes in this table."""
+"""Exit code by error class. An error has the code of the first class in its method resolution order that is here."""
 
 
 def exit_code_of(error: BaseException) -> ExitCode:
@@ -68,6 +68,6 @@ def exit_code_of(error: BaseException) -> ExitCode:
 
 
 def exit_code_help() -> str:
-    """Return the list of exit codes for ``--help``."""
+    """Return the help text about exit codes."""
     lines = [f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items()]
     return "\n".join(["\b", "Exit codes:", *lines, "  130  interrupted (143: terminated); nothing is left behind"])

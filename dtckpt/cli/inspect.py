@@ -1,4 +1,4 @@
-"""``dtckpt inspect``: what is in a checkpoint."""
+"""``dtckpt inspect``: show the tensors, values and phases of a checkpoint, as text or JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ def run_inspect(path: str, patterns: Sequence[str], *, with_chunks: bool, as_jso
 
 
 def select(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[TensorInfo]:
-    """Return the tensors whose names match any of some globs; all, if there are none."""
+    """Return the tensors whose names match any of the globs; all tensors if there are no globs.
+
+    Raises:
+        TensorNotFoundError: No tensor matches one of the globs.
+    """
     for pattern in patterns:
         if not fnmatch.filter(checkpoint.tensors, pattern):
             raise TensorNotFoundError(
@@ -57,7 +61,7 @@ def select(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[TensorInfo]:
 def to_json(
     checkpoint: Checkpoint, tensors: Sequence[TensorInfo], meshes: Sequence[Mesh], *, with_chunks: bool
 ) -> dict[str, Any]:
-    """Return a checkpoint as JSON; ``mesh`` of a tensor is a position in ``meshes``."""
+    """Return the JSON object that describes a checkpoint; a tensor's ``mesh`` is its position in ``meshes``."""
     manifest = checkpoint.manifest
     return {
         "path": str(checkpoint.path),
@@ -115,7 +119,7 @@ def _tensor_json(info: TensorInfo, meshes: Sequence[Mesh], *, with_chunks: bool)
 
 
 def _value_json(value: Any) -> Any:
-    """Return a plain value; what JSON lacks is spelled as in the manifest (see `dtckpt.format.tree`)."""
+    """Return a value for JSON; values that JSON lacks are written as in the manifest (see `dtckpt.format.tree`)."""
     node = encode_value(value, "")
     return node.get("value", node)
 
@@ -173,7 +177,7 @@ def _write_text(
 
 
 def _phase_rows(costs: Costs) -> Iterator[tuple[str, ...]]:
-    """Yield what each phase of the save took: of the clients' seconds the median and the most, and all bytes."""
+    """Yield a row per phase of the save: median and longest time of the clients, the slowest client, bytes of all."""
     for phase in dict.fromkeys(name for own in costs.values() for name in own):
         by_client = {client: own[phase] for client, own in costs.items() if phase in own}
         seconds = {client: cost.seconds for client, cost in by_client.items()}

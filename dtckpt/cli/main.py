@@ -1,4 +1,4 @@
-"""The process around a command: arguments in; signals, errors and exit code out."""
+"""The entry point ``dtckpt``: runs a command, and turns errors and signals into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run ``dtckpt`` and return its exit code.
 
     Args:
-        args: Arguments; default: those of the process.
+        args: Arguments; default: those of this process.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     try:
-        with _ended_by_signals():
-            # Ends by returning a code where click itself has answered, as for --help.
+        with _exit_on_signals():
+            # click returns a code if it has answered by itself, as for --help.
             return cli.main(arguments, prog_name="dtckpt", standalone_mode=False) or ExitCode.OK
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else ExitCode.FAILED
@@ -39,31 +39,32 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into SystemExit, so that what is under construction gets removed."""
+def _exit_on_signals() -> Iterator[None]:
+    """Raise SystemExit for SIGINT and SIGTERM in the body, so that unfinished output is removed on the way out."""
 
     def end(number: int, _: FrameType | None) -> None:
-        # Some senders signal twice (a terminal, `timeout`); the second must not interrupt the removal.
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
+        # Some senders signal twice (a terminal, `timeout`). The second signal must not interrupt the removal.
+        for other in handlers:
+            signal.signal(other, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    before = {each: signal.getsignal(each) for each in _SIGNALS} if is_main else {}
-    before = {each: handler for each, handler in before.items() if handler is not signal.SIG_IGN}
-    for each in before:
-        signal.signal(each, end)
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS} if is_main else {}
+    # Signals that the parent has set to be ignored stay so, such as SIGINT for background jobs of scripts.
+    handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    for number in handlers:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _report(error: BaseException, arguments: Sequence[str]) -> int:
     """Print an error and return its exit code."""
     code, message = exit_code_of(error), _message(error)
-    # Looked up here, since parsing may be what failed.
+    # Searched by hand, because parsing may have failed.
     flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if "--debug" in flags:
         click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
@@ -78,7 +79,7 @@ def _message(error: BaseException) -> str:
         hint = f"; see '{error.ctx.command_path} --help'" if error.ctx else ""
         return " ".join(error.format_message().rstrip(".").split()) + hint
     if isinstance(error, DtckptError):
-        # The one remedy that is spelled otherwise here.
+        # The library's messages name its own arguments; this is the only one that has another name here.
         return error.message.replace("pass overwrite=True", "pass --overwrite")
     if isinstance(error, click.ClickException):
         return error.format_message()

@@ -1,4 +1,4 @@
-"""What the commands print: lines of text or JSON, safe for any terminal."""
+"""Printing for the commands: lines, tables and JSON events, safe for any terminal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dtckpt.text import printable
 
 
 def write_line(text: str) -> None:
-    """Print one line on standard output; ends the process quietly when nobody reads on."""
+    """Print one line on standard output. Ends the process quietly if the reader of a pipe has gone."""
     try:
         click.echo(text)
     except BrokenPipeError:
-        # Otherwise the interpreter would flush into the closed pipe once more at exit, and complain.
+        # At exit the interpreter flushes standard output once more, and would complain about the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
 
@@ -30,23 +30,23 @@ def write_event(event: str, **facts: Any) -> None:
 
 
 def format_count(count: int, noun: str) -> str:
-    """Return ``1 tensor``, ``2 tensors``."""
+    """Return a number with its noun: ``1 tensor``, ``2 tensors``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def format_shape(shape: Sequence[int]) -> str:
-    """Return ``512x64``."""
+    """Return a shape as ``512x64``, or ``scalar``."""
     return "x".join(map(str, shape)) or "scalar"
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows in columns, as wide as their widest cell."""
+    """Return the lines of a table whose columns are as wide as their widest cell."""
     safe = [[printable(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*safe, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in safe]
 
 
 def write_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print `table_lines`."""
+    """Print a table; see `table_lines`."""
     for line in table_lines(header, rows):
         write_line(line)

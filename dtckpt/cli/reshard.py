@@ -1,4 +1,4 @@
-"""``dtckpt reshard``: plan and check all of it, then run."""
+"""``dtckpt reshard``: check all arguments and plan the whole work, then write the new checkpoint."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dtckpt.cli.arguments import LayoutRules, parse_dtype, parse_mesh, parse_siz
 from dtckpt.cli.reshard_progress import BarReporter, JsonReporter, PlanReporter, Reporter
 from dtckpt.errors import ConfigError
 
-# From <malloc.h>.
+# Parameters of `mallopt`, from <malloc.h>.
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """The arguments of the command, as text."""
+class ReshardRequest:
+    """The arguments of the command, as `click` passes them; see `dtckpt.cli.commands`."""
 
     src: str
     dst: str
@@ -44,7 +44,7 @@ class Request:
     as_json: bool
 
 
-def run_reshard(request: Request) -> None:
+def run_reshard(request: ReshardRequest) -> None:
     """Run the command.
 
     Raises:
@@ -69,6 +69,7 @@ def run_reshard(request: Request) -> None:
         worker=_worker(request),
         options=SaveOptions(kvstore=request.kvstore, codec=request.codec, overwrite=request.overwrite),
     )
+    # A dry run first: it finds errors in all arguments and tensors before anything is written.
     plan = run(dry_run=True)
     rules.validate_all_used()
     with _reporter(request, plan, start) as reporter:
@@ -77,7 +78,8 @@ def run_reshard(request: Request) -> None:
         reporter.finish()
 
 
-def _worker(request: Request) -> Worker | None:
+def _worker(request: ReshardRequest) -> Worker | None:
+    """Return the worker that this process is, None if it is the only one and does not resume."""
     if request.workers is None and not request.resume:
         return None
     count = 1 if request.workers is None else request.workers
@@ -90,9 +92,9 @@ def _worker(request: Request) -> Worker | None:
 
 
 def _return_freed_memory() -> None:
-    """Make glibc give the memory of freed chunks back at once.
+    """Make glibc return the memory of freed chunks to the system at once.
 
-    Left alone it keeps up to twice ``--max-memory`` for later, in the heaps of several threads.
+    By default it keeps up to twice ``--max-memory`` for later, in the heaps of several threads.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -100,7 +102,7 @@ def _return_freed_memory() -> None:
         mallopt(_M_ARENA_MAX, 1)
 
 
-def _reporter(request: Request, plan: ReshardReport, start: float) -> Reporter:
+def _reporter(request: ReshardRequest, plan: ReshardReport, start: float) -> Reporter:
     if request.as_json:
         return JsonReporter(plan, start, request.kvstore, is_dry_run=request.dry_run)
     if request.dry_run:

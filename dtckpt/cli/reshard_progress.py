@@ -1,4 +1,4 @@
-"""How ``dtckpt reshard`` tells how it goes: a bar, JSON lines, a plan, or one line at the end."""
+"""Progress output of ``dtckpt reshard``: a progress bar, JSON events, the plan of a dry run, or one line at the end."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dtckpt.text import format_nbytes, printable
 
 
 class Reporter:
-    """Prints one line at the end. Base of the others; used as a context manager around the work.
+    """Prints one line at the end. Base of the other reporters; a context manager around the work.
 
     Args:
-        plan: What will be done.
-        start: When the work began, by `time.monotonic`.
+        plan: The report of the dry run.
+        start: Start of the work, by `time.monotonic`.
     """
 
     def __init__(self, plan: ReshardReport, start: float) -> None:
         self.plan = plan
         self.part: PartReport | None = None
-        """What this worker did, where there are several; set before `finish`."""
+        """This worker's part, if there are several workers; set before `finish`."""
         self._start = start
 
     def __enter__(self) -> Self:
@@ -38,10 +38,10 @@ class Reporter:
         pass
 
     def advance(self, name: str, nbytes: int) -> None:
-        """Tell that bytes of a tensor were handed to storage; tensors come in the plan's order."""
+        """Note that bytes of a tensor were passed to storage; tensors come in the plan's order."""
 
     def finish(self) -> None:
-        """Tell that all is done."""
+        """Report that all work is done."""
         seconds = self.seconds
         rate = format_nbytes(self.plan.nbytes / max(seconds, 1e-9))
         if self.part is not None:
@@ -58,12 +58,12 @@ class Reporter:
 
     @property
     def totals(self) -> str:
-        """How much the new checkpoint holds."""
+        """Number of tensors and size of the new checkpoint."""
         return f"{format_count(len(self.plan.tensors), 'tensor')}, {format_nbytes(self.plan.nbytes)}"
 
 
 def part_text(part: PartReport, target: str) -> str:
-    """Return what one of several workers did."""
+    """Return a line about the part of one of several workers."""
     worker = part.worker
     did = f"wrote {format_nbytes(part.nbytes)}" if part.nbytes else "its part was finished already"
     if part.is_committed:
@@ -76,7 +76,7 @@ def part_text(part: PartReport, target: str) -> str:
 
 
 class PlanReporter(Reporter):
-    """Prints what would be done, one row per tensor."""
+    """Prints the plan of a dry run, one row per tensor."""
 
     def finish(self) -> None:
         """Print the plan."""
@@ -101,7 +101,7 @@ def _change(old: str, new: str) -> str:
 
 
 class BarReporter(Reporter):
-    """Shows a bar on standard error meanwhile."""
+    """Shows a progress bar on standard error during the work, and prints one line at the end."""
 
     def __enter__(self) -> Self:
         self._bar = Bar("resharding", self.plan.nbytes).__enter__()
@@ -117,7 +117,7 @@ class BarReporter(Reporter):
         self._bar.advance(name, nbytes)
 
     def finish(self) -> None:
-        """Remove the bar, print the summary."""
+        """Remove the bar, and print the line."""
         self._bar.__exit__(None, None, None)
         super().finish()
 
@@ -126,10 +126,10 @@ class JsonReporter(Reporter):
     """Prints one JSON object per event: ``start``, ``tensor`` for each tensor in order, ``done``.
 
     Args:
-        plan: What will be done.
-        start: When the work began, by `time.monotonic`.
-        kvstore: How the new checkpoint is stored.
-        is_dry_run: Whether nothing will be written.
+        plan: The report of the dry run.
+        start: Start of the work, by `time.monotonic`.
+        kvstore: Storage format of the new checkpoint.
+        is_dry_run: Whether nothing is written.
     """
 
     def __init__(self, plan: ReshardReport, start: float, kvstore: str, *, is_dry_run: bool) -> None:
@@ -154,8 +154,8 @@ class JsonReporter(Reporter):
         )
         return self
 
-    def advance(self, name: str, nbytes: int) -> None:  # noqa: ARG002  (the plan knows the bytes of a whole tensor)
-        """Print the tensors before this one: they are complete."""
+    def advance(self, name: str, nbytes: int) -> None:  # noqa: ARG002  (the plan has the size of each tensor)
+        """Print the tensors before this one, which are complete, because tensors come in the plan's order."""
         while self._waiting[-1].name != name:
             self._complete(self._waiting.pop())
 

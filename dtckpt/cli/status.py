@@ -1,4 +1,4 @@
-"""``dtckpt status``: who is alive, and who is waited for."""
+"""``dtckpt status``: show a coordinator's jobs, clients and open barriers, once or until interrupted."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ _HEADER = ("client", "state", "heard", "phase", "step", "done", "unchanged", "ho
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What to show.
+class StatusRequest:
+    """The arguments of the command.
 
     Args:
-        coordinator: ``host:port``; None: as a client would find it.
-        job: One job; None: all that the token shows.
-        watch: Show it again and again, until interrupted.
-        interval_s: Time between two looks.
-        timeout_s: How long to look for the coordinator, each time.
-        rows: Clients shown of each job, the worst first.
+        coordinator: ``host:port``; None: found in the environment, as clients find it.
+        job: Name of a job; None: all jobs that the token may see.
+        watch: Whether to ask again and again, until interrupted.
+        interval_s: Pause between two queries.
+        timeout_s: Bound on the search for the coordinator, in each query.
+        rows: Number of clients shown of each job, the worst first.
+        as_json: Whether to print JSON events instead of text.
     """
 
     coordinator: str | None
@@ -45,36 +46,36 @@ class Request:
     as_json: bool
 
 
-def run_status(request: Request) -> None:
+def run_status(request: StatusRequest) -> None:
     """Run the command.
 
     Raises:
-        ConfigError: There is no coordinator to ask, or the variables for it cannot be used.
+        ConfigError: No coordinator is named, or the environment variables for it cannot be used.
         JobNotFoundError: There is no such job.
-        CoordinationError: The coordinator cannot be reached, or refuses to answer; while watching only the latter.
+        CoordinationError: The coordinator refuses to answer; or it cannot be reached, and ``watch`` is not set.
     """
-    found = find_coordinator(os.environ, request.coordinator)
-    if found is None:
+    coordinator = find_coordinator(os.environ, request.coordinator)
+    if coordinator is None:
         raise ConfigError(f"there is no coordinator to ask; give --coordinator HOST:PORT, or set {SOURCES}")
-    client = StatusClient(found.address, Access.from_environ(os.environ))
-    with ExitStack() as showing:
-        showing.callback(client.close)
+    client = StatusClient(coordinator.address, Access.from_environ(os.environ))
+    with ExitStack() as stack:
+        stack.callback(client.close)
         screen = _Screen() if request.watch and not request.as_json and is_watched(sys.stdout) else None
         if screen is not None:
-            showing.enter_context(screen.live)
+            stack.enter_context(screen.live)
         while True:
             try:
-                jobs = _look(client, request)
+                jobs = _query(client, request)
             except CoordinatorUnavailableError as error:
                 if not request.watch:
                     raise
                 if request.as_json:
-                    write_event("unreachable", coordinator=found.address, message=error.message)
+                    write_event("unreachable", coordinator=coordinator.address, message=error.message)
                 lines = [printable(error.message)]
             else:
                 if request.as_json:
-                    write_event("status", coordinator=found.address, jobs=[_job_json(job) for job in jobs])
-                lines = list(_report(found.address, jobs, request.rows))
+                    write_event("status", coordinator=coordinator.address, jobs=[_job_json(job) for job in jobs])
+                lines = list(_report(coordinator.address, jobs, request.rows))
             if screen is not None:
                 screen.show(lines)
             elif not request.as_json:
@@ -85,12 +86,12 @@ def run_status(request: Request) -> None:
             time.sleep(request.interval_s)
 
 
-def _look(client: StatusClient, request: Request) -> list[JobStatus]:
+def _query(client: StatusClient, request: StatusRequest) -> list[JobStatus]:
     if request.job is not None:
         return [client.job(request.job, request.timeout_s)]
     jobs = []
     for name in client.jobs(request.timeout_s):
-        with suppress(JobNotFoundError):  # it ended meanwhile
+        with suppress(JobNotFoundError):  # the job has ended since it was listed
             jobs.append(client.job(name, request.timeout_s))
     return jobs
 
@@ -114,14 +115,15 @@ def _report(address: str, jobs: Sequence[JobStatus], rows: int) -> Iterator[str]
 
 
 def _worst_first(task: TaskStatus) -> tuple[int, float, int]:
-    """Order clients by what someone looks for: who is gone, and who has been silent for longest."""
+    """Return a sort key that puts clients first that are gone, then those silent for longest."""
     return _WORST_FIRST.index(task.state), -(task.heartbeat_age_s or 0.0), task.client
 
 
 def _barrier_text(job: JobStatus, barrier: BarrierStatus) -> str:
     tasks = {task.client: task for task in job.tasks}
     arrived = f"{barrier.num_participants - barrier.num_missing}/{barrier.num_participants} arrived"
-    shown = [_missing_text(tasks[client]) for client in barrier.missing if client in tasks]  # of two moments
+    # The coordinator lists barriers and tasks at two moments, so a missing client may lack a task.
+    shown = [_missing_text(tasks[client]) for client in barrier.missing if client in tasks]
     missing = capped(shown, count=barrier.num_missing)
     where = f"barrier {barrier.name} generation {barrier.generation}"
     return f"{where}: open for {barrier.age_s or 0.0:.1f} s, {arrived}; missing {missing}"
@@ -150,15 +152,15 @@ def _done(task: TaskStatus) -> str:
 
 
 class _Screen:
-    """The lines, over and over in the same place of a terminal."""
+    """Shows lines on the whole terminal, and replaces them in place."""
 
     def __init__(self) -> None:
-        from rich.live import Live
+        from rich.live import Live  # here, because only ``--watch`` on a terminal needs it
 
         self.live = Live(screen=True, auto_refresh=False)
 
     def show(self, lines: Sequence[str]) -> None:
-        from rich.text import Text
+        from rich.text import Text  # here for the same reason
 
         text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
         text.highlight_regex(r"\b(suspect|lost|fenced|unknown|never registered)\b", "bold red")
@@ -171,5 +173,5 @@ class _Screen:
 def _job_json(job: JobStatus) -> dict[str, Any]:
     fields = asdict(job)
     for task in fields["tasks"]:
-        task["incarnation"] = f"{task['incarnation']:x}"  # 64 bits are more than a number of JSON holds everywhere
+        task["incarnation"] = f"{task['incarnation']:x}"  # as text: many JSON readers round integers of 64 bits
     return fields

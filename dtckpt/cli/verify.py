@@ -1,4 +1,4 @@
-"""``dtckpt verify``: is a checkpoint what was saved?"""
+"""``dtckpt verify``: read a whole checkpoint, compare every digest, and report the damage."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def run_verify(path: str, *, as_json: bool, threads: int | None) -> ExitCode:
     Raises:
         CheckpointError: As for `dtckpt.open_checkpoint`.
     """
-    with open_checkpoint(path) as checkpoint, ExitStack() as showing:
+    with open_checkpoint(path) as checkpoint, ExitStack() as stack:
         progress = None
         if is_watched(sys.stdout, sys.stderr) and not as_json:
             nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
-            progress = showing.enter_context(Bar("verifying", nbytes)).advance
+            progress = stack.enter_context(Bar("verifying", nbytes)).advance
         report = checkpoint.verify(threads=threads, progress=progress)
     if as_json:
         _write_json(report)

@@ -1,1 +1,1 @@
-"""Bytes between clients: process groups, messages, collectives, and the process that they run in."""
+"""Communication between clients: process groups, messages, collectives; and this process: threads, forks, memory."""

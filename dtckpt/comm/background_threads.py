@@ -1,7 +1,8 @@
-"""Threads for work in the background, which a save in flight gets even while the process ends.
+"""Background threads and a thread pool that work even while the interpreter shuts down.
 
-From Python 3.12 on no thread can be started once the main thread has ended, and a save in flight still needs some then.
-So `keep_reserve` starts a few beforehand, which wait for work that gets no thread of its own.
+From Python 3.12 on, no thread can be started once the main thread has ended, but an asynchronous save that is under way
+still needs threads then. So `keep_reserve` starts a few threads beforehand, which run the tasks for which no new thread
+can be started.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 RESERVE = 8
-"""Twice what a save needs at a time beside the threads of its pools, which make do with fewer."""
+"""Number of reserve threads: twice as many as a save needs at a time, not counting its pools, which work with fewer."""
 
 _Task = Callable[[], object]
 _Item = tuple[Future[Any], Callable[[], Any]] | None
@@ -29,10 +30,10 @@ _reserve: SimpleQueue[_Task] | None = None
 
 
 def begin(work: Callable[[], T], name: str) -> Future[T]:
-    """Begin work in a daemon thread, and return its outcome to come.
+    """Run ``work`` in a daemon thread, and return the future of its result.
 
     Raises:
-        RuntimeError: The process ends, and there is no reserve.
+        RuntimeError: The interpreter shuts down, and there is no reserve.
     """
     future: Future[T] = Future()
     task = partial(_run, future, work)
@@ -46,7 +47,7 @@ def begin(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def keep_reserve() -> None:
-    """Start the threads of the reserve, if they do not run yet."""
+    """Start the reserve threads, unless they run already."""
     global _reserve  # noqa: PLW0603  (a process has one)
     with _lock:
         if _reserve is None:
@@ -57,12 +58,12 @@ def keep_reserve() -> None:
 
 
 class Pool(Executor):
-    """An executor as `concurrent.futures.ThreadPoolExecutor`, whose threads come from `begin`.
+    """A `concurrent.futures.ThreadPoolExecutor` whose threads come from `begin`.
 
     Args:
-        size: How many threads, at most.
-        name: Theirs.
-        prepare: Called at first in each.
+        size: Largest number of threads.
+        name: Name of the threads.
+        prepare: Called first in each thread.
     """
 
     def __init__(self, size: int, name: str, prepare: Callable[[], object] = lambda: None) -> None:
@@ -117,7 +118,7 @@ def _serve_reserve(tasks: SimpleQueue[_Task]) -> None:
 
 
 def _forget_parent() -> None:
-    """In a forked process: the parent's threads do not run here."""
+    """Start anew in a forked process: the parent's threads do not run there, and its lock may stay locked for ever."""
     global _lock, _reserve
     _lock, _reserve = threading.Lock(), None
 

@@ -1,12 +1,14 @@
-"""Messages among clients through ``torch.distributed``: one Protocol, made of pairwise messages or of native calls.
+"""Collectives among clients: one Protocol with two implementations, pairwise messages and the library's own calls.
 
-Members are clients. Devices of one client serve each other by copies, which takes no message: that is the redistribute
-engine's part (`dtckpt.redistribution.execute`), as is a mesh whose clients own several devices each.
+Members are clients. Several devices of one client serve each other by copies, without messages; those copies are the
+task of `dtckpt.redistribution.execute`.
 
-In host memory every operation is made of tagged pairwise messages (`dtckpt.comm.point_to_point`). Those are as fast as
-Gloo's own collectives or faster, but for a large all-reduce between hosts, work for every dtype, and add terms in one
-order on all members. Clients that do not agree what to do do not meet: Gloo would take the message that comes and end
-the process if its size were wrong. NCCL has no tags and its collectives know the wiring, so there they are used.
+* `PairwiseCollectives`, for host memory, makes every operation of tagged messages (`dtckpt.comm.point_to_point`). That
+  is as fast as Gloo's own collectives or faster, except for a large all-reduce between hosts. It works for every dtype
+  and adds terms in the same order on all members. Clients that disagree about the next operation use different tags, so
+  neither receives the other's message; Gloo's collectives would, and would end the process if its size were wrong.
+* `NativeCollectives`, for CUDA memory, calls ``torch.distributed``: NCCL has no tags, and its collectives know how the
+  cards are wired.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ import torch
 import torch.distributed as dist
 
 from dtckpt.comm import observers, process_groups
-from dtckpt.comm.point_to_point import carrier
+from dtckpt.comm.point_to_point import open_transport
 from dtckpt.errors import CoordinationError, capped
 
 T = TypeVar("T")
 
 Message = tuple[int, torch.Tensor]
-"""A client, and the contiguous tensor that goes to it or comes from it."""
+"""A client, and the contiguous tensor that is sent to it or the contiguous buffer for what it sends."""
 
 REDUCERS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -40,7 +42,7 @@ REDUCERS: dict[str, Callable[..., torch.Tensor]] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-"""How two terms become one; a sum becomes an average when it is complete."""
+"""Elementwise functions of two terms. An average adds, like a sum, and divides when the sum is complete."""
 
 _NATIVE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -49,29 +51,30 @@ _NATIVE_OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
+# Dtypes that the library reduces; tensors of others are reduced from pairwise messages.
 _NATIVE_DTYPES = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8}
 )
 
 
-def _as_it_is(given: Any) -> torch.Tensor:
-    return given  # type: ignore[no-any-return]  # it is one, where nothing packs it
+def _identity(message: Any) -> torch.Tensor:
+    return message  # type: ignore[no-any-return]  # without a ``pack`` function the messages are tensors
 
 
-def _nothing() -> None: ...
+def _no_op() -> None: ...
 
 
 class Work(Protocol):
-    """Communication under way."""
+    """Communication that has started, and that somebody must wait for."""
 
     def arrivals(self) -> Iterator[int]:
-        """Yield the numbers of an exchange's received messages, each when it is there. Raises: as `wait`."""
+        """Yield the position of each message in an exchange's ``receives`` when it has arrived. Raises: as `wait`."""
 
     def abandon(self) -> None:
-        """Leave the tensors alone from now on, as far as that is possible: the call that they are for has failed."""
+        """Leave the tensors alone from now on, as far as possible, because the call that communicates has failed."""
 
     def wait(self) -> None:
-        """Return when this client's part is done (on CUDA: is ordered before what the current stream does next).
+        """Return when this client's part is done; on CUDA, order it before the next work of the current stream.
 
         Raises:
             CoordinationError: A member is gone, or the process group's timeout is over.
@@ -81,21 +84,25 @@ class Work(Protocol):
 class Collectives(Protocol):
     """Communication among some clients.
 
-    Collective: Every method, over ``members`` (`exchange`: the first; later ones over those that have messages). Each
-    starts the communication and returns; tensors are contiguous, lie on one kind of device, and must be left alone
-    until the `Work` is done. Sizes and dtypes are the same for giver and taker; the methods do not check it.
+    Every method but `connect` starts the communication and returns its `Work`. Leave the tensors alone until the work
+    is done. All tensors are contiguous and lie on one kind of device. Sender and receiver pass messages of the same
+    size and dtype; the methods do not check that.
+
+    Collective: Every method, over ``members``. Of `exchange` only the first call is; later calls concern the clients
+    that have messages for each other.
     """
 
     members: tuple[int, ...]
-    """Clients, ascending. The pieces of a collective stand in this order."""
+    """Clients, ascending. Sequences with one tensor per member are in this order."""
 
-    def meet(self, peers: Set[int]) -> None:
-        """Find out how to reach some members. They do the same, and none of them waits for messages before.
+    def connect(self, peers: Set[int]) -> None:
+        """Connect to some members before the first `exchange` with them; they connect to this client, too.
 
-        Needed where one client may wait for messages of one exchange while another begins several.
+        Needed where one client may wait for the messages of one exchange while another client starts several: the first
+        exchange with a peer blocks until that peer connects, too, and a peer that waits for messages does not connect.
 
         Raises:
-            CoordinationError: One is gone, or did not come in time.
+            CoordinationError: A peer is gone, or did not come in time.
         """
 
     def exchange(
@@ -103,103 +110,105 @@ class Collectives(Protocol):
         sends: Sequence[tuple[int, T]],
         receives: Sequence[Message],
         tag: int = 0,
-        pack: Callable[[T], torch.Tensor] = _as_it_is,
+        pack: Callable[[T], torch.Tensor] = _identity,
     ) -> Work:
-        """Exchange messages pairwise; those of one pair and tag arrive in order.
+        """Exchange messages pairwise; messages of one pair and tag arrive in the order of their sends.
 
         Args:
-            sends: Clients, and what ``pack`` makes the messages of.
-            receives: Clients, and where their messages go.
-            tag: Keeps messages apart; below `dtckpt.comm.point_to_point.END_OF_TAGS`.
-            pack: Called when a message is to be sent, so that those before are under way meanwhile; by default,
-                ``sends`` has the messages themselves.
+            sends: Receivers, and for each the argument from which ``pack`` makes its message.
+            receives: Senders, and the buffers for their messages.
+            tag: Keeps messages of different exchanges apart; below `dtckpt.comm.point_to_point.END_OF_TAGS`.
+            pack: Makes a message just before it is sent, so that packing overlaps with sending the messages before it.
+                By default ``sends`` holds the messages themselves.
         """
 
     def all_gather(self, received: Sequence[torch.Tensor], piece: torch.Tensor) -> Work:
-        """Fill ``received`` with every member's piece; pieces may differ in size."""
+        """Copy every member's ``piece`` to ``received``, which has one buffer per member; sizes may differ."""
 
-    def all_to_all(self, received: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Work:
-        """Give every member its piece of ``given``; pieces may differ in size."""
+    def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> Work:
+        """Send every member its piece of ``pieces``; ``received`` has one buffer per member; sizes may differ."""
 
     def reduce_scatter(self, reduced: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str) -> Work:
-        """Fill ``reduced`` with the reduction of what all members have for this one in ``terms``."""
+        """Reduce the terms that all members have for this one, into ``reduced``; ``terms`` has one term per member."""
 
     def all_reduce(self, tensor: torch.Tensor, reduce_op: str) -> Work:
         """Reduce a tensor in place, bit for bit alike on all members."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        """Fill everyone's tensor with client ``root``'s."""
+        """Copy client ``root``'s tensor to everyone's."""
 
-    def scatter(self, received: torch.Tensor, given: Sequence[torch.Tensor], root: int) -> Work:
-        """Give every member its piece of client ``root``'s ``given``; the others' is empty."""
+    def scatter(self, received: torch.Tensor, pieces: Sequence[torch.Tensor], root: int) -> Work:
+        """Send every member its piece of client ``root``'s ``pieces``; on other clients ``pieces`` is not used."""
 
 
-class Pending:
-    """Works that are one; ``then`` is called once when all are done.
+class PendingWork:
+    """Several works as one `Work`.
 
     Args:
-        works: What is waited for.
-        what: What it is, for errors.
-        members: Among whom.
-        then: Called when all is done.
-        receives: For an exchange, per received message what is waited for before ``works``; None where it is empty.
-        abandon: Called if they fail, or nobody waits for them.
+        works: Objects with a method ``wait``.
+        operation: Name of the operation, for errors.
+        members: The clients that take part.
+        on_done: Called once, when all works are done.
+        receives: For an exchange, one object with a method ``wait`` per received message, waited for before ``works``;
+            None for a message without elements.
+        on_abandon: Called if a work fails, or if nobody waits for all of them.
     """
 
     def __init__(
         self,
         works: Sequence[Any],
-        what: str,
+        operation: str,
         members: Sequence[int],
-        then: Callable[[], None] | None = None,
+        on_done: Callable[[], None] | None = None,
         *,
         receives: Sequence[Any] = (),
-        abandon: Callable[[], None] = _nothing,
+        on_abandon: Callable[[], None] = _no_op,
     ) -> None:
-        self._works, self._what, self._members, self._then = list(works), what, members, then
+        self._works, self._operation, self._members, self._on_done = list(works), operation, members, on_done
         self._receives = deque(enumerate(receives))
-        self._abandon = abandon
+        self._on_abandon = on_abandon
 
     def arrivals(self) -> Iterator[int]:
         while self._receives:
-            number, work = self._receives.popleft()
+            position, work = self._receives.popleft()
             if work is not None:
-                self._await(work)
-            yield number
+                self._wait_for(work)
+            yield position
 
     def wait(self) -> None:
         deque(self.arrivals(), maxlen=0)
         while self._works:
-            self._await(self._works.pop())
-        self._abandon = _nothing  # which holds the messages
-        if self._then is not None:
-            then, self._then = self._then, None
-            then()
+            self._wait_for(self._works.pop())
+        self._on_abandon = _no_op  # the old one holds the messages
+        if self._on_done is not None:
+            on_done, self._on_done = self._on_done, None
+            on_done()
 
     def abandon(self) -> None:
-        self._abandon()
+        self._on_abandon()
 
-    def _await(self, work: Any) -> None:
+    def _wait_for(self, work: Any) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            self._abandon()
-            raise _gone(self._what, self._members, error) from error
+            self._on_abandon()
+            raise _peer_error(self._operation, self._members, error) from error
         except BaseException:
-            self._abandon()
+            self._on_abandon()
             raise
 
     def __del__(self) -> None:
+        # Nobody waits any more: the caller has failed, and its tensors may be freed next.
         if self._works or self._receives:
-            self._abandon()
+            self._on_abandon()
 
 
-class Pairwise:
-    """`Collectives` of tagged pairwise messages; with one member, there are none and copies remain.
+class PairwiseCollectives:
+    """`Collectives` made of tagged pairwise messages; a single member only copies.
 
     Args:
         members: Clients, in any order.
-        client: This one.
+        client: This client.
     """
 
     def __init__(self, members: Sequence[int], client: int) -> None:
@@ -207,57 +216,61 @@ class Pairwise:
         self._client = client
         self._own = self.members.index(client) if client in self.members else -1
 
-    def meet(self, peers: Set[int]) -> None:
-        carrier(self.members, peers)
+    def connect(self, peers: Set[int]) -> None:
+        open_transport(self.members, peers)
 
     def exchange(
         self,
         sends: Sequence[tuple[int, T]],
         receives: Sequence[Message],
         tag: int = 0,
-        pack: Callable[[T], torch.Tensor] = _as_it_is,
+        pack: Callable[[T], torch.Tensor] = _identity,
     ) -> Work:
         if len(self.members) == 1:
-            return Pending([], "exchange", self.members)
-        # Not kept: groups end and are made anew, while this stays.
-        carry = carrier(self.members, {peer for peer, _ in (*sends, *receives)})
-        givers = {peer for peer, room in receives if room.numel()}
+            return PendingWork([], "exchange", self.members)
+        # A new transport each time: process groups may be destroyed and made anew while this object lives.
+        transport = open_transport(self.members, {peer for peer, _ in (*sends, *receives)})
+        senders = {peer for peer, buffer in receives if buffer.numel()}
         try:
-            coming = [carry.recv(room, peer, tag) if room.numel() else None for peer, room in receives]
-            messages = ((peer, pack(given)) for peer, given in sends)
-            going = [
-                carry.send(message, peer, tag, is_answered=peer in givers)
+            # Post all receives before the sends are packed: messages that arrive meanwhile find their buffers. Both
+            # sides leave out messages without elements.
+            receiving = [transport.recv(buffer, peer, tag) if buffer.numel() else None for peer, buffer in receives]
+            messages = ((peer, pack(item)) for peer, item in sends)
+            sending = [
+                transport.send(message, peer, tag, is_answered=peer in senders)
                 for peer, message in messages
                 if message.numel()
             ]
         except RuntimeError as error:
-            carry.abandon()
-            raise _gone("exchange", self.members, error) from error
+            transport.abandon()
+            raise _peer_error("exchange", self.members, error) from error
         except BaseException:
-            carry.abandon()
+            transport.abandon()
             raise
-        if (coming or going) and observers.is_observed():
-            observers.report("exchange", sum(room.nbytes for _, room in receives), self.members)
-        return Pending(going, "exchange", self.members, receives=coming, abandon=carry.abandon)
+        if (receiving or sending) and observers.is_observed():
+            observers.report("exchange", sum(buffer.nbytes for _, buffer in receives), self.members)
+        return PendingWork(sending, "exchange", self.members, receives=receiving, on_abandon=transport.abandon)
 
     def all_gather(self, received: Sequence[torch.Tensor], piece: torch.Tensor) -> Work:
         received[self._own].copy_(piece)
-        return self.exchange([(peer, piece) for peer in self._others], self._from_others(received))
+        return self.exchange([(peer, piece) for peer in self._others], self._of_others(received))
 
-    def all_to_all(self, received: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Work:
-        received[self._own].copy_(given[self._own])
-        return self.exchange(self._from_others(given), self._from_others(received))
+    def all_to_all(self, received: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> Work:
+        received[self._own].copy_(pieces[self._own])
+        return self.exchange(self._of_others(pieces), self._of_others(received))
 
     def reduce_scatter(self, reduced: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str) -> Work:
-        arrived = [torch.empty_like(reduced) for _ in self.members]
-        arrived[self._own] = terms[self._own]
-        works = [self.exchange(self._from_others(terms), self._from_others(arrived))]
-        number = len(self.members)
-        return Pending(works, "reduce_scatter", self.members, lambda: reduce_terms(reduced, arrived, reduce_op, number))
+        received = [torch.empty_like(reduced) for _ in self.members]
+        received[self._own] = terms[self._own]
+        works = [self.exchange(self._of_others(terms), self._of_others(received))]
+        # All terms are kept until all are there, and then reduced in the order of the members: rounding must not
+        # depend on the order of arrival.
+        on_done = partial(reduce_terms, reduced, received, reduce_op, len(self.members))
+        return PendingWork(works, "reduce_scatter", self.members, on_done)
 
     def all_reduce(self, tensor: torch.Tensor, reduce_op: str) -> Work:
         flat = tensor.view(-1)
-        # Chunks of one size, the last ones shorter or empty: each member reduces its own, then all are gathered.
+        # Chunks of one size, the last ones shorter or empty. Each member reduces its own chunk, then all gather them.
         size = math.ceil(flat.numel() / len(self.members))
         chunks = [flat[index * size : (index + 1) * size] for index in range(len(self.members))]
         reduced = torch.empty_like(chunks[self._own])
@@ -269,28 +282,29 @@ class Pairwise:
             return self.exchange([(peer, tensor) for peer in self._others], [])
         return self.exchange([], [(root, tensor)])
 
-    def scatter(self, received: torch.Tensor, given: Sequence[torch.Tensor], root: int) -> Work:
+    def scatter(self, received: torch.Tensor, pieces: Sequence[torch.Tensor], root: int) -> Work:
         if self._client != root:
             return self.exchange([], [(root, received)])
-        received.copy_(given[self._own])
-        return self.exchange(self._from_others(given), [])
+        received.copy_(pieces[self._own])
+        return self.exchange(self._of_others(pieces), [])
 
     @property
     def _others(self) -> list[int]:
         return [member for member in self.members if member != self._client]
 
-    def _from_others(self, tensors: Sequence[torch.Tensor]) -> list[Message]:
+    def _of_others(self, tensors: Sequence[torch.Tensor]) -> list[Message]:
         return [pair for pair in zip(self.members, tensors, strict=True) if pair[0] != self._client]
 
 
-class Native(Pairwise):
-    """`Collectives` of ``torch.distributed``'s own calls: NCCL's on CUDA. What those lack is made of messages.
+class NativeCollectives(PairwiseCollectives):
+    """`Collectives` made of ``torch.distributed``'s own calls: NCCL's on CUDA.
 
-    What is only moved goes as bytes, since the libraries do not know all dtypes.
+    Operations that the library lacks are made of pairwise messages, as in the base class. Tensors that are moved and
+    not reduced are passed as bytes, because the library does not know all dtypes.
 
     Args:
         members: Clients, in any order.
-        client: This one.
+        client: This client.
         device: Where this client's tensors lie.
     """
 
@@ -298,102 +312,104 @@ class Native(Pairwise):
         super().__init__(members, client)
         self._device = device
 
-    def meet(self, peers: Set[int]) -> None:
-        """Return: the first exchange connects all members."""
+    def connect(self, peers: Set[int]) -> None:
+        """Do nothing: the first exchange connects all members."""
 
     def exchange(
         self,
         sends: Sequence[tuple[int, T]],
         receives: Sequence[Message],
         tag: int = 0,
-        pack: Callable[[T], torch.Tensor] = _as_it_is,
+        pack: Callable[[T], torch.Tensor] = _identity,
     ) -> Work:
         del tag
-        group = process_groups.connected_group_of(self.members, self._device)
-        messages = [(peer, pack(given)) for peer, given in sends]
-        operations = [dist.P2POp(dist.irecv, as_bytes(room), peer, group) for peer, room in receives if room.numel()]
-        operations += [dist.P2POp(dist.isend, as_bytes(one), peer, group) for peer, one in messages if one.numel()]
+        group = process_groups.connected_process_group(self.members, self._device)
+        messages = [(peer, pack(item)) for peer, item in sends]
+        operations = [dist.P2POp(dist.irecv, byte_view(item), peer, group) for peer, item in receives if item.numel()]
+        operations += [dist.P2POp(dist.isend, byte_view(item), peer, group) for peer, item in messages if item.numel()]
         if not operations:
-            return Pending([], "exchange", self.members, receives=[None] * len(receives))
+            return PendingWork([], "exchange", self.members, receives=[None] * len(receives))
         works = dist.batch_isend_irecv(operations)
-        return self._started("exchange", sum(room.nbytes for _, room in receives), works, num_receives=len(receives))
+        nbytes = sum(buffer.nbytes for _, buffer in receives)
+        return self._pending("exchange", nbytes, works, num_receives=len(receives))
 
     def all_gather(self, received: Sequence[torch.Tensor], piece: torch.Tensor) -> Work:
-        if not _are_even(received):
+        if not _are_equal_in_size(received):
             return super().all_gather(received, piece)
-        work = dist.all_gather([as_bytes(room) for room in received], as_bytes(piece), self._group, async_op=True)
-        return self._started("all_gather", piece.nbytes * (len(self.members) - 1), [work])
+        work = dist.all_gather([byte_view(buffer) for buffer in received], byte_view(piece), self._group, async_op=True)
+        return self._pending("all_gather", piece.nbytes * (len(self.members) - 1), [work])
 
     def reduce_scatter(self, reduced: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str) -> Work:
-        if reduce_op not in _NATIVE_OPS or reduced.dtype not in _NATIVE_DTYPES or not _are_even(terms):
+        if reduce_op not in _NATIVE_OPS or reduced.dtype not in _NATIVE_DTYPES or not _are_equal_in_size(terms):
             return super().reduce_scatter(reduced, terms, reduce_op)
-        works, then = [], self._averaging(reduced, reduce_op)
-        if _loses_nan(reduced, reduce_op):
-            found, given = torch.empty_like(reduced, dtype=torch.uint8), [term.isnan().byte() for term in terms]
-            works.append(dist.reduce_scatter(found, given, dist.ReduceOp.MAX, self._group, async_op=True))
-            then = partial(_put_nan, reduced, found)
+        works, on_done = [], self._averaging(reduced, reduce_op)
+        if _may_lose_nan(reduced, reduce_op):
+            is_nan, flags = torch.empty_like(reduced, dtype=torch.uint8), [term.isnan().byte() for term in terms]
+            works.append(dist.reduce_scatter(is_nan, flags, dist.ReduceOp.MAX, self._group, async_op=True))
+            on_done = partial(_put_nan, reduced, is_nan)
         works.append(dist.reduce_scatter(reduced, list(terms), _NATIVE_OPS[reduce_op], self._group, async_op=True))
-        return self._started("reduce_scatter", reduced.nbytes * (len(self.members) - 1), works, then)
+        return self._pending("reduce_scatter", reduced.nbytes * (len(self.members) - 1), works, on_done)
 
     def all_reduce(self, tensor: torch.Tensor, reduce_op: str) -> Work:
         if reduce_op not in _NATIVE_OPS or tensor.dtype not in _NATIVE_DTYPES:
             return super().all_reduce(tensor, reduce_op)
-        works, then = [], self._averaging(tensor, reduce_op)
-        if _loses_nan(tensor, reduce_op):
-            found = tensor.isnan().byte()
-            works.append(dist.all_reduce(found, dist.ReduceOp.MAX, self._group, async_op=True))
-            then = partial(_put_nan, tensor, found)
+        works, on_done = [], self._averaging(tensor, reduce_op)
+        if _may_lose_nan(tensor, reduce_op):
+            is_nan = tensor.isnan().byte()
+            works.append(dist.all_reduce(is_nan, dist.ReduceOp.MAX, self._group, async_op=True))
+            on_done = partial(_put_nan, tensor, is_nan)
         works.append(dist.all_reduce(tensor, _NATIVE_OPS[reduce_op], self._group, async_op=True))
-        return self._started("all_reduce", tensor.nbytes, works, then)
+        return self._pending("all_reduce", tensor.nbytes, works, on_done)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        work = dist.broadcast(as_bytes(tensor), root, self._group, async_op=True)
-        return self._started("broadcast", 0 if self._client == root else tensor.nbytes, [work])
+        work = dist.broadcast(byte_view(tensor), root, self._group, async_op=True)
+        return self._pending("broadcast", 0 if self._client == root else tensor.nbytes, [work])
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        return process_groups.group_of(self.members, self._device.type)
+        return process_groups.process_group_of(self.members, self._device.type)
 
     def _averaging(self, total: torch.Tensor, reduce_op: str) -> Callable[[], None] | None:
         return (lambda: average(total, len(self.members))) if reduce_op == "avg" else None
 
-    def _started(
+    def _pending(
         self,
         kind: str,
         nbytes: int,
         works: Sequence[Any],
-        then: Callable[[], None] | None = None,
+        on_done: Callable[[], None] | None = None,
         num_receives: int = 0,
     ) -> Work:
+        """Report a communication that has started, and return its work."""
         if observers.is_observed():
             observers.report(kind, nbytes, self.members)
-        # NCCL does them as one: the first message is there when all are.
-        together = Pending(works, kind, self.members)
-        return Pending([together], kind, self.members, then, receives=[together] * num_receives)
+        # NCCL runs all messages of an exchange as one operation, so each arrives when all have arrived.
+        batch = PendingWork(works, kind, self.members)
+        return PendingWork([batch], kind, self.members, on_done, receives=[batch] * num_receives)
 
 
-def _loses_nan(tensor: torch.Tensor, reduce_op: str) -> bool:
-    """Whether libraries may take a number for the least or greatest where torch takes NaN."""
+def _may_lose_nan(tensor: torch.Tensor, reduce_op: str) -> bool:
+    """Whether the library's minimum or maximum may ignore a NaN, which torch's own propagate."""
     return reduce_op in ("min", "max") and tensor.is_floating_point()
 
 
-def _put_nan(reduced: torch.Tensor, found: torch.Tensor) -> None:
-    """Write NaN where a term was NaN."""
-    reduced.masked_fill_(found.bool(), math.nan)
+def _put_nan(reduced: torch.Tensor, is_nan: torch.Tensor) -> None:
+    """Write NaN where any term was NaN."""
+    reduced.masked_fill_(is_nan.bool(), math.nan)
 
 
 def collectives_of(members: Sequence[int], client: int, device: torch.device) -> Collectives:
-    """Return the collectives for messages that lie on this client's ``device``; no group is made before they are used.
+    """Return the collectives for tensors on this client's ``device``; their first use makes the process group.
 
-    For tensors on a card, `dtckpt.comm.process_groups.message_memory` says whether messages may lie there, too.
+    Gloo cannot carry tensors on a card; see `dtckpt.comm.process_groups.message_memory`.
     """
-    return Pairwise(members, client) if device.type == "cpu" else Native(members, client, device)
+    return PairwiseCollectives(members, client) if device.type == "cpu" else NativeCollectives(members, client, device)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as bytes.
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory as a 1-d view of dtype uint8.
 
-    One of one element is contiguous whatever its strides say, and ``view`` would refuse those.
+    A tensor of one element is contiguous with any strides, but ``view`` refuses odd ones; hence ``as_strided``.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -408,42 +424,42 @@ def all_gather_object(value: T, clients: Sequence[int]) -> list[T]:
             timeout is over.
     """
     received: list[T | None] = [None for _ in clients]
-    group = process_groups.group_of(clients)
+    group = process_groups.process_group_of(clients)
     try:
         dist.all_gather_object(received, value, group=group)
     except RuntimeError as error:
-        raise _gone("all_gather_object", clients, error) from error
+        raise _peer_error("all_gather_object", clients, error) from error
     if observers.is_observed():
         nbytes = sum(len(pickle.dumps(item)) for item in received) - len(pickle.dumps(value))
         observers.report("all_gather_object", nbytes, clients)
     return [item for item in received if item is not None]
 
 
-def reduce_terms(into: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str, divisor: int = 1) -> None:
-    """Write the reduction of ``terms``, in their order, into a tensor; an average is divided by ``divisor``."""
+def reduce_terms(result: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str, divisor: int = 1) -> None:
+    """Write the reduction of ``terms``, in their order, to ``result``; divide an average by ``divisor``."""
     reducer, (first, *others) = REDUCERS[reduce_op], terms
     if not others:
-        into.copy_(first)
-    for number, term in enumerate(others):
-        reducer(first if number == 0 else into, term, out=into)
+        result.copy_(first)
+    for position, term in enumerate(others):
+        reducer(first if position == 0 else result, term, out=result)
     if reduce_op == "avg":
-        average(into, divisor)
+        average(result, divisor)
 
 
 def average(total: torch.Tensor, divisor: int) -> None:
-    """Divide a sum in place; one of integers is rounded towards zero."""
+    """Divide a sum in place; round integers towards zero."""
     if divisor > 1:
-        # Integers are divided as such: a float does not have all their digits.
+        # Integers are divided without conversion to float, which cannot hold all digits of a large one.
         is_whole = not (total.is_floating_point() or total.is_complex() or total.dtype == torch.bool)
         total.copy_(torch.div(total, divisor, rounding_mode="trunc" if is_whole else None))
 
 
-def _gone(what: str, members: Sequence[int], error: Exception) -> CoordinationError:
-    """Return what to raise when a peer ended, or did not come in time."""
+def _peer_error(operation: str, members: Sequence[int], error: Exception) -> CoordinationError:
+    """Return the error of an operation in which a peer ended or did not come in time."""
     return CoordinationError(
-        f"{what} among clients {capped(members)} failed: {error}; look for clients that ended or hang"
+        f"{operation} among clients {capped(members)} failed: {error}; look for clients that ended or hang"
     )
 
 
-def _are_even(tensors: Sequence[torch.Tensor]) -> bool:
+def _are_equal_in_size(tensors: Sequence[torch.Tensor]) -> bool:
     return len({tensor.numel() for tensor in tensors}) == 1

@@ -1,9 +1,9 @@
-"""Forks: a process that was forked from one that uses checkpoints cannot use them, and hears so at once.
+"""Fork guard: refuse to use checkpoints in a process that was forked from one that uses them.
 
-The threads of the parent do not live in the child, and the locks that they held at that instant stay locked there:
-those of TensorStore, of gRPC, of the store of `torch.distributed`, of a save in flight. So the first use marks a
-process, and what is forked from it is refused before it takes any lock. What a child does without checkpoints is
-undisturbed.
+After a fork, the parent's threads do not exist in the child, and locks that they held at that instant stay locked
+there: locks of TensorStore, of gRPC, of the store of `torch.distributed`, of a save that is under way. The child would
+hang. So the first use of checkpoints marks a process, and a child of a marked process gets an error before it takes any
+lock. A child that does not use checkpoints notices nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dtckpt.errors import ForkedProcessError
 
 _is_used = False
 _parent = 0
-"""The process that uses checkpoints and that this one was forked from; 0: there is none."""
+"""The process from which this one was forked and which uses checkpoints; 0: there is none."""
 
 
 def claim_process() -> None:
-    """Note that this process uses checkpoints.
+    """Mark this process as one that uses checkpoints.
 
     Raises:
-        ForkedProcessError: As `validate_process`.
+        ForkedProcessError: As for `validate_process`.
     """
     global _is_used  # noqa: PLW0603  (a fact about the process)
     validate_process()
@@ -32,7 +32,7 @@ def validate_process() -> None:
     """Refuse a process that was forked from one that uses checkpoints.
 
     Raises:
-        ForkedProcessError: It was.
+        ForkedProcessError: This process was.
     """
     if _parent:
         raise ForkedProcessError(
@@ -50,7 +50,7 @@ def is_forked() -> bool:
 def _note_fork() -> None:
     global _parent  # noqa: PLW0603  (a fact about the process)
     if _is_used:
-        _parent = _parent or os.getppid()
+        _parent = _parent or os.getppid()  # a grandchild names the process that used checkpoints first
 
 
 os.register_at_fork(after_in_child=_note_fork)

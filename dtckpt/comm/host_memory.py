@@ -1,7 +1,8 @@
-"""New memory for tensors; what is large lies in huge pages of the host where the operating system lends them.
+"""Host memory for tensors: allocation in huge pages, and page locking for copies to and from CUDA cards.
 
-Filling new memory costs a fault per page, so with pages of 4 KiB it takes longer than the copy itself. The request is
-advice: where it is not heeded, all is as without it. See ``man 2 madvise``, ``MADV_HUGEPAGE``.
+The first write to new memory costs one page fault per page. With pages of 4 KiB the faults of a large tensor take
+longer than the copy that fills it, so large tensors ask for huge pages. That is advice (``man 2 madvise``,
+``MADV_HUGEPAGE``): where the kernel does not follow it, the memory has ordinary pages.
 """
 
 from __future__ import annotations
@@ -19,41 +20,48 @@ import torch
 logger = logging.getLogger("dtckpt.host_memory")
 
 _PORTABLE = 1
-"""The runtime's flag for memory that is page-locked for all cards."""
+"""``cudaHostRegisterPortable``: the memory is page-locked for all cards."""
 
-LEAST_NBYTES = 4 << 20
-"""Of what lies in huge pages; what is smaller is mostly made of memory that was used before."""
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | str | None = None) -> torch.Tensor:
-    """Return a new tensor with any values, as `torch.empty`."""
-    made = torch.empty(shape, dtype=dtype, device=device)
-    if made.nbytes >= LEAST_NBYTES and made.is_cpu and type(made) is torch.Tensor:  # fake ones have no memory
-        _advise(made)
-    return made
+HUGE_PAGE_MIN_NBYTES = 4 << 20
+"""Smallest tensor for which huge pages are requested. The allocator mostly reuses memory for smaller ones."""
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor on its device, without a gradient; contiguous, if it is dense."""
+def allocate(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | str | None = None) -> torch.Tensor:
+    """Allocate a tensor without initializing it, as `torch.empty`; large host tensors get huge pages.
+
+    Args:
+        shape: The tensor's shape.
+        dtype: None: torch's default dtype.
+        device: None: torch's default device.
+    """
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    # FakeTensor and other subclasses may have no memory of their own.
+    if tensor.nbytes >= HUGE_PAGE_MIN_NBYTES and tensor.is_cpu and type(tensor) is torch.Tensor:
+        _advise_huge_pages(tensor)
+    return tensor
+
+
+def detached_clone(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the same device, detached from autograd; contiguous unless the tensor is sparse."""
     source = tensor.detach()
     if source.layout is not torch.strided:
         return source.clone()
-    return empty(source.shape, source.dtype, source.device).copy_(source)
+    return allocate(source.shape, source.dtype, source.device).copy_(source)
 
 
 def lock_pages(memory: torch.Tensor, owner: object, card: torch.device) -> Callable[[], object]:
-    """Lock memory in pages, so that cards copy to and from it beside other work.
+    """Lock host memory in its pages, so that cards copy to and from it asynchronously.
 
-    That of ``torch.empty(pin_memory=True)`` comes in powers of two, and is kept when it is freed. See CUDA's
-    ``cudaHostRegister``. Where the runtime refuses, copies are slower and block.
+    ``torch.empty(pin_memory=True)`` would round the size up to a power of two, and keep the memory after it is freed.
+    See CUDA's ``cudaHostRegister``. If CUDA refuses, the memory stays as it is: copies are slower, and block.
 
     Args:
-        memory: Contiguous, on the host, and not empty.
-        owner: Holds the memory; when it is gone the memory is unlocked.
-        card: One that this client uses. CUDA makes a context on the current card, which may be another client's.
+        memory: A contiguous tensor on the host that is not empty.
+        owner: The object that holds the memory. When it is garbage-collected, the memory is unlocked.
+        card: A card that this client uses. CUDA creates a context on the current card, which may be another client's.
 
     Returns:
-        What unlocks the memory, to be called before it is freed.
+        A function that unlocks the memory; call it before the memory is freed.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     with torch.cuda.device(card):
@@ -63,7 +71,7 @@ def lock_pages(memory: torch.Tensor, owner: object, card: torch.device) -> Calla
             logger.warning("%d bytes of host memory cannot be page-locked: cudaError %d", memory.nbytes, error)
             return lambda: None
     unlock = weakref.finalize(owner, _unlock_pages, memory.data_ptr(), card)
-    unlock.atexit = False  # the driver is gone by then
+    unlock.atexit = False  # when the interpreter exits, the driver may be gone before the finalizer runs
     return unlock
 
 
@@ -73,14 +81,15 @@ def _unlock_pages(address: int, card: torch.device) -> None:
 
 
 def _take_last_error() -> None:
-    """Have an error that CUDA's runtime keeps for whoever asks next raised here."""
+    """Clear CUDA's last error: the runtime keeps it, and the next kernel launch, of any caller, would raise it."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda").add_(1)
 
 
-def _advise(tensor: torch.Tensor) -> None:
+def _advise_huge_pages(tensor: torch.Tensor) -> None:
     advise = _madvise()
     if advise is not None:
+        # Whole pages inside the tensor only: the pages at its ends may hold other data, too.
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         advise(start, end - start, mmap.MADV_HUGEPAGE)
@@ -88,8 +97,9 @@ def _advise(tensor: torch.Tensor) -> None:
 
 @cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    found = getattr(ctypes.CDLL(None), "madvise", None)
-    if found is None or not hasattr(mmap, "MADV_HUGEPAGE"):
+    """Return C's ``madvise``, None if this system lacks it or huge pages."""
+    function = getattr(ctypes.CDLL(None), "madvise", None)
+    if function is None or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return found  # type: ignore[no-any-return]
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The one place where the runtime tells what it communicates: to observers, and to the log ``dtckpt.dtensor``."""
+"""Observers of communication: each exchange and collective is reported to them and to the log ``dtckpt.dtensor``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Communication:
     """One communication that this client took part in.
 
     Args:
-        kind: ``exchange``, ``all_reduce``, ``all_gather`` or ``all_gather_object``.
-        nbytes: What this client got: bytes from other clients, or the size of the tensor that was reduced.
-        clients: All that took part.
+        kind: ``exchange``, or the name of a collective, such as ``all_reduce`` or ``all_gather_object``.
+        nbytes: Bytes that this client received from others, or the size of the tensor that was reduced.
+        clients: All clients that took part.
     """
 
     kind: str
@@ -44,18 +44,18 @@ def observed_by(observer: Observer) -> Iterator[None]:
         yield
     finally:
         with _lock:
-            # By position: the same callable may listen twice, and equal ones are not the same.
-            at = next(index for index, known in enumerate(_observers) if known is observer)
-            _observers = _observers[:at] + _observers[at + 1 :]
+            # By identity, and once: the same callable may be registered twice, and another may compare equal to it.
+            position = next(index for index, other in enumerate(_observers) if other is observer)
+            _observers = _observers[:position] + _observers[position + 1 :]
 
 
 def is_observed() -> bool:
-    """Whether anyone listens; ask before working out what to `report`."""
+    """Whether there is an observer or the log is on; check it before computing the arguments of `report`."""
     return bool(_observers) or LOG.isEnabledFor(logging.DEBUG)
 
 
 def report(kind: str, nbytes: int, clients: Iterable[int]) -> None:
-    """Tell observers and log of a communication that has been done; see `Communication`."""
+    """Pass a `Communication` that this client takes part in to the log and the observers."""
     communication = Communication(kind, nbytes, tuple(clients))
     if LOG.isEnabledFor(logging.DEBUG):
         LOG.debug("%s: got %d bytes, clients %s", kind, nbytes, capped(communication.clients))

@@ -1,8 +1,10 @@
-"""Process groups over sets of clients, each made once, when it is first needed.
+"""Process groups of `torch.distributed` over sets of clients: made on first use, once per set of members.
 
-Clients are the ranks of the default process group. `torch.distributed.new_group` would not do: it makes the members
-find each other under a name that counts all groups that a process has made so far, so members that belong to
-different numbers of other groups wait for each other in vain. Here the name says who the members are.
+A client's id is its rank in the default process group.
+
+`torch.distributed.new_group` does not fit: its members find each other under a name that counts all groups that the
+process has made so far. Two clients that have made different numbers of other groups would wait for each other forever.
+Here the name is derived from the members, so only they have to call.
 """
 
 from __future__ import annotations
@@ -31,23 +33,24 @@ _CPU = torch.device("cpu")
 _CPU_BACKENDS = frozenset({"gloo", "mpi"})
 
 Override = tuple[str | None, Any]
-"""Backend of a group and options of the backend, where they are to be others than the usual ones."""
+"""Name and options of a group's backend; None: the usual ones."""
 
 Key = tuple[tuple[int, ...], str, Any]
-"""Members, ascending, backend of a group, and options of the backend; None for the usual ones."""
+"""A group's members, ascending, its backend, and the backend's options (None: the usual ones)."""
 
 _c10d: Any = distributed_c10d
 _lock = threading.Lock()
 
-# Groups are kept alive by torch until they are destroyed, so these tables empty themselves.
-_made: WeakValueDictionary[Key, dist.ProcessGroup] = WeakValueDictionary()
+# torch keeps a group alive until it is destroyed, so entries of destroyed groups vanish by themselves.
+_groups: WeakValueDictionary[Key, dist.ProcessGroup] = WeakValueDictionary()
 _connected: WeakSet[dist.ProcessGroup] = WeakSet()
 _backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
-_times_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[tuple[int, ...], str]]] = WeakKeyDictionary()
+# By default group: how often a group of these members and this backend was made.
+_generations: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[tuple[int, ...], str]]] = WeakKeyDictionary()
 
 
 def is_connected(clients: Iterable[int]) -> bool:
-    """Whether a default process group is there that spans ``clients``."""
+    """Whether there is a default process group that spans ``clients``."""
     return dist.is_available() and dist.is_initialized() and max(clients) < dist.get_world_size()
 
 
@@ -57,30 +60,34 @@ def rank() -> int | None:
 
 
 def size() -> int:
-    """Return how many clients the default process group has; 1 if there is no such group."""
+    """Return the number of clients in the default process group, 1 if there is no such group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def backend_of(device_type: str) -> str:
-    """Return the backend for a kind of devices: what the default group has for it, else NCCL on CUDA, else Gloo."""
-    return _world_backends().get(device_type) or _BACKENDS.get(device_type, _DEFAULT_BACKEND)
+    """Return the backend for a device type: the default group's backend for it, else NCCL on CUDA, else Gloo."""
+    return _default_group_backends().get(device_type) or _BACKENDS.get(device_type, _DEFAULT_BACKEND)
 
 
 def message_memory(device_type: str) -> str:
-    """Return where messages among a kind of devices lie: with them, or in host memory, ``cpu``, for Gloo and MPI."""
+    """Return the device type of message buffers among devices of a type: the same, or ``cpu`` for Gloo and MPI."""
     return "cpu" if backend_of(device_type) in _CPU_BACKENDS else device_type
 
 
-def group_of(clients: Iterable[int], device_type: str = "cpu", override: Override = (None, None)) -> dist.ProcessGroup:
-    """Return the group of some clients, the ranks in which ascend with the clients'.
+def process_group_of(
+    clients: Iterable[int], device_type: str = "cpu", override: Override = (None, None)
+) -> dist.ProcessGroup:
+    """Return the process group of some clients; make it at the first call. Ranks in it ascend with client ids.
+
+    Returns the default group itself if it has the same members and a backend for the devices.
 
     Collective: The first time over ``clients``, bounded by the timeout of the default group; later calls do not
-    communicate. The default group itself is returned when it has no other members and fits the devices.
+    communicate.
 
     Args:
-        clients: Ids of the members in any order, of which this client is one.
-        device_type: ``cpu`` or ``cuda``: where the tensors lie that the group is to carry.
-        override: See `Override`; the default group is not returned then.
+        clients: Ids of the members in any order, this client among them.
+        device_type: ``cpu`` or ``cuda``: where the tensors lie that the group carries.
+        override: See `Override`; with one, the default group is never returned.
 
     Raises:
         CoordinationError: There is no default group that spans the clients, this client is not among them, or the
@@ -97,72 +104,79 @@ def group_of(clients: Iterable[int], device_type: str = "cpu", override: Overrid
             f"process group: got clients {capped(ranks)}, expected this client, {dist.get_rank()}, among them"
         )
     world, is_usual = dist.group.WORLD, override == (None, None)
-    if is_usual and len(ranks) == dist.get_world_size() and device_type in _world_backends() and world is not None:
+    if (
+        is_usual
+        and len(ranks) == dist.get_world_size()
+        and device_type in _default_group_backends()
+        and world is not None
+    ):
         return world
     backend, options = override
     key = ranks, backend or backend_of(device_type), options
     with _lock:
-        group = _made.get(key)
+        group = _groups.get(key)
         if group is None or not _is_alive(group):
-            group = _made[key] = _make(key)
+            group = _groups[key] = _make(key)
     return group
 
 
-def connected_group_of(clients: Iterable[int], device: torch.device) -> dist.ProcessGroup:
-    """Return the group of some clients, in which any two may exchange messages without the others.
+def connected_process_group(clients: Iterable[int], device: torch.device) -> dist.ProcessGroup:
+    """Return the process group of some clients, ready for messages between any two members.
 
-    On NCCL that takes a collective of all members before.
+    NCCL connects a group in its first operation. If that were a message, all members would have to take part in it, so
+    an all-reduce of one element comes first.
 
     Collective: The first time over ``clients``.
 
     Args:
-        clients: As for `group_of`.
+        clients: As for `process_group_of`.
         device: Where this client's messages lie.
 
     Raises:
-        CoordinationError: As there, or the members cannot be connected.
+        CoordinationError: As for `process_group_of`, or the members cannot be connected.
     """
-    group = group_of(clients, device.type)
+    group = process_group_of(clients, device.type)
     if group not in _connected:
-        with _connecting(dist.get_process_group_ranks(group), f" on {device}"):
+        with _connection_errors(dist.get_process_group_ranks(group), f" on {device}"):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         _connected.add(group)
     return group
 
 
-def messenger(clients: Iterable[int]) -> tuple[Any, Mapping[int, int] | Sequence[int]]:
-    """Return what carries tagged pairwise messages of CPU tensors among clients, and each client's rank there.
+def point_to_point_backend(clients: Iterable[int]) -> tuple[Any, Mapping[int, int] | Sequence[int]]:
+    """Return a backend that carries tagged messages of CPU tensors among clients, and each client's rank in it.
 
-    Collective: As `group_of`, unless the default group can carry them itself, which needs no other group then.
+    Collective: As `process_group_of`, unless the default group's own backend for CPU tensors is Gloo: then that one is
+    returned and no other group is made.
 
     Raises:
         CoordinationError: There is no default group that spans the clients, or this client is not among them.
     """
     ranks = tuple(sorted(set(clients)))
-    world = dist.group.WORLD
-    if world is not None and ranks[-1] < (size := world.size()) and _world_backends().get("cpu") == _DEFAULT_BACKEND:
+    world, backends = dist.group.WORLD, _default_group_backends()
+    if world is not None and ranks[-1] < (size := world.size()) and backends.get("cpu") == _DEFAULT_BACKEND:
         return world._get_backend(_CPU), range(size)
-    group = group_of(ranks, "cpu")
+    group = process_group_of(ranks, "cpu")
     return group._get_backend(_CPU), {client: rank for rank, client in enumerate(ranks)}
 
 
-def remember(group: dist.ProcessGroup, device_type: str) -> None:
-    """Have `group_of` return a group that somebody else made, unless it knows one of the same members already.
+def register_group(group: dist.ProcessGroup, device_type: str) -> None:
+    """Have `process_group_of` return this group for its members, unless it has a group of them already.
 
-    All members remember it or none does.
+    All members register the group, or none does. A group whose ranks do not ascend with client ids is not registered.
     """
     ranks = dist.get_process_group_ranks(group)
     if ranks != sorted(ranks):
-        return  # what counts on ranks that ascend would go wrong
+        return  # callers of `process_group_of` rely on ascending ranks
     with _lock:
         key = tuple(ranks), backend_of(device_type), None
-        known = _made.get(key)
-        if known is None or not _is_alive(known):
-            _made[key] = group
+        registered = _groups.get(key)
+        if registered is None or not _is_alive(registered):
+            _groups[key] = group
 
 
-def _world_backends() -> dict[str, str]:
-    """Return the backend that the default group has for every kind of devices."""
+def _default_group_backends() -> dict[str, str]:
+    """Return the default group's backend for every device type; nothing if there is no default group."""
     world = dist.group.WORLD
     if world is None:
         return {}
@@ -173,6 +187,7 @@ def _world_backends() -> dict[str, str]:
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether a group was not destroyed."""
     try:
         dist.get_backend(group)
     except ValueError:
@@ -181,16 +196,16 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def _make(key: Key) -> dist.ProcessGroup:
+    """Make a group. Calls torch's own helper, as ``new_group`` does, with a name of our choice."""
     ranks, backend, options = key
     world = dist.group.WORLD
     if world is None:
         raise CoordinationError("process group: got no default group, expected one")
-    times = _times_made.setdefault(world, Counter())
-    times[ranks, backend] += (
-        1  # a group that was destroyed must not meet under its old name: addresses of then are still there
-    )
+    generations = _generations.setdefault(world, Counter())
+    # A new name each time: the store still holds the addresses of a destroyed group under its name.
+    generations[ranks, backend] += 1
     members = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
-    with _without_splitting(world), _connecting(ranks):
+    with _without_splitting(world), _connection_errors(ranks):
         group: dist.ProcessGroup
         group, _ = _c10d._new_process_group_helper(
             len(ranks),
@@ -198,38 +213,42 @@ def _make(key: Key) -> dist.ProcessGroup:
             list(ranks),
             dist.Backend(backend),
             _c10d._get_default_store(),
-            f"dtckpt_{backend}_{members}_{times[ranks, backend]}{rendezvous.suffix()}",
+            f"dtckpt_{backend}_{members}_{generations[ranks, backend]}{rendezvous.key_suffix()}",
             backend_options=options,
             timeout=timeout_of(world, backend) if options is None else options._timeout,
             group_desc="dtckpt",
         )
+    # ``new_group`` notes the ranks itself; the helper does not.
     _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
 
 
-def _keep_groups() -> None:
-    """Never destroy the groups of the parent: Gloo's would wait for threads that do not live in a forked process."""
+def _keep_groups_in_child() -> None:
+    """Never destroy the parent's groups in a forked process: Gloo would wait for threads that do not exist there."""
     if fork_guard.is_forked() and dist.is_initialized():
         for group in _c10d._world.pg_map:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-os.register_at_fork(after_in_child=_keep_groups)
+os.register_at_fork(after_in_child=_keep_groups_in_child)
 
 
 @contextmanager
-def _connecting(ranks: Iterable[int], where: str = "") -> Iterator[None]:
-    """Say which clients could not be connected, and what may help."""
-    with rendezvous.advised():
+def _connection_errors(ranks: Iterable[int], suffix: str = "") -> Iterator[None]:
+    """Turn torch's errors into ones that name the clients that could not be connected, and a cure if there is one."""
+    with rendezvous.restart_advice():
         try:
             yield
         except RuntimeError as error:
-            raise CoordinationError(f"connecting clients {capped(ranks)}{where} failed: {error}") from error
+            raise CoordinationError(f"connecting clients {capped(ranks)}{suffix} failed: {error}") from error
 
 
 @contextmanager
 def _without_splitting(world: dist.ProcessGroup) -> Iterator[None]:
-    """Unbind the default group from its card for the body: NCCL would split it, which takes all clients to call."""
+    """Unbind the default group from its card for the body.
+
+    From a bound default group NCCL makes other groups by splitting it, which all clients would have to call.
+    """
     bound = world.bound_device_id
     if bound is None:
         yield
@@ -242,7 +261,7 @@ def _without_splitting(world: dist.ProcessGroup) -> Iterator[None]:
 
 
 def timeout_of(world: dist.ProcessGroup, backend: str = _DEFAULT_BACKEND) -> timedelta:
-    """Return the default group's timeout, or the backend's usual one where the default group does not tell."""
+    """Return the default group's timeout, or the backend's usual one if the default group does not tell."""
     inner: Any = world._get_backend(world._device_types[0])
     timeout: timedelta | None = getattr(getattr(inner, "options", None), "_timeout", None)
     return _c10d._get_default_timeout(backend) if timeout is None else timeout

@@ -1,17 +1,21 @@
-"""Rendezvous: where the clients of one attempt of a job find each other, and nothing that an earlier attempt left.
+"""Rendezvous: `init_process_group` for jobs that torchrun restarts, and the meeting of clients at a store.
 
-torchrun restarts a job at the store of its agent, which still holds what the killed processes wrote: their addresses,
-which the new ones would call in vain. So the clients first agree on a name for their attempt, and keep everything
-below it. torchrun's count of restarts cannot be this name: every agent counts those only that its own processes caused.
+torchrun starts the new processes of a restarted job with the same store, its agent's. The store still holds the
+addresses of the killed processes, which the new processes would call in vain. So the clients of an attempt first agree
+on a name for it, and write all their keys below this name. torchrun's count of restarts cannot be the name, because
+each agent counts only the restarts that its own processes caused.
 
-The keys of a rendezvous, of which the first is all that an earlier attempt can leave in the way:
+The keys of a rendezvous:
 
-``leader``          a random name that client 0 has drawn for the attempt
+``leader``          written by client 0: a random name for the attempt
+``joined/<name>/i`` written by client i: the least number that this client accepts for the attempt
 ``begun/<name>``    written by client 0 when all clients have joined: the attempt's number
-``joined/<name>/i`` written by client i: the least number that the attempt may have for it
+``attempt``         written by client 0 at the same time: the number of the latest attempt at this store
 
-A client joins under a name only if nothing has begun under it. Without this client nothing can begin, so whatever
-begins later has begun with it; and the name of a leader that was killed is replaced by that of the next one.
+Invariant: a client joins under a name only if the attempt of that name has not begun. An attempt begins only when all
+clients have joined, so an attempt that begins after this client has joined includes this client. Of an earlier attempt
+only ``leader`` can mislead, and only until the new client 0 overwrites it: clients that have joined under the name of a
+killed leader join again under the new name.
 """
 
 from __future__ import annotations
@@ -40,15 +44,15 @@ from dtckpt.errors import (
 )
 
 TIMEOUT = timedelta(minutes=5)
-"""How long clients look for each other, unless they say."""
+"""Default bound on the wait for the other clients."""
 POLL_S = 0.01
-ADVICE = (
+RESTART_ADVICE = (
     "torchrun has restarted this job, and torch.distributed.init_process_group finds what the killed attempt left in "
     "the store; call dtckpt.init_process_group instead, on every client"
 )
 
 _attempts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""The attempts of default process groups that were made here."""
+"""By default process group that `init_process_group` has made: the job's attempt."""
 
 
 def init_process_group(
@@ -60,22 +64,23 @@ def init_process_group(
 ) -> None:
     """Make the default process group of `torch.distributed`, also in a job that torchrun has restarted.
 
-    `torch.distributed.init_process_group` hangs or fails there, as it finds the addresses of the killed processes.
+    `torch.distributed.init_process_group` hangs or fails there, because it finds the addresses of the killed processes.
 
     Collective: Over all clients, which find each other at the store that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
 
     Blocks: On the slowest client, at most ``timeout``, by default 5 minutes.
 
     Args:
-        backend: As for PyTorch: ``gloo``, ``nccl``, ``cpu:gloo,cuda:nccl``; default: what fits the devices.
-        timeout: Of the group's collectives; default as for PyTorch.
+        backend: As for PyTorch: ``gloo``, ``nccl``, ``cpu:gloo,cuda:nccl``; by default those that fit the devices.
+        timeout: Bound on the group's collectives, and on finding the other clients; default as for PyTorch.
         pg_options: As for PyTorch.
         device_id: As for PyTorch.
 
     Raises:
-        ConfigError: There is a default process group already, a variable is missing, or there is no such backend.
+        ConfigError: There is a default process group already, an environment variable is missing, or there is no such
+            backend.
         CoordinatorUnavailableError: The store cannot be reached.
-        BarrierTimeoutError: Clients did not come in time; ``missing``: which.
+        BarrierTimeoutError: Clients did not come in time; its ``missing`` says which.
         CoordinationError: The clients came, but could not be connected.
     """
     if dist.is_initialized():
@@ -85,12 +90,12 @@ def init_process_group(
         )
     config = Config.from_environ()
     store = open_store(config, timeout or TIMEOUT)
-    own, attempt = meet(store, "process_group", config, timeout or TIMEOUT)
+    own_store, attempt = agree_on_attempt(store, "process_group", config, timeout or TIMEOUT)
     try:
         dist.init_process_group(
             backend,
             timeout=timeout,
-            store=own,
+            store=own_store,
             rank=config.client_id,
             world_size=config.num_clients,
             pg_options=pg_options,
@@ -102,34 +107,37 @@ def init_process_group(
         raise CoordinationError(
             f"process group of {config.num_clients} clients, attempt {attempt}: connecting them failed: {error}"
         ) from error
-    assert dist.group.WORLD is not None  # noqa: S101  (just made)
+    assert dist.group.WORLD is not None  # noqa: S101  (made just now)
     _attempts[dist.group.WORLD] = attempt
 
 
 def attempt_of_default_group() -> int | None:
-    """Return which attempt of its job the default process group belongs to; None if another function made it."""
+    """Return the job's attempt to which the default process group belongs, None if another function made the group."""
     world = dist.group.WORLD if dist.is_available() else None
     return None if world is None else _attempts.get(world)
 
 
 def is_stale() -> bool:
-    """Whether torchrun has restarted this client, and the default process group was made as if it had not."""
+    """Whether torchrun has restarted this client, but `init_process_group` did not make its default process group."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and attempt_of_default_group() is None
 
 
 @contextmanager
-def advised() -> Iterator[None]:
-    """Have errors of clients that do not find each other name the cure, if there may be one."""
+def restart_advice() -> Iterator[None]:
+    """Add `RESTART_ADVICE` to a `CoordinationError` of the body if a restart of the job may have caused it."""
     try:
         yield
     except CoordinationError as error:
         if is_stale():
-            error.message += f"; {ADVICE}"
+            error.message += f"; {RESTART_ADVICE}"
         raise
 
 
-def suffix() -> str:
-    """Return what tells keys of this attempt from those of others in the store of the default process group."""
+def key_suffix() -> str:
+    """Return a suffix for keys in the default group's store that tells this attempt's keys from other attempts'.
+
+    Empty unless `is_stale`: the store of a group that `init_process_group` made belongs to one attempt.
+    """
     return f"_attempt_{Config.from_environ().attempt}" if is_stale() else ""
 
 
@@ -137,7 +145,7 @@ def open_store(config: Config, timeout: timedelta = TIMEOUT) -> Store:
     """Return the store that ``MASTER_ADDR`` and ``MASTER_PORT`` name: that of torchrun's agent, or of client 0.
 
     Raises:
-        ConfigError: One of them is missing, or the port is none.
+        ConfigError: One of the variables is missing, or the port is no port number.
         CoordinatorUnavailableError: The store cannot be reached.
     """
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -158,34 +166,34 @@ def open_store(config: Config, timeout: timedelta = TIMEOUT) -> Store:
     return store
 
 
-def meet(store: Store, topic: str, config: Config, timeout: timedelta = TIMEOUT) -> tuple[Store, int]:
-    """Agree with the other clients on an attempt.
+def agree_on_attempt(store: Store, topic: str, config: Config, timeout: timedelta = TIMEOUT) -> tuple[Store, int]:
+    """Wait for the other clients, and agree with them on a number for this attempt of the job.
 
     Collective: Over all clients.
 
     Args:
-        store: Where they meet.
-        topic: What they meet for; a meeting of one topic takes no part in those of others.
-        config: Who this client is.
-        timeout: Longest wait for the others.
+        store: The store at which the clients meet.
+        topic: The purpose of the meeting; meetings of different topics at one store are independent.
+        config: This client's id, the number of clients, and the least number that this client accepts.
+        timeout: Bound on the wait for the others.
 
     Returns:
-        The part of the store that is the attempt's own, and its number, which is higher than those before at this
-        store, and no lower than any client's environment says.
+        A store whose keys belong to this attempt alone, and the attempt's number. It is higher than those of earlier
+        attempts at this store, and no lower than the number in any client's environment.
 
     Raises:
         BarrierTimeoutError: Clients did not come in time.
         CoordinatorUnavailableError: The store cannot be reached.
     """
-    ours = PrefixStore(f"dtckpt/{topic}", store)
+    topic_store = PrefixStore(f"dtckpt/{topic}", store)
     wait = _Wait(timeout.total_seconds())
     try:
-        name = _lead(ours, config, wait) if config.client_id == 0 else _join(ours, config, wait)
-        attempt = int(ours.get(f"begun/{name}"))
-        ours.delete_key(f"joined/{name}/{config.client_id}")
+        name = _lead(topic_store, config, wait) if config.client_id == 0 else _join(topic_store, config, wait)
+        attempt = int(topic_store.get(f"begun/{name}"))
+        topic_store.delete_key(f"joined/{name}/{config.client_id}")  # the leader has read it, and nobody else does
     except dist.DistError as error:
         raise CoordinatorUnavailableError(f"the store where clients meet cannot be reached: {error}") from error
-    return PrefixStore(name, ours), attempt
+    return PrefixStore(name, topic_store), attempt
 
 
 class _Wait:
@@ -196,10 +204,10 @@ class _Wait:
         self._deadline = time.monotonic() + timeout_s
 
     def until(self, is_over: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        """Poll until something is so.
+        """Poll until ``is_over()``.
 
         Raises:
-            BarrierTimeoutError: It is not so in time, for the lack of the clients that ``missing`` names.
+            BarrierTimeoutError: The deadline passes before; the clients that ``missing()`` returns did not come.
         """
         while not is_over():
             if time.monotonic() > self._deadline:
@@ -213,21 +221,25 @@ class _Wait:
 
 
 def _lead(store: Store, config: Config, wait: _Wait) -> str:
-    """Gather the clients under a new name, and begin."""
+    """Publish a new name, wait until all clients have joined under it, and begin the attempt; return the name."""
     name = secrets.token_hex(8)
     keys = [f"joined/{name}/{client}" for client in range(config.num_clients)]
     store.set(keys[0], str(config.attempt))
     store.set("leader", name)
     wait.until(lambda: store.check(keys), lambda: [client for client, key in enumerate(keys) if not store.check([key])])
+    # Higher than all earlier attempts at this store, and as high as the environment of any client demands.
     last = int(store.get("attempt")) if store.check(["attempt"]) else -1
     attempt = max(last + 1, *map(int, store.multi_get(keys)))
     store.set("attempt", str(attempt))
-    store.set(f"begun/{name}", str(attempt))
+    store.set(f"begun/{name}", str(attempt))  # last: it releases the clients that have joined
     return name
 
 
 def _join(store: Store, config: Config, wait: _Wait) -> str:
-    """Join under the name of the leader of this attempt, however many of earlier ones are found first."""
+    """Join under the leader's name, again whenever it changes, until an attempt has begun; return its name.
+
+    The first names may be those of earlier attempts, whose leaders were killed.
+    """
     joined = ""
 
     def has_begun() -> bool:
@@ -235,6 +247,7 @@ def _join(store: Store, config: Config, wait: _Wait) -> str:
         if joined and store.check([f"begun/{joined}"]):
             return True
         name = store.get("leader").decode() if store.check(["leader"]) else joined
+        # If the attempt of an unknown name has begun, it began without this client, so it is an earlier one.
         if name != joined and not store.check([f"begun/{name}"]):
             store.set(f"joined/{name}/{config.client_id}", str(config.attempt))
             joined = name

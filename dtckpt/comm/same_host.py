@@ -1,9 +1,25 @@
-"""Messages between processes of one host, past the network: small ones eagerly, large ones by rendezvous.
+"""Same-host transport: messages between processes of one host, through a Unix socket and reads of the sender's memory.
 
-A small message goes through a socket at once. Of a large one the socket carries only where it lies; the receiver
-copies it from the sender's memory itself (cross memory attach: ``man 2 process_vm_readv``). Either way a sender is done
-when its message is received, not before, as Gloo's are. The terms are those of MPI: eager and rendezvous messages,
-posted receives and unexpected messages, and a progress engine, which runs while somebody waits.
+Small messages travel eagerly: the socket carries the payload. Large messages travel by rendezvous: the socket carries
+only the payload's address, and the receiver copies the payload out of the sender's memory itself (cross memory attach,
+``man 2 process_vm_readv``)::
+
+    sender                        socket                        receiver
+
+    eager, up to 64 KiB
+      send()    ---- EAGER: tag, number, payload --------->  copies the payload into the posted buffer
+      is_done   <--- ACK: number --------------------------
+
+    rendezvous
+      send()    ---- OFFER: tag, number, address, seal --->  reads the payload, then the seal, from the sender
+      is_done   <--- ACK: number --------------------------  seal == number: the payload is the message
+
+In both cases, as in Gloo, a send is done when the receiver has the message, not when the socket has it. The exception
+is an eager message to a client whose own message the sender waits for anyway (``is_answered``): it needs no ACK.
+
+The words are MPI's: a *posted* receive has no message yet, an *unexpected* message has no receive yet, and the
+*progress engine* moves messages. The threads that wait for messages run it; `ProgressEngine.ensure_progress` starts a
+thread for messages that nobody waits for.
 """
 
 from __future__ import annotations
@@ -26,42 +42,43 @@ from weakref import WeakSet
 import torch
 
 EAGER_NBYTES = 64 << 10
-"""Up to this size a message goes through the socket: two copies cost less than another wake-up of the sender."""
+"""Largest eager message: up to this size two copies cost less than waking the sender once more."""
 
 _HEADER = struct.Struct("=BIQQQQ")
-"""Kind, tag, number of the message or 0 if no answer is wanted, address and size of the memory, address of its seal."""
-_EAGER, _OFFER, _TAKEN = range(3)
-_LARGEST = _HEADER.size + EAGER_NBYTES
+"""Kind, tag, number of the message (0: no ACK is wanted), address and size of the payload, address of the seal."""
+_EAGER, _OFFER, _ACK = range(3)
+_MAX_PACKET_NBYTES = _HEADER.size + EAGER_NBYTES
 _READ_NBYTES = 1 << 30
-"""The system copies at most 2 GiB at a time."""
-_LONGEST_COPY_S = 10.0
-_LONGEST_LOOK_S = 1.0
-"""After so long a thread looks whether what it waits for has been ended by another one."""
+"""Bytes per system call; the kernel copies at most 2 GiB at a time."""
+_MAX_COPY_WAIT_S = 10.0
+"""How long `Request.abandon` waits for a thread that copies the message."""
+_MAX_POLL_S = 1.0
+"""How long a thread polls before it checks whether another thread has finished the message that it waits for."""
 
 
 class Request:
-    """A message on its way; its memory must be left alone until it `is_done`, or was abandoned."""
+    """A message that is being sent or received; leave its memory alone until it `is_done` or was abandoned."""
 
-    __slots__ = ("_engine", "client", "error", "failures", "filler", "is_done", "memory", "seal")
+    __slots__ = ("_engine", "client", "copying_thread", "error", "failures", "is_done", "memory", "seal")
 
     def __init__(self, engine: ProgressEngine, client: int, memory: torch.Tensor, failures: list[str] | None) -> None:
         self._engine, self.client = engine, client
         self.failures = [] if failures is None else failures
-        """What went wrong with messages that are waited for together."""
+        """Errors of all messages of one exchange, which are waited for together."""
         self.memory: torch.Tensor | None = memory
         self.seal: ctypes.c_uint64 | None = None
-        """Says, to who reads the memory, that it still holds the message."""
-        self.filler = 0
-        """The thread that writes what came."""
+        """The message's number for as long as ``memory`` holds an offered message, then 0. Receivers read it."""
+        self.copying_thread = 0
+        """Identifier of the thread that copies the received message into ``memory``; 0: none does yet."""
         self.is_done = False
         self.error = ""
 
     def wait(self) -> None:
-        """Return when the message is here, or the memory that it was sent from is no longer needed.
+        """Return when the message was received; a sender may then reuse the memory.
 
         Raises:
             RuntimeError: The other client has ended, sent another size, or did not come within the engine's timeout; or
-                a message that is waited for together with this one has failed before.
+                another message of the same exchange has failed before.
         """
         if not self.is_done:
             self._engine.wait_for(self)
@@ -69,24 +86,28 @@ class Request:
             raise RuntimeError(self.error or self.failures[0])
 
     def abandon(self) -> None:
-        """Have nothing more written to the memory, nor taken for a message what lies there from now on."""
+        """Give the memory up: nothing is written to it any more, and nobody takes its new content for the message."""
         self._break_seal()
         with self._engine.lock:
-            if not self.filler:
+            if not self.copying_thread:
                 self.memory = None
-        # While another thread copies. Bounded: this one may have been interrupted where that one has to wait for it.
-        deadline = time.monotonic() + _LONGEST_COPY_S
-        while self.filler not in (0, threading.get_ident()) and not self.is_done and time.monotonic() < deadline:
+        # Wait for a thread that copies right now. With a bound: a signal may have interrupted this thread while it
+        # holds a lock that the copying thread needs.
+        deadline = time.monotonic() + _MAX_COPY_WAIT_S
+        while self.copying_thread not in (0, threading.get_ident()) and not self.is_done:
+            if time.monotonic() >= deadline:
+                break
             time.sleep(0)
-        self._engine.attend()  # others, who have not failed, wait until what they send is taken
+        # The other clients have not failed: they still wait until this client acknowledges what they send.
+        self._engine.ensure_progress()
 
-    def end(self, error: str = "") -> None:
-        """Let whoever waits know."""
+    def finish(self, error: str = "") -> None:
+        """Mark the message as done, or as failed with ``error``."""
         self.error = error
         if error:
             self._break_seal()
             self.failures.append(error)
-        self.is_done = True
+        self.is_done = True  # last: a waiting thread reads the error once it sees this
 
     def _break_seal(self) -> None:
         if self.seal is not None:
@@ -94,178 +115,199 @@ class Request:
 
 
 class Endpoint:
-    """This end of a connection. Messages of one tag arrive in the order in which they were sent.
+    """One end of a connection with another client. Messages of one tag arrive in the order of their sends.
 
     Args:
-        engine: What makes progress.
-        connection: Of type ``SOCK_SEQPACKET``.
-        client: Who is at the other end.
+        engine: Makes progress with the messages.
+        connection: A Unix socket of type ``SOCK_SEQPACKET``, so that one read returns one packet.
+        client: The client at the other end.
         pid: Its process.
     """
 
     def __init__(self, engine: ProgressEngine, connection: socket.socket, client: int, pid: int) -> None:
         self._engine, self.connection, self.client, self._pid = engine, connection, client, pid
+        # By tag. At most one of the two has an entry for a tag: a message meets a receive as soon as both are there.
         self._posted: dict[int, deque[Request]] = {}
         self._unexpected: dict[int, deque[bytes]] = {}
+        # Sends by number, until their ACK comes.
         self._sent: dict[int, Request] = {}
-        # What the socket had no room for.
+        # Packets that wait until the socket has space. They are headers: a message that finds the socket full is
+        # offered instead, however small, so the backlog never holds a payload.
         self._backlog: deque[bytes] = deque()
-        self._gone = ""
+        self._disconnect_reason = ""
         """Why nothing can be sent any more."""
         self._is_closed = False
+        """Whether nothing can be received any more either."""
 
     @property
     def has_backlog(self) -> bool:
-        """Whether there is something that the socket had no room for."""
+        """Whether packets wait until the socket has space."""
         return bool(self._backlog)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is on its way that this client knows of."""
+        """Whether this client neither waits for a message nor has one to send."""
         return not (self._posted or self._sent or self._backlog)
 
     def send(
         self, memory: torch.Tensor, tag: int, *, is_answered: bool = False, failures: list[str] | None = None
     ) -> Request:
-        """Send contiguous memory on the host. Never blocks; errors are those of the request.
+        """Send a message. Never blocks; errors are those of the request.
 
         Args:
-            memory: The message.
-            tag: The message's.
-            is_answered: Whether a message comes back for which this client waits anyway, so that it need not be told
-                that this one was received.
-            failures: Those of the messages that are waited for together.
+            memory: The message: a contiguous tensor in host memory.
+            tag: The message's tag.
+            is_answered: Whether this client waits for a message of the other client anyway, and so notices if that one
+                does not take part. An eager send is then done at once, without an ACK.
+            failures: Errors of the messages that are waited for together with this one.
         """
         request, nbytes = Request(self._engine, self.client, memory, failures), memory.nbytes
         with self._engine.lock:
             number, is_sent = next(self._engine.numbers), False
+            # Behind a backlog even a small message is offered, because packets must keep their order.
             if nbytes <= EAGER_NBYTES and not self._backlog:
                 header = _HEADER.pack(_EAGER, tag, 0 if is_answered else number, 0, nbytes, 0)
-                is_sent = self._try(header + ctypes.string_at(memory.data_ptr(), nbytes))
+                is_sent = self._try_send(header + ctypes.string_at(memory.data_ptr(), nbytes))
             if not is_sent:
                 request.seal = ctypes.c_uint64(number)
-                seal_at = ctypes.addressof(request.seal)
-                self._put(_HEADER.pack(_OFFER, tag, number, memory.data_ptr(), nbytes, seal_at))
-            if self._gone or (is_sent and is_answered):
-                request.end(self._gone)
+                seal_address = ctypes.addressof(request.seal)
+                self._send_or_queue(_HEADER.pack(_OFFER, tag, number, memory.data_ptr(), nbytes, seal_address))
+            if self._disconnect_reason or (is_sent and is_answered):
+                request.finish(self._disconnect_reason)
             else:
                 self._sent[number] = request
         return request
 
     def recv(self, memory: torch.Tensor, tag: int, *, failures: list[str] | None = None) -> Request:
-        """Receive into contiguous memory on the host. Never blocks; errors are those of the request."""
+        """Receive a message into a contiguous tensor in host memory. Never blocks; errors are those of the request."""
         request = Request(self._engine, self.client, memory, failures)
         with self._engine.lock:
-            data = _popped(self._unexpected, tag)
-            if data is None and self._is_closed:
-                request.end(self._gone)
-            elif data is None:
+            packet = _pop_first(self._unexpected, tag)
+            if packet is None and self._is_closed:
+                request.finish(self._disconnect_reason)
+            elif packet is None:
                 self._posted.setdefault(tag, deque()).append(request)
-        if data is not None:
-            self._fill(request, data)
+        if packet is not None:
+            self._deliver(packet, request)
         return request
 
-    # --- for the engine -----------------------------------------------------------------------------------------
+    # --- called by the engine -----------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Handle a message that has come."""
+        """Read one packet from the socket and handle it."""
         try:
-            data = self.connection.recv(_LARGEST)
+            packet = self.connection.recv(_MAX_PACKET_NBYTES)
         except (BlockingIOError, ConnectionResetError):
-            return  # the other end has ended before it had read all, but what it sent is still to come
+            # The system reports a reset if the other client ended and left packets unread. The packets that it sent
+            # are still to come.
+            return
         except OSError:
-            data = b""
-        if data:
-            self._handle(data)
+            packet = b""
+        if packet:
+            self._handle(packet)
         else:
-            self.lose(f"client {self.client} has ended")
+            self.disconnect(f"client {self.client} has ended")
 
     def flush(self) -> None:
-        """Send what the socket had no room for."""
+        """Send the backlog, as far as the socket has space."""
         with self._engine.lock:
-            while self._backlog and self._try(self._backlog[0]):
+            while self._backlog and self._try_send(self._backlog[0]):
                 self._backlog.popleft()
             if not self._backlog:
                 self._engine.watch(self, has_backlog=False)
 
-    def lose(self, why: str) -> None:
-        """End all that is on its way: nothing more can come."""
+    def disconnect(self, reason: str) -> None:
+        """Close the connection; all requests that are not done fail with ``reason``.
+
+        Unexpected messages stay: the other client may have sent them, and ended, before this client asks for them.
+        """
         with self._engine.lock:
-            self._gone, self._is_closed = why, True
+            self._disconnect_reason, self._is_closed = reason, True
             self._engine.forget(self)
             requests = [request for posted in self._posted.values() for request in posted]
             for request in (*requests, *self._sent.values()):
-                request.end(why)
+                request.finish(reason)
             self.connection.close()
             self._posted.clear()
             self._sent.clear()
             self._backlog.clear()
 
-    def _handle(self, data: bytes) -> None:
-        kind, tag, number, *_ = _HEADER.unpack_from(data)
+    def _handle(self, packet: bytes) -> None:
+        kind, tag, number, *_ = _HEADER.unpack_from(packet)
         with self._engine.lock:
-            if kind == _TAKEN:
-                if (taken := self._sent.pop(number, None)) is not None:  # else it has failed meanwhile
-                    taken.end()
+            if kind == _ACK:
+                if (sent := self._sent.pop(number, None)) is not None:  # None: the request has failed meanwhile
+                    sent.finish()
                 return
-            found = _popped(self._posted, tag)
-            if found is None:
-                self._unexpected.setdefault(tag, deque()).append(data)
-        if found is not None:
-            self._fill(found, data)
+            request = _pop_first(self._posted, tag)
+            if request is None:
+                self._unexpected.setdefault(tag, deque()).append(packet)
+        if request is not None:
+            self._deliver(packet, request)
 
-    def _fill(self, request: Request, data: bytes) -> None:
-        """Bring a message to its place, and let the sender know."""
-        _, tag, number, *_ = _HEADER.unpack_from(data)
+    def _deliver(self, packet: bytes, request: Request) -> None:
+        """Copy a message into the memory of its request, and acknowledge it.
+
+        Copies without the engine's lock, because a large copy takes long. The message is acknowledged in any case,
+        also if the receive was abandoned or failed: the sender has done its part.
+        """
+        _, tag, number, *_ = _HEADER.unpack_from(packet)
         error = "it was interrupted"
         try:
             with self._engine.lock:
-                request.filler, memory = threading.get_ident(), request.memory
-            error = "" if memory is None else self._copy(data, memory)
+                request.copying_thread, memory = threading.get_ident(), request.memory
+            error = "" if memory is None else self._copy(packet, memory)
         finally:
             if number:
                 with self._engine.lock:
-                    self._put(_HEADER.pack(_TAKEN, tag, number, 0, 0, 0))
-            request.end(error)
+                    self._send_or_queue(_HEADER.pack(_ACK, tag, number, 0, 0, 0))
+            request.finish(error)
 
-    def _copy(self, data: bytes, into: torch.Tensor) -> str:
-        """Copy a message to memory; return why that cannot be done, if so."""
-        kind, _, number, address, nbytes, seal_at = _HEADER.unpack_from(data)
-        if nbytes != into.nbytes:
-            return f"client {self.client} sent {nbytes} bytes, expected {into.nbytes}"
+    def _copy(self, packet: bytes, buffer: torch.Tensor) -> str:
+        """Copy a message into a buffer; return why that failed, or an empty string."""
+        kind, _, number, address, nbytes, seal_address = _HEADER.unpack_from(packet)
+        if nbytes != buffer.nbytes:
+            return f"client {self.client} sent {nbytes} bytes, expected {buffer.nbytes}"
         if kind == _EAGER:
-            ctypes.memmove(into.data_ptr(), data[_HEADER.size :], nbytes)
+            ctypes.memmove(buffer.data_ptr(), packet[_HEADER.size :], nbytes)
             return ""
         seal = ctypes.c_uint64()
         try:
-            read_memory(self._pid, address, into.data_ptr(), nbytes)
-            # In this order: who breaks the seal does so before anything else happens to the memory.
-            read_memory(self._pid, seal_at, ctypes.addressof(seal), ctypes.sizeof(seal))
-        except OSError as refused:
-            return f"the memory of client {self.client} cannot be read: {refused}"
+            # The payload first, then the seal. A sender breaks the seal before it touches the payload, so an intact
+            # seal proves that the payload was intact when it was copied. The other order proves nothing.
+            read_memory(self._pid, address, buffer.data_ptr(), nbytes)
+            read_memory(self._pid, seal_address, ctypes.addressof(seal), ctypes.sizeof(seal))
+        except OSError as error:
+            return f"the memory of client {self.client} cannot be read: {error}"
         return "" if seal.value == number else f"client {self.client} has given up what it was sending"
 
-    def _put(self, data: bytes) -> None:
-        """Send data, or keep it until there is room."""
-        if self._backlog or not self._try(data):
-            self._backlog.append(data)
+    def _send_or_queue(self, packet: bytes) -> None:
+        """Send a packet, or append it to the backlog if the socket is full."""
+        if self._backlog or not self._try_send(packet):
+            self._backlog.append(packet)
             self._engine.watch(self, has_backlog=True)
-            self._engine.attend()  # the other client waits for it, whatever this one does next
+            # The other client waits for this packet, even if this client never waits for a message again.
+            self._engine.ensure_progress()
 
-    def _try(self, data: bytes) -> bool:
-        """Send data if there is room, drop it if nobody is left to take it; return False if it is still to be sent."""
-        if not self._gone:
+    def _try_send(self, packet: bytes) -> bool:
+        """Send a packet; return False if the socket is full. Drops the packet if the other client has ended."""
+        if not self._disconnect_reason:
             try:
-                self.connection.send(data, socket.MSG_NOSIGNAL)
+                self.connection.send(packet, socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return False
-            except OSError as error:  # the end itself is noted when all that came before is read
-                self._gone = f"client {self.client} has ended: {error}"
+            except OSError as error:
+                # Only sending ends here: packets that the other client sent before may still be unread. `read` closes
+                # the connection after the last one.
+                self._disconnect_reason = f"client {self.client} has ended: {error}"
         return True
 
 
 class ProgressEngine:
-    """Makes progress with the messages of all endpoints, in a thread that waits for one.
+    """Makes progress with the messages of all endpoints, in whichever thread waits for one.
+
+    Invariant: at most one thread polls the sockets and handles packets. The others sleep until it has handled some,
+    then each checks whether its own message is done, and one of them polls next.
 
     Args:
         timeout_s: How long a wait may take.
@@ -273,20 +315,22 @@ class ProgressEngine:
 
     def __init__(self, timeout_s: float) -> None:
         self.lock = threading.RLock()
-        """Guards the endpoints."""
-        # Not small: what lies in freed memory by chance shall not pass for one.
+        """Guards the endpoints' queues. Held for short times: no large message is copied under it."""
+        # Random and large: memory that was freed and reused must not look like an intact seal by chance.
         self.numbers = itertools.count(secrets.randbits(62) + 1)
         self._timeout_s = timeout_s
         self._epoll = select.epoll()
         self._endpoints: dict[int, Endpoint] = {}
-        # One thread at a time looks at the sockets; the others wait until it has made progress.
-        self._turn = threading.Condition()
-        self._is_taken = False
-        self._is_attended = False
+        """By file descriptor."""
+        self._polling = threading.Condition()
+        """Guards ``_is_polled``; notified when a thread stops polling."""
+        self._is_polled = False
+        self._has_thread = False
+        """Whether `ensure_progress` has a thread running."""
         _engines.add(self)
 
     def connect(self, connection: socket.socket, client: int, pid: int) -> Endpoint:
-        """Return a new endpoint on a connection, which is its own from now on."""
+        """Return a new endpoint on a connection, and take the connection over."""
         connection.setblocking(False)
         endpoint = Endpoint(self, connection, client, pid)
         with self.lock:
@@ -295,90 +339,94 @@ class ProgressEngine:
         return endpoint
 
     def watch(self, endpoint: Endpoint, *, has_backlog: bool) -> None:
-        """Look whether there is room for a backlog, or no longer."""
+        """Poll an endpoint's socket for packets, and for space too if there is a backlog."""
         self._epoll.modify(endpoint.connection, select.EPOLLIN | (select.EPOLLOUT if has_backlog else 0))
 
     def forget(self, endpoint: Endpoint) -> None:
-        """Look no longer at an endpoint's socket."""
+        """Stop polling an endpoint's socket."""
         if self._endpoints.pop(endpoint.connection.fileno(), None) is not None:
             self._epoll.unregister(endpoint.connection)
 
     def wait_for(self, request: Request) -> None:
-        """Make progress until a request is done, or one that is waited for together with it has failed.
+        """Make progress until a request is done, or another message of the same exchange has failed.
 
         Raises:
-            RuntimeError: Neither is so within the timeout.
+            RuntimeError: Neither happens within the timeout.
         """
-        if not self._advance_until(lambda: request.is_done or bool(request.failures), self._timeout_s):
+        if not self._progress_until(lambda: request.is_done or bool(request.failures), self._timeout_s):
             raise RuntimeError(f"no message came from or was taken by client {request.client} in {self._timeout_s:g} s")
 
-    def attend(self) -> None:
-        """Make progress with all that is on its way, from a thread of its own: nobody waits here for now."""
+    def ensure_progress(self) -> None:
+        """Start a thread that makes progress until all endpoints are idle, unless one runs or all are idle now."""
         with self.lock:
-            if self._is_attended or self._is_idle():
+            if self._has_thread or self._is_idle():
                 return
-            self._is_attended = True
+            self._has_thread = True
         try:
-            threading.Thread(target=self._attend, name="dtckpt-messages", daemon=True).start()
-        except RuntimeError:  # there are no new threads when the process ends
-            self._is_attended = False
+            threading.Thread(target=self._run_thread, name="dtckpt-messages", daemon=True).start()
+        except RuntimeError:  # the interpreter shuts down and starts no threads any more
+            self._has_thread = False
 
-    def end(self) -> None:
-        """Close all connections; what is on its way fails, but for what others need not answer."""
-        self._advance_until(
-            lambda: not any(each.has_backlog for each in list(self._endpoints.values())), _LONGEST_LOOK_S
+    def close(self) -> None:
+        """Send the backlogs, for a second at most, then close all connections; requests that are not done fail."""
+        self._progress_until(
+            lambda: not any(endpoint.has_backlog for endpoint in list(self._endpoints.values())), _MAX_POLL_S
         )
         for endpoint in list(self._endpoints.values()):
-            endpoint.lose(f"the connection with client {endpoint.client} is closed")
+            endpoint.disconnect(f"the connection with client {endpoint.client} is closed")
         self._epoll.close()
 
-    def abandon(self) -> None:
-        """Close this process's descriptors of connections that are another's. Takes no lock, which that might have."""
+    def close_in_child(self) -> None:
+        """Close a forked process's copies of its parent's connections.
+
+        Takes no lock: a thread of the parent may have held it during the fork, and nobody releases it here.
+        """
         while self._endpoints:
             self._endpoints.popitem()[1].connection.close()
         self._epoll.close()
 
-    def _attend(self) -> None:
+    def _run_thread(self) -> None:
         try:
-            while self._is_attended:
-                self._advance_until(self._is_idle, self._timeout_s)
+            while self._has_thread:
+                self._progress_until(self._is_idle, self._timeout_s)
                 with self.lock:
-                    self._is_attended = not self._is_idle()
+                    self._has_thread = not self._is_idle()
         except BaseException:
-            self._is_attended = False
+            self._has_thread = False
             raise
 
     def _is_idle(self) -> bool:
         with self.lock:
             return all(endpoint.is_idle for endpoint in self._endpoints.values())
 
-    def _advance_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """Make progress until something is true; return whether it is, within the timeout."""
+    def _progress_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
+        """Make progress until ``is_done()``; return False if the timeout is over before."""
         deadline = time.monotonic() + timeout_s
         while not is_done():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
-            has_turn = False
+            is_mine = False
             try:
-                with self._turn:
-                    if self._is_taken:
-                        self._turn.wait(left_s)
+                with self._polling:
+                    if self._is_polled:
+                        self._polling.wait(left_s)
                         continue
-                    has_turn = self._is_taken = True
-                if not is_done():  # it may have come true before this thread had its turn
-                    self._advance(min(left_s, _LONGEST_LOOK_S))
+                    is_mine = self._is_polled = True
+                # Again: the thread that polled before may have finished the message since the first check.
+                if not is_done():
+                    self._poll(min(left_s, _MAX_POLL_S))
             finally:
-                if has_turn:
-                    with self._turn:
-                        self._is_taken = False
-                        self._turn.notify_all()
+                if is_mine:
+                    with self._polling:
+                        self._is_polled = False
+                        self._polling.notify_all()
         return True
 
-    def _advance(self, timeout_s: float) -> None:
+    def _poll(self, timeout_s: float) -> None:
         try:
             ready = self._epoll.poll(timeout_s)
-        except ValueError:  # it was closed, and all requests are over
+        except ValueError:  # the engine is closed, and all requests are done or have failed
             return
         for descriptor, events in ready:
             endpoint = self._endpoints.get(descriptor)
@@ -390,23 +438,29 @@ class ProgressEngine:
                 endpoint.read()
 
 
-def read_memory(pid: int, address: int, into: int, nbytes: int) -> None:
-    """Copy memory of another process of this host to an address of this one.
+def read_memory(pid: int, remote_address: int, address: int, nbytes: int) -> None:
+    """Copy memory of another process of this host into this process.
+
+    Args:
+        pid: The other process.
+        remote_address: Where the memory starts there.
+        address: Where to copy it to here.
+        nbytes: How much.
 
     Raises:
-        OSError: The process has ended, or this one may not read it.
+        OSError: The process has ended, or this process may not read it.
     """
     while nbytes:
-        at_once = min(nbytes, _READ_NBYTES)
-        here, there = _Piece(into, at_once), _Piece(address, at_once)
-        count = _process_vm_readv()(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if count <= 0:
+        count = min(nbytes, _READ_NBYTES)
+        local, remote = _IoVec(address, count), _IoVec(remote_address, count)
+        num_read = _process_vm_readv()(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if num_read <= 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
-        address, into, nbytes = address + count, into + count, nbytes - count
+        remote_address, address, nbytes = remote_address + num_read, address + num_read, nbytes - num_read
 
 
-class _Piece(ctypes.Structure):
+class _IoVec(ctypes.Structure):
     """C's ``struct iovec``."""
 
     _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
@@ -415,13 +469,13 @@ class _Piece(ctypes.Structure):
 @cache
 def _process_vm_readv() -> Any:
     function = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    pieces = (ctypes.POINTER(_Piece), ctypes.c_ulong)
-    function.restype, function.argtypes = ctypes.c_ssize_t, (ctypes.c_int, *pieces, *pieces, ctypes.c_ulong)
+    vectors = (ctypes.POINTER(_IoVec), ctypes.c_ulong)
+    function.restype, function.argtypes = ctypes.c_ssize_t, (ctypes.c_int, *vectors, *vectors, ctypes.c_ulong)
     return function
 
 
-def _popped(queues: dict[int, deque[Any]], tag: int) -> Any:
-    """Return the first of a tag's queue, None if there is none; empty queues go."""
+def _pop_first(queues: dict[int, deque[Any]], tag: int) -> Any:
+    """Remove and return the first item of a tag's queue, None if there is none; drop the queue when it is empty."""
     queue = queues.get(tag)
     if queue is None:
         return None
@@ -434,10 +488,10 @@ def _popped(queues: dict[int, deque[Any]], tag: int) -> Any:
 _engines: WeakSet[ProgressEngine] = WeakSet()
 
 
-def _abandon_all() -> None:
-    """Let go of the connections, which are the parent's: its peers are to see when it ends."""
+def _close_all_in_child() -> None:
+    """Close the parent's connections in a forked process, so that the peers see when the parent ends."""
     for engine in list(_engines):
-        engine.abandon()
+        engine.close_in_child()
 
 
-os.register_at_fork(after_in_child=_abandon_all)
+os.register_at_fork(after_in_child=_close_all_in_child)

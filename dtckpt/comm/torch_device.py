@@ -1,4 +1,4 @@
-"""Which torch device a mesh device is."""
+"""The `torch.device` of a mesh device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from dtckpt.errors import LayoutError
 
 
 def device_of(name: str) -> torch.device:
-    """Return the torch device of a mesh device name; mesh GPUs beyond the cards share them."""
+    """Return the torch device of a mesh device, given by name such as ``/job:worker/task:0/device:GPU:1``.
+
+    Mesh GPUs with an index beyond the number of cards share the cards.
+
+    Raises:
+        LayoutError: This client has no such device.
+    """
     kind, _, index = name.rpartition("device:")[2].partition(":")
     if kind.upper() == "CPU":
         return torch.device("cpu")

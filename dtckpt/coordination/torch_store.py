@@ -270,7 +270,7 @@ class TorchStoreCoordination:
                 self._calls.end(number, operation.id or begun.id)
             with self._lock:
                 del self._open[number]
-        with rendezvous.advised():
+        with rendezvous.restart_advice():
             outcome.raise_failure()
         payloads = {client: arrival.payload for client, arrival in arrivals.items()} if collect else {}
         if None in payloads.values():
@@ -536,13 +536,13 @@ def from_environment(
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
         if rendezvous.is_stale():
-            logger.warning("%s", rendezvous.ADVICE)
+            logger.warning("%s", rendezvous.RESTART_ADVICE)
     else:
         config = Config.from_environ()
         store = rendezvous.open_store(config)
         if agent_hosts and int(os.environ.get("LOCAL_WORLD_SIZE", config.num_clients)) < config.num_clients:
             topic = f"coordination/{quote(member.job, safe='')}"
-            store, attempt = rendezvous.meet(store, topic, config)
+            store, attempt = rendezvous.agree_on_attempt(store, topic, config)
             member = replace(member, attempt=attempt)
     return TorchStoreCoordination(
         store, member, heartbeat_timeout_s=heartbeat_timeout_s, host_client=None if agent_hosts else 0

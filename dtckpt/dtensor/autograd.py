@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtckpt.comm.host_memory import copied
+from dtckpt.comm.host_memory import detached_clone
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor import meta_device
 from dtckpt.dtensor.components import pack
@@ -95,7 +95,7 @@ def _moved(wanted: _Wanted, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
         # What is written to the result on one device alone must not reach the source there.
         old = set(map(id, source.values()))
         ordered = [
-            copied(moved[device]) if id(moved[device]) in old else moved[device]
+            detached_clone(moved[device]) if id(moved[device]) in old else moved[device]
             for device in layout.mesh.local_device_ids()
         ]
         made.append(DTensor(ordered, layout, program.change.shape, program.change.dtype))

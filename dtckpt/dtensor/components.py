@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtckpt.comm.collectives import all_gather_object, as_bytes
+from dtckpt.comm.collectives import all_gather_object, byte_view
 from dtckpt.comm.process_groups import is_connected
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor.tensor import DTensor
@@ -264,7 +264,7 @@ def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return as_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
+    return byte_view(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

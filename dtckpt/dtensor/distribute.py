@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dtckpt.comm.collectives import all_gather_object
-from dtckpt.comm.host_memory import copied
+from dtckpt.comm.host_memory import detached_clone
 from dtckpt.comm.process_groups import is_connected
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor.autograd import from_placements, redistribute
@@ -145,7 +145,9 @@ def _on_one_device(tensor: torch.Tensor, mesh: Mesh, position: int) -> DTensor:
 def _own(made: DTensor, tensor: torch.Tensor) -> DTensor:
     """Return the DTensor with memory of its own: a component that did not have to move is the caller's tensor still."""
     storage = tensor.untyped_storage().data_ptr()
-    components = [copied(part) if part.untyped_storage().data_ptr() == storage else part for part in made.components]
+    components = [
+        detached_clone(part) if part.untyped_storage().data_ptr() == storage else part for part in made.components
+    ]
     return DTensor(components, made.layout, made.shape, made.dtype)
 
 

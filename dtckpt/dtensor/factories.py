@@ -79,7 +79,7 @@ def _make(
     components = []
     for device, name in zip(mesh.local_device_ids(), mesh.local_devices(), strict=True):
         region = whole.region(device, shape)
-        component = host_memory.empty(region.shape, dtype, device_of(name))
+        component = host_memory.allocate(region.shape, dtype, device_of(name))
         fill(component, region)
         components.append(component)
     made = DTensor(components, whole, shape, dtype or torch.get_default_dtype())

@@ -79,7 +79,7 @@ class ChunkGrid:
         shape = tuple(
             min(chunk, size - start) for chunk, size, start in zip(self.chunk_shape, self.shape, offset, strict=True)
         )
-        return Region.known(offset, shape)
+        return Region.unchecked(offset, shape)
 
     def meeting(self, region: Region) -> Iterator[tuple[int, ...]]:
         """Yield, row-major, the index of every chunk that shares an element with ``region``."""

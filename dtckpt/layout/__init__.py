@@ -1,1 +1,1 @@
-"""What lies where: regions, placements, meshes and layouts, and their text forms."""
+"""Layouts of tensors: devices, meshes, placements, regions, and the text and proto forms of meshes and layouts."""

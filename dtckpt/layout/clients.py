@@ -1,48 +1,43 @@
-"""This client, the others, their devices, and meshes over them.
+"""Clients and their devices: ids and names of the processes of a job, numbers and names of their CPUs, GPUs and TPUs.
 
-Everything is read from the environment at each call (see `dtckpt.config`); nothing is cached.
+Every function reads the environment at each call (see `dtckpt.config`); nothing is cached. `dtckpt.layout.create_mesh`
+makes meshes of these devices.
 """
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-
 from dtckpt.config import Config
-from dtckpt.errors import ConfigError, DeviceNotFoundError, MeshError, MeshTypeError
+from dtckpt.errors import ConfigError, DeviceNotFoundError
 from dtckpt.layout.device_names import DEVICE_KINDS, DeviceSpec
-from dtckpt.layout.mesh import Mesh
 
-MeshDims = Mapping[str, int] | Sequence[tuple[str, int]]
-"""Axes of a mesh with their sizes, major first."""
-
-_configured: dict[str, int] = {}
+_virtual_devices: dict[str, int] = {}
+"""Number of this client's devices by kind, where `configure_virtual_devices` has set it."""
 
 
 # --- clients ------------------------------------------------------------------------------------------------------
 
 
 def client_id() -> int:
-    """Return the position of this process among the clients."""
+    """Return this process's id among the clients of the job, from 0."""
     return Config.from_environ().client_id
 
 
 def num_clients() -> int:
-    """Return the number of processes that work together."""
+    """Return the number of clients: the processes of the job that work together."""
     return Config.from_environ().num_clients
 
 
 def jobs() -> list[str]:
-    """Return one entry per client, in the order of their ids; nothing for a client alone.
+    """Return one entry per client, in the order of their ids.
 
-    These are the addresses of ``DTENSOR_JOBS``. Where other variables say how many clients there are, no addresses are
-    known and the entries are full job names. `dtckpt.job_status` says which of them are there, and in which state.
+    The entries are the addresses in ``DTENSOR_JOBS``. Other variables tell the number of clients but no addresses; then
+    the entries are full job names, and the list of a single client is empty. `dtckpt.job_status` tells which clients
+    are there, and in which state.
     """
     return Config.from_environ().jobs
 
@@ -50,15 +45,19 @@ def jobs() -> list[str]:
 def job_name() -> str:
     """Return the name of the job.
 
-    That is ``DTENSOR_JOB_NAME``, else ``localhost`` for one client alone, else ``DTCKPT_JOB``, else ``worker``.
+    That is ``DTENSOR_JOB_NAME``, else ``localhost`` for a single client, else ``DTCKPT_JOB``, else ``worker``.
     """
     return Config.from_environ().job_name
 
 
 def full_job_name(task_id: int | None = None) -> str:
-    """Return the name of a client's task, this one's unless another is given: ``worker/replica:0/task:1``.
+    """Return a client's task name, such as ``worker/replica:0/task:1``; the coordinator registers it under this name.
 
-    A coordinator registers the client under this name, and no client that calls the job otherwise.
+    Args:
+        task_id: The client; default: this one.
+
+    Raises:
+        ConfigError: There is one client, and ``task_id`` is not 0.
     """
     config = Config.from_environ()
     task = config.client_id if task_id is None else task_id
@@ -76,62 +75,83 @@ def heartbeat_enabled() -> bool:
 
 
 def device_name() -> str:
-    """Return the name of this client's device for DTensors."""
+    """Return the name of this client's DTensor device, which stands for all its devices, as in TensorFlow."""
     return f"/job:{full_job_name()}/device:CUSTOM:0"
 
 
 def configure_virtual_devices(device_type: str, count: int) -> None:
-    """Set how many devices of a kind this client has; virtual GPUs may share a card."""
+    """Set the number of this client's devices of a kind; virtual GPUs may share a card.
+
+    Args:
+        device_type: ``CPU``, ``GPU`` or ``TPU``, in any case.
+        count: Number of devices, zero or greater.
+
+    Raises:
+        ConfigError: There is no such kind, or the count is no such integer.
+    """
     if not isinstance(count, int) or count < 0:
         raise ConfigError(f"virtual {device_type} devices: got {count!r}, expected an integer that is zero or greater")
-    _configured[_kind(device_type)] = count
+    _virtual_devices[device_kind_of(device_type)] = count
 
 
 @contextmanager
 def virtual_devices(**counts: int) -> Iterator[None]:
-    """Set numbers of devices for the body of a with statement: ``with virtual_devices(CPU=4): ...``."""
-    before = dict(_configured)
+    """Configure virtual devices for the body of a with statement: ``with virtual_devices(CPU=4): ...``."""
+    before = dict(_virtual_devices)
     try:
         for device_type, count in counts.items():
             configure_virtual_devices(device_type, count)
         yield
     finally:
-        _configured.clear()
-        _configured.update(before)
+        _virtual_devices.clear()
+        _virtual_devices.update(before)
 
 
 def num_local_devices(device_type: str) -> int:
-    """Return how many devices of a kind this client has; one CPU unless `configure_virtual_devices` said otherwise."""
-    return len(_local_indices(_kind(device_type), 0, Config.from_environ()))
+    """Return the number of this client's devices of a kind.
+
+    That is the number that `configure_virtual_devices` has set, else one CPU, the client's share of the cards, no TPU.
+    """
+    return len(local_device_indices(device_kind_of(device_type), 0, Config.from_environ()))
 
 
 def num_global_devices(device_type: str) -> int:
-    """Return how many devices of a kind all clients have, each of them as many as this one."""
+    """Return the number of all clients' devices of a kind; every client is taken to have as many as this one."""
     return num_local_devices(device_type) * num_clients()
 
 
 def local_devices(device_type: str, for_client_id: int | None = None) -> list[DeviceSpec]:
-    """Return a client's devices of a kind, this client's unless another is given."""
-    kind, config = _kind(device_type), Config.from_environ()
+    """Return a client's devices of a kind.
+
+    Args:
+        device_type: ``CPU``, ``GPU`` or ``TPU``, in any case.
+        for_client_id: The client; default: this one.
+    """
+    kind, config = device_kind_of(device_type), Config.from_environ()
     task = config.client_id if for_client_id is None else for_client_id
-    return [DeviceSpec(config.job_name, 0, task, kind, index) for index in _local_indices(kind, task, config)]
+    return [DeviceSpec(config.job_name, 0, task, kind, index) for index in local_device_indices(kind, task, config)]
 
 
-def _kind(device_type: str) -> str:
+def device_kind_of(device_type: str) -> str:
+    """Return the kind ``CPU``, ``GPU`` or ``TPU`` of a device type in any case.
+
+    Raises:
+        ConfigError: There is no such kind.
+    """
     kind = device_type.upper() if isinstance(device_type, str) else device_type
     if kind not in DEVICE_KINDS:
         raise ConfigError(f"device type: got {device_type!r}, expected one of {', '.join(DEVICE_KINDS)}")
     return kind
 
 
-def _local_indices(kind: str, client: int, config: Config) -> range:
-    """Return the indices of a client's devices.
+def local_device_indices(kind: str, client: int, config: Config) -> range:
+    """Return the indices of a client's devices of a kind.
 
-    Clients that torchrun starts on one machine all see its cards, so each takes its share: card ``LOCAL_RANK`` when
-    there is one card per client.
+    All clients that torchrun starts on one machine see all its cards, so each takes an equal share of consecutive
+    cards. With one card per client that is card ``LOCAL_RANK``. With fewer cards than clients, all clients use all.
     """
-    if kind in _configured:
-        return range(_configured[kind])
+    if kind in _virtual_devices:
+        return range(_virtual_devices[kind])
     if kind != "GPU":
         return range(1 if kind == "CPU" else 0)
     cards, clients = _num_cards(), config.local_world_size
@@ -143,13 +163,13 @@ def _local_indices(kind: str, client: int, config: Config) -> range:
 
 
 def _num_cards() -> int:
-    import torch
+    import torch  # here, because meshes and layouts of CPU devices work without torch, whose import takes seconds
 
     return torch.cuda.device_count()
 
 
 def initialize_tpu_system() -> None:
-    """Make this client's TPU cores devices of the kind ``TPU``; works where ``torch_xla`` is installed and finds some.
+    """Make this client's TPU cores its devices of kind ``TPU``. Needs ``torch_xla`` and a TPU.
 
     Raises:
         DeviceNotFoundError: There is no ``torch_xla``, or it finds no TPU.
@@ -158,147 +178,22 @@ def initialize_tpu_system() -> None:
 
 
 def shutdown_tpu_system() -> None:
-    """Forget the devices that `initialize_tpu_system` has found. Errors: as there."""
+    """Remove the devices that `initialize_tpu_system` has added. Raises: as there."""
     _tpu_runtime()
-    _configured.pop("TPU", None)
+    _virtual_devices.pop("TPU", None)
 
 
 def _tpu_runtime() -> Any:
+    """Return the module ``torch_xla.runtime``, if it drives a TPU."""
     try:
         runtime: Any = import_module("torch_xla.runtime")
-        found = runtime.device_type()
+        device_type = runtime.device_type()
     except (ImportError, RuntimeError) as error:
         raise DeviceNotFoundError(
             f"TPU system: got no working torch_xla ({error}), expected one; install torch_xla on a machine with TPUs"
         ) from error
-    if found != "TPU":
-        raise DeviceNotFoundError(f"TPU system: got {found} as device type of torch_xla, expected TPU; see PJRT_DEVICE")
-    return runtime
-
-
-# --- meshes -------------------------------------------------------------------------------------------------------
-
-
-def create_mesh(
-    mesh_dims: MeshDims | None = None,
-    mesh_name: str = "",
-    devices: Sequence[DeviceSpec | str] | None = None,
-    device_type: str | None = None,
-    use_xla_spmd: bool = False,
-) -> Mesh:
-    """Return a mesh of devices that all belong to this process.
-
-    Args:
-        mesh_dims: axes and sizes; a size of -1 for an only axis means all devices. Left out: one axis ``x``.
-        mesh_name: name of the mesh.
-        devices: names in mesh order; parts that they leave open are those of this client, replica 0.
-        device_type: ``CPU`` (the default), ``GPU`` or ``TPU``; all local devices of it, unless ``devices`` are given.
-        use_xla_spmd: a mark for TPU meshes.
-
-    Raises:
-        MeshError: the sizes do not fit the number of devices.
-
-    >>> with virtual_devices(CPU=4):
-    ...     create_mesh({"x": 2, "y": 2}).shape
-    (2, 2)
-    """
-    config = Config.from_environ()
-    client = config.client_id
-    own = _devices(device_type, client, config) if devices is None else _completed(devices, device_type, client)
-    axes = _axes([("x", -1)] if mesh_dims is None else mesh_dims)
-    if len(axes) == 1 and axes[0][1] == -1:
-        axes = [(axes[0][0], len(own))]
-    return _mesh(axes, mesh_name, own, use_xla_spmd=use_xla_spmd)
-
-
-def create_distributed_mesh(
-    mesh_dims: MeshDims,
-    mesh_name: str = "",
-    local_devices: Sequence[DeviceSpec | str] | None = None,
-    device_type: str | None = None,
-    use_xla_spmd: bool = False,
-) -> Mesh:
-    """Return one mesh over the devices of all clients, each of which owns a run of consecutive ids.
-
-    Communicates with nobody: every client calls it with the same axes and equally many local devices.
-
-    Args:
-        mesh_dims: axes and sizes, whose product is the number of local devices times the number of clients.
-        mesh_name: name of the mesh.
-        local_devices: names of this client's devices; all of ``device_type`` when left out.
-        device_type: ``CPU`` (the default), ``GPU`` or ``TPU``.
-        use_xla_spmd: a mark for TPU meshes.
-
-    Raises:
-        MeshError: the sizes do not fit the number of devices.
-    """
-    config = Config.from_environ()
-    client, count = config.client_id, config.num_clients
-    everyone: list[DeviceSpec] | None = None
-    if local_devices is not None:
-        own = _completed(local_devices, device_type, client)
-    else:
-        own = _devices(device_type, client, config)
-        neighbours = {_local_indices(own[0].device_type or "", peer, config) for peer in range(config.local_world_size)}
-        if len(neighbours) > 1:  # the names of one client's devices do not tell those of another
-            everyone = [device for peer in range(count) for device in _devices(device_type, peer, config)]
-    return _mesh(_axes(mesh_dims), mesh_name, own, client, count, everyone=everyone, use_xla_spmd=use_xla_spmd)
-
-
-def abstract_mesh(axes: Mapping[str, int], name: str = "") -> Mesh:
-    """Return a mesh of CPU devices that need not exist, for planning and offline work."""
-    own = [DeviceSpec("localhost", 0, 0, "CPU", index) for index in range(math.prod(axes.values()))]
-    return _mesh(_axes(axes), name, own)
-
-
-def _mesh(
-    axes: list[tuple[str, int]],
-    name: str,
-    own: Sequence[DeviceSpec],
-    client: int = 0,
-    count: int = 1,
-    *,
-    everyone: Sequence[DeviceSpec] | None = None,
-    use_xla_spmd: bool = False,
-) -> Mesh:
-    total = len(own) * count
-    if min(size for _, size in axes) < 1 or math.prod(size for _, size in axes) != total:
-        raise MeshError(
-            f"mesh {name!r}: got axes {dict(axes)}, expected sizes whose product is {total}: "
-            f"{len(own)} local devices on each of {count} clients"
+    if device_type != "TPU":
+        raise DeviceNotFoundError(
+            f"TPU system: got {device_type} as device type of torch_xla, expected TPU; see PJRT_DEVICE"
         )
-    ids = np.arange(total).reshape([size for _, size in axes])
-    local_ids = range(client * len(own), (client + 1) * len(own))
-    return Mesh([axis for axis, _ in axes], ids, local_ids, own, name, everyone, use_xla_spmd)
-
-
-def _devices(device_type: str | None, client: int, config: Config) -> list[DeviceSpec]:
-    """Return a client's devices, of which there must be some."""
-    kind = _kind(device_type or "CPU")
-    found = [DeviceSpec(config.job_name, 0, client, kind, index) for index in _local_indices(kind, client, config)]
-    if not found:
-        raise MeshError(f"mesh: got no {kind} devices on client {client}, expected some; see configure_virtual_devices")
-    return found
-
-
-def _completed(devices: Sequence[DeviceSpec | str], device_type: str | None, task: int) -> list[DeviceSpec]:
-    """Return given devices with the parts that they leave open."""
-    job = job_name()
-    specs = [device if isinstance(device, DeviceSpec) else DeviceSpec.parse(device) for device in devices]
-    if not specs:
-        raise MeshError("mesh: got an empty list of devices, expected at least one")
-    kinds = sorted({(spec.device_type or "").upper() for spec in specs})
-    if device_type is not None and kinds != [_kind(device_type)]:
-        raise MeshError(f"mesh: got devices of type {', '.join(kinds)}, expected {device_type} as device_type says")
-    return [spec.with_defaults(job=job, replica=0, task=task) for spec in specs]
-
-
-def _axes(mesh_dims: MeshDims) -> list[tuple[str, int]]:
-    try:
-        pairs = mesh_dims.items() if isinstance(mesh_dims, Mapping) else mesh_dims
-        axes = [(axis, operator.index(size)) for axis, size in pairs]
-    except (TypeError, ValueError):
-        raise MeshTypeError(f"mesh: got axes {mesh_dims!r}, expected a mapping or pairs of name and size") from None
-    if not axes:
-        raise MeshError("mesh: got no axes, expected at least one name with a size")
-    return axes
+    return runtime

@@ -1,4 +1,4 @@
-"""The mesh that counts where none is given: that of the innermost ``with mesh:`` or `run_on` block."""
+"""The default mesh: that of the innermost ``with mesh:`` or `run_on` block."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _blocks: ContextVar[tuple[Any, ...]] = ContextVar("dtckpt_default_mesh", default
 
 
 def push(mesh: Any) -> None:
-    """Enter a block."""
+    """Make a mesh the default, at the start of a block."""
     _blocks.set((*_blocks.get(), mesh))
 
 
 def pop() -> None:
-    """Leave the innermost block."""
+    """Restore the default mesh from before the innermost block, at its end."""
     _blocks.set(_blocks.get()[:-1])
 
 
 def get() -> Any:
-    """Return the innermost block's mesh; None outside of all."""
+    """Return the default mesh, None outside of all blocks."""
     return next(reversed(_blocks.get()), None)

@@ -1,4 +1,4 @@
-"""Meshes as PyTorch spells them: `init_device_mesh` and `DeviceMesh` over ranks, which are clients with one device."""
+"""PyTorch's way to make a `Mesh`: `init_device_mesh` and `DeviceMesh` over ranks (clients with one device each)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dtckpt.config import Config
 from dtckpt.errors import ConfigError, CoordinationError, MeshError, MeshTypeError, capped
 from dtckpt.layout.clients import job_name
 from dtckpt.layout.mesh import Mesh
-from dtckpt.layout.mesh_validation import backends_of
+from dtckpt.layout.mesh_validation import parse_backend_override
 
 KINDS = {"cpu": "CPU", "cuda": "GPU"}
-"""Kinds of devices by PyTorch's names."""
+"""Device kinds of meshes by PyTorch's device types."""
 
 BackendOverride = Mapping[int | str, Any] | Sequence[Any]
-"""By axis, its position, or in order: name of a backend, its options, or a pair of both, as PyTorch takes them."""
+"""By axis, by position, or in order of the axes: a backend's name, its options, or a pair of both, as in PyTorch."""
 
 
 def init_device_mesh(
@@ -33,18 +33,18 @@ def init_device_mesh(
     mesh_dim_names: Sequence[str] | None = None,
     backend_override: BackendOverride | None = None,
 ) -> Mesh:
-    """Return the mesh of the first ranks, counted up in row-major order.
+    """Return the mesh of the ranks from 0, in row-major order.
 
-    Collective: Over all clients when there is no default process group yet, which is then made; else nothing is sent.
+    Collective: Over all clients if there is no default process group yet: it is made. Otherwise nothing is sent.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
-        mesh_shape: size of every axis.
-        mesh_dim_names: name of every axis; ``dim_0``, ``dim_1`` and so on when left out.
-        backend_override: backends of the process groups along some axes.
+        mesh_shape: Size of every axis.
+        mesh_dim_names: Name of every axis; default: ``dim_0``, ``dim_1`` and so on.
+        backend_override: Backends of the process groups along some axes.
 
     Raises:
-        MeshError: the arguments describe no mesh, or one of more ranks than there are.
+        MeshError: The arguments describe no mesh, or a mesh with more ranks than there are.
     """
     try:
         shape = tuple(map(operator.index, mesh_shape))
@@ -52,12 +52,12 @@ def init_device_mesh(
         raise MeshTypeError(f"device mesh: got mesh_shape {mesh_shape!r}, expected a sequence of integers") from None
     if min(shape, default=0) < 1:
         raise MeshError(f"device mesh: got mesh_shape {shape}, expected at least one size, and each at least 1")
-    names = _names(mesh_dim_names, len(shape), f"mesh_shape {shape}")
-    return _over_ranks(device_type, np.arange(np.prod(shape)).reshape(shape), names, backend_override)
+    names = _parse_names(mesh_dim_names, len(shape), f"mesh_shape {shape}")
+    return _make_mesh(device_type, np.arange(np.prod(shape)).reshape(shape), names, backend_override)
 
 
 class _DeviceMeshType(type):
-    """Calling the class makes a `Mesh`, and every `Mesh` counts as an instance."""
+    """Metaclass with which calling `DeviceMesh` makes a `Mesh`, and every `Mesh` is an instance of `DeviceMesh`."""
 
     def __call__(
         cls,
@@ -67,9 +67,9 @@ class _DeviceMeshType(type):
         mesh_dim_names: Sequence[str] | None = None,
         backend_override: BackendOverride | None = None,
     ) -> Mesh:
-        ranks = _ranks(mesh)
-        names = _names(mesh_dim_names, ranks.ndim, f"ranks of shape {ranks.shape}")
-        return _over_ranks(device_type, ranks, names, backend_override)
+        ranks = _parse_ranks(mesh)
+        names = _parse_names(mesh_dim_names, ranks.ndim, f"ranks of shape {ranks.shape}")
+        return _make_mesh(device_type, ranks, names, backend_override)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, Mesh)
@@ -79,18 +79,18 @@ class _DeviceMeshType(type):
 
 
 class DeviceMesh(Mesh, metaclass=_DeviceMeshType):
-    """PyTorch's spelling of `Mesh`: ``DeviceMesh(device_type, mesh, *, mesh_dim_names=None, backend_override=None)``.
+    """PyTorch's signature for `Mesh`: ``DeviceMesh(device_type, mesh, *, mesh_dim_names=None, backend_override=None)``.
 
     Collective: As `init_device_mesh`.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
-        mesh: ranks, in nested sequences, an array or a tensor; not all of the world's need to occur.
-        mesh_dim_names: name of every axis; ``dim_0``, ``dim_1`` and so on when left out.
-        backend_override: backends of the process groups along some axes.
+        mesh: Ranks, as nested sequences, an array or a tensor of the mesh's shape. They need not be all ranks.
+        mesh_dim_names: Name of every axis; default: ``dim_0``, ``dim_1`` and so on.
+        backend_override: Backends of the process groups along some axes.
 
     Raises:
-        MeshError: the arguments describe no mesh, or name ranks that there are not.
+        MeshError: The arguments describe no mesh, or a rank does not exist.
     """
 
     @staticmethod
@@ -101,37 +101,38 @@ class DeviceMesh(Mesh, metaclass=_DeviceMeshType):
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> Mesh:
-        """Return the mesh whose axes have the given process groups, which `Mesh.get_group` then returns.
+        """Return the mesh with the given process groups along its axes; `Mesh.get_group` returns them.
 
         Args:
-            group: the group of every axis that this client stands in.
+            group: For every axis, this client's group along it; or one group.
             device_type: ``cpu`` or ``cuda``.
-            mesh: ranks; may be left out if there is one group.
-            mesh_dim_names: name of every axis.
+            mesh: Ranks, of the mesh's shape; default with one group: its ranks.
+            mesh_dim_names: Name of every axis.
 
         Raises:
-            MeshError: the arguments describe no mesh, or one with other members along an axis than the group's.
+            MeshError: The arguments describe no mesh, or a group has other members than the mesh along its axis.
         """
-        given = [group] if isinstance(group, dist.ProcessGroup) else list(group)
-        if mesh is None and len(given) != 1:
-            raise MeshError(f"device mesh: got {len(given)} groups without mesh, expected one group or the ranks")
-        ranks = _ranks(dist.get_process_group_ranks(given[0]) if mesh is None else mesh)
-        made = _over_ranks(device_type, ranks, _names(mesh_dim_names, ranks.ndim, f"ranks of shape {ranks.shape}"))
-        require_groups(made, given)
-        for item in given:
-            process_groups.remember(item, device_type)
-        return made
+        groups = [group] if isinstance(group, dist.ProcessGroup) else list(group)
+        if mesh is None and len(groups) != 1:
+            raise MeshError(f"device mesh: got {len(groups)} groups without mesh, expected one group or the ranks")
+        ranks = _parse_ranks(dist.get_process_group_ranks(groups[0]) if mesh is None else mesh)
+        names = _parse_names(mesh_dim_names, ranks.ndim, f"ranks of shape {ranks.shape}")
+        new_mesh = _make_mesh(device_type, ranks, names)
+        validate_groups(new_mesh, groups)
+        for item in groups:
+            process_groups.register_group(item, device_type)
+        return new_mesh
 
 
-def require_groups(mesh: Mesh, given: Sequence[dist.ProcessGroup]) -> None:
-    """Refuse groups that are not those of the lines along a mesh's axes that this client stands in.
+def validate_groups(mesh: Mesh, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Refuse groups whose members are not the clients along a mesh's axes at this client's position.
 
     Raises:
-        MeshError: with the axis and both sets of members.
+        MeshError: The number of groups, or the members of one, differ; the message has the axis and both sets.
     """
-    if len(given) != mesh.ndim:
-        raise MeshError(f"device mesh: got {len(given)} groups for {mesh.ndim} axes, expected as many")
-    for axis, group in zip(mesh.dim_names, given, strict=True):
+    if len(groups) != mesh.ndim:
+        raise MeshError(f"device mesh: got {len(groups)} groups for {mesh.ndim} axes, expected as many")
+    for axis, group in zip(mesh.dim_names, groups, strict=True):
         members, expected = sorted(dist.get_process_group_ranks(group)), mesh.clients_along(axis)
         if members != list(expected):
             raise MeshError(
@@ -143,42 +144,51 @@ def require_groups(mesh: Mesh, given: Sequence[dist.ProcessGroup]) -> None:
 def mesh_of_ranks(device_type: str, ranks: npt.NDArray[np.integer[Any]], names: Sequence[str]) -> Mesh:
     """Return the mesh with one device of each rank, as this client sees it; equal on every client.
 
-    Device ids count the ranks row-major; which client owns a device stands in its name.
+    Device ids count the ranks in row-major order; a device's name tells which client owns it.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+        ranks: Array of the mesh's shape.
+        names: Names of the axes.
     """
     kind, job, own = KINDS[device_type], job_name(), _own_rank()
-    card = _cards()
-    listed: list[int] = ranks.ravel().tolist()
+    card_of = _card_function()
+    flat: list[int] = ranks.ravel().tolist()
     devices = [
-        f"/job:{job}/replica:0/task:{rank}/device:{kind}:{card(rank) if kind == 'GPU' else 0}" for rank in listed
+        f"/job:{job}/replica:0/task:{rank}/device:{kind}:{card_of(rank) if kind == 'GPU' else 0}" for rank in flat
     ]
-    mine = [offset for offset, rank in enumerate(listed) if rank == own]
-    ids = np.arange(len(listed)).reshape(ranks.shape)
+    mine = [offset for offset, rank in enumerate(flat) if rank == own]
+    ids = np.arange(len(flat)).reshape(ranks.shape)
     return Mesh(names, ids, mine, [devices[offset] for offset in mine], "", devices)
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------
 
 
-def _over_ranks(
+def _make_mesh(
     device_type: str,
     ranks: npt.NDArray[np.integer[Any]],
     names: Sequence[str],
     backend_override: BackendOverride | None = None,
 ) -> Mesh:
-    """Check what is left, from the arguments alone first, so that every client refuses what one refuses."""
-    _require_device_type(device_type)
-    listed = ranks.ravel()
-    if len(np.unique(listed)) != len(listed):
-        found, counts = np.unique(listed, return_counts=True)
-        raise MeshError(f"device mesh: got ranks {capped(found[counts > 1])} more than once, expected each once")
-    if listed.min() < 0:
-        raise MeshError(f"device mesh: got rank {listed.min()}, expected ranks from 0")
-    backends = backends_of(backend_override, names)
-    mesh_of_ranks(device_type, ranks, names)
+    """Return the mesh of an array of ranks, after the remaining checks.
+
+    The checks that depend on the arguments alone come first, before `_world_size` may communicate: then all clients
+    refuse the same arguments, and none waits for another.
+    """
+    _validate_device_type(device_type)
+    flat = ranks.ravel()
+    distinct, counts = np.unique(flat, return_counts=True)
+    if len(distinct) != len(flat):
+        raise MeshError(f"device mesh: got ranks {capped(distinct[counts > 1])} more than once, expected each once")
+    if flat.min() < 0:
+        raise MeshError(f"device mesh: got rank {flat.min()}, expected ranks from 0")
+    backends = parse_backend_override(backend_override, names)
+    mesh_of_ranks(device_type, ranks, names)  # refuses names that no mesh can have
     world = _world_size(device_type)
-    if len(listed) > world or listed.max() >= world:
+    if len(flat) > world or flat.max() >= world:
         raise MeshError(
-            f"device mesh: got {len(listed)} ranks up to {listed.max()}, expected no more than the {world} of the "
+            f"device mesh: got {len(flat)} ranks up to {flat.max()}, expected no more than the {world} of the "
             "world; start as many clients, or use create_mesh for several devices of one client"
         )
     mesh = mesh_of_ranks(device_type, ranks, names)
@@ -187,7 +197,7 @@ def _over_ranks(
     return mesh
 
 
-def _require_device_type(device_type: object) -> None:
+def _validate_device_type(device_type: object) -> None:
     if not isinstance(device_type, str):
         raise MeshTypeError(f"device mesh: got device type {device_type!r}, expected str")
     if device_type not in KINDS:
@@ -195,7 +205,7 @@ def _require_device_type(device_type: object) -> None:
         raise MeshError(f"device mesh: got device type {device_type!r}, expected one of {', '.join(KINDS)}{hint}")
 
 
-def _names(names: Sequence[str] | None, num_axes: int, what: str) -> tuple[str, ...]:
+def _parse_names(names: Sequence[str] | None, num_axes: int, what: str) -> tuple[str, ...]:
     if names is None:
         return tuple(f"dim_{axis}" for axis in range(num_axes))
     if isinstance(names, str) or not isinstance(names, Sequence):
@@ -207,16 +217,16 @@ def _names(names: Sequence[str] | None, num_axes: int, what: str) -> tuple[str, 
     return tuple(names)
 
 
-def _ranks(mesh: object) -> npt.NDArray[np.integer[Any]]:
+def _parse_ranks(mesh: object) -> npt.NDArray[np.integer[Any]]:
     try:
-        found = np.asarray(mesh.detach().cpu().numpy() if isinstance(mesh, torch.Tensor) else mesh)
+        ranks = np.asarray(mesh.detach().cpu().numpy() if isinstance(mesh, torch.Tensor) else mesh)
     except ValueError:
         raise MeshError(f"device mesh: got ranks {mesh!r:.200} of uneven lengths, expected a grid") from None
-    if found.size and not np.issubdtype(found.dtype, np.integer):
+    if ranks.size and not np.issubdtype(ranks.dtype, np.integer):
         raise MeshTypeError(f"device mesh: got ranks {mesh!r:.200}, expected integers")
-    if not found.size or not found.ndim:
+    if not ranks.size or not ranks.ndim:
         raise MeshError(f"device mesh: got ranks {mesh!r:.200}, expected a list of at least one, or nested lists")
-    return found.astype(np.int64)
+    return ranks.astype(np.int64)
 
 
 # --- the world ----------------------------------------------------------------------------------------------------
@@ -228,7 +238,10 @@ def _own_rank() -> int:
 
 
 def _world_size(device_type: str) -> int:
-    """Return how many ranks there are; makes the default process group if there is none, unless for one client."""
+    """Return the number of ranks; make the default process group if there is none.
+
+    A single client that torchrun did not start needs no group.
+    """
     if process_groups.rank() is None:
         config = Config.from_environ()
         if config.num_clients == 1 and not config.is_torchrun:
@@ -243,13 +256,13 @@ def _world_size(device_type: str) -> int:
     return dist.get_world_size()
 
 
-def _cards() -> Callable[[int], int]:
-    """Return the function from ranks to indices of cards: `create_distributed_mesh` chooses the same ones."""
-    config, count = Config.from_environ(), torch.cuda.device_count()
-    is_told = config.is_torchrun and config.local_world_size_text is not None
-    neighbours = config.local_world_size if is_told else max(count, 1)
-    share = max(count // neighbours, 1)
-    return lambda rank: rank % neighbours * share % max(count, 1)
+def _card_function() -> Callable[[int], int]:
+    """Return the function from ranks to indices of cards; `create_distributed_mesh` chooses the same cards."""
+    config, num_cards = Config.from_environ(), torch.cuda.device_count()
+    is_local_size_set = config.is_torchrun and config.local_world_size_text is not None
+    local_size = config.local_world_size if is_local_size_set else max(num_cards, 1)
+    share = max(num_cards // local_size, 1)
+    return lambda rank: rank % local_size * share % max(num_cards, 1)
 
 
 def _choose_card(mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""Names of devices, spelled as TensorFlow spells them."""
+"""Device names in TensorFlow's spelling, such as ``/job:worker/replica:0/task:3/device:GPU:1``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TASK = re.compile(r"/task:[0-9]+/")
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """The parts of a device's name; None stands for a part that the name leaves open.
+    """The parts of a device's name; None stands for a part that the name leaves out.
 
     >>> DeviceSpec.parse("GPU:1").with_defaults(job="worker", replica=0, task=3).to_string()
     '/job:worker/replica:0/task:3/device:GPU:1'
@@ -38,31 +38,32 @@ class DeviceSpec:
         """Read a name such as ``/job:worker/replica:0/task:1/device:GPU:0``, ``/task:1/GPU:0`` or ``CPU:2``.
 
         Raises:
-            MeshError: a part is unknown, malformed or given twice.
+            MeshError: A part is unknown, malformed, or there twice.
         """
-        found: dict[str, str] = {}
+        fields: dict[str, str] = {}
         for part in filter(None, name.split("/")):
-            matched = next((m for m in (pattern.fullmatch(part) for pattern in _PART.values()) if m), None)
-            fields = {key: text for key, text in matched.groupdict().items() if text is not None} if matched else {}
-            if not fields or fields.keys() & found.keys():
+            match = next((m for m in (pattern.fullmatch(part) for pattern in _PART.values()) if m), None)
+            new = {key: text for key, text in match.groupdict().items() if text is not None} if match else {}
+            if not new or new.keys() & fields.keys():
                 raise MeshError(
                     f"device name: got {name!r} (at {part!r}), expected a form such as "
                     "'/job:localhost/replica:0/task:0/device:CPU:0' with each part at most once"
                 )
-            found |= fields
-        kind = found.get("kind")
+            fields |= new
+        kind = fields.get("kind")
+        # In TensorFlow's short form, such as ``/gpu:0``, the kind may be in lower case.
         if kind is not None and kind.upper() in DEVICE_KINDS and "device:" not in name:
             kind = kind.upper()
         return cls(
-            found.get("job"),
-            _number(found.get("replica")),
-            _number(found.get("task")),
+            fields.get("job"),
+            _number(fields.get("replica")),
+            _number(fields.get("task")),
             kind,
-            _number(found.get("index")),
+            _number(fields.get("index")),
         )
 
     def to_string(self) -> str:
-        """Return the name, with the parts that are known."""
+        """Return the name; parts that are None are left out, but the index of a device becomes ``*``."""
         parts = [f"/{key}:{getattr(self, key)}" for key in ("job", "replica", "task") if getattr(self, key) is not None]
         if self.device_type is not None:
             parts.append(f"/device:{self.device_type}:{'*' if self.device_index is None else self.device_index}")
@@ -72,7 +73,7 @@ class DeviceSpec:
         return self.to_string()
 
     def with_defaults(self, job: str, replica: int, task: int) -> DeviceSpec:
-        """Return this name with the parts that it leaves open filled in."""
+        """Return this name with job, replica and task filled in where they are None."""
         return replace(
             self,
             job=job if self.job is None else self.job,
@@ -86,10 +87,10 @@ def _number(text: str | None) -> int | None:
 
 
 def full_name(device: DeviceSpec | str) -> str:
-    """Return a device's complete name; one that is complete already is kept letter for letter.
+    """Return a device's complete name; a name that is complete already is returned unchanged.
 
     Raises:
-        MeshError: job, task, kind or index of the device is open, or the text is no device name.
+        MeshError: Job, task, kind or index of the device is left out, or the text is no device name.
     """
     text = str(device)
     if _FULL.fullmatch(text):
@@ -104,13 +105,13 @@ def full_name(device: DeviceSpec | str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return the device kind of a complete name, as written there."""
-    return _matched(name)["kind"]
+    """Return the device kind in a complete name, in the name's case."""
+    return _match(name)["kind"]
 
 
 def task_of(name: str) -> int:
-    """Return the task number of a complete name."""
-    return int(_matched(name)["task"])
+    """Return the task number in a complete name, which is a client's id."""
+    return int(_match(name)["task"])
 
 
 def with_task(name: str, task: int) -> str:
@@ -118,8 +119,8 @@ def with_task(name: str, task: int) -> str:
     return _TASK.sub(f"/task:{task}/", name, count=1)
 
 
-def _matched(name: str) -> re.Match[str]:
-    matched = _FULL.fullmatch(name)
-    if matched is None:
+def _match(name: str) -> re.Match[str]:
+    match = _FULL.fullmatch(name)
+    if match is None:
         raise MeshError(f"device name: got {name!r}, expected a complete name")
-    return matched
+    return match

@@ -1,4 +1,4 @@
-"""Layouts: how a tensor lies on a mesh."""
+"""`Layout`: how a tensor lies on a mesh, and the regions, shards and placements that follow from it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ UNSHARDED = "unsharded"
 """Sharding spec of a dim that no axis splits."""
 
 MATCH = "match"
-"""Sharding spec that stands for the one the tensor has already; of use in a relayout only."""
+"""Sharding spec that stands for the dim's present one; for `relayout` only."""
 
 _OPEN_SPECS = (MATCH, "any")
-"""Specs that leave open how their dim is split; the second one occurs in texts and messages only."""
+"""Sharding specs that leave open how a dim is split. ``any`` occurs in texts and protos only."""
 
 
 class LayoutType(enum.Enum):
-    """Kinds of layouts; numbers in messages are different ones."""
+    """Kinds of layouts. The numbers differ from those in protos."""
 
     STATIC = 1
     SINGLE_DEVICE = 2
@@ -42,21 +42,24 @@ class LayoutType(enum.Enum):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Layout:
-    """How a tensor lies on a mesh: one sharding spec per tensor dim, and the reductions that are still to be done.
+    """How a tensor lies on a mesh: one sharding spec per tensor dim, and pending reductions along mesh axes.
 
-    Immutable. A dim split by the axes ``("tp", "dp")`` is cut by ``tp`` first, and every piece by ``dp``. A cut of n
-    elements in k makes chunks of ``ceil(n / k)``, the last of which may be short or empty.
+    Immutable. A dim split by the axes ``("tp", "dp")`` is split by ``tp`` first, and then every piece by ``dp``. An
+    axis of size k splits n elements into chunks of ``ceil(n / k)`` elements; the last chunks may be short or empty::
+
+        n = 10, ("tp", "dp") of sizes 2, 2     tp    0 1 2 3 4 | 5 6 7 8 9
+                                               dp    0 1 2 : 3 4 | 5 6 7 : 8 9
 
     Args:
-        sharding_specs: per dim an axis, a tuple of axes (major first), `UNSHARDED` or `MATCH`. An axis splits at
+        sharding_specs: For every dim an axis, a tuple of axes (major first), `UNSHARDED` or `MATCH`. An axis splits at
             most one dim.
-        mesh: the devices.
-        partial: reduction by axis, for axes along which devices hold contributions to the tensor.
+        mesh: The devices.
+        partial: Reduction by axis, for axes along which each device holds a contribution to the tensor.
 
     Raises:
-        LayoutError: the specs do not fit the mesh.
+        LayoutError: The specs do not fit the mesh.
 
-    >>> from dtckpt.layout.clients import abstract_mesh
+    >>> from dtckpt.layout.create_mesh import abstract_mesh
     >>> Layout(["x", UNSHARDED], abstract_mesh({"x": 2, "y": 2})).region(3, (5, 4))
     Region(offset=(3, 0), shape=(2, 4))
     """
@@ -81,7 +84,7 @@ class Layout:
         ordered = tuple(sorted(partial, key=lambda pair: mesh.dim_names.index(pair[0])))
         vars(self).update(_specs=specs, _mesh=mesh, _partial=ordered, _type=kind)
 
-    # --- other ways to make one -----------------------------------------------------------------------------------
+    # --- constructors -------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_record(cls, record: text_format.LayoutRecord) -> Layout:
@@ -92,12 +95,12 @@ class Layout:
             specs = tuple(map(_normal_spec, record.specs))
             layout._set(specs, mesh, record.partial, LayoutType[record.kind])
             return layout
-        wanted = "a single-device mesh" if record.kind == LayoutType.SINGLE_DEVICE.name else "the empty mesh"
+        expected = "a single-device mesh" if record.kind == LayoutType.SINGLE_DEVICE.name else "the empty mesh"
         fits = mesh.is_single_device() if record.kind == LayoutType.SINGLE_DEVICE.name else mesh == Mesh.empty()
         if not fits or record.specs or record.partial:
             raise LayoutError(
                 f"layout: got type {record.kind} with mesh {mesh!r:.80} and specs {list(record.specs)}, "
-                f"expected {wanted} and no specs"
+                f"expected {expected} and no specs"
             )
         kind = LayoutType.SINGLE_DEVICE if mesh.is_single_device() else None
         vars(layout).update(_specs=(), _mesh=mesh, _partial=(), _type=kind)
@@ -110,34 +113,41 @@ class Layout:
 
     @classmethod
     def from_proto(cls, layout_proto: layout_pb2.LayoutProto) -> Layout:
-        """Read the message that `as_proto` writes."""
+        """Read the proto that `as_proto` writes."""
         return cls.from_record(text_format.layout_from_proto(layout_proto))
 
     @classmethod
     def from_str(cls, layout_str: bytes) -> Layout:
-        """Read the bytes that `serialized_string` writes; without a type they mean a STATIC layout."""
+        """Read the bytes that `serialized_string` writes; bytes without a type are read as a STATIC layout."""
         return cls.from_record(text_format.layout_from_bytes(layout_str))
 
     @classmethod
     def from_single_device_mesh(cls, mesh: Mesh) -> Layout:
-        """Return the layout of a tensor on one device outside any grid."""
+        """Return the layout of a tensor on the device of a single-device mesh."""
         if not isinstance(mesh, Mesh):
             raise LayoutTypeError(f"layout: got {type(mesh).__name__} as mesh, expected Mesh")
         return cls.from_record(text_format.LayoutRecord(LayoutType.SINGLE_DEVICE.name, mesh=mesh.record))
 
     @classmethod
     def from_device(cls, device: str) -> Layout:
-        """Return the layout of a tensor on this device outside any grid."""
+        """Return the layout of a tensor on one device that is outside any grid."""
         return cls.from_single_device_mesh(Mesh.from_device(device))
 
     @classmethod
     def replicated(cls, mesh: Mesh, rank: int) -> Layout:
-        """Return the layout of a tensor that every device holds whole."""
+        """Return the layout of a tensor of ``rank`` dims of which every device holds all."""
         return cls([UNSHARDED] * _valid_rank(rank, 0), mesh)
 
     @classmethod
     def batch_sharded(cls, mesh: Mesh, batch_dim: Spec, rank: int, axis: int = 0) -> Layout:
-        """Return a layout that splits one dim, the first unless ``axis`` names another, over ``batch_dim``."""
+        """Return a layout that splits one tensor dim.
+
+        Args:
+            mesh: The devices.
+            batch_dim: The sharding spec of that dim: a mesh axis, or several.
+            rank: Number of tensor dims.
+            axis: Which dim; despite the name, which is TensorFlow's, not a mesh axis.
+        """
         if not 0 <= axis < _valid_rank(rank, 1):
             raise LayoutError(f"layout: got axis {axis} for rank {rank}, expected a dim from 0 to {rank - 1}")
         return cls([batch_dim if dim == axis else UNSHARDED for dim in range(rank)], mesh)
@@ -149,17 +159,22 @@ class Layout:
 
     @classmethod
     def from_placements(cls, mesh: Mesh, placements: Sequence[Placement], ndim: int) -> Layout:
-        """Return the layout of a tensor of ``ndim`` dims that the axes of the mesh treat as told, left to right.
+        """Return the layout that PyTorch's placements describe.
+
+        Args:
+            mesh: The devices.
+            placements: One placement per mesh axis. Axes that split the same dim split it from left to right.
+            ndim: Number of tensor dims.
 
         Raises:
-            LayoutError: there is not one placement per axis, a dim is out of range, or a ``split_factor`` is no
-                product of sizes of axes that split the same dim.
+            LayoutError: There is not one placement per axis, a dim is out of range, or a ``split_factor`` is no product
+                of sizes of axes that split the same dim.
         """
         if len(placements) != mesh.ndim:
             raise LayoutError(f"placements: got {len(placements)} for axes {mesh.dim_names}, expected one per axis")
         by_dim: list[list[str]] = [[] for _ in range(_valid_rank(ndim, 0))]
         partial: dict[str, str] = {}
-        # From the right, so that the axes that a strided shard comes after are known when it is met.
+        # From right to left: a strided shard follows axes to its right, so those must be in ``by_dim`` already.
         for axis, placement in reversed(list(zip(mesh.dim_names, placements, strict=True))):
             if isinstance(placement, Partial):
                 partial[axis] = placement.reduce_op
@@ -179,7 +194,7 @@ class Layout:
                 raise LayoutTypeError(f"placements: got {placement!r} on axis {axis!r}, expected a Placement")
         return cls([tuple(axes) if axes else UNSHARDED for axes in by_dim], mesh, partial)
 
-    # --- text and messages ----------------------------------------------------------------------------------------
+    # --- text and protos ----------------------------------------------------------------------------------------------
 
     @property
     def record(self) -> text_format.LayoutRecord:
@@ -193,22 +208,22 @@ class Layout:
         return text_format.layout_to_text(self.record)
 
     def as_proto(self) -> layout_pb2.LayoutProto:
-        """Return the layout as a message, equal byte for byte to TensorFlow's."""
+        """Return the layout as a proto, equal byte for byte to TensorFlow's."""
         return text_format.layout_to_proto(self.record)
 
     def serialized_string(self) -> bytes:
-        """Return the bytes of `as_proto`, the same for equal layouts seen from one client."""
+        """Return the bytes of `as_proto`; on one client, equal layouts have equal bytes."""
         return self.as_proto().SerializeToString(deterministic=True)
 
     def mesh_proto(self) -> layout_pb2.MeshProto:
-        """Return the mesh as a message."""
+        """Return the mesh as a proto."""
         return self._mesh.as_proto()
 
-    # --- being a value --------------------------------------------------------------------------------------------
+    # --- equality, hash and fields ------------------------------------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
-            # PyTorch's own functions ask of a tensor whether its ``layout`` is this one; components are dense.
+            # PyTorch's own functions compare a tensor's ``layout`` with ``torch.strided``, and components are dense.
             return True if repr(other) == "torch.strided" else NotImplemented
         return (self._specs, self._partial, self._type, self._mesh) == (
             other._specs,
@@ -241,12 +256,12 @@ class Layout:
 
     @property
     def partial(self) -> dict[str, str]:
-        """Reductions that are still to be done, by axis."""
+        """Pending reductions by axis."""
         return dict(self._partial)
 
     @property
     def has_partial(self) -> bool:
-        """Whether reductions are still to be done."""
+        """Whether reductions are pending."""
         return bool(self._partial)
 
     @property
@@ -262,7 +277,7 @@ class Layout:
         return self._type is LayoutType.SINGLE_DEVICE
 
     def is_fully_replicated(self) -> bool:
-        """Tell whether no axis splits a dim, not even one of size 1, and no reduction is due."""
+        """Tell whether no axis splits a dim, not even an axis of size 1, and no reduction is pending."""
         return not self.is_single_device() and not self._partial and all(spec == UNSHARDED for spec in self._specs)
 
     def is_batch_parallel(self) -> bool:
@@ -271,37 +286,38 @@ class Layout:
         return first not in ((), (UNSHARDED,), *zip(_OPEN_SPECS)) and all(spec == UNSHARDED for spec in rest)
 
     def delete(self, dims: int | Sequence[int]) -> Layout:
-        """Return the layout of the tensor without these dims; numbers that are no dims are ignored.
+        """Return the layout of the tensor without some dims; numbers that are no dims are ignored.
 
         Raises:
-            LayoutError: the layout is not STATIC.
+            LayoutError: The layout is not STATIC.
         """
         if self._type is not LayoutType.STATIC:
             kind = self._type.name if self._type else "empty"
             raise LayoutError(f"{self._label}: cannot delete dims; got a layout of type {kind}, expected STATIC")
-        gone = {dims} if isinstance(dims, int) else set(dims)
-        kept = [spec for dim, spec in enumerate(self._specs) if dim not in gone]
-        return Layout(kept, self._mesh, self.partial)
+        deleted = {dims} if isinstance(dims, int) else set(dims)
+        specs = [spec for dim, spec in enumerate(self._specs) if dim not in deleted]
+        return Layout(specs, self._mesh, self.partial)
 
     def to_parted(self) -> Layout:
         """Return the same layout, marked as PARTED."""
         return Layout.from_record(text_format.LayoutRecord("PARTED", self._specs, self._partial, self._mesh.record))
 
-    # --- the same fact by mesh axis -------------------------------------------------------------------------------
+    # --- placements ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """How every mesh axis treats the tensor, as PyTorch says it."""
+        """The same layout as PyTorch's placements, one per mesh axis."""
         by_axis: dict[str, Placement] = {axis: Partial(op) for axis, op in self._partial}
         order = {axis: position for position, axis in enumerate(self._mesh.mesh_dim_names)}
         for dim, axes in enumerate(self.split_axes):
             for position, axis in enumerate(axes):
+                # Axes to the right in the mesh that split the dim before this one: PyTorch splits left to right.
                 before = (self._mesh.dim_size(a) for a in axes[:position] if order[a] > order[axis])
                 factor = math.prod(before)
                 by_axis[axis] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
         return tuple(by_axis.get(axis, Replicate()) for axis in self._mesh.mesh_dim_names)
 
-    # --- shards ---------------------------------------------------------------------------------------------------
+    # --- shards -------------------------------------------------------------------------------------------------------
 
     def _axes_of(self, spec: Spec) -> tuple[str, ...]:
         if spec in _OPEN_SPECS:
@@ -358,8 +374,8 @@ class Layout:
 
     def shard_index(self, device_id: int) -> tuple[int, ...]:
         """Return the shard index along every dim of a device."""
-        place = dict(zip(self._mesh.mesh_dim_names, self._mesh.coordinate(device_id), strict=True))
-        return tuple(_combine([place[axis] for axis in axes], sizes) for axes, sizes in self._axes_and_splits)
+        position = dict(zip(self._mesh.mesh_dim_names, self._mesh.coordinate(device_id), strict=True))
+        return tuple(_combine([position[axis] for axis in axes], sizes) for axes, sizes in self._axes_and_splits)
 
     @cached_property
     def _axes_and_splits(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
@@ -378,12 +394,12 @@ class Layout:
         return dict(zip(itertools.product(*map(range, self.shard_grid)), map(tuple, holders), strict=True))
 
     def devices_by_part(self, axes: Sequence[str] = ()) -> npt.NDArray[np.int64]:
-        """Return the grid of devices by shard index along every dim, place along every one of ``axes``, and copy.
+        """Return device ids by shard index along every tensor dim, then by position along every one of ``axes``.
 
-        The last dim of the array holds the devices between which neither makes a difference, ascending.
+        The array has one more dim at the end, for the devices that agree in all of these, ascending.
 
         Args:
-            axes: names of axes that split no dim.
+            axes: Names of mesh axes that split no dim.
         """
         front = [self._mesh.axis_index(axis) for axis in (*itertools.chain(*self.split_axes), *axes)]
         rest = [axis for axis in range(self._mesh.ndim) if axis not in front]
@@ -391,9 +407,15 @@ class Layout:
         return grid.reshape(*self.shard_grid, *map(self._mesh.dim_size, axes), -1)
 
     def shards_meeting(self, dim: int, size: int, start: int, stop: int) -> range:
-        """Return the indices of the shards along a dim that hold some of ``range(start, stop)``.
+        """Return the indices of the shards along a dim that overlap ``range(start, stop)``.
 
-        Empty shards between them are among these.
+        The range of indices includes empty shards between them.
+
+        Args:
+            dim: The dim.
+            size: The tensor's global size along it.
+            start: First element.
+            stop: First element after the last.
         """
         splits = self._splits[dim]
         if start >= stop:
@@ -401,21 +423,21 @@ class Layout:
         return range(_chunk_at(size, splits, start), _chunk_at(size, splits, stop - 1) + 1)
 
     def shard_bounds(self, dim: int, size: int, index: int) -> tuple[int, int]:
-        """Return start and stop of one shard along a dim of this global size."""
+        """Return start and stop of the shard at an index along a dim of this global size."""
         splits = self._splits[dim]
         return _chunk_of(size, splits, _split_index(index, splits))
 
-    # --- shapes ---------------------------------------------------------------------------------------------------
+    # --- shapes -------------------------------------------------------------------------------------------------------
 
     def region(self, device_id: int, global_shape: Sequence[int]) -> Region:
-        """Return the part of a tensor of this global shape that a device holds (possibly empty)."""
+        """Return the region, possibly empty, that a device holds of a tensor of this global shape."""
         sizes = self._valid_shape(global_shape)
-        place = dict(zip(self._mesh.mesh_dim_names, self._mesh.coordinate(device_id), strict=True))
+        position = dict(zip(self._mesh.mesh_dim_names, self._mesh.coordinate(device_id), strict=True))
         bounds = [
-            _chunk_of(size, splits, [place[axis] for axis in axes])
+            _chunk_of(size, splits, [position[axis] for axis in axes])
             for size, (axes, splits) in zip(sizes, self._axes_and_splits, strict=True)
         ]
-        return Region.known(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
+        return Region.unchecked(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
 
     def global_shape_from_local_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the global shape of a tensor whose shards all have this shape; a size of -1 stays unknown."""
@@ -443,7 +465,7 @@ class Layout:
             raise LayoutError(f"{self._label}: got shape {sizes}, expected {self.rank} sizes that are zero or greater")
         return sizes
 
-    # --- inner parts ----------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------------
 
     @property
     def _label(self) -> str:
@@ -451,13 +473,13 @@ class Layout:
 
 
 def layout_of_parts(kind: str, specs: tuple[Spec, ...], partial: tuple[tuple[str, str], ...], mesh: Mesh) -> Layout:
-    """Rebuild a layout from what `Layout.__reduce__` gives; those pickled together share their mesh again."""
+    """Rebuild a layout from what `Layout.__reduce__` pickles; layouts in one pickle share their mesh again."""
     layout = Layout.from_record(text_format.LayoutRecord(kind, specs, partial, mesh.record))
     vars(layout)["_mesh"] = mesh
     return layout
 
 
-# --- what makes a layout valid -------------------------------------------------------------------------------------
+# --- validation ------------------------------------------------------------------------------------------------------
 
 
 def _normal_spec(spec: object) -> Spec:
@@ -476,10 +498,10 @@ def _validate(specs: tuple[Spec, ...], mesh: Mesh, partial: tuple[tuple[str, str
         raise LayoutError(f"layout: got mesh {mesh!r}, expected one with a grid of devices")
     used = [axis for spec in specs if spec != UNSHARDED for axis in ([spec] if isinstance(spec, str) else spec)]
     used += [axis for axis, _ in partial]
-    known = {*mesh.mesh_dim_names, *(spec for spec in specs if spec in _OPEN_SPECS)}
+    allowed = {*mesh.mesh_dim_names, *(spec for spec in specs if spec in _OPEN_SPECS)}
     shown = ",".join(map(text_format.spec_to_text, specs)) + "".join(f" {axis}={op}" for axis, op in partial)
     for axis in used:
-        if axis not in known:
+        if axis not in allowed:
             raise LayoutError(f"layout {shown!r}: got {axis!r}, expected an axis of {mesh.dim_names} or 'unsharded'")
     if len(set(used)) != len(used):
         twice = sorted({axis for axis in used if used.count(axis) > 1})
@@ -500,7 +522,7 @@ def _valid_size(size: int) -> int:
     return size
 
 
-# --- how sizes are cut ---------------------------------------------------------------------------------------------
+# --- chunks ----------------------------------------------------------------------------------------------------------
 
 
 def _combine(indices: Sequence[int], sizes: Sequence[int]) -> int:
@@ -512,12 +534,16 @@ def _combine(indices: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def _chunk(start: int, stop: int, count: int, index: int) -> tuple[int, int]:
+    """Return start and stop of the chunk at an index, if ``range(start, stop)`` is split into ``count`` chunks."""
     chunk = -(-(stop - start) // count)
     return min(stop, start + chunk * index), min(stop, start + chunk * (index + 1))
 
 
 def _chunk_of(size: int, counts: Sequence[int], indices: Sequence[int]) -> tuple[int, int]:
-    """Cut ``range(size)`` in ``counts[0]`` chunks, the one at ``indices[0]`` in ``counts[1]`` chunks, and so on."""
+    """Return start and stop of a chunk of chunks.
+
+    Splits ``range(size)`` into ``counts[0]`` chunks, the one at ``indices[0]`` into ``counts[1]`` chunks, and so on.
+    """
     start, stop = 0, size
     for count, index in zip(counts, indices, strict=True):
         start, stop = _chunk(start, stop, count, index)
@@ -525,7 +551,7 @@ def _chunk_of(size: int, counts: Sequence[int], indices: Sequence[int]) -> tuple
 
 
 def _chunk_at(size: int, counts: Sequence[int], position: int) -> int:
-    """Return the row-major index of the chunk that holds a position, cut as by `_chunk_of`."""
+    """Return the row-major index of the chunk of chunks, as in `_chunk_of`, that holds a position."""
     start, stop, index = 0, size, 0
     for count in counts:
         inner = (position - start) // -(-(stop - start) // count)
@@ -535,7 +561,7 @@ def _chunk_at(size: int, counts: Sequence[int], position: int) -> int:
 
 
 def _split_index(index: int, sizes: Sequence[int]) -> list[int]:
-    """Return the indices in a grid of a row-major position."""
+    """Return the indices in a grid at a row-major position; the inverse of `_combine`."""
     indices: list[int] = []
     for size in reversed(sizes):
         index, inner = divmod(index, size)
@@ -545,6 +571,7 @@ def _split_index(index: int, sizes: Sequence[int]) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _nested_chunks(size: int, counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return start and stop of all chunks of `_chunk_of`, in row-major order of their indices."""
     pieces = [(0, size)]
     for count in counts:
         pieces = [_chunk(start, stop, count, index) for start, stop in pieces for index in range(count)]

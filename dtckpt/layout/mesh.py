@@ -1,4 +1,4 @@
-"""Meshes: n-d grids of devices with named axes."""
+"""`Mesh`: an n-d grid of devices with named axes, its slices, its process groups and its clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtckpt.config import Config
 from dtckpt.errors import AxisNotFoundError, MeshError, MeshTypeError
 from dtckpt.layout import default_mesh, mesh_validation, submesh, text_format
 from dtckpt.layout.device_names import DeviceSpec, full_name, kind_of, task_of
-from dtckpt.layout.mesh_validation import RESERVED_NAMES, dims_of, ids_of, sequence_of
+from dtckpt.layout.mesh_validation import RESERVED_NAMES, dims_of, ids_of, tuple_of
 
 if TYPE_CHECKING:
     import torch
@@ -32,21 +32,21 @@ _TORCH_TYPES = {"GPU": "cuda"}
 class Mesh:
     """An n-d grid of devices with named axes, seen from one client.
 
-    Immutable. Two meshes are equal when axes, device ids, devices and name are equal, no matter from which client
-    they are seen. Global device ids count up by one in row-major order.
+    Immutable. Two meshes are equal if axes, device ids, devices and name are equal; the client that sees a mesh makes
+    no difference. Global device ids count up by one in row-major order.
 
     Args:
-        dim_names: name of every axis, major first.
-        global_device_ids: array of ids whose shape is the shape of the mesh.
-        local_device_ids: ids of this client's devices.
-        local_devices: complete names of this client's devices, in the order of ``local_device_ids``.
-        mesh_name: name of the mesh.
-        global_devices: complete names of all devices. Without them, every client is taken to own an equal run of
-            consecutive ids and to name its devices as this one does.
-        use_xla_spmd: a mark for TPU meshes.
+        dim_names: Name of every axis, major first.
+        global_device_ids: Array of ids whose shape is the shape of the mesh.
+        local_device_ids: Ids of this client's devices.
+        local_devices: Complete names of this client's devices, in the order of ``local_device_ids``.
+        mesh_name: Name of the mesh.
+        global_devices: Complete names of all devices, row-major. Without them, every client is taken to own an equal
+            run of consecutive ids, and to name its devices as this client does, with its own task number.
+        use_xla_spmd: A mark for TPU meshes.
 
     Raises:
-        MeshError: the arguments describe no mesh.
+        MeshError: The arguments describe no mesh.
     """
 
     _record: text_format.MeshRecord
@@ -66,14 +66,14 @@ class Mesh:
             global_device_ids=tuple(global_device_ids.ravel().tolist()),
             name=mesh_name,
             local_device_ids=ids_of("local_device_ids", local_device_ids),
-            local_devices=tuple(map(full_name, sequence_of("local_devices", local_devices))),
-            global_devices=tuple(map(full_name, sequence_of("global_devices", global_devices or ()))),
+            local_devices=tuple(map(full_name, tuple_of("local_devices", local_devices))),
+            global_devices=tuple(map(full_name, tuple_of("global_devices", global_devices or ()))),
             use_xla_spmd=bool(use_xla_spmd),
         )
         mesh_validation.validate_record(record)
         object.__setattr__(self, "_record", record)
 
-    # --- other ways to make one -----------------------------------------------------------------------------------
+    # --- constructors and conversions ---------------------------------------------------------------------------------
 
     @classmethod
     def from_record(cls, record: text_format.MeshRecord) -> Mesh:
@@ -95,32 +95,33 @@ class Mesh:
 
     @classmethod
     def from_proto(cls, proto: layout_pb2.MeshProto) -> Mesh:
-        """Read the message that `as_proto` writes."""
+        """Read the proto that `as_proto` writes."""
         return cls.from_record(text_format.mesh_from_proto(proto))
 
     @classmethod
     def from_device(cls, device: str) -> Mesh:
-        """Return the single-device mesh of a device."""
+        """Return the single-device mesh of a device, which is outside any grid."""
         if not isinstance(device, str) or not device:
             raise MeshError(f"single-device mesh: got device {device!r}, expected a name")
         return cls.from_record(text_format.MeshRecord(single_device=device))
 
     @staticmethod
     def from_device_mesh(device_mesh: Any) -> Mesh:
-        """Return the mesh of a PyTorch ``DeviceMesh``, whose process groups `get_group` then returns.
+        """Return the mesh of a PyTorch ``DeviceMesh``; its `get_group` returns the ``DeviceMesh``'s process groups.
 
-        Collective: The clients of the mesh all call it, though nothing is sent.
+        Collective: All clients of the mesh call it, though nothing is sent.
         """
-        from dtckpt.layout import torch_device_mesh  # it returns meshes, so it imports this module
+        # Here, because that module imports torch, which meshes do without, and this module.
+        from dtckpt.layout import torch_device_mesh
 
         return torch_device_mesh.adopt(device_mesh)
 
     def to_device_mesh(self) -> Any:
-        """Return the PyTorch ``DeviceMesh`` over this mesh's process groups; every client owns at most one device.
+        """Return the PyTorch ``DeviceMesh`` with this mesh's process groups; every client owns at most one device.
 
         Collective: As `get_all_groups`.
         """
-        from dtckpt.layout import torch_device_mesh
+        from dtckpt.layout import torch_device_mesh  # here for the reasons in `from_device_mesh`
 
         return torch_device_mesh.device_mesh_of(self)
 
@@ -128,7 +129,7 @@ class Mesh:
         """Return the text form.
 
         Raises:
-            MeshError: the mesh has both global devices and the mark for XLA SPMD, which no text can carry.
+            MeshError: The mesh has both global devices and the mark for XLA SPMD, which no text form can express.
         """
         if self._record.use_xla_spmd and self._record.global_devices:
             raise MeshError(
@@ -138,7 +139,7 @@ class Mesh:
         return text_format.mesh_to_text(self._record)
 
     def as_proto(self) -> layout_pb2.MeshProto:
-        """Return the mesh as a message, equal byte for byte to TensorFlow's."""
+        """Return the mesh as a proto, equal byte for byte to TensorFlow's."""
         return text_format.mesh_to_proto(self._record)
 
     @property
@@ -147,7 +148,7 @@ class Mesh:
         return self._record
 
     def portable(self) -> Mesh:
-        """Return the equal mesh that names all devices and holds nothing of the client it is seen from."""
+        """Return the equal mesh that names all devices and has no local devices, so that any client can read it."""
         if not self._record.global_device_ids:
             return self
         return Mesh.from_record(
@@ -155,17 +156,17 @@ class Mesh:
         )
 
     def seen_by(self, client: int) -> Mesh:
-        """Return the equal mesh as a client sees it, which need not be a member."""
+        """Return the equal mesh as another client sees it, which need not own a device."""
         record = self.portable().record
         own = self.devices_of(client)
         names = tuple(record.global_devices[device - self._first_id] for device in own)
         return Mesh.from_record(replace(record, local_device_ids=own, local_devices=names))
 
-    # --- being a value --------------------------------------------------------------------------------------------
+    # --- equality, hash, pickle, with ---------------------------------------------------------------------------------
 
     @cached_property
     def identity(self) -> tuple[object, ...]:
-        """What the mesh is, whichever client sees it: name, axes, first id, names of all devices, marks."""
+        """The fields that are alike on all clients: name, axes, first id, names of all devices, marks."""
         record, first = self._record, self._record.global_device_ids[:1]
         return record.name, record.dims, first, self.device_names, record.use_xla_spmd, record.single_device
 
@@ -188,14 +189,14 @@ class Mesh:
         return mesh_of_bytes, (self.as_proto().SerializeToString(deterministic=True), self.origins)
 
     def __enter__(self) -> Mesh:
-        """Make this the default mesh of a with statement's body, as `run_on` does."""
+        """Make this the default mesh for the body of a with statement, as `run_on` does."""
         default_mesh.push(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         default_mesh.pop()
 
-    # --- axes -----------------------------------------------------------------------------------------------------
+    # --- axes ---------------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -208,7 +209,7 @@ class Mesh:
 
     @cached_property
     def mesh_dim_names(self) -> tuple[str, ...]:
-        """Names of the axes, as PyTorch spells it."""
+        """Names of the axes, major first, under PyTorch's name."""
         return tuple(name for name, _ in self._record.dims)
 
     @cached_property
@@ -226,7 +227,7 @@ class Mesh:
 
     @property
     def strides(self) -> list[int]:
-        """How far ids lie apart along every axis."""
+        """Distance between the ids of neighbours along every axis."""
         return [math.prod(self.shape[axis + 1 :]) for axis in range(self.ndim)]
 
     def size(self, mesh_dim: int | str | None = None) -> int:
@@ -240,7 +241,7 @@ class Mesh:
         return self.shape[self.axis_index(dim_name)]
 
     def axis_index(self, axis: int | str) -> int:
-        """Return the position of an axis given by name or (also negative) position."""
+        """Return the position of an axis, given by name or by position, which may be negative."""
         if isinstance(axis, str):
             if axis in self.mesh_dim_names:
                 return self.mesh_dim_names.index(axis)
@@ -257,7 +258,7 @@ class Mesh:
     def __contains__(self, dim_name: str) -> bool:
         return self.contains_dim(dim_name)
 
-    # --- devices --------------------------------------------------------------------------------------------------
+    # --- devices ------------------------------------------------------------------------------------------------------
 
     @property
     def device_ids(self) -> tuple[int, ...]:
@@ -270,7 +271,7 @@ class Mesh:
         return np.arange(first, first + self.size(), dtype=np.int64).reshape(self.shape if self.device_ids else (0,))
 
     def global_devices(self) -> list[str]:
-        """Return the names of all devices if the mesh was given them, else nothing."""
+        """Return the names of all devices if the mesh was made with them, else an empty list."""
         return list(self._record.global_devices)
 
     def local_devices(self) -> list[str]:
@@ -289,11 +290,11 @@ class Mesh:
         return self._first_id
 
     def is_remote(self) -> bool:
-        """Tell whether none of the devices belongs to this client."""
+        """Tell whether this client owns none of the devices."""
         return bool(self.device_ids) and not self._record.local_device_ids
 
     def is_single_device(self) -> bool:
-        """Tell whether this stands for one device outside any grid (`from_device`)."""
+        """Tell whether the mesh is one device outside any grid (`from_device`)."""
         return bool(self._record.single_device)
 
     @property
@@ -314,13 +315,13 @@ class Mesh:
 
     @cached_property
     def device_type(self) -> str:
-        """``"cpu"`` or ``"cuda"``, as PyTorch spells it."""
+        """The device kind as PyTorch's device type: ``"cpu"``, ``"cuda"``, ``"tpu"``."""
         return _TORCH_TYPES.get(self.device_kind, self.device_kind.lower())
 
     @cached_property
     def mesh(self) -> torch.Tensor:
-        """What stands where, as a CPU tensor: ranks (clients), or device ids where a client owns several."""
-        import torch
+        """The grid as a CPU tensor of the mesh's shape: ranks (client ids), or device ids if a client owns several."""
+        import torch  # here, because everything else works without torch, whose import takes seconds
 
         items = self.owners if self.num_clients == self.size() else self.global_device_ids()
         return torch.tensor(items, dtype=torch.int, device="cpu")
@@ -329,14 +330,14 @@ class Mesh:
         """Return an unnamed mesh of the same grid on CPU devices of the same clients."""
         return Mesh.from_record(mesh_validation.host_record(self._record, self.label))
 
-    # --- where devices stand --------------------------------------------------------------------------------------
+    # --- coordinates of devices ---------------------------------------------------------------------------------------
 
     def coordinate(self, device_id: int) -> tuple[int, ...]:
         """Return the position of a device along every axis."""
         return self._unravel(self._offset(device_id))
 
     def device_location(self, offset: int) -> list[int]:
-        """Return the position along every axis of the device at a row-major offset (0-based; not an id)."""
+        """Return the position along every axis of the device at a row-major offset from 0 (not an id)."""
         return list(self._unravel(self._valid_offset(offset)))
 
     def coords(self, device_idx: int) -> npt.NDArray[np.int64]:
@@ -346,7 +347,7 @@ class Mesh:
     def unravel_index(self) -> dict[int, dict[str, int]]:
         """Return the position of every device, by row-major offset and axis name."""
         grid = np.indices(self.shape).reshape(self.ndim, -1).T.tolist() if self.ndim else [[]] * self.size()
-        return {offset: dict(zip(self.mesh_dim_names, place, strict=True)) for offset, place in enumerate(grid)}
+        return {offset: dict(zip(self.mesh_dim_names, position, strict=True)) for offset, position in enumerate(grid)}
 
     def local_device_locations(self) -> list[dict[str, int]]:
         """Return the position of every local device, by axis name."""
@@ -355,11 +356,11 @@ class Mesh:
                 f"{self.label}: local_device_locations got ids from {self._first_id}, expected ids from 0; "
                 "use coordinate(device_id)"
             )
-        places = map(self.coordinate, self._record.local_device_ids)
-        return [dict(zip(self.mesh_dim_names, place, strict=True)) for place in places]
+        coordinates = map(self.coordinate, self._record.local_device_ids)
+        return [dict(zip(self.mesh_dim_names, coordinate, strict=True)) for coordinate in coordinates]
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """Return the position of this client's only device, or None when it has none in the mesh."""
+        """Return the position of this client's only device along every axis, None if it has no device in the mesh."""
         ids = self._record.local_device_ids
         if len(ids) > 1:
             raise MeshError(
@@ -368,139 +369,150 @@ class Mesh:
         return self.coordinate(ids[0]) if ids else None
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Return where this client's only device stands along an axis, which may be left out if there is one only."""
-        place = self.get_coordinate()
-        if place is None:
+        """Return the position of this client's only device along an axis; a mesh of one axis needs no argument."""
+        coordinate = self.get_coordinate()
+        if coordinate is None:
             raise MeshError(f"{self.label}: got no local device, expected this client to own one")
         if mesh_dim is None and self.ndim != 1:
             raise MeshError(f"{self.label}: got no axis, expected one of {self.dim_names}")
         if isinstance(mesh_dim, str) and mesh_dim not in self.mesh_dim_names:
             return self[mesh_dim].get_local_rank()
-        return place[self.axis_index(0 if mesh_dim is None else mesh_dim)]
+        return coordinate[self.axis_index(0 if mesh_dim is None else mesh_dim)]
 
-    # --- parts ----------------------------------------------------------------------------------------------------
+    # --- slices -------------------------------------------------------------------------------------------------------
 
     def __getitem__(self, names: str | Sequence[str]) -> Mesh:
-        """Return the mesh of the named axes, in the order named, that this client's devices stand in.
+        """Return the slice along the named axes, in the order of the names, that holds this client's devices.
 
-        Names of axes, and those that `flatten` gave. Devices keep their names, ids count from 0.
-
-        Raises:
-            MeshError: no such axes, this client has no device here, or its devices stand in several slices.
-        """
-        return submesh.sliced(self, names)
-
-    def flatten(self, axes: Sequence[str] | None = None, name: str | None = None) -> Mesh:
-        """Return the one-axis mesh over some axes, all unless named; the first of them varies slowest.
-
-        Slicing this mesh, and whatever it was sliced from, by the name finds it again.
+        Devices keep their names; their ids count from 0 in the slice.
 
         Args:
-            axes: names of the axes.
-            name: name of the one axis; the names of the others joined by ``_`` when left out.
+            names: Names of axes, or names that `flatten` has given.
 
         Raises:
-            MeshError: the name stands for another axis, or as for slicing.
+            MeshError: There are no such axes, this client has no device here, or has devices in several slices.
         """
-        return submesh.flattened(self, axes, name)
+        return submesh.slice_mesh(self, names)
+
+    def flatten(self, axes: Sequence[str] | None = None, name: str | None = None) -> Mesh:
+        """Return the mesh with one axis that combines some axes; the first of them varies slowest.
+
+        The name then works as an index: ``mesh[name]``, on this mesh and on the mesh that it was sliced from.
+
+        Args:
+            axes: Names of the axes; default: all.
+            name: Name of the one axis; default: the names of the axes, joined by ``_``.
+
+        Raises:
+            MeshError: The name stands for other axes already, or as for slices.
+        """
+        return submesh.flatten_mesh(self, axes, name)
 
     def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> Mesh:
-        """Return `flatten` of all axes, as PyTorch spells it."""
+        """Flatten all axes, under PyTorch's name."""
         flat = self.flatten(name=mesh_dim_name)
         if backend_override is not None and flat is not self:
-            self.backends.update(mesh_validation.backends_of({0: backend_override}, flat.mesh_dim_names))
+            self.backends.update(mesh_validation.parse_backend_override({0: backend_override}, flat.mesh_dim_names))
         return flat
 
     def _unflatten(
         self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str], backend_override: Any = None
     ) -> Mesh:
-        """Return the mesh with one axis cut into several, major first, as PyTorch spells it."""
-        return submesh.unflattened(self, dim, mesh_sizes, mesh_dim_names, backend_override)
+        """Return the mesh with one axis split into several, major first, under PyTorch's name."""
+        return submesh.unflatten_mesh(self, dim, mesh_sizes, mesh_dim_names, backend_override)
 
     @staticmethod
     def _concatenate(device_mesh_list: Sequence[Mesh]) -> Mesh:
-        """Return the mesh of the axes of several parts of one mesh, in this order, as PyTorch spells it."""
-        return submesh.concatenated(device_mesh_list)
+        """Return the mesh with the axes of several slices of one mesh, in this order, under PyTorch's name."""
+        return submesh.concatenate_meshes(device_mesh_list)
 
     @cached_property
     def origins(self) -> dict[str, tuple[str, ...]]:
-        """What names mean in axes of the mesh that was sliced first: one dict for that mesh and all its slices."""
+        """Axes of the root mesh by name, also by names that `flatten` gave. The root and all its slices share the dict.
+
+        The root is the mesh that is no slice of another.
+        """
         return {name: (name,) for name in self.mesh_dim_names}
 
     @cached_property
     def slices(self) -> dict[tuple[tuple[str, tuple[str, ...]], ...], Mesh]:
-        """Slices that were made, by their axes."""
+        """Cache of slices, by the name of every axis and the axes of this mesh that it combines."""
         return {}
 
     @cached_property
-    def place(self) -> tuple[Mesh, Sequence[int]]:
-        """The mesh that this one is a part of, itself if of no other, and where in it the devices stand, row-major."""
+    def root_offsets(self) -> tuple[Mesh, Sequence[int]]:
+        """The root mesh (this one, if it is no slice), and the row-major offsets in it of this mesh's devices."""
         return self, range(self.size())
 
     @cached_property
     def backends(self) -> dict[str, tuple[str | None, Any]]:
-        """Backend and options of process groups where they were asked for, by axis: one dict for a mesh and slices."""
+        """By axis, backend and options that were chosen for its process group. A mesh and its slices share the dict."""
         return {}
 
-    # --- process groups -------------------------------------------------------------------------------------------
+    # --- process groups -----------------------------------------------------------------------------------------------
 
     def get_rank(self) -> int:
-        """Return this client's id, which is its rank in the default process group, also outside of the mesh."""
+        """Return this client's id, its rank in the default process group. The client need not own a device here."""
         if self._record.local_devices:
             return task_of(self._record.local_devices[0])
-        from dtckpt.comm import process_groups
+        from dtckpt.comm import process_groups  # here, because it imports torch, which meshes do without
 
         rank = process_groups.rank()
         return Config.from_environ().client_id if rank is None else rank
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
-        """Return the process group of the clients along an axis, which may be left out if there is one only.
+        """Return the process group of the clients along an axis; make it at the first call.
 
-        Ranks in it ascend with client ids. Made when it is first asked for, and once for the same clients.
+        Ranks in it ascend with client ids. Meshes share the groups of the same clients. A mesh of one axis needs no
+        argument.
 
-        Collective: The first time over those clients (see `dtckpt.comm.process_groups.group_of`).
+        Collective: The first time over those clients (see `dtckpt.comm.process_groups.process_group_of`).
+
+        Args:
+            mesh_dim: Name or position of the axis.
 
         Raises:
-            MeshError: no such axis, this client has no device here, or its devices see different clients along it.
-            CoordinationError: no default process group spans the clients.
+            MeshError: There is no such axis, this client has no device here, or its devices see different clients
+                along the axis.
+            CoordinationError: No default process group spans the clients.
         """
-        from dtckpt.comm import process_groups
+        from dtckpt.comm import process_groups  # here, because it imports torch, which meshes do without
 
         clients = self.clients_along(mesh_dim)
         name = mesh_dim if isinstance(mesh_dim, str) else self.mesh_dim_names[mesh_dim or 0]
-        return process_groups.group_of(clients, self.device_type, self.backends.get(name, (None, None)))
+        return process_groups.process_group_of(clients, self.device_type, self.backends.get(name, (None, None)))
 
     def get_all_groups(self) -> list[ProcessGroup]:
-        """Return the process groups of all axes. Collective and errors: as `get_group`."""
+        """Return the process group of every axis. Collective and raises: as `get_group`."""
         return [self.get_group(axis) for axis in range(self.ndim)]
 
     def clients_along(self, axis: int | str | None) -> tuple[int, ...]:
-        """Return the clients of the devices that differ from this client's devices along one axis only."""
+        """Return the clients along an axis: owners of the devices whose other positions are those of this client's."""
         if axis is None and self.ndim != 1:
             raise MeshError(f"{self.label}: got no axis, expected one of {self.dim_names}")
         if isinstance(axis, str) and axis not in self.mesh_dim_names:
             return self[axis].clients
         position = self.axis_index(0 if axis is None else axis)
         owners = np.moveaxis(self.owners, position, -1)
-        places = map(self.coordinate, self._record.local_device_ids)
-        lines = (owners[(*place[:position], *place[position + 1 :])].tolist() for place in places)
-        seen = {tuple(sorted(set(line))) for line in lines}
-        if len(seen) != 1:
+        coordinates = map(self.coordinate, self._record.local_device_ids)
+        lines = (owners[(*place[:position], *place[position + 1 :])].tolist() for place in coordinates)
+        client_sets = {tuple(sorted(set(line))) for line in lines}
+        if len(client_sets) != 1:
             raise MeshError(
-                f"{self.label}: got local devices that see {len(seen)} sets of clients along axis "
+                f"{self.label}: got local devices that see {len(client_sets)} sets of clients along axis "
                 f"{self.mesh_dim_names[position]!r}, expected one; this client has "
                 f"{len(self._record.local_device_ids)} devices in the mesh"
             )
-        return seen.pop()
+        return client_sets.pop()
 
-    # --- clients --------------------------------------------------------------------------------------------------
+    # --- clients ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def owners(self) -> npt.NDArray[np.int64]:
-        """Client of every device, as an array of the mesh's shape that cannot be written to."""
-        found = np.array([task_of(name) for name in self.device_names], dtype=np.int64)
-        found.flags.writeable = False
-        return found.reshape(self.shape if self.device_ids else (0,))
+        """Client of every device, as a read-only array of the mesh's shape."""
+        owners = np.array([task_of(name) for name in self.device_names], dtype=np.int64)
+        owners.flags.writeable = False
+        return owners.reshape(self.shape if self.device_ids else (0,))
 
     @cached_property
     def clients(self) -> tuple[int, ...]:
@@ -513,7 +525,7 @@ class Mesh:
 
     @cached_property
     def local_client(self) -> int | None:
-        """This client's id, as the owner of its devices; None if it has none here."""
+        """The id of the client that sees the mesh, None if it owns no device here."""
         ids = self._record.local_device_ids
         return self.client_of(ids[0]) if ids else None
 
@@ -522,7 +534,7 @@ class Mesh:
         return int(self.owners.flat[self._offset(device_id)])
 
     def devices_of(self, client: int) -> tuple[int, ...]:
-        """Return the ids of a client's devices, ascending; none when it has none."""
+        """Return the ids of a client's devices, ascending."""
         return tuple((np.flatnonzero(self.owners == client) + self._first_id).tolist())
 
     def device_name(self, device_id: int) -> str:
@@ -534,11 +546,11 @@ class Mesh:
         """Names of all devices in row-major order."""
         return mesh_validation.names_of_all(self._record)
 
-    # --- inner parts ----------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------------
 
     @property
     def label(self) -> str:
-        """What errors call the mesh."""
+        """Name and axes of the mesh, for error messages."""
         axes = ",".join(f"{name}={size}" for name, size in self._record.dims)
         return f"mesh {self.name!r} ({axes or self.single_device or 'empty'})"
 
@@ -562,15 +574,15 @@ class Mesh:
         return offset
 
     def _unravel(self, offset: int) -> tuple[int, ...]:
-        place: list[int] = []
+        coordinate: list[int] = []
         for size in reversed(self.shape):
             offset, index = divmod(offset, size)
-            place.append(index)
-        return tuple(reversed(place))
+            coordinate.append(index)
+        return tuple(reversed(coordinate))
 
 
 def mesh_of_bytes(data: bytes, origins: dict[str, tuple[str, ...]]) -> Mesh:
-    """Rebuild a mesh from what `Mesh.__reduce__` gives: plain values, which `torch.load` takes from strangers."""
+    """Rebuild a mesh from what `Mesh.__reduce__` pickles: plain values, which `torch.load(weights_only=True)` takes."""
     mesh = Mesh.from_proto(layout_pb2.MeshProto.FromString(data))
     vars(mesh)["origins"] = origins
     return mesh

@@ -1,4 +1,7 @@
-"""What makes the fields of a mesh valid, what follows from them, and which fields a slice of a mesh has."""
+"""Validation of the fields of a mesh, and the fields of meshes that are derived from another mesh.
+
+All functions work on `text_format.MeshRecord`, the plain fields of a mesh, and on arguments of `Mesh`'s methods.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,35 @@ from dtckpt.layout import text_format
 from dtckpt.layout.device_names import DEVICE_KINDS, DeviceSpec, kind_of, task_of, with_task
 
 RESERVED_NAMES = ("unsharded", "match", "any", "scalar")
-"""Words of the text form that no axis may be called."""
+"""Words of the text form; they cannot be names of axes."""
 
 _NOT_IN_NAMES = frozenset("|,=*+ ")
 
 
-def sequence_of(what: str, items: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the items of an argument, or refuse one that is no sequence."""
+def tuple_of(what: str, items: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the items of the argument ``what`` as a tuple. Raises MeshTypeError: it is no sequence."""
     if isinstance(items, str | bytes) or not isinstance(items, Iterable):
         raise MeshTypeError(f"mesh: got {what} {items!r}, expected a sequence")
     return tuple(items)
 
 
 def ids_of(what: str, items: Iterable[int]) -> tuple[int, ...]:
-    """Return the integers of an argument, or refuse one that is no sequence of them."""
+    """Return the integers of the argument ``what`` as a tuple. Raises MeshTypeError: it is no sequence of integers."""
     try:
-        return tuple(map(operator.index, sequence_of(what, items)))
+        return tuple(map(operator.index, tuple_of(what, items)))
     except TypeError:
         raise MeshTypeError(f"mesh: got {what} {items!r}, expected a sequence of integers") from None
 
 
 def dims_of(dim_names: Sequence[str], ids: object) -> tuple[tuple[str, int], ...]:
-    """Return names and sizes of the axes of an array of device ids, or refuse arguments that do not fit."""
+    """Return names and sizes of the axes of an array of device ids.
+
+    Raises:
+        MeshError: The ids are no such array, or the names do not fit it.
+    """
     if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
         raise MeshError(f"mesh: got global_device_ids {ids!r:.80}, expected a numpy array of integers")
-    names = sequence_of("dim_names", dim_names)
+    names = tuple_of("dim_names", dim_names)
     if len(names) != ids.ndim:
         raise MeshError(
             f"mesh: got {len(names)} axis names {names} for ids of shape {ids.shape}, expected one name per axis"
@@ -53,7 +60,7 @@ def validate_record(record: text_format.MeshRecord) -> None:
     """Refuse fields that describe no mesh.
 
     Raises:
-        MeshError: with what was found and what was expected.
+        MeshError: The fields describe no mesh.
     """
     if record.single_device or not record.global_device_ids:
         if record not in (text_format.MeshRecord(), text_format.MeshRecord(single_device=record.single_device)):
@@ -139,7 +146,11 @@ def _validate_devices(record: text_format.MeshRecord) -> None:
 
 
 def names_of_all(record: text_format.MeshRecord) -> tuple[str, ...]:
-    """Return the names of all devices; those that are not given are this client's with another task."""
+    """Return the names of all devices; if the record lacks them, derive them from this client's, by their tasks.
+
+    Without ``global_devices`` every client owns a block of as many consecutive ids as this one, and the task numbers
+    of the blocks ascend by one.
+    """
     if record.global_devices or not record.local_devices:
         return record.global_devices
     local = [name for _, name in sorted(zip(record.local_device_ids, record.local_devices, strict=True))]
@@ -156,55 +167,65 @@ def names_of_all(record: text_format.MeshRecord) -> tuple[str, ...]:
 def slice_record(
     record: text_format.MeshRecord, devices: Sequence[str], parts: Sequence[tuple[str, tuple[str, ...]]], label: str
 ) -> tuple[text_format.MeshRecord, list[int]]:
-    """Return the mesh whose axes are made of a mesh's axes, at the place of the local devices along the others.
+    """Return the slice of a mesh along some axes; along the others, at the position of the local devices.
 
     Args:
-        record: the mesh.
-        devices: names of all its devices.
-        parts: name of every new axis, and the old axes that it is made of, major first.
-        label: what errors call the mesh.
+        record: The mesh.
+        devices: Names of all its devices.
+        parts: Name of every new axis, and the old axes that it combines, major first.
+        label: The mesh's name in errors.
 
     Returns:
-        Its fields, and where its devices stand in the mesh.
+        The fields of the slice, and the row-major offsets of its devices in the mesh.
     """
     axes, shape = [axis for axis, _ in record.dims], [size for _, size in record.dims]
-    kept = [axes.index(axis) for _, behind in parts for axis in behind]
-    if not kept or len(set(kept)) != len(kept):
-        raise MeshError(f"{label}: got axes {[axes[axis] for axis in kept]} to keep, expected some, each once")
+    kept_axes = [axes.index(axis) for _, combined in parts for axis in combined]
+    if not kept_axes or len(set(kept_axes)) != len(kept_axes):
+        raise MeshError(f"{label}: got axes {[axes[axis] for axis in kept_axes]} to keep, expected some, each once")
     first = record.global_device_ids[0]
-    others = [axis for axis in range(len(axes)) if axis not in kept]
-    offsets = np.arange(len(devices)).reshape(shape).transpose(others + kept)
-    offsets = offsets.reshape(-1, math.prod(shape[axis] for axis in kept))
+    other_axes = [axis for axis in range(len(axes)) if axis not in kept_axes]
+    # One row per slice: the offsets of its devices, with the kept axes in the new order.
+    offsets = np.arange(len(devices)).reshape(shape).transpose(other_axes + kept_axes)
+    offsets = offsets.reshape(-1, math.prod(shape[axis] for axis in kept_axes))
     mine = [device_id - first for device_id in record.local_device_ids]
-    rows = np.flatnonzero(np.isin(offsets, mine).any(axis=1)) if others else np.array([0])
+    rows = np.flatnonzero(np.isin(offsets, mine).any(axis=1)) if other_axes else np.array([0])
     if len(rows) != 1:
         raise MeshError(
             f"{label}: got {len(mine)} local devices in {len(rows)} slices along {[name for name, _ in parts]}, "
             "expected this client's devices in exactly one slice"
         )
     picked: list[int] = offsets[rows[0]].tolist()
-    dims = tuple((name, math.prod(shape[axes.index(axis)] for axis in behind)) for name, behind in parts)
-    return _picked(record, dims, picked, devices), picked
+    dims = tuple((name, math.prod(shape[axes.index(axis)] for axis in combined)) for name, combined in parts)
+    return _record_of_offsets(record, dims, picked, devices), picked
 
 
-def backends_of(backend_override: Any, names: Sequence[str]) -> dict[str, tuple[str | None, Any]]:
-    """Return backend and options by axis, of PyTorch's mapping from axes or their positions, or list by axis."""
-    found: dict[str, tuple[str | None, Any]] = {}
+def parse_backend_override(backend_override: Any, names: Sequence[str]) -> dict[str, tuple[str | None, Any]]:
+    """Return backend and options by axis.
+
+    Args:
+        backend_override: As for PyTorch: a mapping from axes or their positions, or a sequence with one item per axis.
+            An item is a backend, its options, or a pair of both.
+        names: Names of the axes.
+
+    Raises:
+        MeshError: An axis does not exist, or is there twice.
+    """
+    backends: dict[str, tuple[str | None, Any]] = {}
     is_mapping = isinstance(backend_override, Mapping)
-    for key, wanted in backend_override.items() if is_mapping else enumerate(backend_override or ()):
+    for key, item in backend_override.items() if is_mapping else enumerate(backend_override or ()):
         axis: Any = names[key] if isinstance(key, int) and 0 <= key < len(names) else key
-        if axis not in names or axis in found:
+        if axis not in names or axis in backends:
             raise MeshError(
                 f"backend_override: got axis {key!r} in {backend_override!r:.200}, expected names or positions of the "
                 f"axes {list(names)}, each at most once"
             )
-        backend, options = wanted if isinstance(wanted, tuple) else (wanted, None)
-        found[axis] = (backend, options) if backend is None or isinstance(backend, str) else (None, backend)
-    return found
+        backend, options = item if isinstance(item, tuple) else (item, None)
+        backends[axis] = (backend, options) if backend is None or isinstance(backend, str) else (None, backend)
+    return backends
 
 
 def host_record(record: text_format.MeshRecord, label: str) -> text_format.MeshRecord:
-    """Return the unnamed mesh of the same grid on CPU devices of the same clients; ``label`` is what errors call it."""
+    """Return the unnamed mesh of the same grid on CPU devices of the same clients; ``label`` names it in errors."""
     if not record.global_device_ids:
         raise MeshError(f"{label}: got a mesh without a grid of devices, expected one that has a host mesh")
     specs = [DeviceSpec.parse(name) for name in record.local_devices]
@@ -219,15 +240,15 @@ def host_record(record: text_format.MeshRecord, label: str) -> text_format.MeshR
 def unflattened_record(
     record: text_format.MeshRecord, axis: int, sizes: Sequence[int], names: Sequence[str], label: str
 ) -> text_format.MeshRecord:
-    """Return the mesh with one axis cut into several, major first; ``label`` is what errors call the mesh."""
-    cut, named = ids_of("mesh_sizes", sizes), sequence_of("mesh_dim_names", names)
+    """Return the mesh with one axis split into several, major first; ``label`` names the mesh in errors."""
+    new_sizes, new_names = ids_of("mesh_sizes", sizes), tuple_of("mesh_dim_names", names)
     name, size = record.dims[axis]
-    if len(cut) != len(named) or math.prod(cut) != size:
+    if len(new_sizes) != len(new_names) or math.prod(new_sizes) != size:
         raise MeshError(
-            f"{label}: got sizes {cut} named {named} for axis {name!r}, expected one name per size, and sizes whose "
-            f"product is {size}"
+            f"{label}: got sizes {new_sizes} named {new_names} for axis {name!r}, expected one name per size, and "
+            f"sizes whose product is {size}"
         )
-    new = tuple(zip(named, cut, strict=True))
+    new = tuple(zip(new_names, new_sizes, strict=True))
     return replace(record, dims=(*record.dims[:axis], *new, *record.dims[axis + 1 :]))
 
 
@@ -236,15 +257,15 @@ def concatenated_record(
     devices: Sequence[str],
     parts: Sequence[tuple[tuple[tuple[str, int], ...], Sequence[int]]],
 ) -> tuple[text_format.MeshRecord, list[int]]:
-    """Return the mesh of the axes of several parts of one mesh, at the place of the local devices along the others.
+    """Return the mesh with the axes of several slices of one mesh, at the position of the local devices.
 
     Args:
-        record: the mesh.
-        devices: names of all its devices.
-        parts: axes of every part, and where its devices stand in the mesh, row-major.
+        record: The mesh.
+        devices: Names of all its devices.
+        parts: Axes of every slice, and the row-major offsets of its devices in the mesh.
 
     Returns:
-        Its fields, and where its devices stand in the mesh.
+        The fields of the new mesh, and the row-major offsets of its devices in the mesh.
     """
     dims = tuple(dim for axes, _ in parts for dim in axes)
     mine = [device_id - record.global_device_ids[0] for device_id in record.local_device_ids]
@@ -252,7 +273,7 @@ def concatenated_record(
         raise MeshError(f"meshes to concatenate: got axes {dict(dims)}, expected this client to have a device in them")
     grid = np.array(mine[0])
     for _, offsets in parts:
-        # Parts are evenly spaced: a step along one of them leads equally far from any device of another.
+        # Slices are evenly spaced: a step along one of them changes the offset by as much from any device of another.
         grid = np.add.outer(grid, np.array(offsets) - mine[0])
     picked: list[int] = grid.ravel().tolist()
     if len(set(picked)) != len(picked) or not set(picked) <= set(range(len(devices))):
@@ -260,13 +281,13 @@ def concatenated_record(
             f"meshes to concatenate: got axes {[name for name, _ in dims]} that overlap, expected a step along one to "
             "lead elsewhere than any along the others"
         )
-    return _picked(record, dims, picked, devices), picked
+    return _record_of_offsets(record, dims, picked, devices), picked
 
 
-def _picked(
+def _record_of_offsets(
     record: text_format.MeshRecord, dims: tuple[tuple[str, int], ...], picked: Sequence[int], devices: Sequence[str]
 ) -> text_format.MeshRecord:
-    """Return the mesh of some devices of a mesh, given by their offsets; those of this client are among them."""
+    """Return the mesh of the devices at some offsets in a mesh, this client's devices among them."""
     mine = [device_id - record.global_device_ids[0] for device_id in record.local_device_ids]
     return replace(
         record,

@@ -1,4 +1,4 @@
-"""How one mesh axis treats a tensor."""
+"""Placements: how one mesh axis treats a tensor (`Shard`, `Replicate`, `Partial`), and the names of reductions."""
 
 from __future__ import annotations
 
@@ -19,17 +19,25 @@ _BITWISE_OPS = REDUCE_OPS[-3:]
 
 
 def validate_reduce_op(reduce_op: object) -> str:
-    """Return the name of a reduction, or refuse what is none."""
+    """Return the name of a reduction.
+
+    Raises:
+        LayoutError: There is no reduction of this name.
+    """
     if not isinstance(reduce_op, str) or reduce_op not in REDUCE_OPS:
         raise LayoutError(f"reduce op: got {reduce_op!r}, expected one of {', '.join(REDUCE_OPS)}")
     return reduce_op
 
 
 def validate_reductions(partial: Mapping[str, str], dtype: torch.dtype) -> None:
-    """Refuse bitwise reductions of numbers that have no bits to speak of.
+    """Refuse bitwise reductions of floating-point or complex tensors.
+
+    Args:
+        partial: Pending reductions by axis.
+        dtype: The tensor's dtype.
 
     Raises:
-        LayoutError: with the axes that they are pending on.
+        LayoutError: There is one; the message has its axis.
     """
     wrong = {axis: op for axis, op in partial.items() if op in _BITWISE_OPS}
     if wrong and (dtype.is_floating_point or dtype.is_complex):
@@ -40,7 +48,7 @@ def validate_reductions(partial: Mapping[str, str], dtype: torch.dtype) -> None:
 
 
 class Placement:
-    """Base of `Shard`, `Replicate` and `Partial`: values that are hashable and printable."""
+    """Base of `Shard`, `Replicate` and `Partial`, which are immutable and hashable."""
 
     __slots__ = ()
 
@@ -79,7 +87,7 @@ class Replicate(Placement):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Partial(Placement):
-    """Devices along the axis hold contributions; reducing them with ``reduce_op`` gives the tensor."""
+    """Every device along the axis holds a contribution; their reduction with ``reduce_op`` is the tensor."""
 
     reduce_op: str = "sum"
 
@@ -95,10 +103,10 @@ class Partial(Placement):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _StridedShard(Placement):
-    """The axis splits dim ``dim`` after axes to its right in the mesh already cut it into ``split_factor`` pieces.
+    """The axis splits dim ``dim`` after axes to its right in the mesh have already cut it into ``split_factor`` pieces.
 
-    Each device along the axis holds its chunk of every one of these pieces. `Layout` says the same with an ordered
-    tuple of axes, which is what it turns this placement into.
+    Each device along the axis holds its chunk of each of these pieces. `Layout` converts this placement to an ordered
+    tuple of axes, which says the same.
     """
 
     dim: int

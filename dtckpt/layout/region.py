@@ -1,4 +1,4 @@
-"""Boxes of global tensor indices."""
+"""Regions: half-open boxes of global tensor indices, with intersection and difference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Region:
     A region of rank 0 holds the one element of a scalar. A region with a zero in its shape holds none.
 
     Raises:
-        RegionError: offset and shape differ in length, or a number is negative or no integer.
+        RegionError: Offset and shape differ in length, or a number is negative or not an integer.
 
     >>> Region((0, 4), (2, 4)).intersect(Region((1, 0), (4, 5)))
     Region(offset=(1, 4), shape=(1, 1))
@@ -41,8 +41,8 @@ class Region:
         object.__setattr__(self, "shape", shape)
 
     @classmethod
-    def known(cls, offset: tuple[int, ...], shape: tuple[int, ...]) -> Region:
-        """Return a region of numbers that are known to be valid; nothing is checked, which takes most of the time."""
+    def unchecked(cls, offset: tuple[int, ...], shape: tuple[int, ...]) -> Region:
+        """Return a region without checking its numbers, which must be valid. The checks take most of the time."""
         region = object.__new__(cls)
         object.__setattr__(region, "offset", offset)
         object.__setattr__(region, "shape", shape)
@@ -60,7 +60,7 @@ class Region:
         if not (inner.startswith("[") and inner.endswith("]")):
             raise RegionError(f"region: got {text!r}, expected a form such as '[0:2, 3:5]'")
         intervals = [_INTERVAL.fullmatch(item) for item in inner[1:-1].split(",")] if inner[1:-1].strip() else []
-        bounds = [(int(found[1]), int(found[2])) for found in intervals if found]
+        bounds = [(int(match[1]), int(match[2])) for match in intervals if match]
         if len(bounds) != len(intervals) or any(stop < start for start, stop in bounds):
             raise RegionError(f"region: got {text!r}, expected 'start:stop' with start <= stop for every dim")
         return cls(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
@@ -82,29 +82,30 @@ class Region:
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """The first index behind the region in every dim."""
+        """The first index after the region, in every dim."""
         return tuple(map(operator.add, self.offset, self.shape))
 
     def slices(self) -> tuple[slice, ...]:
-        """Return the index that cuts this region out of the whole tensor."""
+        """Return the slices that select this region from the whole tensor."""
         return tuple(map(slice, self.offset, self.stop))
 
     def intersect(self, other: Region) -> Region | None:
-        """Return the elements that both regions hold, or None when they share none."""
+        """Return the region that both regions share, None if they share no element."""
         self._require_same_rank(other)
         start = tuple(map(max, self.offset, other.offset))
         shape = tuple(map(operator.sub, map(min, self.stop, other.stop), start))
-        return Region.known(start, shape) if min(shape, default=1) > 0 else None
+        return Region.unchecked(start, shape) if min(shape, default=1) > 0 else None
 
     def contains(self, other: Region) -> bool:
-        """Tell whether every element of the other region is in this one (true of one that holds none)."""
+        """Tell whether every element of the other region is in this one; an empty region is in every one."""
         return other.is_empty or self.intersect(other) == other
 
     def subtract(self, other: Region) -> list[Region]:
-        """Return disjoint regions that hold the elements of this region that the other one lacks."""
+        """Return disjoint regions that together hold the elements of this region that are not in the other one."""
         common = self.intersect(other)
         if common is None:
             return [] if self.is_empty else [self]
+        # Dim by dim, cut off the slabs before and after the common box; the rest shrinks towards that box.
         pieces: list[Region] = []
         offset, shape = list(self.offset), list(self.shape)
         for dim in range(self.ndim):
@@ -117,16 +118,16 @@ class Region:
         return pieces
 
     def translate(self, by: Sequence[int]) -> Region:
-        """Return this region moved by an offset, which may be negative."""
+        """Return this region moved by one number per dim, which may be negative."""
         if len(by) != self.ndim:
             raise RegionError(f"region {self}: cannot move by {tuple(by)}; expected {self.ndim} numbers")
         return Region(tuple(map(operator.add, self.offset, by)), self.shape)
 
     def relative_to(self, origin: Region) -> Region:
-        """Return this region counted from the first index of another."""
+        """Return this region with offsets counted from the first index of another region."""
         self._require_same_rank(origin)
         offset = tuple(map(operator.sub, self.offset, origin.offset))
-        return Region.known(offset, self.shape) if min(offset, default=0) >= 0 else Region(offset, self.shape)
+        return Region.unchecked(offset, self.shape) if min(offset, default=0) >= 0 else Region(offset, self.shape)
 
     def _require_same_rank(self, other: Region) -> None:
         if self.ndim != other.ndim:

@@ -1,4 +1,7 @@
-"""Parts of meshes: what `Mesh` does to slice, flatten, cut and concatenate."""
+"""Slices of meshes: the work of `Mesh.__getitem__`, `flatten`, `_unflatten` and `_concatenate`.
+
+A slice knows its root mesh and the offsets of its devices there (`Mesh.root_offsets`).
+"""
 
 from __future__ import annotations
 
@@ -12,58 +15,61 @@ if TYPE_CHECKING:
     from dtckpt.layout.mesh import Mesh
 
 
-def sliced(mesh: Mesh, names: str | Sequence[str]) -> Mesh:
-    """Return `Mesh.__getitem__`."""
-    wanted = (names,) if isinstance(names, str) else mesh_validation.sequence_of("axes to keep", names)
-    if wanted == mesh.mesh_dim_names:
+def slice_mesh(mesh: Mesh, names: str | Sequence[str]) -> Mesh:
+    """Do the work of `Mesh.__getitem__`."""
+    names = (names,) if isinstance(names, str) else mesh_validation.tuple_of("axes to keep", names)
+    if names == mesh.mesh_dim_names:
         return mesh
-    return _slice(mesh, tuple((name, _axes_behind(mesh, name)) for name in wanted))
+    return _slice(mesh, tuple((name, _axes_named(mesh, name)) for name in names))
 
 
-def flattened(mesh: Mesh, axes: Sequence[str] | None, name: str | None) -> Mesh:
-    """Return `Mesh.flatten`."""
-    kept = mesh if axes is None else mesh[axes]
-    name = "_".join(kept.mesh_dim_names) if name is None else name
-    behind = tuple(origin for axis in kept.mesh_dim_names for origin in kept.origins[axis])
-    known = mesh.origins.get(name, behind)
-    if known != behind:
-        raise MeshError(f"{mesh.label}: got {name!r} as name for axes {behind}, expected another: it means {known}")
-    flat = kept if (name,) == kept.mesh_dim_names else _slice(kept, ((name, kept.mesh_dim_names),))
-    mesh.origins[name] = behind
+def flatten_mesh(mesh: Mesh, axes: Sequence[str] | None, name: str | None) -> Mesh:
+    """Do the work of `Mesh.flatten`."""
+    part = mesh if axes is None else mesh[axes]
+    name = "_".join(part.mesh_dim_names) if name is None else name
+    origins = tuple(origin for axis in part.mesh_dim_names for origin in part.origins[axis])
+    named = mesh.origins.get(name, origins)
+    if named != origins:
+        raise MeshError(f"{mesh.label}: got {name!r} as name for axes {origins}, expected another: it means {named}")
+    flat = part if (name,) == part.mesh_dim_names else _slice(part, ((name, part.mesh_dim_names),))
+    mesh.origins[name] = origins  # last, so that a name whose slice fails is not taken
     return flat
 
 
-def unflattened(mesh: Mesh, dim: int | str, sizes: Sequence[int], names: Sequence[str], backend_override: Any) -> Mesh:
-    """Return `Mesh._unflatten`."""
-    axis, backends = mesh.axis_index(dim), mesh_validation.backends_of(backend_override, names)
+def unflatten_mesh(
+    mesh: Mesh, dim: int | str, sizes: Sequence[int], names: Sequence[str], backend_override: Any
+) -> Mesh:
+    """Do the work of `Mesh._unflatten`."""
+    axis, backends = mesh.axis_index(dim), mesh_validation.parse_backend_override(backend_override, names)
     record = mesh_validation.unflattened_record(mesh.record, axis, sizes, names, mesh.label)
     return _part(mesh, record, range(mesh.size()), mesh.backends | backends)
 
 
-def concatenated(meshes: Sequence[Mesh]) -> Mesh:
-    """Return `Mesh._concatenate`."""
-    roots = {mesh.place[0] for mesh in meshes}
+def concatenate_meshes(meshes: Sequence[Mesh]) -> Mesh:
+    """Do the work of `Mesh._concatenate`."""
+    roots = {mesh.root_offsets[0] for mesh in meshes}
     if len(roots) != 1:
         raise MeshError(f"meshes to concatenate: got parts of {len(roots)} meshes, expected parts of one")
-    root, parts = roots.pop(), [(mesh.record.dims, mesh.place[1]) for mesh in meshes]
+    root, parts = roots.pop(), [(mesh.record.dims, mesh.root_offsets[1]) for mesh in meshes]
     record, offsets = mesh_validation.concatenated_record(root.record, root.device_names, parts)
-    return _part(root, record, offsets, {axis: found for mesh in meshes for axis, found in mesh.backends.items()})
+    backends = {axis: backend for mesh in meshes for axis, backend in mesh.backends.items()}
+    return _part(root, record, offsets, backends)
 
 
-def _axes_behind(mesh: Mesh, name: str) -> tuple[str, ...]:
-    """Return the axes of a mesh that a name stands for."""
+def _axes_named(mesh: Mesh, name: str) -> tuple[str, ...]:
+    """Return the axes of a mesh for which a name stands: one axis, or those that were flattened under the name."""
     if not isinstance(name, str):
         raise MeshTypeError(f"{mesh.label}: got {name!r} as axis name, expected str")
     axes = (name,) if name in mesh.mesh_dim_names else mesh.origins.get(name, ())
     if not axes or not set(axes) <= set(mesh.mesh_dim_names):
-        more = [known for known in mesh.origins if known not in mesh.mesh_dim_names]
-        also = f" or flattened {more}" if more else ""
-        raise AxisNotFoundError(f"{mesh.label}: got axis {name!r}, expected one of {mesh.dim_names}{also}")
+        flattened = [other for other in mesh.origins if other not in mesh.mesh_dim_names]
+        more = f" or flattened {flattened}" if flattened else ""
+        raise AxisNotFoundError(f"{mesh.label}: got axis {name!r}, expected one of {mesh.dim_names}{more}")
     return axes
 
 
 def _slice(mesh: Mesh, parts: tuple[tuple[str, tuple[str, ...]], ...]) -> Mesh:
-    """Return the slice with new axes, each made of axes of the mesh; made once."""
+    """Return the slice with new axes, each a name and the axes of the mesh that it combines; make it once."""
     if parts not in mesh.slices:
         record, offsets = mesh_validation.slice_record(mesh.record, mesh.device_names, parts, mesh.label)
         mesh.slices[parts] = _part(mesh, record, offsets, mesh.backends)
@@ -74,7 +80,8 @@ def _slice(mesh: Mesh, parts: tuple[tuple[str, tuple[str, ...]], ...]) -> Mesh:
 def _part(
     mesh: Mesh, record: text_format.MeshRecord, offsets: Sequence[int], backends: dict[str, tuple[str | None, Any]]
 ) -> Mesh:
-    """Return the mesh of some devices of a mesh, which stand at these row-major offsets in it."""
-    made, (root, places) = type(mesh).from_record(record), mesh.place
-    vars(made).update(place=(root, [places[offset] for offset in offsets]), backends=backends)
-    return made
+    """Return the mesh of the devices at some row-major offsets in a mesh, and note its root."""
+    part, (root, root_offsets) = type(mesh).from_record(record), mesh.root_offsets
+    # Written past the frozen dataclass: these are cached properties, whose defaults are those of a root.
+    vars(part).update(root_offsets=(root, [root_offsets[offset] for offset in offsets]), backends=backends)
+    return part

@@ -1,8 +1,9 @@
-"""Text and proto forms of meshes and layouts.
+"""Text and proto forms of meshes and layouts, as TensorFlow writes them.
 
-Works on plain records, so that `Mesh` and `Layout` stay the only place that knows what a valid mesh or layout is.
-Texts and bytes equal TensorFlow's for all that it can express. Beyond that: a dim that several axes split is written
-``x+y``, and pending reductions stand as ``partial:y=sum,`` between the specs and the mesh.
+The functions convert between text or proto and plain records. They do not validate records: only `Mesh` and `Layout`
+know what a valid mesh or layout is. Texts and bytes equal TensorFlow's for everything that TensorFlow can express.
+There are two extensions: a dim split by several axes is written ``x+y``, and pending reductions are written
+``partial:y=sum,`` between the specs and the mesh.
 """
 
 from __future__ import annotations
@@ -81,10 +82,10 @@ def mesh_to_text(mesh: MeshRecord) -> str:
 def mesh_from_text(text: str) -> MeshRecord:
     """Read the text form of a mesh: full, compact (``name|x=2|*CPU``), a single device, or ``empty_mesh``.
 
-    As TensorFlow does, drops the global devices when the flag for XLA SPMD follows them.
+    Drops the global devices if the flag for XLA SPMD follows them, as TensorFlow does.
 
     Raises:
-        MeshError: the text has none of these forms.
+        MeshError: The text has none of these forms.
     """
     if not isinstance(text, str):
         raise MeshTypeError(f"mesh text: got {type(text).__name__}, expected str")
@@ -150,7 +151,7 @@ def _items(text: str) -> tuple[str, ...]:
 
 
 def mesh_to_proto(mesh: MeshRecord) -> layout_pb2.MeshProto:
-    """Return the message of a mesh."""
+    """Return the proto of a mesh."""
     return layout_pb2.MeshProto(
         mesh_dimensions=[layout_pb2.MeshDimensionProto(name=name, size=size) for name, size in mesh.dims],
         global_device_ids=mesh.global_device_ids,
@@ -164,11 +165,11 @@ def mesh_to_proto(mesh: MeshRecord) -> layout_pb2.MeshProto:
 
 
 def mesh_from_proto(proto: layout_pb2.MeshProto) -> MeshRecord:
-    """Read the message of a mesh.
+    """Read the proto of a mesh.
 
     Raises:
-        MeshTypeError: this is another kind of message, or none.
-        MeshError: the message has fields that this version does not know.
+        MeshTypeError: The argument is no ``MeshProto``.
+        MeshError: The proto has fields that this version does not know.
     """
     if not isinstance(proto, layout_pb2.MeshProto):
         raise MeshTypeError(f"mesh proto: got {type(proto).__name__}, expected MeshProto")
@@ -190,7 +191,7 @@ def mesh_from_proto(proto: layout_pb2.MeshProto) -> MeshRecord:
 
 
 def spec_to_text(spec: Spec) -> str:
-    """Return a spec as texts write it: ``x``, ``x+y`` or ``unsharded``."""
+    """Return the text form of a sharding spec: ``x``, ``x+y`` or ``unsharded``."""
     return spec if isinstance(spec, str) else "+".join(spec)
 
 
@@ -215,11 +216,11 @@ def layout_to_text(layout: LayoutRecord) -> str:
 def layout_from_text(text: str) -> LayoutRecord:
     """Read the text form of a layout.
 
-    As TensorFlow does, takes every spec up to its comma: text behind the last comma is no spec.
+    Every spec ends with a comma; text after the last comma is ignored, as in TensorFlow.
 
     Raises:
-        LayoutError: the text does not have the form.
-        MeshError: the mesh in it does not.
+        LayoutError: The text is malformed.
+        MeshError: The mesh in the text is malformed.
     """
     if not isinstance(text, str):
         raise LayoutTypeError(f"layout text: got {type(text).__name__}, expected str")
@@ -248,14 +249,14 @@ def layout_from_text(text: str) -> LayoutRecord:
 
 
 def _reductions(item: str, whole: str) -> Iterator[tuple[str, str]]:
-    found = [_REDUCTION.fullmatch(pair) for pair in item.removeprefix("partial:").split(",")[:-1]]
-    if not item.endswith(",") or not all(found):
+    matches = [_REDUCTION.fullmatch(pair) for pair in item.removeprefix("partial:").split(",")[:-1]]
+    if not item.endswith(",") or not all(matches):
         raise LayoutError(f"layout text: got {item!r} in {whole!r}, expected a form such as 'partial:y=sum,'")
-    return ((pair["axis"], pair["op"]) for pair in found if pair)
+    return ((match["axis"], match["op"]) for match in matches if match)
 
 
 def specs_to_proto(specs: Iterable[Spec]) -> list[layout_pb2.ShardingSpec]:
-    """Return the messages of sharding specs."""
+    """Return the protos of sharding specs."""
     return [
         layout_pb2.ShardingSpec(sharding_spec=spec) if isinstance(spec, str) else layout_pb2.ShardingSpec(axes=spec)
         for spec in specs
@@ -263,10 +264,10 @@ def specs_to_proto(specs: Iterable[Spec]) -> list[layout_pb2.ShardingSpec]:
 
 
 def specs_from_proto(protos: Sequence[layout_pb2.ShardingSpec]) -> tuple[Spec, ...]:
-    """Read messages of sharding specs; the names are not checked.
+    """Read protos of sharding specs; the names are not checked.
 
     Raises:
-        LayoutError: a message has unknown fields, or one name and several at once.
+        LayoutError: A proto has unknown fields, or both a single name and several names.
     """
     for proto in protos:
         if unknown := _unknown_fields(proto):
@@ -279,19 +280,23 @@ def specs_from_proto(protos: Sequence[layout_pb2.ShardingSpec]) -> tuple[Spec, .
 
 
 def partial_to_proto(partial: Iterable[tuple[str, str]]) -> list[layout_pb2.AxisReduction]:
-    """Return the messages of pending reductions."""
+    """Return the protos of pending reductions."""
     return [layout_pb2.AxisReduction(axis=axis, reduce_op=op) for axis, op in partial]
 
 
 def partial_from_proto(protos: Sequence[layout_pb2.AxisReduction]) -> tuple[tuple[str, str], ...]:
-    """Read messages of pending reductions; the names are not checked."""
+    """Read protos of pending reductions; the names are not checked.
+
+    Raises:
+        LayoutError: A proto has unknown fields.
+    """
     if unknown := _unknown_fields(*protos):
         raise LayoutError(f"reduction proto: got unknown fields {unknown}, expected those of this version only")
     return tuple((proto.axis, proto.reduce_op) for proto in protos)
 
 
 def layout_to_proto(layout: LayoutRecord) -> layout_pb2.LayoutProto:
-    """Return the message of a layout; its mesh is present even when empty."""
+    """Return the proto of a layout; its mesh is set even if it is empty."""
     return layout_pb2.LayoutProto(
         sharding_specs=specs_to_proto(layout.specs),
         mesh_config=mesh_to_proto(layout.mesh),
@@ -301,11 +306,11 @@ def layout_to_proto(layout: LayoutRecord) -> layout_pb2.LayoutProto:
 
 
 def layout_from_proto(proto: layout_pb2.LayoutProto) -> LayoutRecord:
-    """Read the message of a layout.
+    """Read the proto of a layout.
 
     Raises:
-        LayoutTypeError: this is another kind of message, or none.
-        LayoutError: the message has fields or a type that this version does not know.
+        LayoutTypeError: The argument is no ``LayoutProto``.
+        LayoutError: The proto has fields or a type that this version does not know.
     """
     if not isinstance(proto, layout_pb2.LayoutProto):
         raise LayoutTypeError(f"layout proto: got {type(proto).__name__}, expected LayoutProto")
@@ -323,10 +328,10 @@ def layout_from_proto(proto: layout_pb2.LayoutProto) -> LayoutRecord:
 
 
 def layout_from_bytes(data: bytes) -> LayoutRecord:
-    """Read serialized bytes of a layout; bytes of an older TensorFlow, which say no type, read as STATIC.
+    """Read the serialized proto of a layout; older TensorFlow writes no type, which is read as STATIC.
 
     Raises:
-        LayoutError: these are no bytes of a layout.
+        LayoutError: The bytes are no serialized layout.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise LayoutTypeError(f"layout bytes: got {type(data).__name__}, expected bytes")

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 import torch
 
 from dtckpt.comm import host_memory
-from dtckpt.comm.collectives import REDUCERS, Work, as_bytes, average, collectives_of, reduce_terms
+from dtckpt.comm.collectives import REDUCERS, Work, average, byte_view, collectives_of, reduce_terms
 from dtckpt.comm.process_groups import message_memory
 from dtckpt.comm.torch_device import device_of
 from dtckpt.errors import LayoutError
@@ -256,7 +256,7 @@ class Hop:
     def memory(self) -> list[Memory]:
         """Return memory for what is made of every tensor."""
         return [
-            Memory({device: host_memory.empty(shape, dtype, where) for device, shape, dtype, where in new})
+            Memory({device: host_memory.allocate(shape, dtype, where) for device, shape, dtype, where in new})
             for new in self.new
         ]
 
@@ -349,7 +349,7 @@ class Transfer:
         hop, tensors = self._hop, self._tensors
         if hop.waves:
             # Before any wave: clients may cut theirs in different places.
-            hop.collectives.meet(hop.peers)
+            hop.collectives.connect(hop.peers)
             self._post(hop.waves[:1])
         for into_box, source_box in hop.copies:
             into, source = into_box.of(self.made), source_box.of(tensors)
@@ -486,7 +486,7 @@ def _around(whole: torch.Tensor, place: Sequence[slice]) -> list[torch.Tensor]:
     if not place or not is_rows or not whole.is_contiguous():
         return []
     rows = (whole[: place[0].start], whole[place[0].stop :])
-    return [as_bytes(part) for part in rows if part.numel()]
+    return [byte_view(part) for part in rows if part.numel()]
 
 
 def _is_unchanged(copies: Sequence[Move], held: Mapping[int, Region], wanted: Mapping[int, Region]) -> bool:

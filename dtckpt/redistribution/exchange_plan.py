@@ -48,7 +48,7 @@ class Move:
     @property
     def region(self) -> Region:
         """The box, in global indices."""
-        return Region.known(self.offset, self.shape)
+        return Region.unchecked(self.offset, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,9 @@ def meeting(layout: Layout, shape: Sequence[int], region: Region) -> Iterator[tu
         hits = ((index, *_common(layout, shape, region, dim, index)) for index in window)
         per_dim.append([(index, start, length) for index, start, length in hits if length > 0])
     for combination in itertools.product(*per_dim):
-        box = Region.known(tuple(start for _, start, _ in combination), tuple(length for _, _, length in combination))
+        box = Region.unchecked(
+            tuple(start for _, start, _ in combination), tuple(length for _, _, length in combination)
+        )
         yield tuple(index for index, _, _ in combination), box
 
 
@@ -329,7 +331,7 @@ def _same_devices(source: Mesh, target: Mesh, client: int) -> Mapping[int, int]:
 def _box(layout: Layout, shape: Sequence[int], part: Sequence[int]) -> Region:
     """Return the box of a part, or of a shard: the indices come first."""
     bounds = [layout.shard_bounds(dim, size, index) for dim, (size, index) in enumerate(zip(shape, part, strict=False))]
-    return Region.known(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
+    return Region.unchecked(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
 
 
 def _move(source: int, target: int, box: Region) -> Move:

@@ -19,8 +19,8 @@ from functools import cache, cached_property, lru_cache
 import torch
 import torch.distributed as dist
 
-from dtckpt.comm.cuda_streams import Beside
-from dtckpt.comm.point_to_point import END_OF_TAGS, attend
+from dtckpt.comm.cuda_streams import SideStreams
+from dtckpt.comm.point_to_point import END_OF_TAGS, ensure_progress
 from dtckpt.comm.process_groups import message_memory
 from dtckpt.errors import DtckptError, LayoutError
 from dtckpt.layout.layout import MATCH, Layout
@@ -302,7 +302,7 @@ class EnqueuedRedistribution:
         self, programs: Sequence[Program], tensors: Sequence[Components], cards: Sequence[torch.device]
     ) -> None:
         inputs = [part for components in tensors for part in components.values()]
-        self._beside = Beside(cards)
+        self._beside = SideStreams(cards)
         self.components: list[dict[int, torch.Tensor]] = []
 
         def work() -> list[torch.Tensor]:
@@ -371,7 +371,7 @@ def redistribute(
     if not is_async:
         running.wait()
     elif has_waits:
-        attend()
+        ensure_progress()
     return running
 
 

@@ -73,8 +73,8 @@ class Parcel:
     def room(self, device: torch.device) -> torch.Tensor:
         """Return memory for the message."""
         if len(self.boxes) == 1:
-            return host_memory.empty(self.boxes[0].shape, self.boxes[0].dtype, device)
-        return host_memory.empty((self.nbytes,), torch.uint8, device)
+            return host_memory.allocate(self.boxes[0].shape, self.boxes[0].dtype, device)
+        return host_memory.allocate((self.nbytes,), torch.uint8, device)
 
     def views(self, message: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield every box's place in the message."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from dtckpt.comm import host_memory
-from dtckpt.comm.collectives import Native, Work, average
+from dtckpt.comm.collectives import NativeCollectives, Work, average
 from dtckpt.redistribution.exchange import Change, Memory, validate_reduction
 from dtckpt.redistribution.exchange_plan import kind_of, reduced_axes, term_of
 from dtckpt.redistribution.messages import Components, plain
@@ -81,7 +81,9 @@ class NativeHop:
         # Which piece of the dim each member, by client, has.
         pieces = sorted(line, key=lambda device: term_of(change.source, found.axes, device))
         self._order = [pieces.index(device) for device in members]
-        self._collectives = Native([mesh.client_of(device) for device in members], change.client, change.device)
+        self._collectives = NativeCollectives(
+            [mesh.client_of(device) for device in members], change.client, change.device
+        )
         partial = change.source.partial
         ops = [partial[axis] for axis in found.axes if axis in partial]
         self._reduce_op = kind_of(ops[0]) if ops else ""
@@ -98,10 +100,10 @@ class NativeHop:
         region = self._change.target.region(self._device, self._change.shape)
         kind, dim = self._found.kind, self._found.dim
         if kind == ALL_REDUCE:
-            made = host_memory.copied(component)
+            made = host_memory.detached_clone(component)
             work = self._collectives.all_reduce(made, self._reduce_op)
             return NativeTransfer(self._device, made, work, self._divisor)
-        made = host_memory.empty(region.shape, component.dtype, component.device)
+        made = host_memory.allocate(region.shape, component.dtype, component.device)
         if kind == REDUCE_SCATTER:
             chunks = component.chunk(len(self._order), dim)
             terms = [chunks[piece].contiguous() for piece in self._order]

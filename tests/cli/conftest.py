@@ -70,11 +70,11 @@ VALUES = {"step": 7, "lr": 1e-3, "limit": float("inf"), "raw": b"\0x", "note": "
 @pytest.fixture(scope="session")
 def tensors():
     """The tensors of the source checkpoint, whole, by name."""
-    found = {name: tensor_of(name, shape, dtype) for name, (shape, dtype, _) in SHAPES.items()}
+    random = {name: tensor_of(name, shape, dtype) for name, (shape, dtype, _) in SHAPES.items()}
     # Rounded below, and a NaN may be rounded to another one.
     return {
         name: torch.nan_to_num(tensor) if tensor.dtype in (torch.float32, torch.float64) else tensor
-        for name, tensor in found.items()
+        for name, tensor in random.items()
     }
 
 

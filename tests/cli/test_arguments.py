@@ -4,7 +4,7 @@ from dtckpt.cli import arguments, commands
 from dtckpt.cli.arguments import LayoutRule, layout_text, parse_dtype, parse_mesh, parse_size, read_rules
 from dtckpt.errors import ConfigError, LayoutError, MeshError
 from dtckpt.format.manifest import KVSTORES
-from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.create_mesh import abstract_mesh
 
 MESH = abstract_mesh({"x": 2, "y": 2})
 

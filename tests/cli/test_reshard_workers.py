@@ -179,21 +179,21 @@ def test_object_stores_are_refused(source):
 _CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "fcntl.flock")
 
 
-def dying(source, target, index, kvstore, at, pipe):
-    """Work, and be killed before the change number ``at`` of a file; say how many there were."""
-    seen = 0
+def reshard_until_killed(source, target, index, kvstore, at, pipe):
+    """Reshard, and kill this process before file change number ``at``; send the number of changes at the end."""
+    num_changes = 0
 
     def watch(event, args):
-        nonlocal seen
+        nonlocal num_changes
         is_write = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
         if event in _CHANGES or is_write:
-            if seen == at:
+            if num_changes == at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            seen += 1
+            num_changes += 1
 
     sys.addaudithook(watch)
     work(source, target, index, kvstore=kvstore, overwrite=True)
-    pipe.send(seen)
+    pipe.send(num_changes)
 
 
 @pytest.mark.processes
@@ -214,7 +214,9 @@ def test_the_last_worker_is_killed_at_any_time(source, tmp_path, tensors, kvstor
         shutil.copytree(begun, root)
         target = root / "new"
         ours, theirs = context.Pipe()
-        process = context.Process(target=dying, args=(source, target, NUM_WORKERS - 1, kvstore, at, theirs))
+        process = context.Process(
+            target=reshard_until_killed, args=(source, target, NUM_WORKERS - 1, kvstore, at, theirs)
+        )
         process.start()
         theirs.close()
         process.join(60)
@@ -236,8 +238,8 @@ def test_the_last_worker_is_killed_at_any_time(source, tmp_path, tensors, kvstor
 
 
 def is_old_or_new(target, tensors):
-    with dtckpt.open_checkpoint(target) as found:
-        is_old = not found.tensors
+    with dtckpt.open_checkpoint(target) as checkpoint:
+        is_old = not checkpoint.tensors
     return is_old or is_new(target, tensors)
 
 

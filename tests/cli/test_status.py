@@ -170,12 +170,12 @@ def test_watching_goes_on_while_the_coordinator_is_gone():
         where = f"127.0.0.1:{first.port}"
         command = [*COMMAND, "--coordinator", where, "--watch", "--json", "--interval", "0.1", "--timeout", "0.3"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            seen = (json.loads(line) for line in process.stdout)
-            assert next(seen)["event"] == "status"
+            events = (json.loads(line) for line in process.stdout)
+            assert next(events)["event"] == "status"
             first.kill()
-            assert "cannot be reached" in next(event for event in seen if event["event"] == "unreachable")["message"]
+            assert "cannot be reached" in next(event for event in events if event["event"] == "unreachable")["message"]
             with server_process(port=first.port):
-                assert next(event for event in seen if event["event"] == "status")["coordinator"] == where
+                assert next(event for event in events if event["event"] == "status")["coordinator"] == where
                 process.send_signal(signal.SIGINT)
                 assert process.wait(30) == 130
                 assert process.stderr.read() == ""

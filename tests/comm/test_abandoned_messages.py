@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from dtckpt.comm.collectives import Pending
+from dtckpt.comm.collectives import PendingWork
 from dtckpt.comm.same_host import EAGER_NBYTES, ProgressEngine, read_memory
 from dtckpt.errors import CoordinationError
 from dtckpt.redistribution.execute import Redistribution
@@ -23,7 +23,7 @@ def ends():
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     yield [engines[own].connect(pair[own], 1 - own, os.getpid()) for own in range(2)]
     for engine in engines:
-        engine.end()
+        engine.close()
 
 
 def bytes_of(value, nbytes):
@@ -32,11 +32,11 @@ def bytes_of(value, nbytes):
 
 def test_what_is_given_up_passes_for_no_message(ends):
     """The sender's tensor has changed by the time the receiver comes to it."""
-    memory, room = bytes_of(1, LARGE), bytes_of(0, LARGE)
+    memory, buffer = bytes_of(1, LARGE), bytes_of(0, LARGE)
     sent = ends[0].send(memory, TAG)
     sent.abandon()
     memory.fill_(2)
-    received = ends[1].recv(room, TAG)
+    received = ends[1].recv(buffer, TAG)
     with pytest.raises(RuntimeError, match="client 0 has given up what it was sending"):
         received.wait()
     sent.wait()  # its end of the connection goes on
@@ -44,15 +44,15 @@ def test_what_is_given_up_passes_for_no_message(ends):
 
 @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
 def test_abandoned_memory_is_not_written_to(ends, nbytes):
-    room, after = bytes_of(0, nbytes), bytes_of(0, nbytes)
-    received = ends[1].recv(room, TAG)
+    buffer, after = bytes_of(0, nbytes), bytes_of(0, nbytes)
+    received = ends[1].recv(buffer, TAG)
     received.abandon()
     sends = [ends[0].send(bytes_of(value, nbytes), TAG) for value in (1, 2)]
     ends[1].recv(after, TAG).wait()
     assert received.is_done
     for sent in sends:
         sent.wait()
-    assert room.eq(0).all()
+    assert buffer.eq(0).all()
     assert after.eq(2).all()  # the messages after it keep their places
 
 
@@ -71,8 +71,8 @@ def test_memory_that_is_being_written_to_is_given_up_when_that_is_done(ends, mon
         assert go_on.wait(10)
         read_memory(*args)
 
-    room = bytes_of(0, LARGE)
-    received = ends[1].recv(room, TAG)
+    buffer = bytes_of(0, LARGE)
+    received = ends[1].recv(buffer, TAG)
     ends[0].send(bytes_of(1, LARGE), TAG)
     monkeypatch.setattr("dtckpt.comm.same_host.read_memory", slowly)
     threads = [threading.Thread(target=received.wait), threading.Thread(target=received.abandon)]
@@ -85,7 +85,7 @@ def test_memory_that_is_being_written_to_is_given_up_when_that_is_done(ends, mon
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
-    assert room.eq(1).all()
+    assert buffer.eq(1).all()
 
 
 class Failing:
@@ -128,7 +128,9 @@ def test_a_failure_abandons_all_transfers_of_a_redistribution(monkeypatch, is_st
 
 def test_a_failure_abandons_all_messages_of_the_call():
     calls = []
-    pending = Pending([], "exchange", (0, 1), receives=[Failing(), None], abandon=lambda: calls.append("abandoned"))
+    pending = PendingWork(
+        [], "exchange", (0, 1), receives=[Failing(), None], on_abandon=lambda: calls.append("abandoned")
+    )
     with pytest.raises(CoordinationError, match="the peer is gone"):
         pending.wait()
     assert calls
@@ -136,10 +138,10 @@ def test_a_failure_abandons_all_messages_of_the_call():
 
 def test_messages_that_nobody_waits_for_are_abandoned():
     calls = []
-    pending = Pending([Failing()], "exchange", (0, 1), abandon=lambda: calls.append("abandoned"))
+    pending = PendingWork([Failing()], "exchange", (0, 1), on_abandon=lambda: calls.append("abandoned"))
     del pending
     assert calls
-    done = Pending([], "exchange", (0, 1), abandon=lambda: calls.append("done"))
+    done = PendingWork([], "exchange", (0, 1), on_abandon=lambda: calls.append("done"))
     done.wait()
     del done
     assert "done" not in calls

@@ -5,7 +5,7 @@ import torch
 from support import collectives_cases
 from support.states import NCCL, needs_cards
 
-from dtckpt.comm.collectives import Native, Pairwise, collectives_of
+from dtckpt.comm.collectives import NativeCollectives, PairwiseCollectives, collectives_of
 
 IMPLEMENTATIONS = [
     pytest.param(None, 1, None, id="pairwise alone"),
@@ -29,12 +29,12 @@ IMPLEMENTATIONS = [
 def test_contract(pool, native, clients, members):
     backend = NCCL if native == "cuda" else "gloo"
     answers = pool.values(collectives_cases.run, native, members, clients=clients, group=True, backend=backend)
-    wrong = [{name: wrong for name, (wrong, _) in found.items() if wrong} for found in answers]
+    wrong = [{name: wrong for name, (wrong, _) in results.items() if wrong} for results in answers]
     assert wrong == [{}] * clients
-    taking_part = [found for found in answers if found]
-    assert len(taking_part) == len(members or range(clients))
-    for name in collectives_cases.ALIKE:
-        assert len({tuple(found[name][1]) for found in taking_part}) == 1, f"{name}: members have different bits"
+    participants = [results for results in answers if results]
+    assert len(participants) == len(members or range(clients))
+    for name in collectives_cases.EQUAL_BITS:
+        assert len({tuple(results[name][1]) for results in participants}) == 1, f"{name}: members have different bits"
 
 
 @pytest.mark.processes
@@ -46,19 +46,19 @@ def test_gathering_objects_says_so_when_a_client_is_gone(pool):
 
 @pytest.mark.processes
 def test_clients_that_cannot_be_connected_are_named(pool):
-    answers = pool.run(collectives_cases.connect_in_vain, clients=2, group=True)
+    answers = pool.run(collectives_cases.fail_to_connect, clients=2, group=True)
     assert {answer.error for answer in answers} == {"CoordinationError"}
     assert all("connecting clients 0, 1 on cpu failed: no route" in answer.text for answer in answers)
 
 
 def test_alone_pairwise_needs_no_process_group():
     for check, function in collectives_cases.CHECKS.items():
-        bench = collectives_cases.Bench(Pairwise([0], 0), 0, torch.device("cpu"))
+        bench = collectives_cases.Bench(PairwiseCollectives([0], 0), 0, torch.device("cpu"))
         function(bench)
         assert bench.wrong == [], check
 
 
 def test_host_memory_is_served_by_messages_and_cards_by_the_library():
-    assert type(collectives_of([2, 0], 0, torch.device("cpu"))) is Pairwise
-    assert type(collectives_of([2, 0], 0, torch.device("cuda", 0))) is Native
+    assert type(collectives_of([2, 0], 0, torch.device("cpu"))) is PairwiseCollectives
+    assert type(collectives_of([2, 0], 0, torch.device("cuda", 0))) is NativeCollectives
     assert collectives_of([2, 0], 0, torch.device("cpu")).members == (0, 2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dtckpt.comm import cuda_streams
-from dtckpt.comm.cuda_streams import Beside
+from dtckpt.comm.cuda_streams import SideStreams
 from dtckpt.redistribution import execute
 
 HOST = torch.device("cpu")
@@ -32,42 +32,42 @@ class Stream:
 @pytest.fixture
 def log(monkeypatch):
     """What happens to the streams; `torch.cuda.current_stream` is called `current`, the one beside it `side`."""
-    found = []
-    monkeypatch.setattr(cuda_streams, "_stream", lambda _: Stream("side", found))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("current", found))
+    lines = []
+    monkeypatch.setattr(cuda_streams, "_stream", lambda _: Stream("side", lines))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("current", lines))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    return found
+    return lines
 
 
 def tensor(name, log):
-    made = torch.empty(1)
-    made.record_stream = lambda stream: log.append(f"{name} is kept for {stream.name}")
-    return made
+    tensor = torch.empty(1)
+    tensor.record_stream = lambda stream: log.append(f"{name} is kept for {stream.name}")
+    return tensor
 
 
 def test_work_is_ordered_and_memory_kept(log):
-    beside = Beside([HOST, HOST])
+    streams = SideStreams([HOST, HOST])
 
     def work():
         log.append("work")
         return [tensor("result", log)]
 
-    beside.run(work, [tensor("input", log)])
+    streams.run(work, [tensor("input", log)])
     assert log == ["side waits for current", "input is kept for side", "work"]
 
 
 def test_results_are_kept_for_the_stream_that_waits(log, monkeypatch):
-    beside = Beside([HOST])
-    beside.run(lambda: [tensor("result", log)], [])
+    streams = SideStreams([HOST])
+    streams.run(lambda: [tensor("result", log)], [])
     log.clear()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("another", log))
-    beside.wait()
+    streams.wait()
     assert log == ["another waits for the end of side", "result is kept for another"]
 
 
 def test_inputs_are_kept_though_the_work_fails(log):
     with pytest.raises(ZeroDivisionError):
-        Beside([HOST]).run(lambda: 1 / 0, [tensor("input", log)])
+        SideStreams([HOST]).run(lambda: 1 / 0, [tensor("input", log)])
     assert log[-1] == "input is kept for side"
 
 
@@ -75,15 +75,15 @@ def test_tensors_on_the_host_may_come_with_those_on_cards(monkeypatch):
     devices = []
 
     class Unused:
-        def __init__(self, given):
-            devices.extend(given)
+        def __init__(self, cards):
+            devices.extend(cards)
 
         def run(self, *_): ...
 
     class OnCard:
         device = torch.device("cuda", 1)
 
-    monkeypatch.setattr(execute, "Beside", Unused)
+    monkeypatch.setattr(execute, "SideStreams", Unused)
     execute.redistribute([], [{0: torch.empty(1)}, {0: OnCard()}, {0: OnCard()}], is_async=True)
     assert devices == [torch.device("cuda", 1)]
 

@@ -27,7 +27,7 @@ def _flags_at(address):
 def test_large_memory_lies_in_huge_pages():
     if not (_SMAPS.exists() and _HUGE_PAGES.exists() and host_memory._madvise()):
         pytest.skip("this kernel has no huge pages to lend, or does not say where they are")
-    large = host_memory.empty((host_memory.LEAST_NBYTES,), torch.uint8)
+    large = host_memory.allocate((host_memory.HUGE_PAGE_MIN_NBYTES,), torch.uint8)
     assert "hg" in _flags_at(large.data_ptr() + large.nbytes // 2)
 
 
@@ -36,26 +36,26 @@ def test_large_memory_lies_in_huge_pages():
 def test_a_copy_is_contiguous_and_its_own(shape, dtype):
     source = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
     source = source.permute(list(reversed(range(source.ndim)))).requires_grad_(dtype.is_floating_point)
-    made = host_memory.copied(source)
-    assert made.is_contiguous()
-    assert not made.requires_grad
-    assert made.dtype == dtype
-    torch.testing.assert_close(made, source.detach())
-    if made.numel():
-        assert made.data_ptr() != source.data_ptr()
+    copy = host_memory.detached_clone(source)
+    assert copy.is_contiguous()
+    assert not copy.requires_grad
+    assert copy.dtype == dtype
+    torch.testing.assert_close(copy, source.detach())
+    if copy.numel():
+        assert copy.data_ptr() != source.data_ptr()
 
 
 def test_a_copy_of_what_is_sparse_is_sparse():
     source = torch.eye(3).to_sparse()
-    made = host_memory.copied(source)
-    assert made.layout is torch.sparse_coo
-    assert made.coalesce().values().data_ptr() != source.coalesce().values().data_ptr()
-    torch.testing.assert_close(made.to_dense(), torch.eye(3))
+    copy = host_memory.detached_clone(source)
+    assert copy.layout is torch.sparse_coo
+    assert copy.coalesce().values().data_ptr() != source.coalesce().values().data_ptr()
+    torch.testing.assert_close(copy.to_dense(), torch.eye(3))
 
 
 def test_what_has_no_memory_is_made_alike():
-    assert host_memory.empty((1 << 23,), torch.float32, "meta").is_meta
-    sizes = [host_memory.empty((length,), torch.uint8).nbytes for length in itertools.accumulate([1 << 22, 1, 4095])]
+    assert host_memory.allocate((1 << 23,), torch.float32, "meta").is_meta
+    sizes = [host_memory.allocate((length,), torch.uint8).nbytes for length in itertools.accumulate([1 << 22, 1, 4095])]
     assert sizes == [1 << 22, (1 << 22) + 1, (1 << 22) + 4096]
 
 

@@ -1,4 +1,4 @@
-"""How clients reach each other: past the network if they can, through Gloo if anything stands in the way."""
+"""Choice of transport between clients: the same-host transport, or Gloo if anything stands in the way."""
 
 import pytest
 from support import point_to_point_cases
@@ -8,27 +8,27 @@ pytestmark = pytest.mark.processes
 
 @pytest.mark.parametrize("obstacle", point_to_point_cases.OBSTACLES)
 def test_both_sides_choose_the_same_way(pool, obstacle):
-    found = pool.values(point_to_point_cases.meet, obstacle, clients=3, group=True)
-    assert all(is_right for _, is_right in found)
+    results = pool.values(point_to_point_cases.exchange_twice, obstacle, clients=3, group=True)
+    assert all(is_right for _, is_right in results)
     hindered = point_to_point_cases.OBSTACLES[obstacle].keys()
-    for client, (carriers, _) in enumerate(found):
+    for client, (transports, _) in enumerate(results):
         others = {0, 1, 2} - {client}
         expected = {"gloo" if {client, other} & hindered else "host" for other in others}
-        assert carriers == expected, client
+        assert transports == expected, client
 
 
 def test_the_environment_can_turn_it_off(pool):
-    found = pool.values(point_to_point_cases.turned_off, clients=2, group=True)
-    assert found == [({"gloo"}, True)] * 2
+    results = pool.values(point_to_point_cases.turned_off, clients=2, group=True)
+    assert results == [({"gloo"}, True)] * 2
 
 
 def test_clients_meet_before_they_wait_for_messages(pool):
     """Else one waits for another that waits for its message, where clients send in different waves."""
-    assert pool.values(point_to_point_cases.cut_differently, clients=6, group=True) == [True] * 6
+    assert pool.values(point_to_point_cases.cut_into_different_waves, clients=6, group=True) == [True] * 6
 
 
 def test_others_do_not_wait_for_a_client_that_has_not_looked_at_its_result(pool):
-    assert pool.values(point_to_point_cases.block_before_use, clients=3, group=True) == [True] * 3
+    assert pool.values(point_to_point_cases.wait_late, clients=3, group=True) == [True] * 3
 
 
 @pytest.mark.parametrize("is_large", [False, True], ids=["eager", "rendezvous"])
@@ -42,7 +42,7 @@ def test_a_client_that_is_killed_is_missed_at_once(pool, is_large):
 
 def test_connections_end_with_their_process_group(pool):
     for _ in range(3):
-        assert pool.values(point_to_point_cases.num_left, clients=3, group=True) == [(0, {"host"})] * 3
+        assert pool.values(point_to_point_cases.count_connections, clients=3, group=True) == [(0, {"host"})] * 3
 
 
 def test_a_process_that_was_forked_from_a_client_does_not_stand_in_for_it(pool):

@@ -27,10 +27,10 @@ def meet(store, restarts, topic="t"):
     """Let clients meet, each in a thread; return the attempt and the keys' prefix of each."""
     with ThreadPoolExecutor(len(restarts)) as threads:
         clients = [config(client, len(restarts), count) for client, count in enumerate(restarts)]
-        found = list(threads.map(lambda each: rendezvous.meet(store, topic, each, SOON), clients))
-    found[0][0].set("key", "value")
-    assert all(own.get("key") == b"value" for own, _ in found), "clients of one attempt share its keys"
-    return [attempt for _, attempt in found]
+        outcomes = list(threads.map(lambda each: rendezvous.agree_on_attempt(store, topic, each, SOON), clients))
+    outcomes[0][0].set("key", "value")
+    assert all(own.get("key") == b"value" for own, _ in outcomes), "clients of one attempt share its keys"
+    return [attempt for _, attempt in outcomes]
 
 
 def test_each_attempt_has_keys_of_its_own_and_a_higher_number():
@@ -45,16 +45,18 @@ def test_each_attempt_has_keys_of_its_own_and_a_higher_number():
 def test_a_leader_that_was_killed_is_replaced():
     store = dist.HashStore()
     with pytest.raises(errors.BarrierTimeoutError, match=r"clients 1, 2 did not come within 0\.05 s") as caught:
-        rendezvous.meet(store, "t", config(0, 3), timedelta(seconds=0.05))
+        rendezvous.agree_on_attempt(store, "t", config(0, 3), timedelta(seconds=0.05))
     assert caught.value.missing == [1, 2]
     old = store.get("dtckpt/t/leader").decode()
     with ThreadPoolExecutor(2) as threads:
-        others = [threads.submit(rendezvous.meet, store, "t", config(client, 3, 1), SOON) for client in (1, 2)]
+        others = [
+            threads.submit(rendezvous.agree_on_attempt, store, "t", config(client, 3, 1), SOON) for client in (1, 2)
+        ]
         wait_until(lambda: store.check([f"dtckpt/t/joined/{old}/{client}" for client in (1, 2)]))
-        assert rendezvous.meet(store, "t", config(0, 3, 1), SOON)[1] == 1
+        assert rendezvous.agree_on_attempt(store, "t", config(0, 3, 1), SOON)[1] == 1
         assert [other.result()[1] for other in others] == [1, 1]
     with pytest.raises(errors.BarrierTimeoutError, match="clients 0 did not come"):
-        rendezvous.meet(store, "t", config(1, 3), timedelta(seconds=0.05))
+        rendezvous.agree_on_attempt(store, "t", config(1, 3), timedelta(seconds=0.05))
 
 
 def test_meeting_again_is_another_meeting():
@@ -63,7 +65,7 @@ def test_meeting_again_is_another_meeting():
     with ThreadPoolExecutor(2) as threads:
 
         def twice(client):
-            return [rendezvous.meet(store, "t", config(client, 2), SOON)[1] for _ in range(20)]
+            return [rendezvous.agree_on_attempt(store, "t", config(client, 2), SOON)[1] for _ in range(20)]
 
         assert list(threads.map(twice, range(2))) == [list(range(20))] * 2
 
@@ -136,4 +138,4 @@ def test_a_process_group_that_cannot_be_connected_names_the_cure(port, monkeypat
 
     monkeypatch.setattr(process_groups._c10d, "_new_process_group_helper", fail)
     with pytest.raises(errors.CoordinationError, match=r"clients 0 failed: Gloo .*; call dtckpt.init_process_group"):
-        process_groups.group_of([0], override=("gloo", Options()))
+        process_groups.process_group_of([0], override=("gloo", Options()))

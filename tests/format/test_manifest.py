@@ -13,7 +13,7 @@ from dtckpt.format.digest import bytes_digest
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.manifest import FORMAT_VERSION, ArrayEntry, ArrayKind, Manifest, PhaseCost
 from dtckpt.format.names import array_paths
-from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.layout import Layout
 
 

@@ -6,6 +6,7 @@ import pytest
 from dtckpt.config import Config
 from dtckpt.errors import ConfigError, ConfigTypeError, MeshError, MeshTypeError
 from dtckpt.layout import clients
+from dtckpt.layout.create_mesh import abstract_mesh, create_distributed_mesh, create_mesh
 from dtckpt.layout.mesh import Mesh
 
 
@@ -119,7 +120,7 @@ def test_one_mesh_over_cards_of_all_clients(environment, cards):
     meshes = []
     for rank in range(4):
         environment(torchrun(rank, 4, rank % 2, 2))
-        meshes.append(clients.create_distributed_mesh({"dp": 2, "tp": 2}, device_type="GPU"))
+        meshes.append(create_distributed_mesh({"dp": 2, "tp": 2}, device_type="GPU"))
     assert len(set(meshes)) == 1
     assert [mesh.local_devices() for mesh in meshes] == [
         [f"/job:worker/replica:0/task:{rank}/device:GPU:{rank % 2}"] for rank in range(4)
@@ -130,7 +131,7 @@ def test_one_mesh_over_cards_of_all_clients(environment, cards):
 
 def test_distributed_mesh_of_given_devices(environment):
     environment(torchrun(1, 2))
-    mesh = clients.create_distributed_mesh([("x", 4)], local_devices=["CPU:3", "CPU:5"])
+    mesh = create_distributed_mesh([("x", 4)], local_devices=["CPU:3", "CPU:5"])
     assert mesh.local_device_ids() == [2, 3]
     assert mesh.local_devices() == [f"/job:worker/replica:0/task:1/device:CPU:{index}" for index in (3, 5)]
     assert mesh.clients == (0, 1)
@@ -139,29 +140,29 @@ def test_distributed_mesh_of_given_devices(environment):
 def test_create_mesh_in_one_of_several_clients(environment):
     environment(torchrun(1, 2))
     with clients.virtual_devices(CPU=2):
-        assert clients.create_mesh().client_of(0) == 1
-        assert clients.create_mesh({"x": -1}, devices=["CPU:1"]).client_of(0) == 1
+        assert create_mesh().client_of(0) == 1
+        assert create_mesh({"x": -1}, devices=["CPU:1"]).client_of(0) == 1
 
 
 def test_abstract_mesh():
-    mesh = clients.abstract_mesh({"data": 2, "model": 4}, "target")
+    mesh = abstract_mesh({"data": 2, "model": 4}, "target")
     assert (mesh.shape, mesh.name, mesh.num_local_devices(), mesh.clients) == ((2, 4), "target", 8, (0,))
     with clients.virtual_devices(CPU=8):
-        assert clients.create_mesh({"data": 2, "model": 4}, "target") == mesh
+        assert create_mesh({"data": 2, "model": 4}, "target") == mesh
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: clients.create_mesh({"x": 3}),
-        lambda: clients.create_mesh({}),
-        lambda: clients.create_mesh({"x": 1}, devices=["CPU:0"], device_type="GPU"),
-        lambda: clients.create_mesh({"x": 2}, devices=["CPU:0", "GPU:0"]),
-        lambda: clients.create_distributed_mesh({"x": -1}),
-        lambda: clients.create_distributed_mesh({"x": 2}),
-        lambda: clients.create_mesh(device_type="TPU"),
-        lambda: clients.abstract_mesh({"x": 0}),
-        lambda: clients.abstract_mesh({}),
+        lambda: create_mesh({"x": 3}),
+        lambda: create_mesh({}),
+        lambda: create_mesh({"x": 1}, devices=["CPU:0"], device_type="GPU"),
+        lambda: create_mesh({"x": 2}, devices=["CPU:0", "GPU:0"]),
+        lambda: create_distributed_mesh({"x": -1}),
+        lambda: create_distributed_mesh({"x": 2}),
+        lambda: create_mesh(device_type="TPU"),
+        lambda: abstract_mesh({"x": 0}),
+        lambda: abstract_mesh({}),
     ],
 )
 def test_refusals(call):
@@ -172,26 +173,26 @@ def test_refusals(call):
 @pytest.mark.parametrize("dims", [None, 3, ["x"], [("x", "2")], "xy"])
 def test_axes_of_wrong_types(dims):
     with pytest.raises(MeshTypeError, match=r"got axes .*expected"):
-        clients.create_distributed_mesh(dims)
+        create_distributed_mesh(dims)
 
 
 def test_repeated_axis():
     with pytest.raises(MeshError, match="expected each name once"):
-        clients.create_mesh([("x", 1), ("x", 1)])
+        create_mesh([("x", 1), ("x", 1)])
 
 
 def test_text_of_a_mesh_that_another_client_reads(environment):
     environment(torchrun(0, 2))
-    text = clients.create_distributed_mesh({"x": 2}).to_string()
+    text = create_distributed_mesh({"x": 2}).to_string()
     environment(torchrun(1, 2))
-    assert Mesh.from_string(text) == clients.create_distributed_mesh({"x": 2})
+    assert Mesh.from_string(text) == create_distributed_mesh({"x": 2})
 
 
-def test_vocabulary_does_not_import_torch():
+def test_layout_does_not_import_torch():
     code = (
-        "import sys, dtckpt.layout.clients, dtckpt.layout.text_format, dtckpt.layout.region\n"
+        "import sys, dtckpt.layout.create_mesh, dtckpt.layout.text_format, dtckpt.layout.region\n"
         "heavy = {'torch', 'tensorstore', 'grpc'} & sys.modules.keys()\n"
-        "dtckpt.layout.clients.create_mesh({'x': 1}).to_string()\n"
+        "dtckpt.layout.create_mesh.create_mesh({'x': 1}).to_string()\n"
         "sys.exit(f'imported {heavy}' if heavy or 'torch' in sys.modules else 0)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -6,7 +6,7 @@ import torch
 
 from dtckpt.errors import CoordinationError, MeshError, MeshTypeError
 from dtckpt.layout import device_mesh
-from dtckpt.layout.clients import create_distributed_mesh
+from dtckpt.layout.create_mesh import create_distributed_mesh
 from dtckpt.layout.device_mesh import DeviceMesh, init_device_mesh
 from dtckpt.layout.mesh import Mesh
 
@@ -27,25 +27,25 @@ RANKS = [[4, 1, 0], [2, 3, 7]]
 
 
 @pytest.mark.parametrize(
-    "given",
+    "mesh",
     [RANKS, tuple(map(tuple, RANKS)), np.array(RANKS, np.int32), torch.tensor(RANKS), torch.tensor(RANKS).byte()],
 )
-def test_ranks_are_given_in_many_ways(world, given):
+def test_ranks_may_be_sequences_arrays_or_tensors(world, mesh):
     world(8, 2)
-    mesh = DeviceMesh("cpu", given, mesh_dim_names=("a", "b"))
+    mesh = DeviceMesh("cpu", mesh, mesh_dim_names=("a", "b"))
     assert (mesh.mesh.tolist(), mesh.shape, mesh.mesh_dim_names) == (RANKS, (2, 3), ("a", "b"))
     assert (mesh.get_coordinate(), mesh.get_rank(), mesh.get_local_rank("a")) == ((1, 0), 2, 1)
     assert mesh.device_type == "cpu"
 
 
 def test_every_client_makes_the_same_mesh(world):
-    made = []
+    meshes = []
     for rank in range(8):
         world(8, rank)
-        made.append(DeviceMesh("cpu", RANKS))
-        assert (made[-1].get_coordinate() is None) == (rank in (5, 6))
-    assert len(set(made)) == 1
-    assert made[0].mesh_dim_names == ("dim_0", "dim_1")
+        meshes.append(DeviceMesh("cpu", RANKS))
+        assert (meshes[-1].get_coordinate() is None) == (rank in (5, 6))
+    assert len(set(meshes)) == 1
+    assert meshes[0].mesh_dim_names == ("dim_0", "dim_1")
 
 
 def test_the_same_devices_make_the_same_mesh(world):

@@ -3,6 +3,7 @@
 import pytest
 
 from dtckpt.layout import clients
+from dtckpt.layout.create_mesh import create_mesh
 
 from .golden import GOLDEN
 
@@ -39,7 +40,7 @@ def test_config(vector, environment):
 @pytest.mark.parametrize("vector", GOLDEN["create_mesh"], ids=lambda v: str(v["args"]))
 def test_create_mesh(vector):
     with clients.virtual_devices(CPU=vector["cpu_logical_devices"]):
-        mesh = clients.create_mesh(**vector["args"])
+        mesh = create_mesh(**vector["args"])
     assert mesh.to_string() == vector["to_string"]
     assert mesh.as_proto().SerializeToString(deterministic=True).hex() == vector["proto_hex"]
 

@@ -6,6 +6,7 @@ import pytest
 from dtckpt._proto import layout_pb2
 from dtckpt.errors import DtckptError, LayoutError, MeshError
 from dtckpt.layout import clients
+from dtckpt.layout.create_mesh import abstract_mesh, create_distributed_mesh, create_mesh
 from dtckpt.layout.layout import MATCH, Layout
 from dtckpt.layout.mesh import Mesh
 
@@ -13,7 +14,7 @@ from .golden import GOLDEN
 
 CPUS = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(4)]
 GPU = "/job:localhost/replica:0/task:0/device:GPU:0"
-MESH = clients.abstract_mesh({"x": 2, "y": 2})
+MESH = abstract_mesh({"x": 2, "y": 2})
 SINGLE = Mesh.from_device(CPUS[0])
 TEXT = f"|x=2|0,1|0,1|{CPUS[0]},{CPUS[1]}"
 
@@ -73,10 +74,10 @@ REFUSED = {
         Mesh([], np.array(0), [0], CPUS[:1]).to_string()
     ),
     ("Mesh.from_proto", "bytes instead of message"): lambda: Mesh.from_proto(MESH.as_proto().SerializeToString()),
-    ("create_mesh", "2-D with -1"): lambda: clients.create_mesh({"x": 1, "y": -1}),
-    ("create_mesh", "devices=[]"): lambda: clients.create_mesh({"x": 1}, devices=[]),
-    ("create_mesh", "GPU type with no GPU"): lambda: without_gpus(lambda: clients.create_mesh(device_type="GPU")),
-    ("create_mesh", "use_xla_spmd on CPU"): lambda: clients.create_mesh({"x": 1}, use_xla_spmd=True),
+    ("create_mesh", "2-D with -1"): lambda: create_mesh({"x": 1, "y": -1}),
+    ("create_mesh", "devices=[]"): lambda: create_mesh({"x": 1}, devices=[]),
+    ("create_mesh", "GPU type with no GPU"): lambda: without_gpus(lambda: create_mesh(device_type="GPU")),
+    ("create_mesh", "use_xla_spmd on CPU"): lambda: create_mesh({"x": 1}, use_xla_spmd=True),
     ("local_devices", "unknown type"): lambda: clients.local_devices("QPU"),
     ("client_id", "DTENSOR_CLIENT_ID=1, local mode"): with_environment({"DTENSOR_CLIENT_ID": "1"}, clients.client_id),
     ("client_id", "DTENSOR_CLIENT_ID=abc"): with_environment({"DTENSOR_CLIENT_ID": "abc"}, clients.client_id),
@@ -104,7 +105,7 @@ REFUSED = {
     ("Layout.from_proto", "STATIC with empty mesh"): lambda: Layout.from_proto(layout_proto()),
     ("Layout.from_proto", "unknown dim"): lambda: Layout.from_proto(layout_proto(mesh_config=MESH.as_proto())),
     ("create_distributed_mesh", "2 clients x 2 devices, dims x=3"): with_environment(
-        TWO_CLIENTS, lambda: clients.create_distributed_mesh({"x": 3})
+        TWO_CLIENTS, lambda: create_distributed_mesh({"x": 3})
     ),
 }
 
@@ -164,7 +165,7 @@ def refusal():
 
 
 def sharded():
-    return Layout(["x", "unsharded", "y"], clients.abstract_mesh({"x": 2, "y": 3}))
+    return Layout(["x", "unsharded", "y"], abstract_mesh({"x": 2, "y": 3}))
 
 
 ACCEPTED = {

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from dtckpt.errors import LayoutError
-from dtckpt.layout.clients import abstract_mesh, create_distributed_mesh, create_mesh, virtual_devices
+from dtckpt.layout.clients import virtual_devices
+from dtckpt.layout.create_mesh import abstract_mesh, create_distributed_mesh, create_mesh
 from dtckpt.layout.layout import MATCH, Layout, LayoutType
 from dtckpt.layout.mesh import Mesh
 
@@ -170,8 +171,8 @@ def test_clients_of_one_cluster(case, environment):
         assert [list(shard) for shard in layout.offset_to_shard()] == vector["offset_to_shard"]
         shape = vector["global_shape"]
         whole = np.arange(np.prod(shape)).reshape(shape)
-        held = [whole[layout.region(device, shape).slices()].tolist() for device in mesh.local_device_ids()]
-        assert held == vector["local_components"]
+        components = [whole[layout.region(device, shape).slices()].tolist() for device in mesh.local_device_ids()]
+        assert components == vector["local_components"]
 
 
 def test_meshes_of_clients_are_equal():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.strategies import layouts
 
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
-from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.placement import Partial, Replicate, Shard, _StridedShard
 from dtckpt.layout.region import Region
@@ -26,10 +26,10 @@ def chunks(indices, count):
 def indices_by_definition(layout, device, dim, size):
     place = dict(zip(layout.mesh.dim_names, layout.mesh.coordinate(device), strict=True))
     spec = layout.sharding_specs[dim]
-    held = range(size)
+    indices = range(size)
     for axis in () if spec == UNSHARDED else (spec,) if isinstance(spec, str) else spec:
-        held = chunks(held, layout.mesh.dim_size(axis))[place[axis]]
-    return held
+        indices = chunks(indices, layout.mesh.dim_size(axis))[place[axis]]
+    return indices
 
 
 @given(layouts(), st.data())
@@ -38,8 +38,8 @@ def test_regions_are_nested_chunks(layout, data):
     for device in layout.mesh.device_ids:
         region = layout.region(device, shape)
         for dim, size in enumerate(shape):
-            held = indices_by_definition(layout, device, dim, size)
-            assert range(region.offset[dim], region.stop[dim]) == held or (not held and region.shape[dim] == 0)
+            indices = indices_by_definition(layout, device, dim, size)
+            assert range(region.offset[dim], region.stop[dim]) == indices or (not indices and region.shape[dim] == 0)
             assert layout.shards(dim, size)[layout.shard_index(device)[dim]] == (region.offset[dim], region.stop[dim])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dtckpt.errors import MeshError, MeshTypeError
-from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.device_names import DeviceSpec
 from dtckpt.layout.mesh import Mesh
 
@@ -52,11 +52,11 @@ def test_clients(client):
 
 
 def test_identity_leaves_out_who_looks():
-    seen = [client_mesh(client) for client in range(3)]
-    seen.append(client_mesh(1, global_devices=WORKERS))
-    seen.append(Mesh(["dp", "tp"], np.arange(6).reshape(3, 2), [], [], "job", WORKERS))
-    assert len(set(seen)) == 1
-    assert all(mesh == seen[0] for mesh in seen)
+    meshes = [client_mesh(client) for client in range(3)]
+    meshes.append(client_mesh(1, global_devices=WORKERS))
+    meshes.append(Mesh(["dp", "tp"], np.arange(6).reshape(3, 2), [], [], "job", WORKERS))
+    assert len(set(meshes)) == 1
+    assert all(mesh == meshes[0] for mesh in meshes)
     others = [
         Mesh(["dp", "tp"], np.arange(6).reshape(3, 2), [0, 1], WORKERS[:2]),
         Mesh(["dp", "sp"], np.arange(6).reshape(3, 2), [0, 1], WORKERS[:2], "job"),
@@ -64,8 +64,8 @@ def test_identity_leaves_out_who_looks():
         Mesh(["dp", "tp"], np.arange(1, 7).reshape(3, 2), [1, 2], WORKERS[:2], "job"),
         Mesh(["dp", "tp"], np.arange(6).reshape(3, 2), [1, 0], WORKERS[:2], "job"),
     ]
-    assert not set(others) & set(seen)
-    assert seen[0] != "a mesh"
+    assert not set(others) & set(meshes)
+    assert meshes[0] != "a mesh"
 
 
 def test_ids_may_start_anywhere():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtckpt.errors import MeshError, MeshTypeError
-from dtckpt.layout.clients import abstract_mesh, create_distributed_mesh
+from dtckpt.layout.create_mesh import abstract_mesh, create_distributed_mesh
 from dtckpt.layout.mesh import Mesh
 
 GRID = np.arange(8).reshape(2, 2, 2)
@@ -31,8 +31,8 @@ NAMES = ["dp", "cp", "tp"]
 )
 def test_the_slice_that_the_client_stands_in(seen_by, names, ranks):
     part = seen_by(5, GRID, NAMES, "job")[names]
-    wanted = [names] if isinstance(names, str) else list(names)
-    assert (part.dim_names, part.mesh.tolist(), part.name) == (wanted, ranks, "job")
+    expected_names = [names] if isinstance(names, str) else list(names)
+    assert (part.dim_names, part.mesh.tolist(), part.name) == (expected_names, ranks, "job")
     assert part.device_ids == tuple(range(part.size()))
     assert part.global_devices() == [f"/job:w/replica:0/task:{rank}/device:CPU:0" for rank in np.ravel(ranks)]
     assert part.local_devices() == ["/job:w/replica:0/task:5/device:CPU:0"]
@@ -51,13 +51,13 @@ def test_all_axes_in_mesh_order_are_the_mesh_itself(seen_by):
 def grids(draw):
     shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     owners = np.array(draw(st.permutations(range(math.prod(shape))))).reshape(shape)
-    kept = draw(st.permutations(range(len(shape))))[: draw(st.integers(1, len(shape)))]
-    return owners, kept
+    axes = draw(st.permutations(range(len(shape))))[: draw(st.integers(1, len(shape)))]
+    return owners, axes
 
 
 @given(grids())
 def test_slices_partition_the_mesh_and_are_equal_within(case):
-    owners, kept = case
+    owners, axes = case
     names = [f"a{axis}" for axis in range(owners.ndim)]
     devices = [f"/job:w/task:{owner}/device:CPU:0" for owner in owners.ravel()]
     slices = {}
@@ -65,11 +65,11 @@ def test_slices_partition_the_mesh_and_are_equal_within(case):
         mesh = Mesh(
             names, np.arange(owners.size).reshape(owners.shape), [index], devices[index : index + 1], "", devices
         )
-        part = mesh[[names[axis] for axis in kept]]
+        part = mesh[[names[axis] for axis in axes]]
         place = np.argwhere(owners == owner)[0]
-        assert part.get_coordinate() == tuple(place[axis] for axis in kept)
-        rest = tuple(slice(None) if axis in kept else place[axis] for axis in range(owners.ndim))
-        order = [sorted(kept).index(axis) for axis in kept]
+        assert part.get_coordinate() == tuple(place[axis] for axis in axes)
+        rest = tuple(slice(None) if axis in axes else place[axis] for axis in range(owners.ndim))
+        order = [sorted(axes).index(axis) for axis in axes]
         assert np.array_equal(part.mesh.numpy(), owners[rest].transpose(order))
         slices.setdefault(part, set()).add(owner)
     for part, owners_that_see_it in slices.items():

@@ -5,7 +5,7 @@ from support.strategies import layouts
 from dtckpt._proto import layout_pb2
 from dtckpt.errors import LayoutError
 from dtckpt.layout import text_format
-from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.states import axis_sizes, cluster_mesh
 
-from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region

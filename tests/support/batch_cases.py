@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Partial, Replicate, Shard, pack, relayout
-from dtckpt.comm.collectives import Pairwise
+from dtckpt.comm.collectives import PairwiseCollectives
 from dtckpt.comm.observers import Communication, observed_by
 from dtckpt.dtensor.autograd import redistribute_all
 from dtckpt.errors import LayoutError
@@ -168,14 +168,14 @@ def messages(number: int, size: int) -> tuple[list[tuple[int, int]], list[Commun
     wholes = [torch.arange(size * size, dtype=torch.float64).view(size, size) + n for n in range(number)]
     tensors = [_rows(whole, mesh) for whole in wholes]
     counts: list[tuple[int, int]] = []
-    exchange = Pairwise.exchange
+    exchange = PairwiseCollectives.exchange
 
-    def counted(self: Pairwise, sends: Any, receives: Any, *others: Any) -> Any:
+    def counted(self: PairwiseCollectives, sends: Any, receives: Any, *others: Any) -> Any:
         counts.append((len(sends), len(receives)))
         return exchange(self, sends, receives, *others)
 
     seen: list[Communication] = []
-    with mock.patch.object(Pairwise, "exchange", counted), observed_by(seen.append):
+    with mock.patch.object(PairwiseCollectives, "exchange", counted), observed_by(seen.append):
         moved = relayout(tensors, Layout([UNSHARDED, "a0"], mesh))
     wrong = [text for one, whole in zip(moved, wholes, strict=True) for text in states.differences(one, whole)]
     return counts, seen, wrong

@@ -255,6 +255,6 @@ def _tidy_up() -> None:
     from dtckpt.layout import clients
 
     shutdown_multi_client()
-    clients._configured.clear()
+    clients._virtual_devices.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,7 @@
-"""Programs on four ranks, written for PyTorch's `DeviceMesh`: each runs as it is, and with its imports changed."""
+"""Programs on four ranks for PyTorch's `DeviceMesh`, which also run with its imports replaced by ours.
+
+Each leaves its observations in the variable ``seen``; the test compares the two runs.
+"""
 
 SLICES = """
 import torch
@@ -42,7 +45,7 @@ seen = [
 ]
 """
 
-PART_OF_THE_WORLD = """
+SOME_RANKS = """
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -57,7 +60,7 @@ for mesh in (one, grid):
         seen.append((total.item(), mesh.get_local_rank(0), [group.size() for group in mesh.get_all_groups()]))
 """
 
-GROUPS_GIVEN = """
+FROM_GROUP = """
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -73,7 +76,7 @@ seen = [
 ]
 """
 
-CUTTING = """
+UNFLATTENING = """
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -166,16 +169,16 @@ seen = [
 PROGRAMS = {
     "slices": SLICES,
     "flattening": FLATTENING,
-    "part_of_the_world": PART_OF_THE_WORLD,
-    "groups_given": GROUPS_GIVEN,
-    "cutting": CUTTING,
+    "some_ranks": SOME_RANKS,
+    "from_group": FROM_GROUP,
+    "unflattening": UNFLATTENING,
     "backends": BACKENDS,
     "errors": ERRORS,
 }
 
 
 def run(name, module):
-    """Run a program that imports from another module; return what it has seen."""
+    """Run a program with `torch.distributed.device_mesh` replaced by another module; return its observations."""
     names = {}
     exec(PROGRAMS[name].replace("torch.distributed.device_mesh", module), names)
     return names["seen"]

@@ -1,4 +1,4 @@
-"""What clients do in `test_clients`."""
+"""Programs for the client processes of `test_mesh_clients`: process groups of meshes, and PyTorch's meshes."""
 
 import gc
 import os
@@ -19,13 +19,15 @@ def num_groups():
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def total(group):
+def sum_over(group):
+    """Return the sum of 10**rank over the members: a digit 1 per member."""
     tensor = torch.tensor([10 ** dist.get_rank()])
     dist.all_reduce(tensor, group=group)
     return tensor.item()
 
 
-def message(call):
+def error_of(call):
+    """Return class and message of the error that a call raises, None without one."""
     try:
         call()
     except DtckptError as error:
@@ -33,15 +35,15 @@ def message(call):
     return None
 
 
-def members_of_different_numbers_of_groups():
-    """Client 0 is in three groups before it meets client 3, which is in none."""
-    seen = []
+def members_with_different_numbers_of_groups():
+    """Client 0 makes three groups before the one with client 3, which has tensors none."""
+    sums = []
     for members in ([0, 1], [0, 2], [0, 1, 2], [3, 0]):
         if dist.get_rank() in members:
-            group = process_groups.group_of(members)
-            assert group is process_groups.group_of(reversed(members))
-            seen.append((total(group), dist.get_process_group_ranks(group)))
-    return seen
+            group = process_groups.process_group_of(members)
+            assert group is process_groups.process_group_of(reversed(members))
+            sums.append((sum_over(group), dist.get_process_group_ranks(group)))
+    return sums
 
 
 def groups_are_made_once():
@@ -57,27 +59,27 @@ def groups_are_made_once():
     return num_groups() - before
 
 
-def groups_end_with_the_world(token):
+def groups_end_with_the_default_group(token):
     gc.collect()
     # PyTorch's caches keep meshes of earlier cases, and these keep their groups.
-    before, worlds_before = len(process_groups._made), len(process_groups._times_made)
+    before, worlds_before = len(process_groups._groups), len(process_groups._generations)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    kept = mesh.get_group("dp")
-    first = total(mesh.get_group("tp"))
+    old_group = mesh.get_group("dp")
+    first = sum_over(mesh.get_group("tp"))
     dist.destroy_process_group()
     gc.collect()
-    left = len(process_groups._made) - before
-    refused = message(lambda: mesh.get_group("dp"))
+    num_left = len(process_groups._groups) - before
+    error = error_of(lambda: mesh.get_group("dp"))
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore(token, store), rank=mesh.get_rank(), world_size=4)
-    assert mesh.get_group("dp") is not kept
+    assert mesh.get_group("dp") is not old_group
     return (
         first,
-        left,
-        refused,
-        total(mesh.get_group("dp")),
-        total(mesh.get_group("tp")),
-        len(process_groups._times_made) - worlds_before,
+        num_left,
+        error,
+        sum_over(mesh.get_group("dp")),
+        sum_over(mesh.get_group("tp")),
+        len(process_groups._generations) - worlds_before,
     )
 
 
@@ -88,34 +90,39 @@ def a_group_that_was_destroyed_is_made_again():
     before = mesh.get_group("dp")
     dist.destroy_process_group(before)
     after = mesh.get_group("dp")
-    return before is after, total(after)
+    return before is after, sum_over(after)
 
 
-def outsiders():
+def clients_outside_the_mesh():
     mesh = DeviceMesh("cpu", [2, 0], mesh_dim_names=("dp",))
     facts = mesh.get_coordinate(), mesh.get_rank(), mesh.mesh.tolist()
     if mesh.get_coordinate() is None:
-        calls = mesh.get_group, mesh.get_all_groups, mesh.get_local_rank, lambda: process_groups.group_of([0, 2])
-        refusals = [message(call) for call in calls]
+        calls = (
+            mesh.get_group,
+            mesh.get_all_groups,
+            mesh.get_local_rank,
+            lambda: process_groups.process_group_of([0, 2]),
+        )
+        refusals = [error_of(call) for call in calls]
         return facts, [kind for kind, _ in refusals], mesh.to_device_mesh().get_coordinate()
-    return facts, total(mesh.get_group()), mesh.to_device_mesh().get_coordinate()
+    return facts, sum_over(mesh.get_group()), mesh.to_device_mesh().get_coordinate()
 
 
-def refusals():
+def errors_of_bad_meshes():
     return [
-        message(lambda: DeviceMesh("cpu", [0, 1, 1])),
-        message(lambda: DeviceMesh("cpu", [0, 3])),
-        message(lambda: init_device_mesh("cpu", (4,))),
-        message(lambda: DeviceMesh.from_group(dist.group.WORLD, "cpu", [0, 1])),
-        message(lambda: process_groups.group_of([0, 3])),
+        error_of(lambda: DeviceMesh("cpu", [0, 1, 1])),
+        error_of(lambda: DeviceMesh("cpu", [0, 3])),
+        error_of(lambda: init_device_mesh("cpu", (4,))),
+        error_of(lambda: DeviceMesh.from_group(dist.group.WORLD, "cpu", [0, 1])),
+        error_of(lambda: process_groups.process_group_of([0, 3])),
     ]
 
 
-def makes_the_world(port):
+def make_the_default_group(port):
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # rank 0 serves the store, and nobody has met there before
     os.environ["MASTER_PORT"] = str(port)
     mesh = init_device_mesh("cpu", (2,))
-    return dist.get_backend(), total(mesh.get_group()), mesh.clients
+    return dist.get_backend(), sum_over(mesh.get_group()), mesh.clients
 
 
 def from_pytorch():
@@ -149,10 +156,10 @@ def to_pytorch():
         "",
         ["/job:a/task:0/device:CPU:0"] * 4,
     )
-    return tensor.full_tensor().tolist(), theirs.get_coordinate(), message(wide.to_device_mesh)
+    return tensor.full_tensor().tolist(), theirs.get_coordinate(), error_of(wide.to_device_mesh)
 
 
-def pytorchs_meshes_will_do():
+def pytorch_meshes_are_accepted():
     from torch import nn
 
     from dtckpt import DTensor, Replicate, Shard, run_on
@@ -160,22 +167,22 @@ def pytorchs_meshes_will_do():
 
     theirs = init_torch_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ours, rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), [Shard(0), Replicate()]
-    seen = []
-    made = [
+    meshes = []
+    tensors = [
         distribute_tensor(torch.ones(4, 3), theirs, rows),
         DTensor.from_local(torch.ones(2, 3), theirs, rows),
         ones(4, 3, device_mesh=theirs, placements=rows),
         full((4, 3), 1.0, device_mesh=ours).redistribute(theirs, rows),
-        distribute_module(nn.Linear(2, 2), theirs, lambda name, module, mesh: seen.append(mesh)).weight,
+        distribute_module(nn.Linear(2, 2), theirs, lambda name, module, mesh: meshes.append(mesh)).weight,
     ]
     with run_on(theirs) as active:
-        made.append(rand(4, 3))
+        tensors.append(rand(4, 3))
         assert active == ours
     line = theirs["tp"]
     on_line = ones(2, device_mesh=line, placements=[Shard(0)])
-    assert [type(tensor.device_mesh) for tensor in made] == [Mesh] * len(made)
-    assert {tensor.device_mesh for tensor in made} == {ours, *seen}
-    assert len({id(tensor.device_mesh) for tensor in made}) == 1
+    assert [type(tensor.device_mesh) for tensor in tensors] == [Mesh] * len(tensors)
+    assert {tensor.device_mesh for tensor in tensors} == {ours, *meshes}
+    assert len({id(tensor.device_mesh) for tensor in tensors}) == 1
     assert on_line.device_mesh == ours["tp"]
     assert ones(2, device_mesh=line).device_mesh is on_line.device_mesh
-    return [tensor.full_tensor().sum().item() for tensor in made[:4]]
+    return [tensor.full_tensor().sum().item() for tensor in tensors[:4]]

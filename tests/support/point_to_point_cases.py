@@ -1,4 +1,4 @@
-"""Clients that find out how to reach each other; runs in client processes."""
+"""Clients that choose a transport and use it; runs in client processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import dtckpt
 from dtckpt.comm import point_to_point
-from dtckpt.comm.collectives import Pairwise
+from dtckpt.comm.collectives import PairwiseCollectives
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.redistribution import exchange
 
@@ -24,9 +24,9 @@ LARGE = (600, 400)
 """Shape whose pieces are too large to be sent eagerly."""
 
 
-def carriers() -> set[str]:
-    """Return what carries messages to the clients that this one has met."""
-    return {"gloo" if end is None else "host" for end in point_to_point._neighbours().endpoints.values()}
+def transports_in_use() -> set[str]:
+    """Return the transports to the clients that this one is connected to: ``host``, ``gloo``."""
+    return {"gloo" if end is None else "host" for end in point_to_point._current_connections().endpoints.values()}
 
 
 def _refuse(*_: object) -> None:
@@ -35,18 +35,18 @@ def _refuse(*_: object) -> None:
 
 OBSTACLES = {
     "none": {},
-    "another host": {1: ("_host", lambda: b"h" * 16)},
-    "turned off": {1: ("_host", lambda: bytes(16))},
-    "turned off everywhere": dict.fromkeys(range(3), ("_host", lambda: bytes(16))),
+    "another host": {1: ("_host_id", lambda: b"h" * 16)},
+    "turned off": {1: ("_host_id", lambda: bytes(16))},
+    "turned off everywhere": dict.fromkeys(range(3), ("_host_id", lambda: bytes(16))),
     "memory that one may not read": {1: ("read_memory", _refuse)},
     "memory that none may read": dict.fromkeys(range(3), ("read_memory", _refuse)),
-    "an address where nobody listens": {1: ("_path", lambda address: b"\0dtckpt-elsewhere-" + address)},
+    "an address where nobody listens": {1: ("_socket_name", lambda address: b"\0dtckpt-elsewhere-" + address)},
 }
-"""What stands in the way of messages within the host, by client: a name in the module, and what it is instead."""
+"""Obstacles to the same-host transport, by client: a name in `point_to_point`, and its replacement."""
 
 
-def meet(obstacle: str) -> tuple[set[str], bool]:
-    """Exchange tensors twice; return what carried them, and whether they arrived."""
+def exchange_twice(obstacle: str) -> tuple[set[str], bool]:
+    """Exchange tensors twice; return the transports, and whether the tensors arrived."""
     rank, members = dist.get_rank(), range(dist.get_world_size())
     others = [member for member in members if member != rank]
     is_right = True
@@ -55,16 +55,18 @@ def meet(obstacle: str) -> tuple[set[str], bool]:
             name, instead = OBSTACLES[obstacle][rank]
             stack.enter_context(mock.patch(f"dtckpt.comm.point_to_point.{name}", instead))
         for size in (10, 100_000):
-            rooms = [(peer, torch.zeros(size)) for peer in others]
-            Pairwise(members, rank).exchange([(peer, torch.full((size,), rank + 0.5)) for peer in others], rooms).wait()
-            is_right &= all(bool(room.eq(peer + 0.5).all()) for peer, room in rooms)
-    return carriers(), is_right
+            buffers = [(peer, torch.zeros(size)) for peer in others]
+            PairwiseCollectives(members, rank).exchange(
+                [(peer, torch.full((size,), rank + 0.5)) for peer in others], buffers
+            ).wait()
+            is_right &= all(bool(buffer.eq(peer + 0.5).all()) for peer, buffer in buffers)
+    return transports_in_use(), is_right
 
 
 def turned_off() -> tuple[set[str], bool]:
-    """As `meet`, where the environment says that messages shall go through the network."""
+    """As `exchange_twice`, where the environment says that messages shall go through the network."""
     os.environ["DTCKPT_HOST_TRANSPORT"] = "0"
-    return meet("none")
+    return exchange_twice("none")
 
 
 def _rows() -> tuple[dtckpt.DTensor, Layout, torch.Tensor]:
@@ -77,7 +79,7 @@ def _rows() -> tuple[dtckpt.DTensor, Layout, torch.Tensor]:
     return tensor, columns, whole[columns.region(rank, LARGE).slices()]
 
 
-def cut_differently() -> bool:
+def cut_into_different_waves() -> bool:
     """Redistribute with so little in flight that clients cut their messages into different waves, at first contact."""
     count, rank = dist.get_world_size(), dist.get_rank()
     mesh = dtckpt.create_distributed_mesh({"a0": count})
@@ -89,7 +91,7 @@ def cut_differently() -> bool:
     return torch.equal(moved.to_local(), whole[columns.region(rank, whole.shape).slices()])
 
 
-def block_before_use() -> bool:
+def wait_late() -> bool:
     """Redistribute; client 0 asynchronously, and it does not look at the result before it has met the others."""
     tensor, columns, expected = _rows()
     moved = tensor.redistribute(placements=columns.placements, async_op=dist.get_rank() == 0)
@@ -117,8 +119,8 @@ def lose_one(*, is_large: bool) -> float:
     raise AssertionError("no error")
 
 
-def num_left() -> tuple[int, set[str]]:
-    """Redistribute; return how many connections there were before, of earlier process groups, and what carried this."""
+def count_connections() -> tuple[int, set[str]]:
+    """Redistribute; return the number of connections left from earlier process groups, and the transports."""
     gc.collect()  # what failed before may hold its process group
     rows = [line.split() for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]]
     connections = {f"socket:[{row[6]}]" for row in rows if int(row[4], 16) == socket.SOCK_SEQPACKET}
@@ -128,7 +130,7 @@ def num_left() -> tuple[int, set[str]]:
             before += os.readlink(f"/proc/self/fd/{descriptor}") in connections
     tensor, columns, expected = _rows()
     assert torch.equal(tensor.redistribute(placements=columns.placements).to_local(), expected)
-    return before, carriers()
+    return before, transports_in_use()
 
 
 def fork_and_end() -> bool:
@@ -142,7 +144,7 @@ def fork_and_end() -> bool:
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        Pairwise((0, 1), 0).exchange([], [(1, torch.zeros(3))]).wait()
+        PairwiseCollectives((0, 1), 0).exchange([], [(1, torch.zeros(3))]).wait()
     except dtckpt.errors.CoordinationError as error:
         return "client 1 has ended" in str(error)
     return False

@@ -4,7 +4,7 @@ import string
 
 from hypothesis import strategies as st
 
-from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.mesh import RESERVED_NAMES, Mesh
 from dtckpt.layout.placement import REDUCE_OPS

@@ -337,7 +337,7 @@ def new_memory(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Ten
         CheckpointError: There is not so much.
     """
     try:
-        return host_memory.empty(shape, dtype)
+        return host_memory.allocate(shape, dtype)
     except RuntimeError as error:
         raise CheckpointError(
             f"this host lacks the memory for tensor {name!r}; got shape {tuple(shape)} of {dtype}; read a part of it, "

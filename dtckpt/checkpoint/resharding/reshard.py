@@ -100,7 +100,7 @@ def reshard(
     Args:
         src: The checkpoint to read.
         dst: Where the new one will be.
-        mesh: Target mesh, as from `dtckpt.layout.clients.abstract_mesh`.
+        mesh: Target mesh, as from `dtckpt.layout.create_mesh.abstract_mesh`.
         layouts: As for `dtckpt.restore`: layouts on ``mesh`` by name or glob; others keep their saved specs as far as
             the mesh has those axes.
         dtype: New dtype of the floating-point tensors; rounded to nearest even.

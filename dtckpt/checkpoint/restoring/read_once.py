@@ -174,7 +174,7 @@ def _batches(shared: Sequence[Shared]) -> Iterator[list[Shared]]:
 def _empty(one: Shared) -> dict[int, torch.Tensor]:
     """Return memory for the rows of this client's devices."""
     return {
-        device: host_memory.empty(one.rows.region(device, one.leaf.shape).shape, torch_dtype(one.leaf.dtype))
+        device: host_memory.allocate(one.rows.region(device, one.leaf.shape).shape, torch_dtype(one.leaf.dtype))
         for device in one.rows.mesh.local_device_ids()
     }
 

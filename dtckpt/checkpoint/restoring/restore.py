@@ -342,7 +342,7 @@ def _read(
             read(direct)
         for name, region, target in staged:
             # One tensor at a time, so that the host needs room for one only.
-            host = host_memory.empty(target.shape, target.dtype)
+            host = host_memory.allocate(target.shape, target.dtype)
             read([(name, [(region, host_array(host))])])
             _move(host, [target], phases)
         for first, copies in copied:
@@ -441,7 +441,7 @@ def _own_regions(shape: tuple[int, ...], layout: Layout | None) -> set[Region]:
 def empty(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> DTensor:
     """Return a DTensor with uninitialised components."""
     components = [
-        host_memory.empty(layout.region(device, shape).shape, dtype, device_of(name))
+        host_memory.allocate(layout.region(device, shape).shape, dtype, device_of(name))
         for device, name in zip(layout.mesh.local_device_ids(), layout.mesh.local_devices(), strict=True)
     ]
     return DTensor(components, layout, shape, dtype)

@@ -89,7 +89,7 @@ class StagingMemory:
             self._unlock()
             # The old one goes before the new comes.
             self._pieces, self._shapes, self._block = [], [], torch.empty(0, dtype=torch.uint8)
-            self._block, self._is_for_cards = host_memory.empty((needed,), torch.uint8), is_for_cards
+            self._block, self._is_for_cards = host_memory.allocate((needed,), torch.uint8), is_for_cards
             self._unlock = host_memory.lock_pages(self._block, self, card) if card else lambda: None
         elif shapes == self._shapes:
             return self._pieces

@@ -10,7 +10,7 @@ from support.states import axis_sizes, cluster_mesh, dtype_names, layouts, shape
 from dtckpt.checkpoint.saving.plan import NO_CLIENT, Holding, TensorSpec, holdings_of, kept_plan, plan_save
 from dtckpt.errors import DTypeError, LayoutError, SliceError, TensorNameError
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.layout.clients import abstract_mesh
+from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.region import Region
 
