@@ -115,7 +115,7 @@ class CommitTarget(Protocol):
         A directory belongs to the newest attempt as soon as that begins, an object store's target when it commits.
 
         Args:
-            token: Told apart from other attempts by it; on an object store the attempt's token is longer.
+            token: Tells the attempt from others. On an object store the attempt's own token has a number in front.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Translates errors of the operating system, TensorStore and fsspec into classes of `dtckpt.errors`.
 
-This is the one place that does. TensorStore has no error codes, so patterns over its messages tell the class.
+No other module does so. TensorStore has no error codes, so patterns over its messages tell the class.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Folder(Protocol):
         ...
 
     def early_sync(self, folder: str) -> AbstractContextManager[None]:
-        """Begin, in a context, to put on the disk what is written to a folder below, so that `sync` finds less to do."""
+        """Write the files of a folder below back early, in a context, so that `sync` finds less to do."""
         ...
 
     def names(self, prefix: str = "") -> list[str]:

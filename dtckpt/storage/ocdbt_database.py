@@ -2,7 +2,7 @@
 
 ::
 
-    manifest.ocdbt -> newest version -> root node -> inner nodes (by key prefix) -> leaf: {key: value or file range}
+    manifest.ocdbt -> newest version -> root node -> inner nodes -> leaf: {key: value or file range}
 
 TensorStore decodes the nodes, but this module reads the files, because a database is untrusted input: it may name any
 path, whose open would wait or do worse, make a node its own child, or hold nodes that decompress to more than any

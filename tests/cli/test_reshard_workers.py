@@ -135,7 +135,7 @@ def test_who_is_overtaken_finds_it_done(source, tmp_path, tensors, monkeypatch):
         return staging
 
     share = workers.commit_by_rename.begin_shared
-    monkeypatch.setattr(workers.commit_by_rename, "share", share_and_be_overtaken)
+    monkeypatch.setattr(workers.commit_by_rename, "begin_shared", share_and_be_overtaken)
     part = work(source, target, 0)
     assert (part.nbytes, part.missing, part.is_committed) == (0, (), True)
     assert os.listdir(tmp_path) == ["new"]

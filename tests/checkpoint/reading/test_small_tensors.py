@@ -72,7 +72,7 @@ def test_a_few_calls_read_many(tmp_path, calls):
     dtckpt.restore(tmp_path / "s", target)
     assert_same(tree, target)
     assert sum(calls) == 1000
-    assert len(calls) <= 1000 // local_values.MAX_RUN + 8
+    assert len(calls) <= 1000 // local_values.MAX_RUN_VALUES + 8
 
 
 def test_what_a_call_leaves_out_is_read_once_more(tmp_path, monkeypatch):
@@ -131,10 +131,10 @@ def test_runs_cover_each_value_once(data):
         ends[number] += gap + nbytes
     order = data.draw(st.permutations(range(len(values))))
     values, sizes = [values[each] for each in order], [sizes[each] for each in order]
-    runs = list(local_values.runs_of(values, sizes))
+    runs = list(local_values.contiguous_runs(values, sizes))
     assert sorted(position for run in runs for position in run) == list(range(len(values)))
     for run in runs:
-        assert 1 <= len(run) <= local_values.MAX_RUN
+        assert 1 <= len(run) <= local_values.MAX_RUN_VALUES
         for first, second in itertools.pairwise(run):
             assert values[first].file is values[second].file
             assert values[first].start + sizes[first] == values[second].start
@@ -142,7 +142,7 @@ def test_runs_cover_each_value_once(data):
 
 class _Numbered:
     def __init__(self, number):
-        self.number = number
+        self.descriptor = number
 
 
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
