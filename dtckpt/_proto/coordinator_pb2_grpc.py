@@ -105,8 +105,8 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def HeartbeatStream(self, request_iterator, context):
-        """The same on one stream, at a fraction of the cost, which also takes arrivals and tells the client what it has not
-        asked for: notices. Ends with a status when the task is unknown or fenced, and when the coordinator stops.
+        """The same on one stream, at a fraction of the cost. The stream also takes arrivals, and sends the client notices
+        unasked. Ends with a status when the task is unknown or fenced, and when the coordinator stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,9 +114,9 @@ class CoordinatorServicer:
 
     def Arrive(self, request, context):
         """Arrives at a barrier, and waits for the verdict if asked to, which spares most clients a second call. The first
-        arrival opens a round and fixes participants and topic, the earliest deadline counts. The same call again gets its
-        round's stored verdict. Arrivals are kept by (task, incarnation, call), never counted. On the heartbeat stream it
-        costs a third.
+        arrival opens a round and fixes participants and topic; the earliest deadline counts. The same call again gets its
+        round's stored verdict. Arrivals are kept by (task, incarnation, call), never counted. An arrival on the heartbeat
+        stream costs a third of this call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,4 +1,4 @@
-"""All clients of one job, in processes of their own, which do what comes through a pipe."""
+"""Client processes of one job that a test drives step by step, by messages through a pipe to each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 ANSWER_WITHIN_S = 60.0
 PRELOAD = ["dtckpt.checkpoint.saving.save", "dtckpt.coordination.torch_store", "dtckpt.coordination.grpc_client"]
-"""What processes of all crews find imported: the server that forks them is one."""
+"""Modules that the processes of all crews find imported, as one server forks all of them."""
 
 
-def attempt(work: Callable[[], Any]) -> tuple[Any, str, tuple[int, ...], float]:
-    """Return how work went: its result or its error's class, the error's text and clients, and when that was."""
+def run_and_describe(work: Callable[[], Any]) -> tuple[Any, str, tuple[int, ...], float]:
+    """Return the result of ``work`` or its error's class, the error's text and clients, and the time of its end."""
     try:
         return work(), "", (), time.monotonic()
     except Exception as error:
@@ -26,21 +26,21 @@ class Crew:
     """Processes with a pipe to each. `time.monotonic` is one clock for all processes of a machine.
 
     Args:
-        work: Run by each process with its arguments and its end of the pipe; says "ready" first.
-        arguments: Those of each client.
+        work: Run by each process with its arguments and its end of the pipe; sends "ready" first.
+        arguments: The arguments of each client.
     """
 
     def __init__(self, work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._processes, self._pipes = [], []
-        for own in arguments:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(*own, theirs), daemon=True)
+        for each in arguments:
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=work, args=(*each, child_end), daemon=True)
             process.start()
-            theirs.close()
+            child_end.close()
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(parent_end)
         for client in range(len(arguments)):
             assert self.answer(client) == "ready"
 
@@ -69,7 +69,7 @@ class Crew:
 
 
 def serve(pipe: Connection, handle: Callable[[Any], Any]) -> None:
-    """Answer what comes through the pipe, until it is None."""
+    """Handle the messages that come through the pipe, and send each result back, until a message is None."""
     pipe.send("ready")
     while (message := pipe.recv()) is not None:
-        pipe.send(attempt(lambda message=message: handle(message)))
+        pipe.send(run_and_describe(lambda message=message: handle(message)))

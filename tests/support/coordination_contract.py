@@ -1,4 +1,4 @@
-"""What every `Coordination` must do. Subclass `CoordinationContract` and say how to make clients."""
+"""Contract tests of `Coordination`. A test module subclasses `CoordinationContract` and says how to make clients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dtckpt.coordination.api import BEGIN, Coordination, Operation, Position, Pr
 from dtckpt.coordination.identity import calls_of
 
 TIMEOUT_S = 20.0
-"""Of barriers that are expected to end earlier."""
+"""Timeout of barriers that are expected to end earlier."""
 HEARTBEAT_S = 1.0
 AT_ONCE_S = 5.0
 """Far less than `TIMEOUT_S`, and more than heartbeats take to tell on a busy machine."""
 TASK = r"client {0} \(.+/{0}\)"
 FIRST, SECOND = Position("step 1", is_certain=True), Position("step 2", is_certain=True)
-"""Of clients that shall be late for nothing but what they came for, however slow the machine is."""
+"""Positions of clients that must count as late only for their own rounds, however slow the machine is."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Running:
 
 
 def leave_all(clients: Iterable[Coordination]) -> None:
-    """Together, as whoever hosts a store waits for the others to leave."""
+    """Leave together, because the client that hosts a store waits for the others to leave."""
     together(clients, lambda client: client.leave())
 
 

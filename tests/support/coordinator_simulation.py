@@ -1,6 +1,6 @@
-"""The coordinator's rules under events of any kind in any order, with every promise checked as they happen.
+"""A simulation of the coordinator's rules: events of any kind in any order, with every promise checked after each.
 
-What is checked is known from the events alone and not read off the rules' own books, where that is possible.
+Where possible, the checks use only the events, and not the state of the rules that they check.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_CLIENTS = 3
 LIVES = 2
 JOBS = ("one", "two")
 LONGEST_S = 30.0
-"""Of the timeouts of barriers."""
+"""The longest timeout of a barrier."""
 ORPHAN = "of an earlier life-1"
 """An operation that another life of the coordinator began."""
 Round = tuple[str, str, str | None, tuple[int, ...]]
@@ -33,7 +33,7 @@ Round = tuple[str, str, str | None, tuple[int, ...]]
 
 @dataclass(slots=True)
 class Caller:
-    """What one life of a client knows of its calls."""
+    """The calls of one life of a client, as it knows them."""
 
     num_calls: int = 0
     arrivals: deque[Arrive] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS // 2))
@@ -41,7 +41,7 @@ class Caller:
 
 
 class Simulation:
-    """Rules, a clock, and a judge of what the rules do."""
+    """The rules, a clock, and the checks."""
 
     def __init__(self) -> None:
         self.rules = Rules(TIMEOUT_S, incarnation=0xC0)
@@ -53,8 +53,8 @@ class Simulation:
         self._verdicts: dict[str, tuple[object, ...]] = {}
         self._votes: defaultdict[str, set[tuple[int, int, bytes]]] = defaultdict(set)  # task, incarnation, topic
         self._deadlines: defaultdict[str, float] = defaultdict(lambda: math.inf)
-        self._holders: dict[tuple[str, int], int] = {}  # who has the place of (job, task)
-        self._lives: dict[tuple[str, int], int] = {}  # who had it last
+        self._holders: dict[tuple[str, int], int] = {}  # incarnation that has the place of (job, task)
+        self._lives: dict[tuple[str, int], int] = {}  # incarnation that had it last
         self.callers: defaultdict[Identity, Caller] = defaultdict(Caller)
         self.operations: dict[str, list[str]] = {job: [ORPHAN] for job in JOBS}
         self._joined: dict[tuple[Identity, int], str] = {}  # call -> barrier
@@ -172,7 +172,7 @@ class Simulation:
                     self._deadlines[barrier_id] = min(self._deadlines[barrier_id], self.now + event.timeout_s)
 
     def _begin_anew(self, job: str) -> None:
-        """Forget what concerns nobody any more."""
+        """Forget the rounds, calls and reports of a job's earlier attempt or run."""
         gone = {barrier_id for barrier_id, (round_, _) in self._rounds.items() if round_[0] == job}
         self._rounds = {barrier_id: found for barrier_id, found in self._rounds.items() if barrier_id not in gone}
         self._lives = {place: life for place, life in self._lives.items() if place[0] != job}

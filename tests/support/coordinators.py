@@ -1,4 +1,4 @@
-"""Coordinators to test against: in a thread, and as the real command."""
+"""Coordinators to test against: in a thread of the test, and as the real command in a process."""
 
 from __future__ import annotations
 

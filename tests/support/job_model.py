@@ -1,9 +1,9 @@
 """A model of whole jobs: clients that save step after step through faults of every kind, against the real rules.
 
-Real are the coordinator's rules (`dtckpt_server.rules`) and the clients' comparison of ordinals
-(`dtckpt.coordination.operation_ordinals`); modelled are the network, time, and the few lines of a client between them
-(`GrpcCoordination.barrier`, `Rounds`, the save protocol). Each client writes rows of its own step, so a commit that
-joins operations is seen at once.
+The coordinator's rules (`dtckpt_server.rules`) and the clients' comparison of ordinals
+(`dtckpt.coordination.operation_ordinals`) are the real ones. The network, time, and the few lines of a client between
+them (`GrpcCoordination.barrier`, `Rounds`, the save protocol) are modelled. Each client writes rows of its own step, so
+a commit that joins two operations is seen at once.
 
 Everything happens in one thread, in an order that one seed gives.
 """
@@ -40,8 +40,8 @@ class Fault:
 
     Args:
         kind: One of `FAULTS`.
-        client: Whom it strikes; a restart strikes the coordinator.
-        step: When the client is at this step.
+        client: The client that it strikes; a restart strikes the coordinator.
+        step: It strikes when the client is at this step.
         delay_s: How long after the step's save has begun.
         seconds: How long it lasts.
     """
@@ -55,13 +55,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Job:
-    """What clients do.
+    """How the clients of a job run.
 
     Args:
         num_clients: How many there are.
-        num_steps: Steps, of which each is saved.
-        is_lockstep: Whether a step begins when all clients have ended the one before, as where steps have collectives.
-        gives_step: Whether saves are told their step.
+        num_steps: Steps; each is saved.
+        is_lockstep: Whether a step begins when all clients have ended the one before, as if steps had collectives.
+        gives_step: Whether saves get their step.
         faults: What goes wrong.
         step_s: About how long a step takes.
         timeout_s: Longest wait of a save for others, per round.

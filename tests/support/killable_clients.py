@@ -1,4 +1,4 @@
-"""Clients in processes of their own, to be killed."""
+"""Client processes that tests kill or freeze while they wait at barriers."""
 
 from __future__ import annotations
 

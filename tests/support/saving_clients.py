@@ -1,4 +1,4 @@
-"""Clients in processes of their own that save, and halt where they are told to; and a network that can be cut."""
+"""Client processes that save, and halt before or after a barrier that a test names; and a network that can be cut."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Halt:
     side: str  # "before" or "after"
 
 
-class Halting:
-    """A coordination that halts at one place."""
+class HaltingCoordination:
+    """A coordination that halts before or after one barrier."""
 
     def __init__(self, inner: Any, pipe: Connection) -> None:
         self._inner = inner
@@ -53,7 +53,7 @@ class Halting:
 
 
 def work(port: int, client: int, store_port: int | None, job: str, pipe: Connection) -> None:
-    """Do what comes through the pipe, until it is None."""
+    """Do what each message in the pipe says, until one is None."""
     os.environ |= {"RANK": str(client), "WORLD_SIZE": str(NUM_CLIENTS)}
     from dtckpt.coordination.api import Member
     from dtckpt.coordination.connect import set_coordination
@@ -66,7 +66,7 @@ def work(port: int, client: int, store_port: int | None, job: str, pipe: Connect
     if store_port is not None:
         os.environ |= _store_at(store_port)
         way = with_fallback(way)
-    coordination = Halting(way, pipe)
+    coordination = HaltingCoordination(way, pipe)
     set_coordination(coordination)
     coordination.register()
 
@@ -100,7 +100,7 @@ def _save_unevenly(path: str) -> str:
 
 
 def _hold_gil(seconds: float) -> str:
-    """Let no other thread of this process run, as some long calls into C do."""
+    """Keep the interpreter's lock, so that no other thread of this process runs, as some long calls into C do."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
     return "held"
 

@@ -1,4 +1,4 @@
-"""Clients in processes of their own that train and save at each step, whatever happens, and tell what became of it.
+"""Client processes that train and save at each step, through all faults, and report how each save ended.
 
 The state of client i at step s is a row full of s, so a checkpoint that mixes operations is seen at once.
 """
@@ -27,14 +27,14 @@ class Training:
 
     Args:
         num_clients: How many there are.
-        num_steps: Each saves at all of them.
+        num_steps: Steps; each client saves at each.
         where: ``one path``, ``a path each``, ``manager``.
         is_async: Whether saves go on in the background.
-        gives_step: Whether saves are told the step; a manager's always are.
+        gives_step: Whether saves get the step; those of a manager always do.
         is_lockstep: Whether clients wait for each other at the end of each step, as at a collective.
         step_s: What a step takes.
         skips: (client, step) where a client does not call save.
-        raises: (client, step) where a client's state cannot be had.
+        raises: (client, step) where a client's ``state_dict`` raises.
         interrupts: (client, step) where a client's save is interrupted as by Ctrl-C.
         patience_s: How long after its timeout a call still looks for the coordinator; default: as long as it does.
     """
@@ -63,8 +63,8 @@ class Step:
     rows: tuple[int, ...] = ()
 
 
-class Unfit:
-    """State that cannot be had."""
+class UnsavableState:
+    """State whose ``state_dict`` raises."""
 
     def state_dict(self) -> dict[str, Any]:
         raise ValueError("no state")
@@ -74,7 +74,7 @@ class Unfit:
 
 
 def work(training: Training, port: int | None, store_port: int, client: int, root: str, pipe: Connection) -> None:
-    """Train, and send what became of each step; wait for an answer where clients are in lockstep."""
+    """Train, and send how each step ended; wait for an answer where clients are in lockstep."""
     os.environ |= {"RANK": str(client), "WORLD_SIZE": str(training.num_clients)}
     from datetime import timedelta
 
@@ -146,7 +146,7 @@ class Saver:
         row = torch.full((1, ROW), step, dtype=torch.int64)
         tree: dict[str, Any] = {"rows": dtckpt.pack([row], self._layout)}
         if place in self._training.raises:
-            tree["unfit"] = Unfit()
+            tree["unfit"] = UnsavableState()
         if place in self._training.interrupts:
             return interrupted_in(TIMEOUT_S / 4, lambda: self._write(step, tree))
         return self._write(step, tree)
@@ -214,7 +214,7 @@ class Trainers(Crew):
             self.send(client, "train")
 
     def run(self, at_step: Any = lambda step: None) -> list[list[Step]]:
-        """Let them train; return what became of each step, by client.
+        """Let them train; return how each step ended, by client.
 
         Args:
             at_step: Called when a step has begun on the first client that gets there; in lockstep: on all.
