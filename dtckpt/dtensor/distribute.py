@@ -13,8 +13,9 @@ from dtckpt.comm.collectives import all_gather_object
 from dtckpt.comm.host_memory import copied
 from dtckpt.comm.process_groups import is_connected
 from dtckpt.comm.torch_device import device_of
-from dtckpt.dtensor.autograd import from_placements, redistribute
+from dtckpt.dtensor.derived_layouts import cached_layout
 from dtckpt.dtensor.factories import require_mesh
+from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor, described
 from dtckpt.dtensor.tensorflow_names import MeshLike, copy_to_mesh
 from dtckpt.errors import (
@@ -60,7 +61,7 @@ def distribute_tensor(
     """
     mesh = require_mesh(device_mesh)
     if isinstance(tensor, DTensor):
-        return _as_it_is(tensor, from_placements(mesh, placements, tensor.ndim))
+        return _as_it_is(tensor, cached_layout(mesh, placements, tensor.ndim))
     wanted = _wanted(tensor, mesh, placements, src_data_rank)
     if src_data_rank is not None and not mesh.is_remote() and mesh.num_clients > 1:
         wanted = _agreed(wanted, tensor, mesh, src_data_rank)
@@ -99,7 +100,7 @@ def _wanted(
             )
         if tensor.layout != torch.strided:
             raise LayoutError(f"distribute_tensor needs a dense tensor; got layout {tensor.layout}")
-        layout = from_placements(mesh, placements, tensor.ndim)
+        layout = cached_layout(mesh, placements, tensor.ndim)
         validate_reductions(layout.partial, tensor.dtype)
         for name in mesh.local_devices():
             device_of(name)

@@ -10,9 +10,10 @@ import torch
 
 from dtckpt.comm import host_memory
 from dtckpt.comm.torch_device import device_of
-from dtckpt.dtensor.autograd import from_placements, redistribute
+from dtckpt.dtensor.derived_layouts import cached_layout
 from dtckpt.dtensor.random import agreed_key
 from dtckpt.dtensor.random import fill as fill_randomly
+from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.dtensor.tensorflow_names import MeshLike, as_mesh, get_default_mesh
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
@@ -73,7 +74,7 @@ def _make(
         raise LayoutError(f"only dense tensors are made; got layout {layout}, expected {torch.strided}")
     mesh = require_mesh(device_mesh)
     shape = _shape_of(size)
-    wanted = from_placements(mesh, placements, len(shape))
+    wanted = cached_layout(mesh, placements, len(shape))
     whole = Layout(wanted.sharding_specs, mesh)
     fill = maker(mesh, shape)
     components = []

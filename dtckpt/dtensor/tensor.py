@@ -12,12 +12,13 @@ from dtckpt.layout import text_format
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Placement
+from dtckpt.redistribution import execute
 
 if TYPE_CHECKING:
     from dtckpt.dtensor.operators.tensor_spec import Spec
     from dtckpt.dtensor.operators.view_tracking import View
     from dtckpt.dtensor.tensorflow_names import MeshLike
-    from dtckpt.redistribution.execute import Running
+    from dtckpt.redistribution.execute import RunningRedistribution
 
 EARLY_KEY_NAME = "DeferredInit"
 EARLY_KEY = torch._C._dispatch_key_parse(EARLY_KEY_NAME)
@@ -46,8 +47,8 @@ class DTensor(torch.Tensor):
 
     _components: tuple[torch.Tensor, ...]
     _layout: Layout
-    _pending: Running | None = None
-    """What the components wait for before they may be read; see `redistribute`."""
+    _pending: RunningRedistribution | None = None
+    """The redistribution that still writes to the components; whoever reads them waits for it."""
     _spec: Spec | None = None
     """See `dtckpt.dtensor.operators.tensor_spec`; made when it is first asked for."""
     _view: View | None = None
@@ -114,8 +115,6 @@ class DTensor(torch.Tensor):
         if not isinstance(tensor, DTensor):
             raise LayoutTypeError(f"the data of a DTensor is a DTensor; got {type(tensor).__name__}")
         _DATA.__set__(self, tensor)
-        from dtckpt.dtensor.operators import view_tracking
-
         alias = view_tracking.alias_of(tensor)
         self._components, self._layout, self._spec = alias._components, alias._layout, None
         self._view, self._writes = alias._view, alias._writes
@@ -129,19 +128,16 @@ class DTensor(torch.Tensor):
 
         Collective: Over the mesh's clients, when it is read for the first time after a backward pass.
         """
-        found: torch.Tensor | None = _GRAD.__get__(self)
-        if found is None:
+        stored: torch.Tensor | None = _GRAD.__get__(self)
+        if stored is None:
             return None
-        if isinstance(found, DTensor) and found._layout is self._layout and not self._layout.partial:
-            return found
-        from dtckpt.dtensor import autograd
-        from dtckpt.dtensor.operators import plain_tensors
-
-        gradient = plain_tensors.adopted(found, self.device_mesh)
-        wanted = autograd.gradient_layout(self._layout)
-        if gradient._layout != wanted:
-            gradient = autograd.redistribute(gradient, wanted)
-        if gradient is not found:
+        if isinstance(stored, DTensor) and stored._layout is self._layout and not self._layout.partial:
+            return stored
+        gradient = plain_tensors.adopted(stored, self.device_mesh)
+        layout = derived_layouts.gradient_layout(self._layout)
+        if gradient._layout != layout:
+            gradient = redistribute(gradient, layout)
+        if gradient is not stored:
             _GRAD.__set__(self, gradient)
         return gradient
 
@@ -192,18 +188,15 @@ class DTensor(torch.Tensor):
             ReplicaMismatchError: Copies differ.
         """
         del stride
-        from dtckpt.dtensor import autograd, factories
-        from dtckpt.dtensor import components as packing
-
         mesh = factories.require_mesh(device_mesh)
         try:
             if not isinstance(local_tensor, torch.Tensor):
                 raise LayoutTypeError(f"from_local needs a tensor; got {type(local_tensor).__name__}")
-            layout = autograd.from_placements(mesh, placements, local_tensor.ndim)
+            layout = derived_layouts.cached_layout(mesh, placements, local_tensor.ndim)
             gradient = None if grad_placements is None else Layout.from_placements(mesh, grad_placements, layout.rank)
         except DtckptError as error:
             raise packing.shared_failure(error, mesh) if shape is None or run_check else error from None
-        return autograd.from_local(local_tensor, layout, shape=shape, gradient=gradient, run_check=run_check)
+        return local_tensors.from_local(local_tensor, layout, shape=shape, gradient=gradient, run_check=run_check)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the component of this client's only device; it shares memory with the tensor. Differentiable.
@@ -216,11 +209,9 @@ class DTensor(torch.Tensor):
         Raises:
             ComponentError: This client has several devices in the mesh; `unpack` gives all components.
         """
-        from dtckpt.dtensor import autograd
-
         if grad_placements is None:
-            return autograd.to_local(self, autograd.gradient_layout(self._layout))
-        return autograd.to_local(self, Layout.from_placements(self.device_mesh, grad_placements, self.ndim))
+            return local_tensors.to_local(self, derived_layouts.gradient_layout(self._layout))
+        return local_tensors.to_local(self, Layout.from_placements(self.device_mesh, grad_placements, self.ndim))
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -237,12 +228,10 @@ class DTensor(torch.Tensor):
         Args:
             grad_placements: Placements of the gradient on the mesh of one device per client; default replicated.
         """
-        from dtckpt.dtensor import autograd
-
         if grad_placements is None:
-            return autograd.full_tensor(self)
-        hosts = autograd.one_device_per_client(self.device_mesh)
-        return autograd.full_tensor(self, Layout.from_placements(hosts, grad_placements, self.ndim))
+            return local_tensors.full_tensor(self)
+        hosts = derived_layouts.one_device_per_client(self.device_mesh)
+        return local_tensors.full_tensor(self, Layout.from_placements(hosts, grad_placements, self.ndim))
 
     def redistribute(
         self,
@@ -258,33 +247,25 @@ class DTensor(torch.Tensor):
         Collective: Over the clients of both meshes, unless nothing changes or every client holds the whole tensor.
 
         Args:
-            device_mesh: The new mesh; default the present one.
+            device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the present one.
             placements: One per axis of the new mesh; None means replicated.
-            async_op: Return while the last transfer is under way; the first use of the result waits for it.
+            async_op: Return while the last exchange is in progress; the first use of the result waits for it.
             forward_dtype: Convert to this dtype before moving.
             backward_dtype: Convert the gradient to this dtype before moving it back.
         """
         is_plain = device_mesh is None and forward_dtype is None and backward_dtype is None
-        # The commonest change of all, none, costs no more than finding that out.
+        # Most calls change nothing. They cost this comparison only.
         if is_plain and isinstance(placements, list | tuple) and tuple(placements) == self.placements:
             return self
-        from dtckpt.dtensor import autograd
-
         mesh = self.device_mesh
         try:
             if device_mesh is not None:
-                from dtckpt.dtensor import factories
-
                 mesh = factories.require_mesh(device_mesh)
-            layout = autograd.from_placements(mesh, placements, self.ndim)
+            layout = derived_layouts.cached_layout(mesh, placements, self.ndim)
         except DtckptError as error:
-            from dtckpt.redistribution import execute
-
-            execute.tell(error, [self.device_mesh, mesh])
+            execute.report_error(error, [self.device_mesh, mesh])
             raise
-        return autograd.redistribute(
-            self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op
-        )
+        return redistribute(self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance method
@@ -301,29 +282,19 @@ class DTensor(torch.Tensor):
     # --- copying, pickling, PyTorch's distributed checkpoint ------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        from dtckpt.dtensor import serialization
-
         return serialization.reduce(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        from dtckpt.dtensor import serialization
-
         return serialization.deepcopy(self, memo)
 
     def __create_chunk_list__(self) -> list[Any]:
         """Return the boxes that this client holds; see `dtckpt.dtensor.torch_checkpoint`."""
-        from dtckpt.dtensor import torch_checkpoint
-
         return torch_checkpoint.chunk_list(self)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002  (PyTorch's name)
-        from dtckpt.dtensor import torch_checkpoint
-
         return torch_checkpoint.write_items(fqn, object)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        from dtckpt.dtensor import torch_checkpoint
-
         return torch_checkpoint.shard_at(self, index)
 
     # --- values as numbers, which are global: every client gets all of them ---------------------------------------
@@ -378,3 +349,17 @@ def described(layout: Layout) -> str:
         return layout.to_string()
     specs, _, _ = text_format.layout_to_text(layout.record).partition(" mesh:")
     return f"{specs} on {mesh.device_type} mesh {mesh.name!r} {mesh.axis_sizes} of clients {capped(mesh.clients)}"
+
+
+# The modules that implement the methods construct DTensors, so they import this one. They come last, when the class
+# exists: whatever is imported first, Python runs `dtckpt.dtensor` first, and that imports this module before them.
+from dtckpt.dtensor import components as packing  # noqa: E402
+from dtckpt.dtensor import (  # noqa: E402
+    derived_layouts,
+    factories,
+    local_tensors,
+    serialization,
+    torch_checkpoint,
+)
+from dtckpt.dtensor.operators import plain_tensors, view_tracking  # noqa: E402
+from dtckpt.dtensor.redistribute import redistribute  # noqa: E402

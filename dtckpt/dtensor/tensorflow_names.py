@@ -10,14 +10,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh as PyTorchMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dtckpt.dtensor.autograd import meshes_of, redistribute, redistribute_all
 from dtckpt.dtensor.components import pack
+from dtckpt.dtensor.redistribute import meshes_of, redistribute, redistribute_all
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout import default_mesh
 from dtckpt.layout.layout import MATCH, UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
-from dtckpt.redistribution.execute import tell
+from dtckpt.redistribution.execute import report_error
 
 MeshLike = Mesh | PyTorchMesh
 """What will do where a mesh is asked for."""
@@ -50,7 +50,7 @@ def relayout(tensor: Any, layout: Any) -> Any:
         layouts = [layout] * len(leaves)
     elif layout_structure != structure:
         error = LayoutError(f"relayout: layouts and tensors are different trees; got {layout_structure}, {structure}")
-        tell(error, meshes_of([*leaves, *layouts]))
+        report_error(error, meshes_of([*leaves, *layouts]))
         raise error
     moving = [number for number, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
     moved = redistribute_all([leaves[number] for number in moving], [layouts[number] for number in moving])

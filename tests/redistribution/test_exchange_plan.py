@@ -14,7 +14,14 @@ from dtckpt.layout.clients import abstract_mesh
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
-from dtckpt.redistribution.exchange_plan import Move, kept_axes, meeting, plan_exchange, reduced_axes, term_of
+from dtckpt.redistribution.exchange_plan import (
+    Move,
+    kept_axes,
+    overlapping_shards,
+    plan_exchange,
+    reduced_axes,
+    term_of,
+)
 
 
 @st.composite
@@ -150,7 +157,7 @@ def test_meeting_finds_every_shard_that_shares_an_element(change, data):
         common = layout.region(device, shape).intersect(region)
         if common is not None:
             expected[layout.shard_index(device)] = common
-    assert dict(meeting(layout, shape, region)) == expected
+    assert dict(overlapping_shards(layout, shape, region)) == expected
 
 
 @pytest.mark.parametrize(

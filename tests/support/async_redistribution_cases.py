@@ -9,7 +9,7 @@ import torch
 
 import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Replicate, Shard
-from dtckpt.dtensor.autograd import redistribute, redistribute_all
+from dtckpt.dtensor.redistribute import redistribute, redistribute_all
 from dtckpt.errors import DtckptError
 from support.states import packed
 

@@ -15,9 +15,9 @@ import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Partial, Replicate, Shard, pack, relayout
 from dtckpt.comm.collectives import Pairwise
 from dtckpt.comm.observers import Communication, observed_by
-from dtckpt.dtensor.autograd import redistribute_all
+from dtckpt.dtensor.redistribute import redistribute_all
 from dtckpt.errors import LayoutError
-from dtckpt.redistribution.exchange import Change, Hop
+from dtckpt.redistribution.exchange import BoxExchange, LayoutChange
 from support import states
 
 from .native_collective_cases import bits_of, mesh_of
@@ -139,12 +139,12 @@ def strides() -> list[str]:
         found.append(f"single elements: {whole}")
     # Terms that arrive where their sum goes: one row, in pieces.
     grid = mesh_of((2, 2), range(4), client)
-    change = Change(
+    change = LayoutChange(
         Layout([UNSHARDED, "a1"], grid, {"a0": "sum"}), Layout([UNSHARDED, UNSHARDED], grid), (1, 6), torch.float32
     )
     row, column = divmod(client, 2)
     term = torch.full((1, 3), 10.0 * row + column)
-    made = Hop([change]).start([{client: term}]).finish()[0][client]
+    made = BoxExchange([change]).start([{client: term}]).finish()[0][client]
     if made.tolist() != [[10.0] * 3 + [12.0] * 3]:
         found.append(f"sum of pieces: {made}")
     return found

@@ -10,8 +10,8 @@ import torch
 
 import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Region, abstract_mesh, pack
-from dtckpt.dtensor.autograd import redistribute
 from dtckpt.dtensor.debug import clear_plan_cache
+from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.redistribution import exchange, messages
 from support.states import MeshMaker, cluster_mesh
 

@@ -17,7 +17,7 @@ from dtckpt.redistribution.exchange_plan import (
     ExchangePlan,
     Move,
     kept_axes,
-    meeting,
+    overlapping_shards,
     plan_exchange,
     reduced_axes,
     term_of,
@@ -230,7 +230,7 @@ def _lower_bounds(source: Layout, target: Layout, shape: tuple[int, ...]) -> dic
 
 
 def _parts(source: Layout, shape: tuple[int, ...], box: Region) -> Iterable[tuple[tuple[int, ...], Region]]:
-    return () if box.is_empty else meeting(source, shape, box)
+    return () if box.is_empty else overlapping_shards(source, shape, box)
 
 
 def _as_traffic(

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from dtckpt.dtensor import autograd, factories
+from dtckpt.dtensor import factories
+from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
+from dtckpt.dtensor.local_tensors import from_components, to_components
 from dtckpt.dtensor.operators.operands import part
+from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.dtensor.tensorflow_names import MeshLike
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError
@@ -112,7 +115,7 @@ def _placed(number: int, value: Any, wanted: Placements, is_checked: bool, is_re
         return value
     if wanted is None:
         raise LayoutError(f"local_map: argument {number} is a DTensor; got no placements for it in in_placements")
-    layout = autograd.from_placements(value.device_mesh, wanted, value.ndim)
+    layout = cached_layout(value.device_mesh, wanted, value.ndim)
     if layout == value.layout:
         return value
     if not is_redistributed:
@@ -120,18 +123,16 @@ def _placed(number: int, value: Any, wanted: Placements, is_checked: bool, is_re
             f"local_map: argument {number} has placements {list(value.placements)}, expected "
             f"{list(layout.placements)}; redistribute_inputs=True brings it there"
         )
-    return autograd.redistribute(value, layout)
+    return redistribute(value, layout)
 
 
 def _parts(tensor: DTensor, gradient: Placements) -> Sequence[torch.Tensor]:
     """Return a tensor's components, to which may be written; on a client outside the mesh, one without elements."""
     part(tensor)
     layout = (
-        autograd.gradient_layout(tensor.layout)
-        if gradient is None
-        else autograd.from_placements(tensor.device_mesh, gradient, tensor.ndim)
+        gradient_layout(tensor.layout) if gradient is None else cached_layout(tensor.device_mesh, gradient, tensor.ndim)
     )
-    return autograd.components_of(tensor, layout) or (torch.empty(0, dtype=tensor.dtype),)
+    return to_components(tensor, layout) or (torch.empty(0, dtype=tensor.dtype),)
 
 
 def _together(made: Sequence[tuple[list[Any], TreeSpec]], out_placements: Any, mesh: Mesh) -> Any:
@@ -156,7 +157,7 @@ def _result(values: Sequence[Any], placements: Placements, mesh: Mesh) -> Any:
         return first
     if any(isinstance(value, DTensor) for value in values):
         raise LayoutTypeError("local_map: the function returns a DTensor, expected a plain tensor")
-    layout = autograd.from_placements(mesh, placements, first.ndim)
+    layout = cached_layout(mesh, placements, first.ndim)
     is_known = placements is not None and not any(layout.split_axes)
     shape = tuple(first.shape) if is_known else None
-    return autograd.tensor_of(values, layout, shape=shape, run_check=placements is None)
+    return from_components(values, layout, shape=shape, run_check=placements is None)
