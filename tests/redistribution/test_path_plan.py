@@ -90,7 +90,7 @@ def test_a_path_leads_to_the_target_through_no_larger_pieces(seed):
     for here, there in itertools.pairwise((source, *path)):
         assert here != there
         assert piece(there, shape) <= bound
-        # One hop reduces terms of one kind and starts no new ones.
+        # One exchange reduces terms of one kind and starts no new ones.
         assert there.partial.items() <= here.partial.items()
         assert len({reduction_kind(here.partial[axis]) for axis in reduced_axes(here, there)}) <= 1
         assert set(kept_axes(here, there)) == set(there.partial)
