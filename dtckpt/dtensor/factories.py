@@ -100,7 +100,7 @@ def _value(value: complex) -> Maker:
     return lambda *_: lambda part, _: part.fill_(value)
 
 
-def _random(kind: str) -> Maker:
+def _random(distribution: str) -> Maker:
     """Have parts filled with random numbers, which depend on the element's index and not on the layout.
 
     Collective: At some calls; see `agreed_key`.
@@ -108,7 +108,7 @@ def _random(kind: str) -> Maker:
 
     def maker(mesh: Mesh, shape: tuple[int, ...]) -> Fill:
         key = agreed_key(mesh)
-        return lambda part, region: fill_randomly(kind, part, region, shape, key)
+        return lambda part, region: fill_randomly(distribution, part, region, shape, key)
 
     return maker
 
