@@ -42,7 +42,7 @@ class DTensor(torch.Tensor):
         layout: How the global tensor is laid out over the mesh.
         shape: Global shape.
         dtype: Dtype of the components.
-        device: Where they would be, if there are none.
+        device: The device of a tensor without components on this client; default the host.
     """
 
     _components: tuple[torch.Tensor, ...]
@@ -50,14 +50,14 @@ class DTensor(torch.Tensor):
     _pending: RunningRedistribution | None = None
     """The redistribution that still writes to the components; whoever reads them waits for it."""
     _spec: Spec | None = None
-    """See `dtckpt.dtensor.operators.tensor_spec`; made when it is first asked for."""
+    """Description for operators, made when it is first asked for; see `dtckpt.dtensor.operators.tensor_spec`."""
     _view: View | None = None
-    """How the tensor follows another one whose values it shares, but not the memory."""
+    """For a view that shares no memory with its source: how to make it again after a write to the source."""
     _writes: list[int] | None = None
-    """How often any of the tensors that share values with this one was written to; None if there are none."""
+    """One counter of writes for all tensors that share values with this one; None if there are none."""
 
     _dispatch: Callable[..., Any]
-    """Runs operators; `dtckpt.dtensor.operators.dispatch` puts it here."""
+    """Runs operators; `dtckpt.dtensor.operators.dispatch` sets it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch types it otherwise
 
@@ -106,7 +106,7 @@ class DTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """As of any tensor; setting it, as ``Module.to`` does, exchanges components and layout too."""
+        """The tensor, detached. Setting it, as ``Module.to`` does, sets components and layout too."""
         detached: torch.Tensor = _DATA.__get__(self)
         return detached
 
@@ -121,10 +121,10 @@ class DTensor(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient, as of any tensor, in the tensor's own layout; of a Partial tensor, replicated.
+        """The gradient, in the layout of the tensor; that of a Partial tensor is replicated.
 
-        What backward passes add up may wait for reductions, or lie in another layout; it is brought here once, when it
-        is read, and kept so.
+        A backward pass may leave a gradient with pending reductions, or in another layout. It is redistributed when it
+        is first read, and stored so.
 
         Collective: Over the mesh's clients, when it is read for the first time after a backward pass.
         """
@@ -174,13 +174,13 @@ class DTensor(torch.Tensor):
         digests.
 
         Args:
-            local_tensor: This client's component; it is shared, never written to.
+            local_tensor: This client's component. It shares memory with the result and is not written to.
             device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
             placements: One per mesh axis; None means replicated.
             run_check: Compare the values of copies on all clients.
-            shape: Global shape; without it the clients find it together, uneven shards included.
-            stride: Accepted for PyTorch's sake; the global tensor is always contiguous.
-            grad_placements: Placements of the component's gradient; default the tensor's, Partial as Replicate.
+            shape: Global shape. Without it the clients find it together, also for uneven shards.
+            stride: Accepted as in PyTorch, and ignored: the global tensor is always contiguous.
+            grad_placements: Placements of the component's gradient; default the tensor's, with Replicate for Partial.
 
         Raises:
             ComponentError: Components do not fit each other, the layout or ``shape``, or clients give other placements.
@@ -204,7 +204,7 @@ class DTensor(torch.Tensor):
         A client that is no member of the mesh gets a tensor of shape (0,).
 
         Args:
-            grad_placements: Placements that the component's gradient is in; default the tensor's, Partial as Replicate.
+            grad_placements: Placements of the component's gradient; default the tensor's, with Replicate for Partial.
 
         Raises:
             ComponentError: This client has several devices in the mesh; `unpack` gives all components.
@@ -215,15 +215,15 @@ class DTensor(torch.Tensor):
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        """`to_local` without a gradient, by a name that programs for PyTorch's read although it is private."""
+        """`to_local` without a gradient. Programs for PyTorch's DTensor use this name although it is private."""
         with torch.no_grad():
             return self.to_local()
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor as a plain one, with pending reductions done. Differentiable.
 
-        Collective: Over the mesh's clients, unless every client holds every part. The exchange goes through
-        ``torch.distributed`` and is bounded by the process group's timeout.
+        Collective: Over the mesh's clients, unless every client holds every part; bounded by the process group's
+        timeout.
 
         Args:
             grad_placements: Placements of the gradient on the mesh of one device per client; default replicated.
@@ -288,7 +288,7 @@ class DTensor(torch.Tensor):
         return serialization.deepcopy(self, memo)
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Return the boxes that this client holds; see `dtckpt.dtensor.torch_checkpoint`."""
+        """Return the chunks that this client holds; see `dtckpt.dtensor.torch_checkpoint`."""
         return torch_checkpoint.chunk_list(self)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002  (PyTorch's name)
@@ -297,7 +297,7 @@ class DTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return torch_checkpoint.shard_at(self, index)
 
-    # --- values as numbers, which are global: every client gets all of them ---------------------------------------
+    # --- values as numbers: every client gets those of the whole tensor -------------------------------------------
 
     def tolist(self) -> Any:
         """Return the values as nested lists. Collective: As `full_tensor`."""
@@ -335,15 +335,15 @@ def check_layout(tensor: object, layout: Layout) -> None:
     """Check that a DTensor has a layout.
 
     Raises:
-        LayoutError: It has another one (both are named), or the argument is no DTensor.
+        LayoutError: It has another one, or the argument is no DTensor.
     """
-    have = fetch_layout(tensor)
-    if have != layout:
-        raise LayoutError(f"layout of the tensor differs; got {described(have)}, expected {described(layout)}")
+    actual = fetch_layout(tensor)
+    if actual != layout:
+        raise LayoutError(f"layout of the tensor differs; got {described(actual)}, expected {described(layout)}")
 
 
 def described(layout: Layout) -> str:
-    """Return a text for errors, which is the same on every client and does not name every device."""
+    """Describe a layout for errors; the text is the same on every client and does not name every device."""
     mesh = layout.mesh
     if mesh.is_single_device() or not mesh.device_ids:
         return layout.to_string()

@@ -16,10 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtckpt import Region, abstract_mesh, dtensor
-from dtckpt.dtensor.random import agreed_key, draw_key, fill, integer_bounds, permutation
-from dtckpt.dtensor.random import fill as filling
+from dtckpt.dtensor.random import agreed_key, draw_key, fill, fill_component, integer_bounds, permutation
 from dtckpt.dtensor.random.distributions import sampler_of
-from dtckpt.dtensor.random.fill import pieces_of
+from dtckpt.dtensor.random.fill_component import pieces_of
 from dtckpt.dtensor.random.philox import TensorStream, stream_of
 from dtckpt.errors import ComponentError, DTypeError, RandomParameterError, RegionError
 
@@ -148,14 +147,17 @@ def test_long_gaps_are_skipped():
 
 def test_a_card_starts_few_runs():
     half = Region((0, 0), (8192, 16384))
-    assert len(list(pieces_of(half, (8192, 32768), filling._DEVICE_BLOCK, filling._DEVICE_SEEK))) <= 8192 / 16
+    assert (
+        len(list(pieces_of(half, (8192, 32768), fill_component._DEVICE_BLOCK, fill_component._DEVICE_SEEK)))
+        <= 8192 / 16
+    )
 
 
 @pytest.mark.parametrize(("kind", "dtype", "params"), CASES)
 def test_other_devices_make_the_same_numbers(kind, dtype, params, monkeypatch):
     shape = (37, 129)
     expected = whole_of(kind, shape, 77, dtype, **params)
-    monkeypatch.setattr("dtckpt.dtensor.random.fill.stream_of", TensorStream)
+    monkeypatch.setattr("dtckpt.dtensor.random.fill_component.stream_of", TensorStream)
     assert bits_of(whole_of(kind, shape, 77, dtype, **params)) == bits_of(expected)
 
 

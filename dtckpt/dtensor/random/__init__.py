@@ -6,7 +6,7 @@ an element are those that Philox4x64-10 gives for the key and the element's row-
 """
 
 from dtckpt.dtensor.random.distributions import DISTRIBUTIONS, integer_bounds
-from dtckpt.dtensor.random.fill import fill, permutation
+from dtckpt.dtensor.random.fill_component import fill, permutation
 from dtckpt.dtensor.random.keys import agreed_key, draw_key
 
 __all__ = ["DISTRIBUTIONS", "agreed_key", "draw_key", "fill", "integer_bounds", "permutation"]
