@@ -1,4 +1,8 @@
-"""`register_sharding`: say for an operator which placements of its arguments give which placements of its results."""
+"""`register_sharding`: define how an operator may be sharded, by a function of the program.
+
+The function returns rows: along one mesh axis, with these placements of the arguments, the results have those. For each
+axis of the mesh the cheapest row is taken.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +26,20 @@ from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard
 
 Row = tuple[list[Placement | None], list[Placement | None]]
-"""Placements of the results, and of the arguments, along one mesh axis; None for what is no tensor."""
+"""Placements of the results, and of the arguments, along one mesh axis; None for a value that is no tensor."""
 
 _BOUND = 64
 
 
 @dataclass(frozen=True, slots=True)
 class OperandSpec:
-    """What stands for a tensor among the arguments of a sharding function.
+    """Describes a tensor among the arguments of a sharding function.
 
     Args:
         shape: Global shape.
-        dtype: Of the elements.
-        mesh: Where it lies.
-        placements: How it lies, by mesh axis.
+        dtype: Dtype of the tensor.
+        mesh: Its mesh.
+        placements: Its placements, one per mesh axis.
     """
 
     shape: torch.Size
@@ -50,12 +54,12 @@ class OperandSpec:
 
     @property
     def device_mesh(self) -> Mesh:
-        """The mesh, under its other name."""
+        """The mesh, under the name that PyTorch uses too."""
         return self.mesh
 
     @property
     def tensor_meta(self) -> OperandSpec:
-        """What has ``shape`` and ``dtype``."""
+        """This object, which has ``shape`` and ``dtype``, as in PyTorch."""
         return self
 
 
@@ -63,18 +67,19 @@ Function = Callable[..., Sequence[Row]]
 
 
 def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Function]:
-    """Return a decorator for a function that says how operators may be sharded; it replaces what was known of them.
+    """Return a decorator for a function that defines how operators may be sharded. It replaces the operators' rules.
 
-    The function takes what the operator takes, an `OperandSpec` for each tensor. It returns pairs: the placements of
-    the results and those of the arguments, along one mesh axis (for several, any combination of pairs will do). The
-    arguments' are in the order in which they were passed, those by name after the others; None, or nothing, stands for
-    what is no tensor. What each device computes from pieces of the arguments must then be its piece of the results.
+    The function takes the arguments of the operator, with an `OperandSpec` in place of each tensor. It returns pairs:
+    the placements of the results, and those of the arguments, along one mesh axis. Along each axis of a mesh any pair
+    may be taken. The placements of arguments are in the order in which arguments are passed, those by name last; None,
+    or nothing, stands for a value that is no tensor. When the operator runs on a device's pieces of the arguments, the
+    result must be that device's piece of the results.
 
-    Of the pairs the cheapest is taken, and replication of everything where none fits: a shard must have elements, and
-    what an operator writes to stays where it is.
+    The cheapest pair is taken. If no pair fits, everything is replicated. A pair fits if each shard has elements, and
+    tensors that the operator writes to keep their layouts.
 
     Args:
-        op: An operator (``torch.ops.….default``), custom ones too, or several.
+        op: An operator (``torch.ops.….default``), also a custom one, or several.
 
     Raises:
         OperatorError: ``op`` is no operator.
@@ -95,7 +100,11 @@ def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Fun
 
 
 class RegisteredPlan:
-    """Do what a sharding function says. It may read floats, by whose values plans are not kept elsewhere."""
+    """Runs an operator as its sharding function defines.
+
+    The function may depend on the values of floats. Other plans are cached without these, so this one has a cache of
+    its own, by the floats among the arguments.
+    """
 
     route = "rule"
     calls = 0
@@ -118,13 +127,13 @@ class RegisteredPlan:
 
 
 def _floats_in(values: Sequence[Any]) -> list[float | complex]:
-    found: list[float | complex] = []
+    floats: list[float | complex] = []
     for value in values:
         if isinstance(value, list | tuple):
-            found += _floats_in(value)
+            floats += _floats_in(value)
         elif isinstance(value, float | complex):
-            found.append(value)
-    return found
+            floats.append(value)
+    return floats
 
 
 def _plan(call: Call, function: Function) -> Plan:
@@ -206,12 +215,12 @@ def _counted(call: Call, placement: Placement, rank: int) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """What is chosen for.
+    """An operator call for which to choose layouts.
 
     Args:
         tensors: The arguments that are tensors.
-        results: The results, without values.
-        written: Which of the tensors are written to.
+        results: The results, as meta tensors.
+        written: Numbers of the tensors that the operator writes to.
     """
 
     tensors: Sequence[DTensor]
@@ -219,7 +228,7 @@ class _Operation:
     written: Sequence[int]
 
     def choice(self, rows: Sequence[tuple[list[Placement], list[Placement]]]) -> Choice | None:
-        """Return the cheapest layouts, axis by axis; None if none leave what is written where it is."""
+        """Return the cheapest layouts, chosen axis by axis; None if no layouts leave written tensors where they are."""
         mesh = self.tensors[0].device_mesh
         taken: list[tuple[list[Placement], list[Placement]]] = []
         for axis in range(mesh.ndim):
@@ -243,7 +252,7 @@ class _Operation:
         return Choice(tuple(moved), tuple(results))
 
     def _fits(self, row: Any, taken: Sequence[Any], mesh: Mesh) -> bool:
-        """Whether every piece has elements, and what is written, which is what results are then, stays."""
+        """Whether every shard has elements, and written tensors (which are the results then) keep their placements."""
         outputs, inputs = row
         axis = len(taken)
         for place in self.written:
@@ -260,7 +269,7 @@ class _Operation:
         return True
 
     def _cost(self, row: Any, axis: int, size: int) -> float:
-        """Return what bringing the tensors there costs, and the reductions that results wait for."""
+        """Return the cost of redistributing the tensors, and of the reductions that are then pending in the results."""
         outputs, inputs = row
         moves = [
             (_held(tensor.placements[axis]), _held(wanted), tensor)
