@@ -128,19 +128,19 @@ def test_both_sides_plan_the_same_messages_and_nothing_is_sent_twice(seed):
         target = Layout(target.sharding_specs, target.mesh)
         plans.append(plan_exchange(source, target, shape, client))
         layouts.append((source, target))
-    for giver, plan in enumerate(plans):
-        for taker, sent in plan.sends.items():
-            assert plans[taker].receives[giver] == sent
-    for taker, plan in enumerate(plans):
-        source, target = layouts[taker]
-        for giver, received in plan.receives.items():
-            assert plans[giver].sends[taker] == received
+    for sender, plan in enumerate(plans):
+        for receiver, sent in plan.sends.items():
+            assert plans[receiver].receives[sender] == sent
+    for receiver, plan in enumerate(plans):
+        source, target = layouts[receiver]
+        for sender, received in plan.receives.items():
+            assert plans[sender].sends[receiver] == received
         # The lower bound: what the client's new boxes need and its old boxes lack, each element once.
         needed = torch.zeros(shape, dtype=torch.bool)
-        for device in target.mesh.devices_of(taker):
+        for device in target.mesh.devices_of(receiver):
             needed[target.region(device, shape).slices()] = True
-        boxes = {target.region(device, shape) for device in target.mesh.devices_of(taker)}
-        for device in source.mesh.devices_of(taker):
+        boxes = {target.region(device, shape) for device in target.mesh.devices_of(receiver)}
+        for device in source.mesh.devices_of(receiver):
             needed[source.region(device, shape).slices()] = False
         bound = sum(int(needed[box.slices()].sum()) for box in boxes)
         assert plan.num_received <= bound

@@ -24,7 +24,7 @@ def _everyone() -> Mesh:
 
 def check(seeds: Sequence[int]) -> list[str]:
     """Start some redistributions of one device per client, end them in another order on each; return what is wrong."""
-    client, found = dtckpt.client_id(), []
+    client, problems = dtckpt.client_id(), []
     for seed in seeds:
         rng, own = random.Random(seed), random.Random(1000 * seed + client)
         meshes = [_one_device_each(rng) for _ in range(2)]
@@ -56,13 +56,13 @@ def check(seeds: Sequence[int]) -> list[str]:
                 one, _, moved = flights[number]
                 further[number] = redistribute(moved, one.layout, is_async=rng.random() < 0.5)
         for number, (one, target, moved) in enumerate(flights):
-            wanted = redistribute(one, target)
-            told = f"seed {seed}, {number}: {one.layout} to {target} of {tuple(one.shape)} {one.dtype}"
-            if number not in dropped and not _are_same(moved, wanted):
-                found.append(f"{told}: {moved.components} is not {wanted.components}")
-            if number in further and not _are_same(further[number], redistribute(wanted, one.layout)):
-                found.append(f"{told}: and back")
-    return found
+            expected = redistribute(one, target)
+            case = f"seed {seed}, {number}: {one.layout} to {target} of {tuple(one.shape)} {one.dtype}"
+            if number not in dropped and not _are_same(moved, expected):
+                problems.append(f"{case}: {moved.components} is not {expected.components}")
+            if number in further and not _are_same(further[number], redistribute(expected, one.layout)):
+                problems.append(f"{case}: and back")
+    return problems
 
 
 def _one_device_each(rng: random.Random) -> Mesh:
@@ -99,8 +99,8 @@ def read(way: str) -> list[bool]:
         wholes = [whole + number for number in range(4)]
         moved = [packed(each, rows).redistribute(placements=[Shard(1)], async_op=True) for each in wholes]
         for each, one in list(zip(wholes, moved, strict=True))[::order]:
-            got, wanted = ways[way](one), ways[way](packed(each, columns))
-            seen.append(got == wanted if way == "repr" else torch.equal(got, wanted))
+            got, expected = ways[way](one), ways[way](packed(each, columns))
+            seen.append(got == expected if way == "repr" else torch.equal(got, expected))
     return seen
 
 
@@ -165,9 +165,9 @@ def failed() -> tuple[list[str], bool]:
     """
     mesh, client = _everyone(), dtckpt.client_id()
     whole = torch.arange(24.0 * 5).view(24, 5)
-    wish = Layout([UNSHARDED, "a0"], mesh) if client else Layout.replicated(mesh, 2)
+    layout = Layout([UNSHARDED, "a0"], mesh) if client else Layout.replicated(mesh, 2)
     rows = [packed(whole + number, Layout(["a0", UNSHARDED], mesh)) for number in range(2)]
-    moved = redistribute_all(rows, [wish, wish], is_async=True)
+    moved = redistribute_all(rows, [layout, layout], is_async=True)
     errors = []
     for one in (*moved, *moved):
         try:

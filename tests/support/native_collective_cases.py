@@ -99,14 +99,14 @@ def component_of(rng: random.Random, change: LayoutChange, device: int) -> torch
 
 def check(kind: str, seeds: Sequence[int]) -> list[str]:
     """Compare collectives of one kind with exchanges of boxes; return what is wrong."""
-    client, found = dtckpt.client_id(), []
+    client, problems = dtckpt.client_id(), []
     for seed in seeds:
         rng = random.Random(seed)
         change = random_change(rng, kind, client)
-        told = f"seed {seed}: {change.source} to {change.target} of {change.shape} {change.dtype}"
+        case = f"seed {seed}: {change.source} to {change.target} of {change.shape} {change.dtype}"
         collective = find_collective(change)
         if collective is None or collective.kind != kind:
-            found.append(f"{told} is {collective}")
+            problems.append(f"{case} is {collective}")
             continue
         (device,) = change.source.mesh.local_device_ids()
         component = component_of(rng, change, device)
@@ -117,9 +117,9 @@ def check(kind: str, seeds: Sequence[int]) -> list[str]:
         ]
         one, other = (transfer.finish()[0][device] for transfer in moved)
         if bits_of(one) != bits_of(other):
-            found.append(f"{told}: {one} is not {other}")
+            problems.append(f"{case}: {one} is not {other}")
         if bits_of(component) != before:
-            found.append(f"{told}: the source was written to")
+            problems.append(f"{case}: the source was written to")
         if one.data_ptr() == component.data_ptr() and one.numel():
-            found.append(f"{told}: the result is the source's memory")
-    return found
+            problems.append(f"{case}: the result is the source's memory")
+    return problems
