@@ -104,7 +104,7 @@ def read(way: str) -> list[bool]:
     return seen
 
 
-def dropped() -> list[bool]:
+def drop_results() -> list[bool]:
     """Drop results unread on one client after the other; the others' must come, as must what is asked for next."""
     mesh, client = _everyone(), dtckpt.client_id()
     whole = torch.arange(300.0 * 200 * 8).view(300, 200 * 8)
@@ -120,7 +120,7 @@ def dropped() -> list[bool]:
     return seen
 
 
-def sources_change_afterwards() -> list[bool]:
+def change_sources_afterwards() -> list[bool]:
     """Write to the source when its redistribution is complete here: nobody's result changes."""
     mesh = _everyone()
     whole = torch.arange(24.0 * 6).view(24, 6)
@@ -157,7 +157,7 @@ def gradients() -> list[bool]:
     return seen
 
 
-def failed() -> tuple[list[str], bool]:
+def read_failed_results() -> tuple[list[str], bool]:
     """Read results of a batch for which clients want different layouts, each twice; then redistribute again.
 
     Returns:
@@ -177,7 +177,7 @@ def failed() -> tuple[list[str], bool]:
     return errors, torch.equal(rows[0].full_tensor(), whole)
 
 
-def dropped_instead_of_others() -> bool:
+def drop_conflicting_results() -> bool:
     """Drop results that clients want differently; return whether what comes afterwards is right."""
     mesh, client = _everyone(), dtckpt.client_id()
     whole = torch.arange(24.0 * 5).view(24, 5)
