@@ -49,7 +49,7 @@ def pack(
     Args:
         tensors: One tensor, array, scalar or nested sequence of numbers per local device.
         layout: The layout; every tensor dim needs a spec.
-        shape: Global shape. Without it the shape follows from the components; then this client needs some.
+        shape: Global shape. Without it the shape follows from the components; a client outside the mesh must pass it.
         run_check: Compare the values of components that are copies of each other, on all clients where a process
             group connects them (collective then).
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout, one_device_per_client
 from dtckpt.errors import DtckptError, LayoutError, LayoutTypeError, capped
 from dtckpt.layout import text_format
 from dtckpt.layout.layout import Layout
@@ -134,7 +135,7 @@ class DTensor(torch.Tensor):
         if isinstance(stored, DTensor) and stored._layout is self._layout and not self._layout.partial:
             return stored
         gradient = plain_tensors.adopted(stored, self.device_mesh)
-        layout = derived_layouts.gradient_layout(self._layout)
+        layout = gradient_layout(self._layout)
         if gradient._layout != layout:
             gradient = redistribute(gradient, layout)
         if gradient is not stored:
@@ -192,10 +193,10 @@ class DTensor(torch.Tensor):
         try:
             if not isinstance(local_tensor, torch.Tensor):
                 raise LayoutTypeError(f"from_local needs a tensor; got {type(local_tensor).__name__}")
-            layout = derived_layouts.cached_layout(mesh, placements, local_tensor.ndim)
+            layout = cached_layout(mesh, placements, local_tensor.ndim)
             gradient = None if grad_placements is None else Layout.from_placements(mesh, grad_placements, layout.rank)
         except DtckptError as error:
-            raise packing.shared_failure(error, mesh) if shape is None or run_check else error from None
+            raise shared_failure(error, mesh) if shape is None or run_check else error from None
         return local_tensors.from_local(local_tensor, layout, shape=shape, gradient=gradient, run_check=run_check)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -210,7 +211,7 @@ class DTensor(torch.Tensor):
             ComponentError: This client has several devices in the mesh; `unpack` gives all components.
         """
         if grad_placements is None:
-            return local_tensors.to_local(self, derived_layouts.gradient_layout(self._layout))
+            return local_tensors.to_local(self, gradient_layout(self._layout))
         return local_tensors.to_local(self, Layout.from_placements(self.device_mesh, grad_placements, self.ndim))
 
     @property
@@ -230,7 +231,7 @@ class DTensor(torch.Tensor):
         """
         if grad_placements is None:
             return local_tensors.full_tensor(self)
-        hosts = derived_layouts.one_device_per_client(self.device_mesh)
+        hosts = one_device_per_client(self.device_mesh)
         return local_tensors.full_tensor(self, Layout.from_placements(hosts, grad_placements, self.ndim))
 
     def redistribute(
@@ -261,7 +262,7 @@ class DTensor(torch.Tensor):
         try:
             if device_mesh is not None:
                 mesh = factories.require_mesh(device_mesh)
-            layout = derived_layouts.cached_layout(mesh, placements, self.ndim)
+            layout = cached_layout(mesh, placements, self.ndim)
         except DtckptError as error:
             execute.report_error(error, [self.device_mesh, mesh])
             raise
@@ -353,13 +354,7 @@ def described(layout: Layout) -> str:
 
 # The modules that implement the methods construct DTensors, so they import this one. They come last, when the class
 # exists: whatever is imported first, Python runs `dtckpt.dtensor` first, and that imports this module before them.
-from dtckpt.dtensor import components as packing  # noqa: E402
-from dtckpt.dtensor import (  # noqa: E402
-    derived_layouts,
-    factories,
-    local_tensors,
-    serialization,
-    torch_checkpoint,
-)
+from dtckpt.dtensor import factories, local_tensors, serialization, torch_checkpoint  # noqa: E402
+from dtckpt.dtensor.components import shared_failure  # noqa: E402
 from dtckpt.dtensor.operators import plain_tensors, view_tracking  # noqa: E402
 from dtckpt.dtensor.redistribute import redistribute  # noqa: E402

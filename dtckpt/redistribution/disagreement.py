@@ -47,7 +47,7 @@ from dtckpt.comm.process_groups import is_connected
 from dtckpt.errors import DtckptError, LayoutError, capped, from_wire, to_wire
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
-from dtckpt.redistribution.exchange import LayoutChange
+from dtckpt.redistribution.layout_change import LayoutChange
 
 PATIENCE_S = 0.25
 """A client that has waited for so long writes its request to the record, and reads those of others."""

@@ -5,7 +5,7 @@ import torch
 from support.native_collective_cases import check, mesh_of
 
 from dtckpt import UNSHARDED, Layout
-from dtckpt.redistribution.exchange import LayoutChange
+from dtckpt.redistribution.layout_change import LayoutChange
 from dtckpt.redistribution.native_collective import (
     ALL_GATHER,
     ALL_REDUCE,

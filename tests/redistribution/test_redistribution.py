@@ -29,9 +29,10 @@ from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensorflow_names import get_default_mesh
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError, MeshTypeError
 from dtckpt.redistribution import execute
-from dtckpt.redistribution.exchange import BoxExchange, LayoutChange
+from dtckpt.redistribution.exchange import BoxExchange
 from dtckpt.redistribution.exchange_plan import plan_exchange
 from dtckpt.redistribution.execute import plan_redistribution
+from dtckpt.redistribution.layout_change import LayoutChange
 
 WHOLE = torch.arange(42.0, dtype=torch.float64).reshape(6, 7)
 

@@ -17,7 +17,8 @@ from dtckpt.comm.collectives import Pairwise
 from dtckpt.comm.observers import Communication, observed_by
 from dtckpt.dtensor.redistribute import redistribute_all
 from dtckpt.errors import LayoutError
-from dtckpt.redistribution.exchange import BoxExchange, LayoutChange
+from dtckpt.redistribution.exchange import BoxExchange
+from dtckpt.redistribution.layout_change import LayoutChange
 from support import states
 
 from .native_collective_cases import bits_of, mesh_of

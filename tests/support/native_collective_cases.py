@@ -11,7 +11,8 @@ import torch
 
 import dtckpt
 from dtckpt import UNSHARDED, Layout, Mesh
-from dtckpt.redistribution.exchange import BoxExchange, LayoutChange
+from dtckpt.redistribution.exchange import BoxExchange
+from dtckpt.redistribution.layout_change import LayoutChange
 from dtckpt.redistribution.native_collective import (
     ALL_GATHER,
     ALL_REDUCE,
