@@ -1,7 +1,8 @@
 """The DTensor runtime: tensors of global shape whose components live on the devices of a mesh.
 
-Mirrors ``torch.distributed.tensor`` name for name, and has TensorFlow's names for the same things beside them. Public
-are the names in ``__all__`` and the submodules `debug`, `experimental` and `placement_types`, which are to be imported.
+Mirrors ``torch.distributed.tensor`` name for name, and has TensorFlow's names for the same things beside them. The
+public names are those of ``__all__``, and the submodules `debug`, `experimental` and `placement_types`; these are
+imported by the programs that use them.
 """
 
 from torch.serialization import add_safe_globals

@@ -35,7 +35,7 @@ def cached_layout(mesh: Mesh, placements: Sequence[Placement] | None, ndim: int)
     if not isinstance(placements, Sequence):
         raise LayoutTypeError(f"placements: got {placements!r}, expected a sequence of one per axis")
     if not all(isinstance(each, Placement) for each in placements):
-        return Layout.from_placements(mesh, placements, ndim)  # which raises with what is wrong
+        return Layout.from_placements(mesh, placements, ndim)  # which raises a fitting error
     return _layout(mesh, id(mesh), tuple(placements), ndim)
 
 

@@ -352,8 +352,8 @@ def described(layout: Layout) -> str:
     return f"{specs} on {mesh.device_type} mesh {mesh.name!r} {mesh.axis_sizes} of clients {capped(mesh.clients)}"
 
 
-# The modules that implement the methods construct DTensors, so they import this one. They come last, when the class
-# exists: whatever is imported first, Python runs `dtckpt.dtensor` first, and that imports this module before them.
+# These modules implement the methods and construct DTensors, so they import this one. They are imported last, when the
+# class exists. `dtckpt.dtensor` imports this module before them, and Python runs the package before any of its modules.
 from dtckpt.dtensor import factories, local_tensors, serialization, torch_checkpoint  # noqa: E402
 from dtckpt.dtensor.components import shared_failure  # noqa: E402
 from dtckpt.dtensor.operators import plain_tensors, view_tracking  # noqa: E402

@@ -16,7 +16,7 @@ has waited for long writes its request. Each client then takes part in all reque
     every request completes; each client reads the record again, finds two requests, and raises
 
 No message is left over, all waits end, and all clients raise the same error. Messages of different requests never
-meet: their tags tell what they are part of (`dtckpt.redistribution.execute`).
+meet: each request has tags of its own (`dtckpt.redistribution.execute`).
 
 While clients agree and are quick, nobody touches the store. Redistributions on NCCL are not covered: the host does not
 wait for those.

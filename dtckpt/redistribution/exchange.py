@@ -11,7 +11,7 @@ as it is needed. For a tensor that goes from rows to columns on two clients:
 
 A run of an exchange on one client (`BoxTransfer`):
 
-    start()   post the first flight of messages      buffers to receive into first, then what is sent
+    start()   post the first flight of messages      first buffers to receive into, then messages to send
               make local copies, reduce local terms  while messages are in flight
               post the other flights                 each when the one before is complete
     finish()  deliver each message as it arrives     copy it to its output, or reduce it with the last term

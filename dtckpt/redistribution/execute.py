@@ -353,7 +353,7 @@ class EnqueuedRedistribution:
         self._beside.run(work, inputs)
 
     def wait(self) -> None:
-        """Have the current streams run whatever they get from now on after the redistribution."""
+        """Have the current streams wait for the redistribution before they run later work; the host does not wait."""
         self._beside.wait()
 
 

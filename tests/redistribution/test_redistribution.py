@@ -166,7 +166,7 @@ def test_a_client_outside_waits_for_nothing(kind):
     assert (exchange.is_local, exchange.flights, exchange.collectives.members) == (False, [], (0, 1))
 
 
-def test_a_process_group_with_another_backend_gets_programs_of_its_own(monkeypatch):
+def test_a_process_group_with_another_backend_gets_plans_of_its_own(monkeypatch):
     names = [f"/job:worker/replica:0/task:{client}/device:GPU:0" for client in range(2)]
     mesh = Mesh(["x"], np.arange(2), [], [], "", names)
     change = Layout(["x"], mesh), Layout([UNSHARDED], mesh), (4,), torch.float32

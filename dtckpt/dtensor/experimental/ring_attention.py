@@ -1,8 +1,8 @@
 """Ring attention: attention of a sequence that is split over clients, whose keys and values go round in a ring.
 
-    step 0    client 0: keys 0    client 1: keys 1    client 2: keys 2        each client keeps its own queries,
-    step 1    client 0: keys 2    client 1: keys 0    client 2: keys 1        and adds what they attend to in the
-    step 2    client 0: keys 1    client 1: keys 2    client 2: keys 0        keys and values that it has now
+    step 0    client 0: keys 0    client 1: keys 1    client 2: keys 2        each client keeps its own queries;
+    step 1    client 0: keys 2    client 1: keys 0    client 2: keys 1        at each step they attend to the keys
+    step 2    client 0: keys 1    client 1: keys 2    client 2: keys 0        and values that the client has then
 
 The parts of each softmax are merged by their logarithms of sums (Liu et al., Ring Attention, arXiv:2310.01889). A
 client has one or two runs of positions. Queries of one run attend to the keys of another fully, causally (a run to

@@ -223,7 +223,7 @@ def _exponential(dtype: torch.dtype, lambd: float = 1.0) -> Sampler:
 
 
 def _cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Sampler:
-    """Compute in float64 whatever the dtype: a float32 cannot tell the angles of far tails from a right angle."""
+    """Compute in float64 for every dtype: a float32 cannot tell the angles of far tails from a right angle."""
     _require(sigma > 0, f"sigma {sigma} for cauchy", "greater than zero")
     limits = torch.finfo(dtype)
 
@@ -235,7 +235,7 @@ def _cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Samp
 
 
 def _geometric(dtype: torch.dtype, p: float) -> Sampler:
-    """Compute in float64 whatever the dtype: for a small ``p``, one step of a float32 near 1 skips integers."""
+    """Compute in float64 for every dtype: for a small ``p``, one step of a float32 near 1 skips integers."""
     _require(0 < p <= 1, f"p {p} for geometric", "0 < p <= 1")
     largest = float(torch.finfo(dtype).max) if dtype.is_floating_point else _largest(dtype)
     # The largest float64 that does not overflow: 2**63 would.
