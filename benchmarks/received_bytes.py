@@ -1,7 +1,8 @@
 """Bytes that a device receives in a change of layout, for all pairs of layouts: dtckpt, the least possible, PyTorch.
 
 Nothing is sent: ours follow from the plan, PyTorch's from the collectives that it starts in a simulated process group
-(for S -> S' on CPU that is an all-gather; where ours takes one hop it is at the least possible, whatever PyTorch does).
+(for S -> S' on CPU that is an all-gather; where ours takes one exchange it is at the least possible, whatever PyTorch
+does).
 Collectives count as on a ring: all-gather and reduce-scatter over n members bring each (n - 1) / n of the larger
 tensor, an all-reduce twice that.
 

@@ -20,7 +20,7 @@ from torch.distributed import tensor as theirs
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtckpt
-from dtckpt.redistribution.execute import program_of
+from dtckpt.redistribution.execute import plan_redistribution
 
 CHANGES = {
     "S0 -> S1": (["S0"], ["S1"]),
@@ -74,7 +74,7 @@ def overheads() -> Table:
     ours = dtckpt.DTensor.from_local(local, ours_mesh, [dtckpt.Shard(0)])
     peer = theirs.DTensor.from_local(local, their_mesh, [theirs.Shard(0)], run_check=False)
     target = dtckpt.Layout.from_placements(ours_mesh, [dtckpt.Shard(1)], 2)
-    program_of(ours.layout, target, ours.shape, ours.dtype)
+    plan_redistribution(ours.layout, target, ours.shape, ours.dtype)
     mine, other = [dtckpt.Shard(0)], [theirs.Shard(0)]
     calls: dict[str, tuple[Callable[[], object], Callable[[], object] | None]] = {
         "redistribute to the same": (
@@ -82,7 +82,7 @@ def overheads() -> Table:
             lambda: peer.redistribute(placements=other),
         ),
         "to_local": (ours.to_local, peer.to_local),
-        "cached plan look-up": (lambda: program_of(ours.layout, target, ours.shape, ours.dtype), None),
+        "cached plan look-up": (lambda: plan_redistribution(ours.layout, target, ours.shape, ours.dtype), None),
     }
     table = Table(title="calls that move nothing, microseconds (best of 9)")
     for column in ("call", "dtckpt", "PyTorch"):

@@ -1,6 +1,8 @@
 """The DTensor runtime: tensors of global shape whose components live on the devices of a mesh.
 
-Mirrors ``torch.distributed.tensor`` name for name, beside TensorFlow's names for the same things.
+Mirrors ``torch.distributed.tensor`` name for name, and has TensorFlow's names for the same things beside them. The
+public names are those of ``__all__``, and the submodules `debug`, `experimental` and `placement_types`; these are
+imported by the programs that use them.
 """
 
 from torch.serialization import add_safe_globals
@@ -46,7 +48,14 @@ __all__ = [
     "zeros",
 ]
 
+_SUBMODULES = ("debug", "experimental", "placement_types")
+
 torch_hooks.install()
 add_safe_globals([DTensor, DVariable, *SAFE_GLOBALS])
 
 keep_from_tracing([DTensor, DVariable, *(globals()[name] for name in __all__ if name.islower())])
+
+
+def __dir__() -> list[str]:
+    """Return the public names: those of ``__all__`` and the public submodules."""
+    return sorted([*__all__, *_SUBMODULES])

@@ -1,4 +1,8 @@
-"""Components in, components out: `pack` and `unpack`."""
+"""Pack components into DTensors and unpack them: `pack`, `unpack`.
+
+`pack` checks that the components of all clients fit each other. Clients exchange a summary of their components (shapes,
+dtypes, errors), never the values; so an error of one client is raised on all.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ def pack(
     """Make a DTensor from the components of this client's devices.
 
     Component ``i`` belongs to ``layout.mesh.local_devices()[i]`` and is that device's region of the global tensor.
-    Components share memory with the result where they are on the right device already, or on the meta device.
+    A component that is on its device already, or on the meta device, shares memory with the result.
 
     Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``, if the mesh spans several clients
     and a process group connects them: they exchange shapes and dtypes, and raise the same error. Otherwise no
@@ -45,7 +49,7 @@ def pack(
     Args:
         tensors: One tensor, array, scalar or nested sequence of numbers per local device.
         layout: The layout; every tensor dim needs a spec.
-        shape: Global shape. Without it the shape is found from the components, for which a client needs some.
+        shape: Global shape. Without it the shape follows from the components; a client outside the mesh must pass it.
         run_check: Compare the values of components that are copies of each other, on all clients where a process
             group connects them (collective then).
 
@@ -62,34 +66,35 @@ def pack(
             f"{capped(layout.mesh.clients)}, so it cannot find the global shape; got no shape, expected one"
         )
     components: list[torch.Tensor] = []
-    given: tuple[int, ...] | None = None
+    global_shape: tuple[int, ...] | None = None
     failure: DtckptError | None = None
     try:
-        given = None if shape is None else _shape_of(shape)
+        global_shape = None if shape is None else _shape_of(shape)
         components = _components(tensors, layout)
     except DtckptError as error:
         failure = error
-    facts = Facts.of(components, layout, failure, given)
+    summary = Summary.of(components, layout, failure, global_shape)
     if (shape is None or run_check) and _is_shared(layout.mesh):
-        facts = Facts.merged(all_gather_object(facts, layout.mesh.clients))
-    facts.validate_agreement(layout)
-    whole = facts.global_shape(layout) if given is None else given
-    facts.validate(layout, whole)
+        summary = Summary.merged(all_gather_object(summary, layout.mesh.clients))
+    summary.validate_agreement(layout)
+    if global_shape is None:
+        global_shape = summary.global_shape(layout)
+    summary.validate(layout, global_shape)
     if run_check:
-        _validate_replicas(components, layout, whole)
-    dtype = components[0].dtype if components else getattr(torch, facts.dtype or "float32")
-    return DTensor(components, layout, whole, dtype)
+        _validate_replicas(components, layout, global_shape)
+    dtype = components[0].dtype if components else getattr(torch, summary.dtype or "float32")
+    return DTensor(components, layout, global_shape, dtype)
 
 
 def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
-    """Return what all clients raise: the error of the first one that has any.
+    """Return the error that all clients raise: that of the first client that has any.
 
-    Collective: Over the mesh's clients, in place of the exchange of `pack`, which this client cannot come to.
+    Collective: Over the mesh's clients. It takes the place of the exchange in `pack`, which this client cannot reach.
     """
     if not _is_shared(mesh):
         return error
-    facts = all_gather_object(Facts({}, {}, to_wire(error)), mesh.clients)
-    return from_wire(*(Facts.merged(facts).failure or to_wire(error)))
+    summaries = all_gather_object(Summary({}, {}, to_wire(error)), mesh.clients)
+    return from_wire(*(Summary.merged(summaries).failure or to_wire(error)))
 
 
 def unpack(tensor: DTensor) -> list[torch.Tensor]:
@@ -128,7 +133,7 @@ def _components(tensors: Sequence[Any], layout: Layout) -> list[torch.Tensor]:
     if isinstance(tensors, torch.Tensor | np.ndarray | str | bytes) or not isinstance(tensors, Sequence):
         raise LayoutTypeError(f"pack needs a sequence of components; got {type(tensors).__name__}")
     devices = [device_of(name) for name in layout.mesh.local_devices()]
-    made = []
+    components = []
     for position, value in enumerate(tensors):
         if isinstance(value, DTensor) or value is None:
             raise ComponentError(f"component {position} must be a plain tensor; got {type(value).__name__}")
@@ -138,30 +143,33 @@ def _components(tensors: Sequence[Any], layout: Layout) -> list[torch.Tensor]:
             raise ComponentError(f"component {position} cannot become a tensor: {error}") from error
         if component.layout != torch.strided:
             raise ComponentError(f"component {position} must be dense; got {component.layout}")
-        made.append(component.resolve_conj().resolve_neg())  # what runs on components takes no notice of the marks
-    if len(made) != len(devices):
-        raise ComponentError(f"pack needs one component per local device; got {len(made)}, expected {len(devices)}")
-    for position, component in enumerate(made):
+        # Kernels that run on components ignore pending conjugation and negation.
+        components.append(component.resolve_conj().resolve_neg())
+    if len(components) != len(devices):
+        raise ComponentError(
+            f"pack needs one component per local device; got {len(components)}, expected {len(devices)}"
+        )
+    for position, component in enumerate(components):
         if component.ndim != layout.rank:
             raise ComponentError(
                 f"component {position} does not fit the layout's rank; got shape {tuple(component.shape)}, "
                 f"expected {layout.rank} dims"
             )
-    if len({component.is_meta for component in made}) > 1:
+    if len({component.is_meta for component in components}) > 1:
         raise ComponentError("components must all be on the meta device or none; got some that are and some that not")
-    return [part if part.is_meta else part.to(device) for part, device in zip(made, devices, strict=True)]
+    return [part if part.is_meta else part.to(device) for part, device in zip(components, devices, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What `pack` must know about components, of this client's devices or of all clients'.
+class Summary:
+    """Shapes, dtypes and errors of components, of this client's devices or of all clients'.
 
     Args:
         shapes: Component shape by global device id.
         dtypes: Component dtype by global device id.
-        failure: ``(code, message)`` of an error that kept a client from having components.
-        layouts: Texts of the layouts that clients give, and whether they give meta tensors, each once.
-        global_shapes: Global shapes that clients give, each once.
+        failure: ``(code, message)`` of an error because of which a client has no components.
+        layouts: The layouts that clients pass, as texts, and whether their tensors are meta tensors; each text once.
+        global_shapes: The global shapes that clients pass, each once.
     """
 
     shapes: Mapping[int, tuple[int, ...]]
@@ -177,46 +185,48 @@ class Facts:
         layout: Layout,
         failure: DtckptError | None,
         shape: tuple[int, ...] | None,
-    ) -> Facts:
-        """Describe this client's components."""
-        named = dict(zip(layout.mesh.local_device_ids(), components, strict=False))
+    ) -> Summary:
+        """Return the summary of this client's components."""
+        by_device = dict(zip(layout.mesh.local_device_ids(), components, strict=False))
         return cls(
-            {device: tuple(component.shape) for device, component in named.items()},
-            {device: str(component.dtype).removeprefix("torch.") for device, component in named.items()},
+            {device: tuple(component.shape) for device, component in by_device.items()},
+            {device: str(component.dtype).removeprefix("torch.") for device, component in by_device.items()},
             to_wire(failure) if failure else None,
             () if failure else (f"{', '.join(map(str, layout.placements))}{' on meta' * _are_meta(components)}",),
             (shape,),
         )
 
     @classmethod
-    def merged(cls, facts: Sequence[Facts]) -> Facts:
-        """Put the facts of all clients together; the first client's failure counts."""
-        shapes = {device: shape for fact in facts for device, shape in fact.shapes.items()}
-        dtypes = {device: dtype for fact in facts for device, dtype in fact.dtypes.items()}
-        failure = next((fact.failure for fact in facts if fact.failure), None)
-        layouts = tuple(sorted({text for fact in facts for text in fact.layouts}))
-        global_shapes = tuple(dict.fromkeys(shape for fact in facts for shape in fact.global_shapes))
+    def merged(cls, summaries: Sequence[Summary]) -> Summary:
+        """Merge the summaries of all clients; of several failures, the first client's counts."""
+        shapes = {device: shape for each in summaries for device, shape in each.shapes.items()}
+        dtypes = {device: dtype for each in summaries for device, dtype in each.dtypes.items()}
+        failure = next((each.failure for each in summaries if each.failure), None)
+        layouts = tuple(sorted({text for each in summaries for text in each.layouts}))
+        global_shapes = tuple(dict.fromkeys(shape for each in summaries for shape in each.global_shapes))
         return cls(shapes, dtypes, failure, layouts, global_shapes)
 
     @property
     def dtype(self) -> str | None:
-        """The dtype of any component, if one is in sight."""
+        """The dtype of any component, or None if there is no component."""
         return next(iter(self.dtypes.values()), None)
 
     def global_shape(self, layout: Layout) -> tuple[int, ...]:
-        """Find the global shape.
+        """Return the global shape that follows from the components.
 
-        Where shards are out of sight they are taken to be as long as the longest in sight.
+        Shards of unknown shape are taken to be as long as the longest known one.
         """
         sizes = []
         for dim in range(layout.rank):
-            seen = {layout.shard_index(device)[dim]: shape[dim] for device, shape in self.shapes.items()}
-            is_complete = len(seen) == layout.num_shards(dim)
-            sizes.append(sum(seen.values()) if is_complete else max(seen.values(), default=0) * layout.num_shards(dim))
+            lengths = {layout.shard_index(device)[dim]: shape[dim] for device, shape in self.shapes.items()}
+            is_complete = len(lengths) == layout.num_shards(dim)
+            sizes.append(
+                sum(lengths.values()) if is_complete else max(lengths.values(), default=0) * layout.num_shards(dim)
+            )
         return tuple(sizes)
 
     def validate_agreement(self, layout: Layout) -> None:
-        """Check that every client has components, all of one dtype that the layout can have, and in one layout."""
+        """Check that every client has components, that all have one dtype and layout, and that these fit each other."""
         if self.failure:
             raise from_wire(*self.failure)
         if len(self.layouts) > 1:
@@ -232,11 +242,12 @@ class Facts:
         """Check that the components are those of a tensor of ``shape``."""
         if len(shape) != layout.rank:
             raise ComponentError(f"global shape does not fit the layout; got {shape}, expected {layout.rank} dims")
-        for device, have in sorted(self.shapes.items()):
+        for device, actual in sorted(self.shapes.items()):
             expected = layout.region(device, shape).shape
-            if have != expected:
+            if actual != expected:
                 raise ComponentError(
-                    f"component of device {device} does not fit global shape {shape}; got {have}, expected {expected} "
+                    f"component of device {device} does not fit global shape {shape}; got {actual}, "
+                    f"expected {expected} "
                     "(shards follow torch.chunk: ceil(size / shards) each, the last ones shorter or empty)"
                 )
 

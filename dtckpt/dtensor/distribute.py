@@ -1,4 +1,4 @@
-"""Put existing tensors and modules on a mesh: `distribute_tensor`, `distribute_module`."""
+"""Distribute plain tensors and modules over a mesh: `distribute_tensor`, `distribute_module`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from dtckpt.comm.collectives import all_gather_object
 from dtckpt.comm.host_memory import detached_clone
 from dtckpt.comm.process_groups import is_connected
 from dtckpt.comm.torch_device import device_of
-from dtckpt.dtensor.autograd import from_placements, redistribute
+from dtckpt.dtensor.derived_layouts import cached_layout
 from dtckpt.dtensor.factories import require_mesh
+from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor, described
 from dtckpt.dtensor.tensorflow_names import MeshLike, copy_to_mesh
 from dtckpt.errors import (
@@ -41,42 +42,44 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Return a DTensor of the values that one client's ``tensor`` has. The result is a leaf.
+    """Return a DTensor of the values of one client's ``tensor``. The result is a leaf.
 
     Collective: Over the mesh's clients, unless ``src_data_rank`` is None.
 
     Args:
-        tensor: On every client a tensor of one shape and dtype; the values count on one of them only. Of a meta tensor
-            the components are meta tensors. A DTensor that has the wanted mesh and placements is returned as it is.
+        tensor: A tensor of the same shape and dtype on every client; the values of one client's count. For a meta
+            tensor, the components are meta tensors. A DTensor that has this mesh and these placements is returned.
         device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
         placements: One per mesh axis; None means replicated.
-        src_data_rank: Position along every axis of the device whose client gives the values; None: every client uses
-            its own, which must be the same, and nothing is communicated.
+        src_data_rank: Position, along every axis, of the device whose client sends the values. None: every client uses
+            its own values, which must be the same, and nothing is communicated.
 
     Raises:
         ComponentError: The clients' tensors differ in shape or dtype, or the other arguments do.
-        LayoutError: A DTensor has another mesh or other placements; redistribute does that. The tensor is no leaf.
+        LayoutError: A DTensor has another mesh or other placements (use redistribute), or the tensor is no leaf.
         MeshError: The mesh has no such position.
     """
     mesh = require_mesh(device_mesh)
     if isinstance(tensor, DTensor):
-        return _as_it_is(tensor, from_placements(mesh, placements, tensor.ndim))
-    wanted = _wanted(tensor, mesh, placements, src_data_rank)
+        return _validated(tensor, cached_layout(mesh, placements, tensor.ndim))
+    layout = _layout_of(tensor, mesh, placements, src_data_rank)
     if src_data_rank is not None and not mesh.is_remote() and mesh.num_clients > 1:
-        wanted = _agreed(wanted, tensor, mesh, src_data_rank)
-    if isinstance(wanted, DtckptError):
-        raise wanted
-    plain = Layout(wanted.sharding_specs, mesh)
+        layout = _agreed_layout(layout, tensor, mesh, src_data_rank)
+    if isinstance(layout, DtckptError):
+        raise layout
+    complete = Layout(layout.sharding_specs, mesh)  # nothing pending
     if src_data_rank is None or tensor.is_meta or mesh.num_clients == 1:
-        placed = copy_to_mesh(tensor.detach(), plain)
+        distributed = copy_to_mesh(tensor.detach(), complete)
     else:
-        placed = _own(redistribute(_on_one_device(tensor.detach(), mesh, src_data_rank), plain), tensor)
-    result = redistribute(placed, wanted)
+        source = _on_one_device(tensor.detach(), mesh, src_data_rank)
+        distributed = _without_shared_memory(redistribute(source, complete), tensor)
+    result = redistribute(distributed, layout)
     result.requires_grad_(tensor.requires_grad)
     return result
 
 
-def _as_it_is(tensor: DTensor, layout: Layout) -> DTensor:
+def _validated(tensor: DTensor, layout: Layout) -> DTensor:
+    """Return a DTensor that has a layout already."""
     if tensor.layout != layout:
         raise LayoutError(
             f"the tensor is distributed already; got {described(tensor.layout)}, expected {described(layout)}; "
@@ -85,10 +88,10 @@ def _as_it_is(tensor: DTensor, layout: Layout) -> DTensor:
     return tensor
 
 
-def _wanted(
+def _layout_of(
     tensor: object, mesh: Mesh, placements: Sequence[Placement] | None, position: int | None
 ) -> Layout | DtckptError:
-    """Return the layout, or what is wrong with the arguments as this client alone sees them."""
+    """Return the layout that the arguments ask for, or the error that this client finds in them."""
     try:
         if not isinstance(tensor, torch.Tensor):
             raise LayoutTypeError(f"distribute_tensor needs a tensor; got {type(tensor).__name__}")
@@ -99,7 +102,7 @@ def _wanted(
             )
         if tensor.layout != torch.strided:
             raise LayoutError(f"distribute_tensor needs a dense tensor; got layout {tensor.layout}")
-        layout = from_placements(mesh, placements, tensor.ndim)
+        layout = cached_layout(mesh, placements, tensor.ndim)
         validate_reductions(layout.partial, tensor.dtype)
         for name in mesh.local_devices():
             device_of(name)
@@ -110,45 +113,51 @@ def _wanted(
         return error
 
 
-def _agreed(wanted: Layout | DtckptError, tensor: torch.Tensor, mesh: Mesh, position: int) -> Layout | DtckptError:
-    """Return ``wanted`` if all clients want the same, else one error, the same one on all of them."""
+def _agreed_layout(
+    layout: Layout | DtckptError, tensor: torch.Tensor, mesh: Mesh, position: int
+) -> Layout | DtckptError:
+    """Return ``layout`` if all clients ask for the same, else an error, the same one on all clients.
+
+    Collective: Over the mesh's clients, if a process group connects them.
+    """
     if not is_connected(mesh.clients):
-        return wanted
-    if isinstance(wanted, DtckptError):
-        seen: tuple[Any, ...] = (to_wire(wanted), None)
+        return layout
+    if isinstance(layout, DtckptError):
+        failure_and_request: tuple[Any, ...] = (to_wire(layout), None)
     else:
-        where = ("meta",) if tensor.is_meta else ()
-        seen = (None, (tuple(tensor.shape), str(tensor.dtype), str(wanted.placements), position, *where))
-    facts = all_gather_object(seen, mesh.clients)
-    failure = next((failure for failure, _ in facts if failure is not None), None)
+        device = ("meta",) if tensor.is_meta else ()
+        request = (tuple(tensor.shape), str(tensor.dtype), str(layout.placements), position, *device)
+        failure_and_request = (None, request)
+    gathered = all_gather_object(failure_and_request, mesh.clients)
+    failure = next((failure for failure, _ in gathered if failure is not None), None)
     if failure is not None:
         return from_wire(*failure)
-    asked = [asked for _, asked in facts]
-    if len(set(asked)) > 1:
+    requests = [request for _, request in gathered]
+    if len(set(requests)) > 1:
         return ComponentError(
-            f"distribute_tensor: clients differ in shape, dtype, placements or src_data_rank; got {capped(asked)}; "
+            f"distribute_tensor: clients differ in shape, dtype, placements or src_data_rank; got {capped(requests)}; "
             "expected the same on every client"
         )
-    return wanted
+    return layout
 
 
 def _on_one_device(tensor: torch.Tensor, mesh: Mesh, position: int) -> DTensor:
     """Return the tensor as the one component of a mesh that has only the device at ``position`` along every axis."""
     device = mesh.device_ids[int(np.ravel_multi_index((position,) * mesh.ndim, mesh.shape))]
     name = mesh.portable().global_devices()[device - mesh.min_global_device_id()]
-    is_mine = device in mesh.local_device_ids()
-    source = Mesh(["source"], np.arange(1), [0] if is_mine else [], [name] if is_mine else [], "", [name])
-    components = [tensor.to(device_of(name))] if is_mine else []
+    is_local = device in mesh.local_device_ids()
+    source = Mesh(["source"], np.arange(1), [0] if is_local else [], [name] if is_local else [], "", [name])
+    components = [tensor.to(device_of(name))] if is_local else []
     return DTensor(components, Layout.replicated(source, tensor.ndim), tensor.shape, tensor.dtype)
 
 
-def _own(made: DTensor, tensor: torch.Tensor) -> DTensor:
-    """Return the DTensor with memory of its own: a component that did not have to move is the caller's tensor still."""
+def _without_shared_memory(result: DTensor, tensor: torch.Tensor) -> DTensor:
+    """Return the DTensor with copies of the components that share memory with the caller's tensor."""
     storage = tensor.untyped_storage().data_ptr()
     components = [
-        detached_clone(part) if part.untyped_storage().data_ptr() == storage else part for part in made.components
+        detached_clone(part) if part.untyped_storage().data_ptr() == storage else part for part in result.components
     ]
-    return DTensor(components, made.layout, made.shape, made.dtype)
+    return DTensor(components, result.layout, result.shape, result.dtype)
 
 
 def distribute_module(
@@ -158,7 +167,7 @@ def distribute_module(
     input_fn: Callable[[nn.Module, Any, Mesh], Any] | None = None,
     output_fn: Callable[[nn.Module, Any, Mesh], Any] | None = None,
 ) -> nn.Module:
-    """Turn a module's parameters and buffers into DTensors, in place; those that are tied stay so.
+    """Turn a module's parameters and buffers into DTensors, in place; tied ones stay tied.
 
     Collective: Over the mesh's clients, as `distribute_tensor` for every parameter and buffer.
 
@@ -166,16 +175,16 @@ def distribute_module(
         module: The module.
         device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
         partition_fn: Called with name, submodule and mesh for every submodule, the root (``""``) first; it may replace
-            parameters by DTensors. What it leaves plain is replicated.
-        input_fn: Called with module, inputs and mesh before the module's forward; what it returns are the inputs.
-        output_fn: Called with module, outputs and mesh after it; what it returns are the outputs.
+            parameters by DTensors. Those that it leaves plain are replicated.
+        input_fn: Called with module, inputs and mesh before the module's forward; returns the inputs to use.
+        output_fn: Called with module, outputs and mesh after it; returns the outputs to use.
 
     Returns:
         ``module``.
 
     Raises:
-        LayoutError: The module was distributed before, or ``partition_fn`` gave a tensor that several names stand for
-            several layouts.
+        LayoutError: The module was distributed before, or ``partition_fn`` gave several layouts to one tensor that is
+            registered under several names.
     """
     mesh = require_mesh(device_mesh)
     if getattr(module, _APPLIED, False):
@@ -199,7 +208,7 @@ Registry = dict[str, Any]
 
 
 class _Tied:
-    """Where a module keeps every parameter and buffer that it had at first, so that one tensor becomes one DTensor."""
+    """The names under which a module registers each parameter and buffer, so that one tensor becomes one DTensor."""
 
     def __init__(self, module: nn.Module) -> None:
         self._names: dict[int, list[tuple[Registry, str]]] = {}
@@ -210,15 +219,15 @@ class _Tied:
                     self._names.setdefault(id(tensor), []).append((registry, name))
                     self._originals.append(tensor)
 
-    def made_of(self, tensor: torch.Tensor) -> DTensor | None:
-        """Return the DTensor that has taken a tensor's place under another name, if there is one."""
-        return next(iter(self._made(self._names.get(id(tensor), []))), None)
+    def replacement_of(self, tensor: torch.Tensor) -> DTensor | None:
+        """Return the DTensor that has replaced a tensor under another name, if there is one."""
+        return next(iter(self._replacements(self._names.get(id(tensor), []))), None)
 
     def tie(self) -> None:
-        """Have all names of one tensor stand for one DTensor, also where each was distributed by itself."""
+        """Register one DTensor under all names of one tensor, also if each name was distributed by itself."""
         for names in self._names.values():
-            made = self._made(names)
-            layouts = list(dict.fromkeys(tensor.layout for tensor in made))
+            replacements = self._replacements(names)
+            layouts = list(dict.fromkeys(tensor.layout for tensor in replacements))
             if len(layouts) > 1:
                 raise LayoutError(
                     f"distribute_module: got layouts {capped(map(described, layouts))} for one tensor, registered as "
@@ -226,12 +235,12 @@ class _Tied:
                 )
             for registry, name in names:
                 if isinstance(registry.get(name), DTensor):
-                    registry[name] = made[0]
+                    registry[name] = replacements[0]
 
     @staticmethod
-    def _made(names: Sequence[tuple[Registry, str]]) -> list[DTensor]:
-        now = (registry.get(name) for registry, name in names)
-        return [tensor for tensor in now if isinstance(tensor, DTensor)]
+    def _replacements(names: Sequence[tuple[Registry, str]]) -> list[DTensor]:
+        registered = (registry.get(name) for registry, name in names)
+        return [tensor for tensor in registered if isinstance(tensor, DTensor)]
 
 
 def _registries(module: nn.Module) -> tuple[Registry, Registry]:
@@ -242,8 +251,8 @@ def _replicate_rest(module: nn.Module, mesh: Mesh, tied: _Tied) -> None:
     for registry in _registries(module):
         for name, tensor in registry.items():
             if tensor is not None and not isinstance(tensor, DTensor):
-                made = tied.made_of(tensor)
-                registry[name] = _replicated(tensor, mesh) if made is None else made
+                replacement = tied.replacement_of(tensor)
+                registry[name] = _replicated(tensor, mesh) if replacement is None else replacement
 
 
 def _replicated(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""New DTensors, under PyTorch's names: filled or random, each device making its own part only."""
+"""Make new DTensors: `zeros`, `ones`, `full`, `empty`, `rand`, `randn`; each device makes its own component alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 from dtckpt.comm import host_memory
 from dtckpt.comm.torch_device import device_of
-from dtckpt.dtensor.autograd import from_placements, redistribute
+from dtckpt.dtensor.derived_layouts import cached_layout
 from dtckpt.dtensor.random import agreed_key
 from dtckpt.dtensor.random import fill as fill_randomly
+from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.dtensor.tensorflow_names import MeshLike, as_mesh, get_default_mesh
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
@@ -22,17 +23,20 @@ from dtckpt.layout.placement import Placement
 from dtckpt.layout.region import Region
 
 Fill = Callable[[torch.Tensor, Region], object]
-"""Fills one device's part, given the region that it covers."""
-Maker = Callable[[Mesh, tuple[int, ...]], Fill]
-"""Returns what fills the parts of a tensor of some shape, on a mesh."""
+"""Fills one device's component, given its region of the global tensor."""
+FillMaker = Callable[[Mesh, tuple[int, ...]], Fill]
+"""Returns a function that fills the components of a tensor, given its mesh and global shape."""
 
 
 def require_mesh(device_mesh: MeshLike | None) -> Mesh:
-    """Return the mesh given, a `Mesh` or PyTorch's ``DeviceMesh``, or that of the innermost block.
+    """Return a mesh as a `Mesh`; for None, the default mesh: that of the innermost ``with mesh:`` block.
+
+    Args:
+        device_mesh: A `Mesh`, PyTorch's ``DeviceMesh``, or None.
 
     Raises:
-        MeshError: There is neither.
-        MeshTypeError: What was given is no mesh.
+        MeshError: There is no default mesh.
+        MeshTypeError: The argument is no mesh.
     """
     mesh = get_default_mesh() if device_mesh is None else as_mesh(device_mesh)
     if mesh is None:
@@ -41,11 +45,11 @@ def require_mesh(device_mesh: MeshLike | None) -> Mesh:
 
 
 class Options(TypedDict, total=False):
-    """What every factory takes beside the size.
+    """Arguments of every factory beside the size.
 
     Args:
         dtype: Default torch's default dtype.
-        layout: ``torch.strided``; there is no other.
+        layout: ``torch.strided``, the only one there is.
         requires_grad: Whether gradients are wanted.
         device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
         placements: One per mesh axis; None means replicated. Terms of Partial ones reduce to the values.
@@ -60,7 +64,7 @@ class Options(TypedDict, total=False):
 
 def _make(
     size: Sequence[Any],
-    maker: Maker,
+    make_fill: FillMaker,
     *,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
@@ -68,22 +72,22 @@ def _make(
     device_mesh: MeshLike | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Return a new DTensor whose parts ``maker`` has filled; the other arguments are `Options`."""
+    """Return a new DTensor, filled by the function that ``make_fill`` returns; the other arguments are `Options`."""
     if layout != torch.strided:
         raise LayoutError(f"only dense tensors are made; got layout {layout}, expected {torch.strided}")
     mesh = require_mesh(device_mesh)
     shape = _shape_of(size)
-    wanted = from_placements(mesh, placements, len(shape))
-    whole = Layout(wanted.sharding_specs, mesh)
-    fill = maker(mesh, shape)
+    target = cached_layout(mesh, placements, len(shape))
+    complete = Layout(target.sharding_specs, mesh)  # nothing pending: terms are made of the values
+    fill = make_fill(mesh, shape)
     components = []
     for device, name in zip(mesh.local_device_ids(), mesh.local_devices(), strict=True):
-        region = whole.region(device, shape)
+        region = complete.region(device, shape)
         component = host_memory.allocate(region.shape, dtype, device_of(name))
         fill(component, region)
         components.append(component)
-    made = DTensor(components, whole, shape, dtype or torch.get_default_dtype())
-    result = redistribute(made, wanted)
+    tensor = DTensor(components, complete, shape, dtype or torch.get_default_dtype())
+    result = redistribute(tensor, target)
     result.requires_grad_(requires_grad)
     return result
 
@@ -95,21 +99,21 @@ def _shape_of(size: Sequence[Any]) -> tuple[int, ...]:
     return tuple(map(operator.index, sizes))
 
 
-def _value(value: complex) -> Maker:
+def _value(value: complex) -> FillMaker:
     return lambda *_: lambda part, _: part.fill_(value)
 
 
-def _random(kind: str) -> Maker:
-    """Have parts filled with random numbers, which depend on the element's index and not on the layout.
+def _random(distribution: str) -> FillMaker:
+    """Fill components with random numbers, which depend on the element's global index and not on the layout.
 
     Collective: At some calls; see `agreed_key`.
     """
 
-    def maker(mesh: Mesh, shape: tuple[int, ...]) -> Fill:
+    def make_fill(mesh: Mesh, shape: tuple[int, ...]) -> Fill:
         key = agreed_key(mesh)
-        return lambda part, region: fill_randomly(kind, part, region, shape, key)
+        return lambda part, region: fill_randomly(distribution, part, region, shape, key)
 
-    return maker
+    return make_fill
 
 
 def zeros(*size: Any, **options: Unpack[Options]) -> DTensor:
@@ -129,17 +133,17 @@ def full(size: Sequence[int], fill_value: complex, **options: Unpack[Options]) -
 
 
 def empty(*size: Any, **options: Unpack[Options]) -> DTensor:
-    """Return a DTensor with uninitialised memory; arguments as for `zeros`."""
+    """Return a DTensor of uninitialised values; arguments as for `zeros`."""
     return _make(size, lambda *_: lambda part, _: part, **options)
 
 
 def rand(*size: Any, **options: Unpack[Options]) -> DTensor:
-    """Return a DTensor of numbers uniform in [0, 1), the same ones in any layout; arguments as for `zeros`.
+    """Return a DTensor of numbers uniform in [0, 1), the same in every layout; arguments as for `zeros`.
 
-    Collective: At some calls, over the mesh's clients; see `agreed_key`. They must share torch's seed.
+    Collective: At some calls, over the mesh's clients; see `agreed_key`.
 
     Raises:
-        GeneratorMismatchError: They do not.
+        GeneratorMismatchError: The generators of clients have come to differ; see `agreed_key`.
     """
     return _make(size, _random("uniform"), **options)
 

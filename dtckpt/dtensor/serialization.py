@@ -1,4 +1,4 @@
-"""DTensors that are copied and pickled: what `torch.save` writes, and `torch.load` takes with ``weights_only=True``."""
+"""Copy and pickle DTensors; `torch.load` reads them with ``weights_only=True``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dtckpt.layout.placement import Partial, Replicate, Shard, _StridedShard
 
 
 def reduce(tensor: DTensor) -> tuple[Any, ...]:
-    """Return what `pickle` and `copy.copy` rebuild a tensor from. Hooks and gradient are left out, as PyTorch does."""
+    """Return a function and its arguments for `pickle` and `copy.copy`; as in PyTorch, without hooks and gradient."""
     warn_if_has_hooks(tensor)
-    facts = tensor.layout, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-    return rebuild, (type(tensor), tensor.components, *facts, _attributes(tensor))
+    state = tensor.layout, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    return rebuild, (type(tensor), tensor.components, *state, _attributes(tensor))
 
 
 def rebuild(  # noqa: PLR0917  (pickle passes positions)
@@ -31,7 +31,7 @@ def rebuild(  # noqa: PLR0917  (pickle passes positions)
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> DTensor:
-    """Return the tensor that `reduce` took apart; a leaf."""
+    """Return a tensor, a leaf, from the arguments that `reduce` returned."""
     tensor = DTensor.__new__(kind, components, layout, shape, dtype)
     vars(tensor).update(attributes)
     tensor.requires_grad_(requires_grad)
@@ -39,7 +39,7 @@ def rebuild(  # noqa: PLR0917  (pickle passes positions)
 
 
 def deepcopy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
-    """Return a copy with memory of its own, gradient included; memory that components share is shared again.
+    """Return a deep copy, gradient included. Copies of components that share memory share it again.
 
     Raises:
         OperatorError: The tensor was computed.
@@ -48,19 +48,19 @@ def deepcopy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
         raise OperatorError("copy.deepcopy copies leaves only; got a DTensor that was computed; detach or clone it")
     if id(tensor) not in memo:
         components = tuple(copy.deepcopy(component.detach(), memo) for component in tensor.components)
-        facts = tensor.layout, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-        made = rebuild(type(tensor), components, *facts, copy.deepcopy(_attributes(tensor), memo))
+        state = tensor.layout, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+        duplicate = rebuild(type(tensor), components, *state, copy.deepcopy(_attributes(tensor), memo))
         if tensor.grad is not None:
-            made.grad = copy.deepcopy(tensor.grad, memo)
-        memo[id(tensor)] = made
-    known: DTensor = memo[id(tensor)]
-    return known
+            duplicate.grad = copy.deepcopy(tensor.grad, memo)
+        memo[id(tensor)] = duplicate
+    result: DTensor = memo[id(tensor)]
+    return result
 
 
 def _attributes(tensor: DTensor) -> dict[str, Any]:
-    """Return what the program, or ``nn.Parameter``, has noted on a tensor."""
+    """Return the attributes that the program, or ``nn.Parameter``, has set on a tensor."""
     return {name: value for name, value in vars(tensor).items() if name not in DTensor.__annotations__}
 
 
 SAFE_GLOBALS = (rebuild, layout_of_parts, mesh_of_bytes, Partial, Replicate, Shard, _StridedShard)
-"""What files of tensors, layouts and meshes name, the classes of tensors apart; none of it runs what a file says."""
+"""Names that files of tensors, layouts and meshes refer to, beside the tensor classes; all are safe to load."""

@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout, one_device_per_client
 from dtckpt.errors import DtckptError, LayoutError, LayoutTypeError, capped
 from dtckpt.layout import text_format
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Placement
+from dtckpt.redistribution import execute
 
 if TYPE_CHECKING:
     from dtckpt.dtensor.operators.tensor_spec import Spec
     from dtckpt.dtensor.operators.view_tracking import View
     from dtckpt.dtensor.tensorflow_names import MeshLike
-    from dtckpt.redistribution.execute import Running
+    from dtckpt.redistribution.execute import RunningRedistribution
 
 EARLY_KEY_NAME = "DeferredInit"
 EARLY_KEY = torch._C._dispatch_key_parse(EARLY_KEY_NAME)
@@ -41,22 +43,22 @@ class DTensor(torch.Tensor):
         layout: How the global tensor is laid out over the mesh.
         shape: Global shape.
         dtype: Dtype of the components.
-        device: Where they would be, if there are none.
+        device: The device of a tensor without components on this client; default the host.
     """
 
     _components: tuple[torch.Tensor, ...]
     _layout: Layout
-    _pending: Running | None = None
-    """What the components wait for before they may be read; see `redistribute`."""
+    _pending: RunningRedistribution | None = None
+    """The redistribution that still writes to the components; whoever reads them waits for it."""
     _spec: Spec | None = None
-    """See `dtckpt.dtensor.operators.tensor_spec`; made when it is first asked for."""
+    """Description for operators, made when it is first asked for; see `dtckpt.dtensor.operators.tensor_spec`."""
     _view: View | None = None
-    """How the tensor follows another one whose values it shares, but not the memory."""
+    """For a view that shares no memory with its source: how to make it again after a write to the source."""
     _writes: list[int] | None = None
-    """How often any of the tensors that share values with this one was written to; None if there are none."""
+    """One counter of writes for all tensors that share values with this one; None if there are none."""
 
     _dispatch: Callable[..., Any]
-    """Runs operators; `dtckpt.dtensor.operators.dispatch` puts it here."""
+    """Runs operators; `dtckpt.dtensor.operators.dispatch` sets it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch types it otherwise
 
@@ -105,7 +107,7 @@ class DTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """As of any tensor; setting it, as ``Module.to`` does, exchanges components and layout too."""
+        """The tensor, detached. Setting it, as ``Module.to`` does, sets components and layout too."""
         detached: torch.Tensor = _DATA.__get__(self)
         return detached
 
@@ -114,34 +116,29 @@ class DTensor(torch.Tensor):
         if not isinstance(tensor, DTensor):
             raise LayoutTypeError(f"the data of a DTensor is a DTensor; got {type(tensor).__name__}")
         _DATA.__set__(self, tensor)
-        from dtckpt.dtensor.operators import view_tracking
-
         alias = view_tracking.alias_of(tensor)
         self._components, self._layout, self._spec = alias._components, alias._layout, None
         self._view, self._writes = alias._view, alias._writes
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient, as of any tensor, in the tensor's own layout; of a Partial tensor, replicated.
+        """The gradient, in the layout of the tensor; that of a Partial tensor is replicated.
 
-        What backward passes add up may wait for reductions, or lie in another layout; it is brought here once, when it
-        is read, and kept so.
+        A backward pass may leave a gradient with pending reductions, or in another layout. It is redistributed when it
+        is first read, and stored so.
 
         Collective: Over the mesh's clients, when it is read for the first time after a backward pass.
         """
-        found: torch.Tensor | None = _GRAD.__get__(self)
-        if found is None:
+        stored: torch.Tensor | None = _GRAD.__get__(self)
+        if stored is None:
             return None
-        if isinstance(found, DTensor) and found._layout is self._layout and not self._layout.partial:
-            return found
-        from dtckpt.dtensor import autograd
-        from dtckpt.dtensor.operators import plain_tensors
-
-        gradient = plain_tensors.adopted(found, self.device_mesh)
-        wanted = autograd.gradient_layout(self._layout)
-        if gradient._layout != wanted:
-            gradient = autograd.redistribute(gradient, wanted)
-        if gradient is not found:
+        if isinstance(stored, DTensor) and stored._layout is self._layout and not self._layout.partial:
+            return stored
+        gradient = plain_tensors.adopted(stored, self.device_mesh)
+        layout = gradient_layout(self._layout)
+        if gradient._layout != layout:
+            gradient = redistribute(gradient, layout)
+        if gradient is not stored:
             _GRAD.__set__(self, gradient)
         return gradient
 
@@ -178,13 +175,13 @@ class DTensor(torch.Tensor):
         digests.
 
         Args:
-            local_tensor: This client's component; it is shared, never written to.
+            local_tensor: This client's component. It shares memory with the result and is not written to.
             device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
             placements: One per mesh axis; None means replicated.
             run_check: Compare the values of copies on all clients.
-            shape: Global shape; without it the clients find it together, uneven shards included.
-            stride: Accepted for PyTorch's sake; the global tensor is always contiguous.
-            grad_placements: Placements of the component's gradient; default the tensor's, Partial as Replicate.
+            shape: Global shape. Without it the clients find it together, also for uneven shards.
+            stride: Accepted as in PyTorch, and ignored: the global tensor is always contiguous.
+            grad_placements: Placements of the component's gradient; default the tensor's, with Replicate for Partial.
 
         Raises:
             ComponentError: Components do not fit each other, the layout or ``shape``, or clients give other placements.
@@ -192,18 +189,15 @@ class DTensor(torch.Tensor):
             ReplicaMismatchError: Copies differ.
         """
         del stride
-        from dtckpt.dtensor import autograd, factories
-        from dtckpt.dtensor import components as packing
-
         mesh = factories.require_mesh(device_mesh)
         try:
             if not isinstance(local_tensor, torch.Tensor):
                 raise LayoutTypeError(f"from_local needs a tensor; got {type(local_tensor).__name__}")
-            layout = autograd.from_placements(mesh, placements, local_tensor.ndim)
+            layout = cached_layout(mesh, placements, local_tensor.ndim)
             gradient = None if grad_placements is None else Layout.from_placements(mesh, grad_placements, layout.rank)
         except DtckptError as error:
-            raise packing.shared_failure(error, mesh) if shape is None or run_check else error from None
-        return autograd.from_local(local_tensor, layout, shape=shape, gradient=gradient, run_check=run_check)
+            raise shared_failure(error, mesh) if shape is None or run_check else error from None
+        return local_tensors.from_local(local_tensor, layout, shape=shape, gradient=gradient, run_check=run_check)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the component of this client's only device; it shares memory with the tensor. Differentiable.
@@ -211,38 +205,34 @@ class DTensor(torch.Tensor):
         A client that is no member of the mesh gets a tensor of shape (0,).
 
         Args:
-            grad_placements: Placements that the component's gradient is in; default the tensor's, Partial as Replicate.
+            grad_placements: Placements of the component's gradient; default the tensor's, with Replicate for Partial.
 
         Raises:
             ComponentError: This client has several devices in the mesh; `unpack` gives all components.
         """
-        from dtckpt.dtensor import autograd
-
         if grad_placements is None:
-            return autograd.to_local(self, autograd.gradient_layout(self._layout))
-        return autograd.to_local(self, Layout.from_placements(self.device_mesh, grad_placements, self.ndim))
+            return local_tensors.to_local(self, gradient_layout(self._layout))
+        return local_tensors.to_local(self, Layout.from_placements(self.device_mesh, grad_placements, self.ndim))
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        """`to_local` without a gradient, by a name that programs for PyTorch's read although it is private."""
+        """`to_local` without a gradient. Programs for PyTorch's DTensor use this name although it is private."""
         with torch.no_grad():
             return self.to_local()
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor as a plain one, with pending reductions done. Differentiable.
 
-        Collective: Over the mesh's clients, unless every client holds every part. The exchange goes through
-        ``torch.distributed`` and is bounded by the process group's timeout.
+        Collective: Over the mesh's clients, unless every client holds every part; bounded by the process group's
+        timeout.
 
         Args:
             grad_placements: Placements of the gradient on the mesh of one device per client; default replicated.
         """
-        from dtckpt.dtensor import autograd
-
         if grad_placements is None:
-            return autograd.full_tensor(self)
-        hosts = autograd.one_device_per_client(self.device_mesh)
-        return autograd.full_tensor(self, Layout.from_placements(hosts, grad_placements, self.ndim))
+            return local_tensors.full_tensor(self)
+        hosts = one_device_per_client(self.device_mesh)
+        return local_tensors.full_tensor(self, Layout.from_placements(hosts, grad_placements, self.ndim))
 
     def redistribute(
         self,
@@ -258,33 +248,25 @@ class DTensor(torch.Tensor):
         Collective: Over the clients of both meshes, unless nothing changes or every client holds the whole tensor.
 
         Args:
-            device_mesh: The new mesh; default the present one.
+            device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the present one.
             placements: One per axis of the new mesh; None means replicated.
-            async_op: Return while the last transfer is under way; the first use of the result waits for it.
+            async_op: Return while the last exchange is in progress; the first use of the result waits for it.
             forward_dtype: Convert to this dtype before moving.
             backward_dtype: Convert the gradient to this dtype before moving it back.
         """
         is_plain = device_mesh is None and forward_dtype is None and backward_dtype is None
-        # The commonest change of all, none, costs no more than finding that out.
+        # Most calls change nothing. They cost this comparison only.
         if is_plain and isinstance(placements, list | tuple) and tuple(placements) == self.placements:
             return self
-        from dtckpt.dtensor import autograd
-
         mesh = self.device_mesh
         try:
             if device_mesh is not None:
-                from dtckpt.dtensor import factories
-
                 mesh = factories.require_mesh(device_mesh)
-            layout = autograd.from_placements(mesh, placements, self.ndim)
+            layout = cached_layout(mesh, placements, self.ndim)
         except DtckptError as error:
-            from dtckpt.redistribution import execute
-
-            execute.tell(error, [self.device_mesh, mesh])
+            execute.report_error(error, [self.device_mesh, mesh])
             raise
-        return autograd.redistribute(
-            self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op
-        )
+        return redistribute(self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance method
@@ -301,32 +283,22 @@ class DTensor(torch.Tensor):
     # --- copying, pickling, PyTorch's distributed checkpoint ------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        from dtckpt.dtensor import serialization
-
         return serialization.reduce(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        from dtckpt.dtensor import serialization
-
         return serialization.deepcopy(self, memo)
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Return the boxes that this client holds; see `dtckpt.dtensor.torch_checkpoint`."""
-        from dtckpt.dtensor import torch_checkpoint
-
+        """Return the chunks that this client holds; see `dtckpt.dtensor.torch_checkpoint`."""
         return torch_checkpoint.chunk_list(self)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002  (PyTorch's name)
-        from dtckpt.dtensor import torch_checkpoint
-
         return torch_checkpoint.write_items(fqn, object)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        from dtckpt.dtensor import torch_checkpoint
-
         return torch_checkpoint.shard_at(self, index)
 
-    # --- values as numbers, which are global: every client gets all of them ---------------------------------------
+    # --- values as numbers: every client gets those of the whole tensor -------------------------------------------
 
     def tolist(self) -> Any:
         """Return the values as nested lists. Collective: As `full_tensor`."""
@@ -364,17 +336,25 @@ def check_layout(tensor: object, layout: Layout) -> None:
     """Check that a DTensor has a layout.
 
     Raises:
-        LayoutError: It has another one (both are named), or the argument is no DTensor.
+        LayoutError: It has another one, or the argument is no DTensor.
     """
-    have = fetch_layout(tensor)
-    if have != layout:
-        raise LayoutError(f"layout of the tensor differs; got {described(have)}, expected {described(layout)}")
+    actual = fetch_layout(tensor)
+    if actual != layout:
+        raise LayoutError(f"layout of the tensor differs; got {described(actual)}, expected {described(layout)}")
 
 
 def described(layout: Layout) -> str:
-    """Return a text for errors, which is the same on every client and does not name every device."""
+    """Describe a layout for errors; the text is the same on every client and does not name every device."""
     mesh = layout.mesh
     if mesh.is_single_device() or not mesh.device_ids:
         return layout.to_string()
     specs, _, _ = text_format.layout_to_text(layout.record).partition(" mesh:")
     return f"{specs} on {mesh.device_type} mesh {mesh.name!r} {mesh.axis_sizes} of clients {capped(mesh.clients)}"
+
+
+# These modules implement the methods and construct DTensors, so they import this one. They are imported last, when the
+# class exists. `dtckpt.dtensor` imports this module before them, and Python runs the package before any of its modules.
+from dtckpt.dtensor import factories, local_tensors, serialization, torch_checkpoint  # noqa: E402
+from dtckpt.dtensor.components import shared_failure  # noqa: E402
+from dtckpt.dtensor.operators import plain_tensors, view_tracking  # noqa: E402
+from dtckpt.dtensor.redistribute import redistribute  # noqa: E402

@@ -1,4 +1,4 @@
-"""`relayout`, `copy_to_mesh`, `call_with_layout`, `run_on`: TensorFlow's names for moving tensors to layouts."""
+"""TensorFlow's functions on DTensors and layouts: `relayout`, `copy_to_mesh`, `call_with_layout`, `run_on`."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh as PyTorchMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dtckpt.dtensor.autograd import meshes_of, redistribute, redistribute_all
 from dtckpt.dtensor.components import pack
+from dtckpt.dtensor.redistribute import meshes_of, redistribute, redistribute_all
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout import default_mesh
 from dtckpt.layout.layout import MATCH, UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
-from dtckpt.redistribution.execute import tell
+from dtckpt.redistribution.execute import report_error
 
 MeshLike = Mesh | PyTorchMesh
-"""What will do where a mesh is asked for."""
+"""A mesh, of this library or of PyTorch."""
 
 
 def relayout(tensor: Any, layout: Any) -> Any:
     """Return a tensor, or all tensors of a tree, in other layouts. Differentiable for DTensors.
 
-    What the tensors of a tree send from one client to another travels together, in few messages.
+    The tensors of a tree are redistributed together: boxes that go from one client to another share messages.
 
     Collective: As `redistribute`. A plain tensor is taken to be the same on every client; nothing is communicated.
 
     Args:
-        tensor: A tensor, what `torch.as_tensor` makes one of, or a tree (dicts, lists, tuples) with tensors in it.
+        tensor: A tensor, a value for `torch.as_tensor`, or a tree (dicts, lists, tuples) with tensors in it.
         layout: A Layout, for all tensors, or a tree of the same structure with one for each; a MATCH spec keeps the
             present one.
 
     Returns:
-        A DTensor, or a tree of the same structure; what is no tensor there stays.
+        A DTensor, or a tree of the same structure. Leaves that are no tensors stay.
 
     Raises:
         LayoutTypeError: ``layout`` is no Layout, or ``tensor`` no tensor.
@@ -50,7 +50,7 @@ def relayout(tensor: Any, layout: Any) -> Any:
         layouts = [layout] * len(leaves)
     elif layout_structure != structure:
         error = LayoutError(f"relayout: layouts and tensors are different trees; got {layout_structure}, {structure}")
-        tell(error, meshes_of([*leaves, *layouts]))
+        report_error(error, meshes_of([*leaves, *layouts]))
         raise error
     moving = [number for number, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
     moved = redistribute_all([leaves[number] for number in moving], [layouts[number] for number in moving])
@@ -62,9 +62,10 @@ def relayout(tensor: Any, layout: Any) -> Any:
 
 
 def copy_to_mesh(tensor: Any, layout: Layout) -> DTensor:
-    """Put a tensor on a mesh: each client cuts its devices' components out of its own copy.
+    """Return a DTensor of a plain tensor: each client cuts its devices' components out of its own copy.
 
-    A DTensor is redistributed. Uneven sizes follow ``torch.chunk``; a MATCH spec of a plain tensor means unsharded.
+    Nothing is communicated. Uneven sizes follow ``torch.chunk``; a MATCH spec means unsharded. A DTensor is
+    redistributed instead (collective then).
 
     Raises:
         LayoutTypeError: ``layout`` is no Layout, or ``tensor`` cannot become a tensor.
@@ -87,14 +88,14 @@ def copy_to_mesh(tensor: Any, layout: Layout) -> DTensor:
     specs = [UNSHARDED if spec == MATCH else spec for spec in layout.sharding_specs]
     layout = Layout(specs, layout.mesh)
     regions = (layout.region(device, whole.shape) for device in layout.mesh.local_device_ids())
-    made = pack(
+    result = pack(
         [whole[region.slices()].clone(memory_format=torch.contiguous_format) for region in regions], layout, whole.shape
     )
-    return made if made.components else DTensor([], layout, whole.shape, whole.dtype, device=whole.device)
+    return result if result.components else DTensor([], layout, whole.shape, whole.dtype, device=whole.device)
 
 
 def call_with_layout(fn: Callable[..., Any], layout: Layout | None, *args: Any, **kwargs: Any) -> Any:
-    """Call ``fn`` and bring its result, a tensor, into ``layout``; None leaves it as it is."""
+    """Call ``fn``, and return its result, a tensor, in ``layout``; None leaves the result as it is."""
     result = fn(*args, **kwargs)
     return result if layout is None else relayout(result, layout)
 
@@ -103,14 +104,14 @@ def call_with_layout(fn: Callable[..., Any], layout: Layout | None, *args: Any, 
 def run_on(mesh: MeshLike) -> Iterator[Mesh]:
     """Make ``mesh`` the default one inside a ``with`` block; the outer one comes back however the block ends.
 
-    ``with mesh:`` does the same. A ``DeviceMesh`` of PyTorch will do as well.
+    ``with mesh:`` does the same. ``mesh`` may be a ``DeviceMesh`` of PyTorch.
     """
     with as_mesh(mesh) as active:
         yield active
 
 
 def get_default_mesh() -> Mesh | None:
-    """Return the mesh of the innermost ``with mesh:`` or `run_on` block, if there is one."""
+    """Return the default mesh: that of the innermost ``with mesh:`` or `run_on` block, or None outside of any."""
     mesh: Mesh | None = default_mesh.get()
     return mesh
 
@@ -119,6 +120,6 @@ def as_mesh(mesh: MeshLike) -> Mesh:
     """Return a mesh as it is, and the `Mesh` of a PyTorch ``DeviceMesh``.
 
     Raises:
-        MeshTypeError: This is neither.
+        MeshTypeError: The argument is neither.
     """
     return mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint`` asks of a DTensor: the chunks that this client holds, and their memory."""
+"""Support ``torch.distributed.checkpoint``: the chunks of a DTensor that this client holds, and their memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 def chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
-    """Return the boxes of this client's devices, each once; those that hold no elements are left out.
+    """Return the regions of this client's devices as chunks, each once; empty ones are left out.
 
     Raises:
         LayoutError: Reductions are pending.
     """
-    return [_chunk(region) for region in _held(tensor)]
+    return [_chunk(region) for region in _copies_by_region(tensor)]
 
 
 def write_items(name: str, tensor: DTensor) -> list[WriteItem]:
-    """Return what this client could write of a tensor: every box of `chunk_list`. Errors: as there."""
+    """Return an item for each chunk of `chunk_list`, for PyTorch to write. Errors: as there."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -38,22 +38,22 @@ def write_items(name: str, tensor: DTensor) -> list[WriteItem]:
                 _chunk(region), TensorProperties.create_from_tensor(copies[0].detach()), tensor.size()
             ),
         )
-        for region, copies in _held(tensor).items()
+        for region, copies in _copies_by_region(tensor).items()
     ]
 
 
 def shard_at(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
-    """Return the memory of a box of `chunk_list`; what is written to it reaches all copies that this client holds.
+    """Return the memory of a chunk of `chunk_list`. A write to it reaches all copies that this client holds.
 
     Raises:
-        ComponentError: This client holds no such box.
+        ComponentError: This client holds no such chunk.
     """
-    held = _held(tensor)
-    for region, copies in held.items():
+    chunks = _copies_by_region(tensor)
+    for region, copies in chunks.items():
         if index.offset is None or tuple(index.offset) == region.offset:
             return copies[0] if len(copies) == 1 else _Copies(copies)
     raise ComponentError(
-        f"tensor {index.fqn!r} has no chunk at {tuple(index.offset or ())}; got chunks {capped(held)} on this client"
+        f"tensor {index.fqn!r} has no chunk at {tuple(index.offset or ())}; got chunks {capped(chunks)} on this client"
     )
 
 
@@ -63,11 +63,11 @@ def _chunk(region: Region) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape))
 
 
-def _held(tensor: DTensor) -> Mapping[Region, Sequence[torch.Tensor]]:
-    """Return the boxes of this client's devices with all copies of each.
+def _copies_by_region(tensor: DTensor) -> Mapping[Region, Sequence[torch.Tensor]]:
+    """Return the regions of this client's devices, with all copies of each.
 
-    Empty ones are left out, for a nested one may begin where another box does. A tensor without any elements is one
-    box, so that it is known to the checkpoint.
+    Empty regions are left out: one may begin where another region does, and PyTorch tells chunks apart by their offset.
+    A tensor without elements has one empty region, so that the checkpoint knows it.
     """
     layout, shape = tensor.layout, tuple(tensor.shape)
     if layout.partial:
@@ -77,24 +77,24 @@ def _held(tensor: DTensor) -> Mapping[Region, Sequence[torch.Tensor]]:
         )
     if tensor.components and not tensor.numel():
         return {Region.full(shape): [tensor.components[0].new_empty(shape)]}
-    held: dict[Region, list[torch.Tensor]] = {}
+    regions: dict[Region, list[torch.Tensor]] = {}
     for device, component in zip(layout.mesh.local_device_ids(), tensor.components, strict=True):
         region = layout.region(device, shape)
         if not region.is_empty:
-            held.setdefault(region, []).append(component)
-    return held
+            regions.setdefault(region, []).append(component)
+    return regions
 
 
 class _Copies(torch.Tensor):
-    """Copies of the same elements on several devices, as one tensor: an operation on it is done on each."""
+    """Copies of the same elements on several devices, as one tensor. An operation on it runs on every copy."""
 
     copies: tuple[torch.Tensor, ...]
 
     @staticmethod
     def __new__(cls, copies: Sequence[torch.Tensor]) -> _Copies:
-        made = copies[0].detach().as_subclass(cls)
-        made.copies = tuple(copies)
-        return made
+        tensor = copies[0].detach().as_subclass(cls)
+        tensor.copies = tuple(copies)
+        return tensor
 
     @classmethod
     def __torch_function__(
@@ -106,8 +106,8 @@ class _Copies(torch.Tensor):
     ) -> Any:
         del types
         count = next(len(arg.copies) for arg in args if isinstance(arg, _Copies))
-        picked = ([arg.copies[index] if isinstance(arg, _Copies) else arg for arg in args] for index in range(count))
-        results = [func(*each, **(kwargs or {})) for each in picked]
+        calls = ([arg.copies[index] if isinstance(arg, _Copies) else arg for arg in args] for index in range(count))
+        results = [func(*each, **(kwargs or {})) for each in calls]
         return cls(results) if isinstance(results[0], torch.Tensor) else results[0]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What `torch.compile` is told: the runtime's own code is not to be traced.
+"""Keep `torch.compile` from tracing the code of this library.
 
-Tracing it would compile what plans, moves and wraps components, one piece per operator and layout. Where a compiled
-function uses a DTensor, the graph breaks, with a reason, and the operator runs as it does otherwise.
+Tracing it would compile the code that plans, moves and wraps components, once per operator and layout. Instead, the
+graph breaks where a compiled function uses a DTensor, with a reason, and the operator runs as without compilation.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ REASON = "dtckpt runs operators on DTensors itself; torch.compile compiles what 
 
 
 def keep_from_tracing(functions: Iterable[Any]) -> None:
-    """Have `torch.compile` leave functions alone, and what they call.
+    """Have `torch.compile` skip functions, and all that they call.
 
-    This is what ``torch.compiler.disable`` does, which would import the compiler and cost every call.
+    ``torch.compiler.disable`` does the same, but imports the compiler and adds a wrapper that costs every call.
 
     Args:
-        functions: Functions, or classes all of whose own functions are meant.
+        functions: Functions, and classes, which stand for all functions that they define.
     """
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP

@@ -1,6 +1,7 @@
-"""Where PyTorch asks what a tensor or a mesh is by lists and classes of its own: there it is told of ours.
+"""Hooks into PyTorch: replace the few of its functions that accept only its own DTensors and meshes.
 
-Importing this puts functions of ours in the place of a few of PyTorch's. Each does what that one does for all else.
+`install` replaces them. Each replacement accepts DTensors or meshes of this library too, and calls PyTorch's function
+for everything else. It also adds `DTensor` to PyTorch's lists of the tensor types that optimizers update together.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ _UNWRAP = "_unwrap_dtensor_for_comparison"
 _unwrapped: Any = getattr(_comparison, _UNWRAP, None)
 
 _RESOLVE = "_resolve_group" if hasattr(_functional_collectives, "_resolve_group") else "_resolve_group_name"
-"""Functional collectives find their group through this function. PyTorch 2.11 calls it by the older name."""
+"""The function by which functional collectives find their process group. In PyTorch 2.11 it has the older name."""
 _resolve_group: Any = getattr(_functional_collectives, _RESOLVE)
 
 
 @wraps(_input_mask)
 def _mask_of(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002  (PyTorch's name)
-    """Return the mask of functions in ``torch.masked``, which ask whether ``layout`` is in a set of PyTorch's own."""
-    # Nothing but the shape counts of a tensor that is not sparse.
-    asked = torch.empty(input.shape, device="meta") if isinstance(input, DTensor) else input
-    made: torch.Tensor = _input_mask(asked, *args, **kwargs)
-    return made
+    """Return the mask of functions in ``torch.masked``, which look ``layout`` up in a set of PyTorch's layouts."""
+    # Of a tensor that is not sparse, only the shape counts.
+    dense = torch.empty(input.shape, device="meta") if isinstance(input, DTensor) else input
+    mask: torch.Tensor = _input_mask(dense, *args, **kwargs)
+    return mask
 
 
-def _local_ones(actual: Any, expected: Any) -> tuple[Any, Any]:
+def _unwrap_for_comparison(actual: Any, expected: Any) -> tuple[Any, Any]:
     """Let ``torch.testing`` compare DTensors as it does PyTorch's: equal placements and meshes, close components.
 
     Raises:
         AssertionError: Placements or meshes differ.
         TypeError: One of the two is a DTensor, the other one not.
     """
-    are_ours = isinstance(actual, DTensor), isinstance(expected, DTensor)
-    if not any(are_ours):
+    are_dtensors = isinstance(actual, DTensor), isinstance(expected, DTensor)
+    if not any(are_dtensors):
         return _unwrapped(actual, expected)  # type: ignore[no-any-return]
-    if not all(are_ours):
+    if not all(are_dtensors):
         raise TypeError(
             "a DTensor and what is none cannot be compared: take full_tensor() for the whole, to_local() for this "
             "client's part"
@@ -61,15 +62,15 @@ def _local_ones(actual: Any, expected: Any) -> tuple[Any, Any]:
 
 
 @wraps(_check_supported)
-def _check_layout(pair: Any, tensor: torch.Tensor, *, id: Any) -> None:  # noqa: A002  (PyTorch's name)
-    """Let ``torch.testing`` compare DTensors in lists and dicts, too: by operators, which are collective."""
+def _check_supported_layout(pair: Any, tensor: torch.Tensor, *, id: Any) -> None:  # noqa: A002  (PyTorch's name)
+    """Let ``torch.testing`` compare DTensors in lists and dicts too: by operators, which are collective."""
     if not isinstance(tensor, DTensor):
         _check_supported(pair, tensor, id=id)
 
 
 @wraps(_resolve_group)
-def _group_of(group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let functional collectives run over a mesh with one axis, or over ``(mesh, axis)``: bodies of `local_map` do."""
+def _resolve_mesh(group: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let functional collectives run over a mesh of one axis or over ``(mesh, axis)``, for functions of `local_map`."""
     if isinstance(group, Mesh):
         group = group.get_group()
     elif isinstance(group, tuple) and group and isinstance(group[0], Mesh):
@@ -78,16 +79,16 @@ def _group_of(group: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def install() -> None:
-    """Put the functions in their places, and DTensors among what optimizers step through in lists."""
+    """Replace PyTorch's functions, and add DTensors to the types that optimizers update together (foreach)."""
     torch.masked._ops._input_mask = _mask_of
-    # What has been imported from there has a name of its own.
+    # Modules that imported the function by name have their own reference to it.
     comparing: tuple[Any, ...] = _comparison, sys.modules.get("torch.testing._internal.common_utils")
     for module in comparing:
         if hasattr(module, _UNWRAP):
-            setattr(module, _UNWRAP, _local_ones)
-    _pair._check_supported = _check_layout
-    setattr(_functional_collectives, _RESOLVE, _group_of)
-    known_types: tuple[list[Any], ...] = (_optimizers_types, _gradients_types)
-    for known in known_types:
-        if DTensor not in known:
-            known.append(DTensor)
+            setattr(module, _UNWRAP, _unwrap_for_comparison)
+    _pair._check_supported = _check_supported_layout
+    setattr(_functional_collectives, _RESOLVE, _resolve_mesh)
+    foreach_types: tuple[list[Any], ...] = (_optimizers_types, _gradients_types)
+    for types in foreach_types:
+        if DTensor not in types:
+            types.append(DTensor)

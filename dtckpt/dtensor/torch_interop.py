@@ -1,6 +1,6 @@
-"""Reads PyTorch's own DTensors: the only module that looks at ``torch.distributed.tensor``.
+"""Read PyTorch's own DTensors. This is the only module that looks at ``torch.distributed.tensor``.
 
-Its DTensors are never imported from here: an object can be one only if the program has imported them already.
+It never imports that package: a value can be a PyTorch DTensor only if the program has imported it already.
 """
 
 from __future__ import annotations

@@ -1,13 +1,25 @@
-"""When clients ask for different things of one redistribution: everybody goes along, then everybody raises.
+"""Detect that clients ask for different redistributions in one call, so that all raise the same error and none hangs.
 
-Gloo cannot give up a message that it waits for, and a client whose arguments are wrong sends none. So a client that
-fails says so in the store of the default process group, and one that has waited for long says there what it wants.
-Whoever finds another wish takes part in that one too, with zeros, from a thread of its own if it waits itself: then no
-message is left over, all waits end, and all raise the same error. Messages carry what they are part of in their tags
-(`dtckpt.redistribution.execute`), so those of different wishes never meet.
+Gloo cannot cancel a message that it waits for, and a client whose arguments are wrong sends none. So the clients use a
+record of the call in the store of the default process group. A client that fails writes its error there; a client that
+has waited for long writes its request. Each client then takes part in all requests, in those of others with zeros:
 
-Nothing of this happens, or costs anything, while clients agree and are quick. What runs on NCCL is not covered: there
-the host does not wait.
+    client 0: rows               client 1: rows                client 2: columns
+        |  waits `PATIENCE_S`        |  waits                      |  waits
+        v                            v                             v
+    +---------------------------------------------------------------------------------+
+    | record of call 7:  requests  rows (client 0), columns (client 2)                |
+    |                    registered  0, 1, 2                    errors  none          |
+    +---------------------------------------------------------------------------------+
+        |  joins "columns"           |  joins "columns"            |  joins "rows"       with zeros
+        v                            v                             v
+    every request completes; each client reads the record again, finds two requests, and raises
+
+No message is left over, all waits end, and all clients raise the same error. Messages of different requests never
+meet: each request has tags of its own (`dtckpt.redistribution.execute`).
+
+While clients agree and are quick, nobody touches the store. Redistributions on NCCL are not covered: the host does not
+wait for those.
 """
 
 from __future__ import annotations
@@ -22,7 +34,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,90 +47,103 @@ from dtckpt.comm.process_groups import is_connected
 from dtckpt.errors import DtckptError, LayoutError, capped, from_wire, to_wire
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
-from dtckpt.redistribution.exchange import Change
+from dtckpt.redistribution.layout_change import LayoutChange
 
 PATIENCE_S = 0.25
-"""A client that has waited for so long looks whether all want the same."""
+"""A client that has waited for so long writes its request to the record, and reads those of others."""
 GRACE_S = 2.0
-"""How long a client that failed waits for others to come to the call; after that the watcher waits for them."""
+"""How long a client that failed waits for others to register; the watcher waits for those that come later."""
 _POLL_S = 0.01
-_CLIENTS_PER_LOOK = 1000
-"""Among more clients than this, each looks less often, so that the store is not asked more often than it can answer."""
+_CLIENTS_PER_POLL = 1000
+"""Beyond this many clients, each reads the record less often, so that the store can answer all of them."""
 
 _JOIN_S = 60.0
-"""How long it waits for those without whom it may not take part in what others want."""
+"""How long a client that settles a call waits for the clients without which it may not join a request."""
 
-Part = tuple[frozenset[int], Callable[[], None]]
-"""A client's part in a redistribution: who cannot be done before it takes part, and what does so, with zeros."""
-Plan = Callable[[Callable[[int], Sequence[Change]], int], Part]
-"""Returns this client's part by what is wanted, as any client sees it, and by which of their group's calls it is."""
+
+class Participation(NamedTuple):
+    """How this client takes part, with zeros, in a redistribution that others ask for.
+
+    Args:
+        prerequisites: Other clients that cannot complete the redistribution before this one takes part.
+        run: Takes part, and waits until that is done.
+    """
+
+    prerequisites: frozenset[int]
+    run: Callable[[], None]
+
+
+Planner = Callable[[Callable[[int], Sequence[LayoutChange]], int], Participation]
+"""Returns a participation. Takes the changes that are asked for, as a function of the client that looks at them, and
+the number of the call among its clients."""
 
 Group = tuple[int, ...]
 """Clients, ascending."""
 
 _c10d: Any = distributed_c10d
-_MAX_LEFT = 8
-"""Calls that a client keeps in mind after it has left them."""
+_MAX_RETURNED = 8
+"""Most calls that a client remembers after they have returned."""
 
-# What clients know of their calls; by default process group, so what belongs to one that ended goes with it.
-_jobs: WeakKeyDictionary[Any, _Job] = WeakKeyDictionary()
+# By default process group, so that the history of one that has ended goes with it.
+_histories: WeakKeyDictionary[Any, _CallHistory] = WeakKeyDictionary()
 _numbers = itertools.count()
-_waiting: dict[int, Call] = {}
-_unsettled: list[Board] = []
-"""Of calls that this client is done with, and that others have yet to come to."""
+_waiting: dict[int, RedistributionCall] = {}
+"""Calls in which a thread of this client waits now."""
+_unsettled: list[CallRecord] = []
+"""Records of calls that have returned here, and to which other clients have yet to come."""
 _watcher: threading.Thread | None = None
 _lock = threading.Lock()
 
 
-class _Job:
-    """What this client knows of the calls so far, by group of clients.
+class _CallHistory:
+    """The calls of this client so far, by group of clients.
 
-    Args:
-        counts: How many there were, alike on all clients.
-        left: The last ones that it left before it heard that anything was wrong.
+    Attributes:
+        counts: How many calls there were, alike on all clients of the group.
+        returned: The last calls that returned before this client heard that anything was wrong with them.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[Group] = Counter()
-        self.left: defaultdict[Group, deque[Call]] = defaultdict(lambda: deque(maxlen=_MAX_LEFT))
+        self.returned: defaultdict[Group, deque[RedistributionCall]] = defaultdict(lambda: deque(maxlen=_MAX_RETURNED))
 
     @classmethod
-    def current(cls) -> _Job:
-        """Return that of the present default process group."""
+    def current(cls) -> _CallHistory:
+        """Return the history of the present default process group."""
         world = dist.group.WORLD
-        return _jobs.get(world) or _jobs.setdefault(world, cls())
+        return _histories.get(world) or _histories.setdefault(world, cls())
 
     def next(self, group: Group) -> int:
-        """Count a call and return which it is."""
+        """Count a call, and return its number."""
         self.counts[group] += 1
         return self.counts[group] - 1
 
 
-class Call:
-    """One redistribution that this client takes part in, together with all clients of its meshes.
+class RedistributionCall:
+    """One redistribution that this client asks for, together with all clients of its meshes.
 
     Args:
-        changes: What this client wants.
-        plan: Returns this client's part in another one.
+        changes: The changes that this client asks for.
+        plan: Plans this client's participation in the requests of others.
 
     Attributes:
-        count: Which of the calls among these clients it is, alike on all of them.
+        count: The number of the call among these clients, alike on all of them.
     """
 
-    def __init__(self, changes: Sequence[Change], plan: Plan) -> None:
+    def __init__(self, changes: Sequence[LayoutChange], plan: Planner) -> None:
         self._changes, self._plan = changes, plan
         self._group = _group(tuple({mesh: None for change in changes for mesh in change.meshes}))
-        self._job = _Job.current()
-        self.count = self._job.next(self._group)
-        self._board: Board | None = None
-        self._next_look = 0.0
-        self._looking, self._registering = threading.Lock(), threading.Lock()
-        self._late: DtckptError | None = None
+        self._history = _CallHistory.current()
+        self.count = self._history.next(self._group)
+        self._record: CallRecord | None = None
+        self._next_poll = 0.0
+        self._polling, self._registering = threading.Lock(), threading.Lock()
+        self._late_error: DtckptError | None = None
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Look after what this client waits for in the body."""
-        _watch()
+    def watched(self) -> Iterator[None]:
+        """Have the watcher thread poll for this call while the body waits for other clients."""
+        _ensure_watcher()
         number = next(_numbers)
         _waiting[number] = self
         try:
@@ -127,201 +152,212 @@ class Call:
             del _waiting[number]
 
     def validate(self) -> None:
-        """Check, when all is done, that all wanted the same, as far as this client has heard.
+        """Check, when the redistribution is complete, that all clients asked for the same, as far as is known here.
 
         Raises:
-            DtckptError: A client failed: its error. Clients wanted different things: `LayoutError`. So also if that
-                was in an earlier call, which this client had left.
+            DtckptError: A client failed: its error. `LayoutError` if clients asked for different things. Also if that
+                was in an earlier call, which had returned here.
         """
-        with self._looking:
-            if self._board is not None and (error := _odd(self._board.read())):
-                self._board.settle()
-                raise _odd(self._board.read()) or error
-        left = self._job.left[self._group]
-        late = [call for call in left if call._late is not None]
+        with self._polling:
+            if self._record is not None and (error := _error_in(self._record.read())):
+                self._record.settle()
+                raise _error_in(self._record.read()) or error
+        returned = self._history.returned[self._group]
+        late = [call for call in returned if call._late_error is not None]
         for call in late:
-            left.remove(call)
+            returned.remove(call)
             _leave_to_watcher(call._register())
-        left.append(self)
+        returned.append(self)
         if late:
-            raise next(call._late for call in late if call._late is not None)
+            raise next(call._late_error for call in late if call._late_error is not None)
 
-    def look(self, now: float) -> None:
-        """Say what this client wants, and take part in what else is wanted, as far as all are here who have to be.
+    def poll(self, now: float) -> None:
+        """Write this client's request to the record, and join the requests of others as far as that is allowed.
 
         Args:
-            now: Monotonic seconds; nothing happens before the next look is due.
+            now: Monotonic seconds. Before the next poll is due, nothing happens.
         """
-        with self._looking:
-            if now < self._next_look:
+        with self._polling:
+            if now < self._next_poll:
                 return
-            self._next_look = now + PATIENCE_S * max(1, len(self._group) / _CLIENTS_PER_LOOK)
-            self._register().advance()
-        look_back(self._group)
+            self._next_poll = now + PATIENCE_S * max(1, len(self._group) / _CLIENTS_PER_POLL)
+            self._register().join_requests()
+        revisit_calls(self._group)
 
-    def look_back(self) -> None:
-        """As `look`, if others want something of a call that this client has left, and wait for it in vain."""
-        with self._looking:
-            board = self._board or Board(self._group, self.count, self._plan)
-            state, own = board.read(), _described(self._changes)
-            if state["errors"] or state["wanted"].keys() - {own}:
-                # At once: when others hear that this client is here, they may be done with this call, and then it is
-                # done with its present one and asks what it has heard, while this thread still goes along.
-                state["wanted"].setdefault(own, dist.get_rank())
-                self._late = _odd(state)
-                self._register().advance()
+    def revisit(self) -> None:
+        """Join the requests of others in this call, which has returned here while others wait for this client."""
+        with self._polling:
+            record = self._record or CallRecord(self._group, self.count, self._plan)
+            state, own = record.read(), _encode(self._changes)
+            if state["errors"] or state["requests"].keys() - {own}:
+                # Note the error before registering. As soon as others see this client registered, they may complete
+                # this call and then its present one, in which `validate` must find the error, while this thread is
+                # still joining.
+                state["requests"].setdefault(own, dist.get_rank())
+                self._late_error = _error_in(state)
+                self._register().join_requests()
 
-    def _register(self) -> Board:
-        """Say what this client wants, once."""
+    def _register(self) -> CallRecord:
+        """Write this client's request to the record, once, and return the record."""
         with self._registering:
-            if self._board is None:
-                board = Board(self._group, self.count, self._plan)
-                board.want(_described(self._changes))
-                self._board = board
-            return self._board
+            if self._record is None:
+                record = CallRecord(self._group, self.count, self._plan)
+                record.add_request(_encode(self._changes))
+                self._record = record
+            return self._record
 
 
-def look_back(group: Group) -> None:
-    """Have this client take part in what others want of calls that it has left."""
-    for call in list(_Job.current().left[group]):
-        call.look_back()
+def revisit_calls(group: Group) -> None:
+    """Join the requests of others in calls that have returned here."""
+    for call in list(_CallHistory.current().returned[group]):
+        call.revisit()
 
 
-def tell(error: DtckptError, meshes: Sequence[Mesh], plan: Plan) -> bool:
-    """Tell others of an error that keeps this client from a redistribution, and go along with what they do.
+def report_error(error: DtckptError, meshes: Sequence[Mesh], plan: Planner) -> bool:
+    """Tell the other clients of an error that keeps this one from a redistribution, and join their requests.
 
-    It stands for the next call among these clients, at which the others raise it, however late they come there.
+    The error stands for the next call among these clients. The others raise it in that call, however late they come.
 
-    Blocks: Until all have failed alike, or what others want is done, or for `GRACE_S` if they want nothing.
+    Blocks: Until all clients have registered and this one has joined their requests. If some do not come, for
+    `GRACE_S` after the last one that came, or longer if a request cannot be joined before.
 
     Args:
         error: What went wrong here.
-        meshes: All that are known to take part, sources and targets.
-        plan: Returns this client's part in a redistribution.
+        meshes: All meshes that are known to take part, sources and targets.
+        plan: Plans this client's participation in the requests of others.
 
     Returns:
-        Whether others wanted something.
+        Whether others asked for something.
     """
     group = _group(tuple(dict.fromkeys(meshes)))
     if len(group) < 2 or not is_connected(group) or dist.get_rank() not in group:
         return False
-    board = Board(group, _Job.current().next(group), plan)
-    board.fail(error)
-    board.settle()
-    return bool(board.read()["wanted"])
+    record = CallRecord(group, _CallHistory.current().next(group), plan)
+    record.add_error(error)
+    record.settle()
+    return bool(record.read()["requests"])
 
 
-class Board:
-    """Where clients say what they want of one call, and what went wrong: a few keys of the default group's store.
+class CallRecord:
+    """The record of one call: the clients' requests and errors, in a few keys of the default group's store.
 
-    What a client wants, or why it fails, stands here before it takes part in what others want. And nobody may leave a
-    call that this client has only zeros for without having read that: so it takes part only when all have registered
-    who cannot be done before, as those who wait in vain will, and who has registered reads this again when all is done.
+    No client may take zeros for a result. Two rules see to that:
+
+    1. A client writes its own request or error, and registers, before it joins the request of another.
+    2. It joins a request only when all clients that wait for it there have registered (`Participation.prerequisites`).
+       A client that has registered reads the record again when its call is complete. So it finds the other request,
+       and raises instead of returning.
 
     Args:
         group: The clients.
-        count: Which of their calls.
-        plan: Returns this client's part in a redistribution.
+        count: The number of the call among them.
+        plan: Plans this client's participation in the requests of others.
     """
 
-    def __init__(self, group: Group, count: int, plan: Plan) -> None:
+    def __init__(self, group: Group, count: int, plan: Planner) -> None:
         self._key = f"dtckpt/redistribute/{len(group)}-{zlib.crc32(repr(group).encode())}/{count}"
         self._group, self._count, self._plan = group, count, plan
         self._client = dist.get_rank()
         self._store: Any = _c10d._get_default_store()
         self._world = weakref.ref(dist.group.WORLD)
-        self._known: set[str] = set()
-        self._parts: dict[str, Part] = {}
+        # Requests in which this client has taken part, its own included, and its participation in others.
+        self._joined: set[str] = set()
+        self._participations: dict[str, Participation] = {}
 
     def read(self) -> dict[str, Any]:
-        """Return ``wanted``: who was first to want it, by description; and ``errors``: code and text, by client."""
-        return _parsed(self._store.get(self._key) if self._store.check([self._key]) else b"")
+        """Return ``requests``: by request, the client that wrote it; and ``errors``: by client, code and text."""
+        return _parse(self._store.get(self._key) if self._store.check([self._key]) else b"")
 
-    def want(self, text: str) -> None:
-        """Say what this client wants and does by itself, and that it is here."""
-        self._known.add(text)
-        self._update(lambda state: state["wanted"].setdefault(text, self._client) == self._client)
+    def add_request(self, request: str) -> None:
+        """Write what this client asks for, and does by itself; register it."""
+        self._joined.add(request)
+        self._update(lambda state: state["requests"].setdefault(request, self._client) == self._client)
         self._register()
 
-    def fail(self, error: DtckptError) -> None:
-        """Say why this client fails, and that it is here."""
-        # One error is enough: all may fail at once, and they may be many.
+    def add_error(self, error: DtckptError) -> None:
+        """Write why this client fails, unless another client has written an error already; register it."""
+        # One error is enough: all clients may fail at once, and they may be many.
         self._update(
             lambda state: not state["errors"] and bool(state["errors"].setdefault(str(self._client), to_wire(error)))
         )
         self._register()
 
     def _update(self, change: Callable[[dict[str, Any]], bool]) -> None:
-        """Change the state, whoever else changes it too, unless ``change`` returns False."""
-        known = self._store.get(self._key) if self._store.check([self._key]) else b""
-        while change(state := _parsed(known)):
-            wanted = json.dumps(state)
-            found = self._store.compare_set(self._key, known.decode(), wanted)
-            if found.decode() == wanted:
+        """Change the state by compare-and-set, until that succeeds or ``change`` returns False."""
+        current = self._store.get(self._key) if self._store.check([self._key]) else b""
+        while change(state := _parse(current)):
+            changed = json.dumps(state)
+            stored = self._store.compare_set(self._key, current.decode(), changed)
+            if stored.decode() == changed:
                 return
-            known = found
+            current = stored
 
     def _register(self) -> None:
         self._store.set(f"{self._key}/{self._client}", "here")
         self._store.add(f"{self._key}/here", 1)
 
-    def advance(self) -> bool:
-        """Take part in what is wanted, as far as all are here who have to be; return whether that was everything."""
-        # In the order in which they were said, of which everybody knows a first part: in another order, three clients
-        # could each take part in what the next one waits for.
-        for text in [text for text in self.read()["wanted"] if text not in self._known]:
-            if text not in self._parts:
-                self._parts[text] = self._plan(partial(_changes, text), self._count)
-            waiting, run = self._parts[text]
-            if waiting and not self._store.check([f"{self._key}/{client}" for client in sorted(waiting)]):
+    def join_requests(self) -> bool:
+        """Take part in the requests of others, in their order, up to the first whose prerequisites are missing.
+
+        Returns:
+            Whether this client has taken part in all requests.
+        """
+        # In the order of the record, of which every client knows a first part. In orders of their own, three clients
+        # could each take part in the request that the next one waits for.
+        for request in [request for request in self.read()["requests"] if request not in self._joined]:
+            if request not in self._participations:
+                self._participations[request] = self._plan(partial(_decode, request), self._count)
+            prerequisites, run = self._participations[request]
+            keys = [f"{self._key}/{client}" for client in sorted(prerequisites)]
+            if keys and not self._store.check(keys):
                 return False
-            self._known.add(text)
+            self._joined.add(request)
             run()
         return True
 
     def settle(self) -> None:
-        """Take part in what others want until all clients have registered; leave late ones to the watcher."""
-        seen, since = 0, time.monotonic()
+        """Join the requests of others until all clients have registered; leave late clients to the watcher."""
+        num_seen, since = 0, time.monotonic()
         while True:
-            here, is_all = self._look()
-            if here == len(self._group) and is_all:
+            num_registered, has_joined_all = self._join()
+            if num_registered == len(self._group) and has_joined_all:
                 return
-            if here != seen:
-                seen, since = here, time.monotonic()
-            if time.monotonic() > since + (GRACE_S if is_all else _JOIN_S):
+            if num_registered != num_seen:
+                num_seen, since = num_registered, time.monotonic()
+            if time.monotonic() > since + (GRACE_S if has_joined_all else _JOIN_S):
                 _leave_to_watcher(self)
                 return
-            look_back(self._group)
+            revisit_calls(self._group)
             time.sleep(_POLL_S)
 
     def is_settled(self) -> bool:
-        """Take part in what others want; return whether all have registered, or the process group has ended."""
+        """Join the requests of others; return whether all have registered, or the process group has ended."""
         world = self._world()
-        return world is None or world is not dist.group.WORLD or self._look() == (len(self._group), True)
+        return world is None or world is not dist.group.WORLD or self._join() == (len(self._group), True)
 
-    def num_here(self) -> int:
+    def num_registered(self) -> int:
         """Return how many clients have registered."""
         return int(self._store.add(f"{self._key}/here", 0))
 
-    def _look(self) -> tuple[int, bool]:
-        # In this order: who is here has said what it wants.
-        return self.num_here(), self.advance()
+    def _join(self) -> tuple[int, bool]:
+        # Count first: a client writes its request before it registers, so the requests of all counted ones are read.
+        return self.num_registered(), self.join_requests()
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
-    return json.loads(data) if data else {"wanted": {}, "errors": {}}
+def _parse(data: bytes) -> dict[str, Any]:
+    return json.loads(data) if data else {"requests": {}, "errors": {}}
 
 
-def _odd(state: Mapping[str, Any]) -> DtckptError | None:
-    """Return the error that a state is, if it is one."""
+def _error_in(state: Mapping[str, Any]) -> DtckptError | None:
+    """Return the error that a record's state stands for, if any: a client's, or that requests differ."""
     if state["errors"]:
         client, (code, message) = min(state["errors"].items(), key=lambda item: int(item[0]))
         return from_wire(code, f"client {client}: {message}")
-    if len(state["wanted"]) < 2:
+    if len(state["requests"]) < 2:
         return None
-    wishes = sorted(f"client {client}: {_brief(text)}" for text, client in state["wanted"].items())
+    requests = sorted(f"client {client}: {_summary(request)}" for request, client in state["requests"].items())
     return LayoutError(
-        f"redistribute: clients want different things; got {capped(wishes, 4)}; expected the same on all"
+        f"redistribute: clients want different things; got {capped(requests, 4)}; expected the same on all"
     )
 
 
@@ -330,91 +366,97 @@ def _odd(state: Mapping[str, Any]) -> DtckptError | None:
 
 @lru_cache(maxsize=256)
 def _group(meshes: tuple[Mesh, ...]) -> Group:
-    """Return all clients of some meshes: who takes part in a redistribution between them, whatever it is."""
+    """Return all clients of some meshes: they take part in every redistribution between these."""
     if len(meshes) == 1:
         return meshes[0].clients
     return tuple(sorted({client for mesh in meshes for client in mesh.clients}))
 
 
-# --- what clients want, as text --------------------------------------------------------------------------------------
+# --- requests, as text ---------------------------------------------------------------------------------------------
 
 
-def _described(changes: Sequence[Change]) -> str:
-    """Return changes as a text, the same on every client."""
+def _encode(changes: Sequence[LayoutChange]) -> str:
+    """Return changes as a text, which is the same on every client."""
     meshes: list[Mesh] = []
 
-    def layout(each: Layout) -> list[Any]:
-        if each.mesh not in meshes:
-            meshes.append(each.mesh)
-        return [meshes.index(each.mesh), each.sharding_specs, each.partial]
+    def encode_layout(layout: Layout) -> list[Any]:
+        if layout.mesh not in meshes:
+            meshes.append(layout.mesh)
+        return [meshes.index(layout.mesh), layout.sharding_specs, layout.partial]
 
-    listed = [
-        [layout(each.source), layout(each.target), each.shape, str(each.dtype).removeprefix("torch.")]
-        for each in changes
+    items = [
+        [
+            encode_layout(change.source),
+            encode_layout(change.target),
+            change.shape,
+            str(change.dtype).removeprefix("torch."),
+        ]
+        for change in changes
     ]
-    return json.dumps([listed, [mesh.portable().as_proto().SerializeToString().hex() for mesh in meshes]])
+    return json.dumps([items, [mesh.portable().as_proto().SerializeToString().hex() for mesh in meshes]])
 
 
-def _changes(text: str, client: int) -> list[Change]:
-    """Return the changes that a text describes, as this client sees them."""
-    listed, meshes = json.loads(text)
-    seen = [Mesh.from_proto(layout_pb2.MeshProto.FromString(bytes.fromhex(mesh))).seen_by(client) for mesh in meshes]
+def _decode(request: str, client: int) -> list[LayoutChange]:
+    """Return the changes that a text describes, as ``client`` sees them."""
+    items, texts = json.loads(request)
+    meshes = [Mesh.from_proto(layout_pb2.MeshProto.FromString(bytes.fromhex(text))).seen_by(client) for text in texts]
 
-    def layout(number: int, specs: Sequence[Any], partial: dict[str, str]) -> Layout:
-        return Layout([spec if isinstance(spec, str) else tuple(spec) for spec in specs], seen[number], partial)
+    def decode_layout(number: int, specs: Sequence[Any], partial: dict[str, str]) -> Layout:
+        return Layout([spec if isinstance(spec, str) else tuple(spec) for spec in specs], meshes[number], partial)
 
     return [
-        Change(layout(*source), layout(*target), tuple(shape), getattr(torch, dtype))
-        for source, target, shape, dtype in listed
+        LayoutChange(decode_layout(*source), decode_layout(*target), tuple(shape), getattr(torch, dtype))
+        for source, target, shape, dtype in items
     ]
 
 
-def _brief(text: str) -> str:
-    changes = _changes(text, -1)
-    ways = [f"{change.shape} of {change.dtype} to {change.target.placements}" for change in changes]
-    return capped(ways, 3)
+def _summary(request: str) -> str:
+    changes = _decode(request, -1)
+    texts = [f"{change.shape} of {change.dtype} to {change.target.placements}" for change in changes]
+    return capped(texts, 3)
 
 
 # --- the watcher -----------------------------------------------------------------------------------------------------
 
 
-def _watch() -> None:
-    """Have a thread look at what takes long; it ends with the process."""
+def _ensure_watcher() -> None:
+    """Start the thread that polls for calls that take long, unless it runs; it ends with the process."""
     global _watcher  # noqa: PLW0603  (one per process)
     if _watcher is None or not _watcher.is_alive():
         with _lock:
             if _watcher is None or not _watcher.is_alive():
-                _watcher = threading.Thread(target=_look_after_all, name="dtckpt-divergence", daemon=True)
+                _watcher = threading.Thread(target=_watch_calls, name="dtckpt-disagreement", daemon=True)
                 _watcher.start()
 
 
-def _leave_to_watcher(board: Board) -> None:
-    _unsettled.append(board)
-    _watch()
+def _leave_to_watcher(record: CallRecord) -> None:
+    _unsettled.append(record)
+    _ensure_watcher()
 
 
-def _look_after_all() -> None:
+def _watch_calls() -> None:
     seen: set[int] = set()
     while True:
         time.sleep(PATIENCE_S)
         now = dict(_waiting)
+        # Only calls that waited at the last look already have waited for `PATIENCE_S`.
         for number in seen & now.keys():
             try:
-                now[number].look(time.monotonic())
+                now[number].poll(time.monotonic())
             except Exception as error:  # the store or a peer is gone: the wait itself ends with that
-                _say_unless_over("cannot look whether clients want the same: %s", error)
+                _warn_if_connected("cannot look whether clients want the same: %s", error)
         seen = set(now)
-        for board in list(_unsettled):
+        for record in list(_unsettled):
             try:
-                is_over = board.is_settled()
+                is_over = record.is_settled()
             except Exception as error:  # as above
-                _say_unless_over("cannot look after clients that were late: %s", error)
+                _warn_if_connected("cannot look after clients that were late: %s", error)
                 is_over = True
             if is_over:
-                _unsettled.remove(board)
+                _unsettled.remove(record)
 
 
-def _say_unless_over(text: str, error: Exception) -> None:
-    """Warn of what went wrong, but if the process group has ended meanwhile: then nobody waits any more."""
+def _warn_if_connected(text: str, error: Exception) -> None:
+    """Log a warning, unless the process group has ended meanwhile: then nobody waits any more."""
     if dist.is_initialized():
         observers.LOG.warning(text, error)

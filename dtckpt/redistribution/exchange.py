@@ -1,219 +1,215 @@
-"""One exchange of boxes, for one tensor or for many: compiled to the steps of this client, then run.
+"""Exchange boxes between clients: one step of a redistribution, for one tensor or for several together.
 
-Compiling turns plans (`dtckpt.redistribution.exchange_plan`) into what is left to do each time: messages to post,
-copies to make meanwhile, terms to reduce. A message is received in its place where the box lies there in one piece.
+An exchange brings tensors from a source layout to a target layout. It is compiled once: the plans of
+`dtckpt.redistribution.exchange_plan` become the messages, copies and reductions of this client. Then it runs as often
+as it is needed. For a tensor that goes from rows to columns on two clients:
+
+      source layout              target layout
+                              client 0    client 1
+    client 0  [ a | b ]         [ a ]       [ b ]        client 0: copies a, sends b, receives c
+    client 1  [ c | d ]         [ c ]       [ d ]        client 1: copies d, sends c, receives b
+
+A run of an exchange on one client (`BoxTransfer`):
+
+    start()   post the first flight of messages      first buffers to receive into, then messages to send
+              make local copies, reduce local terms  while messages are in flight
+              post the other flights                 each when the one before is complete
+    finish()  deliver each message as it arrives     copy it to its output, or reduce it with the last term
+              forward                                between this client's own devices
+
+Outputs are made once, where they end up: a box that is contiguous in its output is received in place.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
 from dtckpt.comm import host_memory
 from dtckpt.comm.collectives import REDUCERS, Work, average, byte_view, collectives_of, reduce_terms
-from dtckpt.comm.process_groups import message_memory
 from dtckpt.comm.torch_device import device_of
 from dtckpt.errors import LayoutError
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
-from dtckpt.redistribution.exchange_plan import Move, Place, kind_of, plan_exchange, reduced_axes, term_of
-from dtckpt.redistribution.messages import ALIGNMENT, Box, Components, Parcel, Reduction, cut_messages, parcels
+from dtckpt.redistribution.exchange_plan import Coordinates, Move, plan_exchange, reduced_axes, reduction_kind, term_of
+from dtckpt.redistribution.layout_change import LayoutChange
+from dtckpt.redistribution.messages import (
+    ALIGNMENT,
+    Box,
+    Components,
+    MessageFormat,
+    Reduction,
+    group_boxes,
+    message_formats,
+)
 
 PIECE_NBYTES = 8 << 20
 """A large box travels through host memory in pieces of about this size."""
 IN_FLIGHT_NBYTES = 256 << 20
-"""Messages of one client that are under way at a time, given and taken, if one alone is not larger."""
+"""Most bytes of one client's messages in flight at a time, sent and received, unless one round of them has more."""
 _HOST = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One tensor's change of layout; the layouts are as this client sees them.
-
-    Args:
-        source: Layout before.
-        target: Layout after; reductions that it lacks are done, and it has no others.
-        shape: Global shape.
-        dtype: The tensor's dtype.
-    """
-
-    source: Layout
-    target: Layout
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def meshes(self) -> tuple[Mesh, Mesh]:
-        """Source and target mesh."""
-        return self.source.mesh, self.target.mesh
-
-    @property
-    def clients(self) -> tuple[int, ...]:
-        """Clients of both meshes, ascending."""
-        ours, theirs = self.source.mesh, self.target.mesh
-        return ours.clients if ours is theirs else tuple(sorted({*ours.clients, *theirs.clients}))
-
-    @property
-    def client(self) -> int:
-        """This client; -1 if it has no device in either mesh."""
-        ours, theirs = self.source.mesh.local_client, self.target.mesh.local_client
-        return ours if ours is not None else -1 if theirs is None else theirs
-
-    @property
-    def device_type(self) -> str:
-        """Where messages lie: on the cards, if every client has one there and a backend for it, else in host memory."""
-        for mesh in (self.source.mesh, self.target.mesh):
-            if mesh.device_type != "cuda" or mesh.num_clients != mesh.size():
-                return "cpu"
-        return message_memory("cuda")
-
-    @property
-    def device(self) -> torch.device:
-        """Where this client's messages lie; in host memory if it has none."""
-        mesh = self.source.mesh if self.source.mesh.local_device_ids() else self.target.mesh
-        return _HOST if self.device_type == "cpu" or self.client < 0 else device_of(mesh.local_devices()[0])
-
-    @property
-    def number(self) -> int:
-        """A number below 2**31 that clients which want the same share, and others hardly ever do."""
-        layouts = [(_number(each.mesh), each.sharding_specs, each.partial) for each in (self.source, self.target)]
-        return zlib.crc32(f"{layouts} {self.shape} {self.dtype}".encode()) >> 1
-
-
-@lru_cache(maxsize=256)
-def _number(mesh: Mesh) -> int:
-    return zlib.crc32(repr(mesh.identity).encode())
-
-
 @dataclass(slots=True)
-class Wave:
-    """Messages that are under way at the same time.
+class Flight:
+    """Messages that are in flight at the same time.
 
     Args:
-        sends: Clients, and the number of the message that each gets.
-        receives: Clients, what their messages hold, and the numbers of the boxes in it.
-        nbytes: Of all messages.
+        sends: Receiving clients, and the number of the message that each gets.
+        receives: Sending clients, the formats of their messages, and the numbers of the boxes in each.
+        nbytes: Size of all messages together.
     """
 
     sends: list[tuple[int, int]]
-    receives: list[tuple[int, Parcel, list[int]]]
+    receives: list[tuple[int, MessageFormat, list[int]]]
     nbytes: int
 
 
-class Hop:
-    """One exchange of boxes of some tensors, compiled for this client.
+class BoxExchange:
+    """An exchange of boxes by pairwise messages, compiled for this client.
+
+    Received boxes have numbers, in an order that follows from the plans; so have the messages that are sent.
 
     Args:
-        changes: One per tensor; all have the same clients and kind of messages.
+        changes: One per tensor. All have the same clients and the same `LayoutChange.device_type`.
 
     Raises:
         LayoutError: A dtype cannot be reduced by an op.
     """
 
-    def __init__(self, changes: Sequence[Change]) -> None:
+    def __init__(self, changes: Sequence[LayoutChange]) -> None:
         first = changes[0]
         self.changes, self.clients, self.client = tuple(changes), first.clients, first.client
         self.device_type = first.device_type
         self.collectives = collectives_of(self.clients, self.client, first.device)
-        # By tensor: old components that stay as they are, by new device; and what has to be made.
-        self.kept: list[dict[int, int]] = []
-        self.new: list[list[tuple[int, tuple[int, ...], torch.dtype, torch.device]]] = []
+        # Per tensor: by target device, the source device whose component is the output as it is; all other outputs.
+        self.reused: list[dict[int, int]] = []
+        self.allocations: list[list[tuple[int, tuple[int, ...], torch.dtype, torch.device]]] = []
+        # Pairs of boxes: into which box, and from which. Forwards go from one output to another.
         self.copies: list[tuple[Box, Box]] = []
         self.forwards: list[tuple[Box, Box]] = []
         self.reductions: list[Reduction] = []
-        self.arrivals: list[Box] = []
+        self.received_boxes: list[Box] = []
         self.is_local = True
         """Whether no client needs anything from another."""
-        gives: dict[int, list[Box]] = {}
-        takes: dict[int, list[int]] = {}
+        sent_boxes: dict[int, list[Box]] = {}
+        received_numbers: dict[int, list[int]] = {}
         for tensor, change in enumerate(changes):
-            self._add(tensor, change, gives, takes)
+            self._add(tensor, change, sent_boxes, received_numbers)
         terms = [[term for term in reduction.terms if isinstance(term, int)] for reduction in self.reductions]
-        self.num_terms = list(map(len, terms))
-        """How many boxes each reduction waits for."""
-        self.reduced = {term: number for number, arriving in enumerate(terms) for term in arriving}
-        """Which reduction a box that arrives is a term of."""
-        # Of a reduction, either of the first two terms may lie where their result goes.
-        firsts = {next((term for term in each.terms[:2] if isinstance(term, int)), -1) for each in self.reductions}
-        self.in_place = {*range(len(self.arrivals))} - self.reduced.keys() | firsts
-        # What several clients get is packed once: messages by number, and who gets which.
-        numbers: dict[Parcel, int] = {}
+        self.num_received_terms = list(map(len, terms))
+        """How many received boxes each reduction waits for."""
+        self.reduction_of = {term: number for number, received in enumerate(terms) for term in received}
+        """Which reduction a received box is a term of, by the number of the box."""
+        # A reduction writes over its output when it adds its first two terms, so one of these may be received there.
+        first_terms = {next((term for term in each.terms[:2] if isinstance(term, int)), -1) for each in self.reductions}
+        self.in_place = {*range(len(self.received_boxes))} - self.reduction_of.keys() | first_terms
+        """Numbers of the boxes that may be received where their output is."""
+        # A message that several clients get is packed once.
+        message_numbers: dict[MessageFormat, int] = {}
         sends = [
-            (peer, numbers.setdefault(parcel, len(numbers)), parcel.nbytes)
-            for peer, boxes in sorted(gives.items())
-            for parcel in parcels(boxes)
+            (receiver, message_numbers.setdefault(message, len(message_numbers)), message.nbytes)
+            for receiver, boxes in sorted(sent_boxes.items())
+            for message in message_formats(boxes)
         ]
-        self.parcels = list(numbers)
-        sent = Counter(number for _, number, _ in sends)
-        self.shared = {number for number, times in sent.items() if times > 1}
+        self.messages = list(message_numbers)
+        num_receivers = Counter(number for _, number, _ in sends)
+        self.shared_messages = {number for number, times in num_receivers.items() if times > 1}
         receives = [
-            (peer, Parcel.of([self.arrivals[taken[i]] for i in inside]), [taken[i] for i in inside])
-            for peer, taken in sorted(takes.items())
-            for inside in cut_messages([self.arrivals[number].nbytes for number in taken])
+            (sender, MessageFormat.of([self.received_boxes[numbers[i]] for i in inside]), [numbers[i] for i in inside])
+            for sender, numbers in sorted(received_numbers.items())
+            for inside in group_boxes([self.received_boxes[number].nbytes for number in numbers])
         ]
-        self.waves = list(self._waves(sends, receives))
-        if not self.waves and not self.is_local and self.client in self.clients:
-            self.waves = [Wave([], [], 0)]  # the others may wait for this client to make the group
-        self.peers = gives.keys() | takes.keys()
-        """Clients that this one gives something or gets something from."""
+        self.flights = list(self._flights(sends, receives))
+        if not self.flights and not self.is_local and self.client in self.clients:
+            self.flights = [Flight([], [], 0)]  # others may need this client to make the process group
+        self.peers = sent_boxes.keys() | received_numbers.keys()
+        """Clients to which this one sends, or from which it receives."""
 
-    def _waves(
-        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, Parcel, list[int]]]
-    ) -> Iterator[Wave]:
-        """Yield which messages are under way at a time, so that those in memory stay few.
+    def _flights(
+        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, MessageFormat, list[int]]]
+    ) -> Iterator[Flight]:
+        """Yield which messages are in flight at a time, so that few are in memory.
 
-        In round (k, n) each client gives its nth message to the one k places on. Rounds come in this order on all
-        clients, so whatever both sides put into one wave, the first message that is missing has been posted by both
-        (the schedule of block-cyclic redistribution: Desprez et al., "Scheduling block-cyclic array redistribution").
+        In round (k, n) each client sends its nth message to the client k positions on:
+
+            k = 1:  0 -> 1 -> 2 -> 3 -> 0        k = 2:  0 <-> 2, 1 <-> 3        k = 3:  0 <- 1 <- 2 <- 3 <- 0
+
+        A flight is one or several rounds. Where a flight ends depends on this client's own messages, so clients may end
+        theirs after different rounds. That cannot deadlock: all clients go through the rounds in this order, so of all
+        messages still missing, the one of the earliest round has been posted by its sender and its receiver.
+        (The schedule of block-cyclic redistribution: Desprez et al., "Scheduling block-cyclic array redistribution".)
         """
-        place = {client: number for number, client in enumerate(self.clients)}
-        rounds: dict[tuple[int, int], Wave] = {}
+        positions = {client: position for position, client in enumerate(self.clients)}
+        rounds: dict[tuple[int, int], Flight] = {}
         counts: Counter[tuple[bool, int]] = Counter()
 
-        def at(peer: int, *, is_taken: bool) -> Wave:
-            distance = place[self.client] - place[peer] if is_taken else place[peer] - place[self.client]
-            counts[is_taken, peer] += 1
-            return rounds.setdefault((distance % len(place), counts[is_taken, peer]), Wave([], [], 0))
+        def next_round(peer: int, *, is_received: bool) -> Flight:
+            step = positions[self.client] - positions[peer]
+            counts[is_received, peer] += 1
+            distance = (step if is_received else -step) % len(positions)
+            return rounds.setdefault((distance, counts[is_received, peer]), Flight([], [], 0))
 
-        for peer, number, nbytes in sends:
-            wave = at(peer, is_taken=False)
-            wave.sends.append((peer, number))
-            wave.nbytes += nbytes
-        for peer, parcel, inside in receives:
-            wave = at(peer, is_taken=True)
-            wave.receives.append((peer, parcel, inside))
-            wave.nbytes += parcel.nbytes
-        together = Wave([], [], 0)
-        for _, wave in sorted(rounds.items(), key=lambda item: item[0]):
-            if together.nbytes and together.nbytes + wave.nbytes > IN_FLIGHT_NBYTES:
-                yield together
-                together = Wave([], [], 0)
-            together.sends += wave.sends
-            together.receives += wave.receives
-            together.nbytes += wave.nbytes
-        if together.nbytes:
-            yield together
+        for receiver, number, nbytes in sends:
+            messages = next_round(receiver, is_received=False)
+            messages.sends.append((receiver, number))
+            messages.nbytes += nbytes
+        for sender, message, numbers in receives:
+            messages = next_round(sender, is_received=True)
+            messages.receives.append((sender, message, numbers))
+            messages.nbytes += message.nbytes
+        flight = Flight([], [], 0)
+        for _, messages in sorted(rounds.items(), key=lambda item: item[0]):
+            if flight.nbytes and flight.nbytes + messages.nbytes > IN_FLIGHT_NBYTES:
+                yield flight
+                flight = Flight([], [], 0)
+            flight.sends += messages.sends
+            flight.receives += messages.receives
+            flight.nbytes += messages.nbytes
+        if flight.nbytes:
+            yield flight
 
-    def _add(self, tensor: int, change: Change, gives: dict[int, list[Box]], takes: dict[int, list[int]]) -> None:
+    def _add(
+        self,
+        tensor: int,
+        change: LayoutChange,
+        sent_boxes: dict[int, list[Box]],
+        received_numbers: dict[int, list[int]],
+    ) -> None:
+        """Add one tensor's copies, messages and reductions.
+
+        Args:
+            tensor: Its position among the tensors.
+            change: Its change of layout.
+            sent_boxes: By receiver; added to.
+            received_numbers: Numbers of the received boxes, by sender; added to.
+        """
         source, target, dtype = change.source, change.target, change.dtype
         plan = plan_exchange(source, target, change.shape, self.client)
         self.is_local &= plan.is_local
         axes = reduced_axes(source, target)
-        held, wanted = _regions(source, change.shape), _regions(target, change.shape)
-        here, there = _devices(source.mesh), _devices(target.mesh)
-        is_kept = plan.is_local and not axes and _is_unchanged(plan.copies, held, wanted)
-        is_kept = is_kept and all(here[move.source] == there[move.target] for move in plan.copies)
-        kept = {move.target: move.source for move in plan.copies} if is_kept else {}
-        self.kept.append(kept)
-        self.new.append([(at, region.shape, dtype, there[at]) for at, region in wanted.items() if at not in kept])
-        if is_kept:
+        source_regions, target_regions = _regions(source, change.shape), _regions(target, change.shape)
+        source_devices, target_devices = _devices(source.mesh), _devices(target.mesh)
+        is_reused = plan.is_local and not axes and _are_whole_components(plan.copies, source_regions, target_regions)
+        is_reused = is_reused and all(
+            source_devices[each.source] == target_devices[each.target] for each in plan.copies
+        )
+        reused = {move.target: move.source for move in plan.copies} if is_reused else {}
+        self.reused.append(reused)
+        self.allocations.append(
+            [
+                (device, region.shape, dtype, target_devices[device])
+                for device, region in target_regions.items()
+                if device not in reused
+            ]
+        )
+        if is_reused:
             return
 
         is_cut = self.device_type == "cpu" and not plan.is_local
@@ -221,228 +217,260 @@ class Hop:
         def pieces(moves: Iterable[Move]) -> Iterator[Move]:
             return (piece for move in moves for piece in _pieces(move, dtype.itemsize)) if is_cut else iter(moves)
 
-        def given(move: Move) -> Box:
-            return Box.cut(tensor, move.source, move.region, held[move.source], dtype)
+        def source_box(move: Move) -> Box:
+            return Box.in_component(tensor, move.source, move.region, source_regions[move.source], dtype)
 
-        def taken(move: Move) -> Box:
-            return Box.cut(tensor, move.target, move.region, wanted[move.target], dtype)
+        def output_box(move: Move) -> Box:
+            return Box.in_component(tensor, move.target, move.region, target_regions[move.target], dtype)
 
-        terms: dict[Box, list[tuple[Place, Box | int]]] = {}
+        terms: dict[Box, list[tuple[Coordinates, Box | int]]] = {}
+        # Terms of one reduction must be equal boxes, so local ones are cut into the same pieces as received ones.
         for move in pieces(plan.copies) if axes else plan.copies:
             if axes:
-                terms.setdefault(taken(move), []).append((term_of(source, axes, move.source), given(move)))
+                terms.setdefault(output_box(move), []).append((term_of(source, axes, move.source), source_box(move)))
             else:
-                self.copies.append((taken(move), given(move)))
-        for peer, moves in plan.sends.items():
-            gives.setdefault(peer, []).extend(map(given, pieces(moves)))
-        for peer, moves in plan.receives.items():
+                self.copies.append((output_box(move), source_box(move)))
+        for receiver, moves in plan.sends.items():
+            sent_boxes.setdefault(receiver, []).extend(map(source_box, pieces(moves)))
+        for sender, moves in plan.receives.items():
             for move in pieces(moves):
-                takes.setdefault(peer, []).append(len(self.arrivals))
+                number = len(self.received_boxes)
+                received_numbers.setdefault(sender, []).append(number)
                 if axes:
-                    place = term_of(source, axes, move.source)
-                    terms.setdefault(taken(move), []).append((place, len(self.arrivals)))
-                self.arrivals.append(taken(move))
+                    terms.setdefault(output_box(move), []).append((term_of(source, axes, move.source), number))
+                self.received_boxes.append(output_box(move))
         for move in plan.forwards:
-            origin = Box.cut(tensor, move.source, move.region, wanted[move.source], dtype)
-            self.forwards.append((taken(move), origin))
+            origin = Box.in_component(tensor, move.source, move.region, target_regions[move.source], dtype)
+            self.forwards.append((output_box(move), origin))
         if axes:
-            reduce_op = kind_of(source.partial[axes[0]])
+            reduce_op = reduction_kind(source.partial[axes[0]])
             validate_reduction(reduce_op, dtype)
             divisor = math.prod(source.mesh.dim_size(axis) for axis in axes if source.partial[axis] == "avg")
-            for box, listed in terms.items():
-                ordered = tuple(term for _, term in sorted(listed, key=lambda item: item[0]))
+            for box, box_terms in terms.items():
+                # By coordinates along the axes: one order on all clients, so replicas agree bit for bit.
+                ordered = tuple(term for _, term in sorted(box_terms, key=lambda item: item[0]))
                 self.reductions.append(Reduction(box, ordered, reduce_op, divisor))
 
-    def memory(self) -> list[Memory]:
-        """Return memory for what is made of every tensor."""
+    def allocate_outputs(self) -> list[OutputBuffers]:
+        """Allocate the output buffers of every tensor."""
         return [
-            Memory({device: host_memory.allocate(shape, dtype, where) for device, shape, dtype, where in new})
-            for new in self.new
+            OutputBuffers({device: host_memory.allocate(shape, dtype, where) for device, shape, dtype, where in listed})
+            for listed in self.allocations
         ]
 
-    def index_within(self, later: Hop) -> dict[int, tuple[slice, ...]] | None:
-        """Return where, in what ``later`` makes of this hop's result, each device's part of that result stays.
+    def index_in(self, later: BoxExchange) -> dict[int, tuple[slice, ...]] | None:
+        """Return where this exchange's outputs stay within those of the next exchange.
+
+        Then both can share one buffer: the outputs are made where the next exchange would copy them.
 
         Args:
-            later: The next hop of the same single tensor.
+            later: The next exchange of the same single tensor.
 
         Returns:
-            By device, or None if some part does not stay on its device, or anything but itself comes to its place.
+            By device, the index of this exchange's output in the next one's. None if an output does not stay on its
+            device as a whole, or is empty.
         """
-        target, wanted = self.changes[0].target, later.changes[0].target
-        if self.is_local or self.kept[0] or later.kept[0] or target.mesh != wanted.mesh:
+        target, later_target = self.changes[0].target, later.changes[0].target
+        if self.is_local or self.reused[0] or later.reused[0] or target.mesh != later_target.mesh:
             return None
         shape = self.changes[0].shape
-        parts, wholes = _regions(target, shape), _regions(wanted, shape)
-        stay = Counter[int]()
+        parts, wholes = _regions(target, shape), _regions(later_target, shape)
+        num_staying = Counter[int]()
         for into, source in later.copies:
-            stay[into.device] += math.prod(into.shape) if into.device == source.device else 0
-        # An empty part lies nowhere, though all contain it.
-        if not all(part.numel == stay[at] > 0 and wholes[at].contains(part) for at, part in parts.items()):
+            num_staying[into.device] += math.prod(into.shape) if into.device == source.device else 0
+        # An empty part lies nowhere, though every region contains it.
+        if not all(part.numel == num_staying[at] > 0 and wholes[at].contains(part) for at, part in parts.items()):
             return None
         return {device: part.relative_to(wholes[device]).slices() for device, part in parts.items()}
 
-    def start(self, tensors: Sequence[Components], tag: int = 0, memory: Sequence[Memory] | None = None) -> Transfer:
-        """Post the messages, and copy what this client has meanwhile.
+    def start(
+        self, tensors: Sequence[Components], tag: int = 0, outputs: Sequence[OutputBuffers] | None = None
+    ) -> BoxTransfer:
+        """Post the messages, and make the local copies while they are in flight.
 
-        Collective: Over the hop's clients, if any needs something from another.
+        Collective: Over the exchange's clients, if any needs something from another.
 
         Args:
-            tensors: The components of every tensor.
-            tag: The messages'; below `END_OF_TAGS`.
-            memory: Where to make what is made of each; default new memory.
+            tensors: The components of every tensor; left alone until the transfer is finished.
+            tag: Tag of the messages, below `END_OF_TAGS`.
+            outputs: Buffers for the new components of every tensor; default new ones.
         """
-        return Transfer(self, tensors, tag, self.memory() if memory is None else memory)
+        return BoxTransfer(self, tensors, tag, self.allocate_outputs() if outputs is None else outputs)
 
 
 @dataclass(slots=True)
-class Memory:
-    """Where a hop makes a tensor's new components.
+class OutputBuffers:
+    """The buffers into which an exchange writes a tensor's new components.
 
     Args:
-        made: The new components, by device id.
-        spare: By device id, bytes that nobody else uses before the hop is done.
+        outputs: The new components, by device id.
+        spare: By device id, buffers of bytes that nobody else uses before the exchange is finished.
     """
 
-    made: dict[int, torch.Tensor]
+    outputs: dict[int, torch.Tensor]
     spare: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
-    def within(self, index: Mapping[int, tuple[slice, ...]]) -> Memory:
-        """Return the memory of parts of what is to be made here; what lies around them is spare meanwhile."""
-        return Memory(
-            {device: self.made[device][place] for device, place in index.items()},
-            {device: _around(self.made[device], place) for device, place in index.items()},
+    def within(self, index: Mapping[int, tuple[slice, ...]]) -> OutputBuffers:
+        """Return the buffers of parts of these outputs; the bytes around each part are spare until it is complete.
+
+            output of the next exchange:   [ spare | part, output of this one | spare ]
+
+        Args:
+            index: The part of each output, by device id; see `BoxExchange.index_in`.
+        """
+        return OutputBuffers(
+            {device: self.outputs[device][part] for device, part in index.items()},
+            {device: _bytes_around(self.outputs[device], part) for device, part in index.items()},
         )
 
-    def take(self, box: Box) -> torch.Tensor | None:
-        """Return spare memory for a box on its device, if there is enough."""
-        listed = self.spare.get(box.device, [])
-        for number, spare in enumerate(listed):
+    def take_spare(self, box: Box) -> torch.Tensor | None:
+        """Take a spare buffer for a box on its device; None if none is large enough."""
+        buffers = self.spare.get(box.device, [])
+        for number, spare in enumerate(buffers):
             start = -spare.data_ptr() % ALIGNMENT
             stop = start + box.nbytes
             if stop <= spare.numel():
-                listed[number] = spare[stop:]
+                buffers[number] = spare[stop:]
                 return spare[start:stop].view(box.dtype).view(box.shape)
         return None
 
 
-class Transfer:
-    """A hop under way. ``made`` are the new components of every tensor, complete after `finish`."""
+class BoxTransfer:
+    """One run of a `BoxExchange`, from the first message posted to the last one delivered.
 
-    def __init__(self, hop: Hop, tensors: Sequence[Components], tag: int, memory: Sequence[Memory]) -> None:
-        self._hop, self._tensors, self._tag, self._memory = hop, tensors, tag, memory
-        self.made = [each.made for each in memory]
+    Attributes:
+        outputs: The new components of every tensor, by device id; complete after `finish`.
+    """
+
+    def __init__(
+        self, exchange: BoxExchange, tensors: Sequence[Components], tag: int, buffers: Sequence[OutputBuffers]
+    ) -> None:
+        self._exchange, self._tensors, self._tag, self._buffers = exchange, tensors, tag, buffers
+        self.outputs = [each.outputs for each in buffers]
         self._work: Work | None = None
-        self._receiving: list[tuple[Parcel, list[int], torch.Tensor, bool]] = []
-        self._sending: list[torch.Tensor] = []
+        # Of the flight under way: format, numbers of boxes, buffer, and whether that is the output itself.
+        self._receives: list[tuple[MessageFormat, list[int], torch.Tensor, bool]] = []
+        self._sent: list[torch.Tensor] = []
         self._shared: dict[int, torch.Tensor] = {}
-        # Terms that have arrived, by number, and how many each reduction still waits for.
+        # Received terms, by number of the box, and how many each reduction still waits for.
         self._terms: dict[int, torch.Tensor] = {}
-        self._missing = list(hop.num_terms)
+        self._num_missing = list(exchange.num_received_terms)
         try:
-            self._begin()
+            self._start()
         except BaseException:
             self.abandon()
             raise
 
-    def _begin(self) -> None:
-        hop, tensors = self._hop, self._tensors
-        if hop.waves:
-            # Before any wave: clients may cut theirs in different places.
-            hop.collectives.connect(hop.peers)
-            self._post(hop.waves[:1])
-        for into_box, source_box in hop.copies:
-            into, source = into_box.of(self.made), source_box.of(tensors)
-            if into.data_ptr() != source.data_ptr():  # see `Memory.within`
-                into.copy_(source)
-        for number, missing in enumerate(hop.num_terms):
+    def _start(self) -> None:
+        exchange, tensors = self._exchange, self._tensors
+        if exchange.flights:
+            # Before any flight: clients may end theirs after different rounds.
+            exchange.collectives.connect(exchange.peers)
+            self._post(exchange.flights[:1])
+        for output_box, source_box in exchange.copies:
+            output, source = output_box.view_in(self.outputs), source_box.view_in(tensors)
+            if output.data_ptr() != source.data_ptr():  # the same where buffers are shared, see `OutputBuffers.within`
+                output.copy_(source)
+        for number, missing in enumerate(exchange.num_received_terms):
             if not missing:
                 self._reduce(number)
-        for made, components, kept in zip(self.made, tensors, hop.kept, strict=True):
-            made.update({device: components[source] for device, source in kept.items()})
-        if hop.waves:
-            self._post(hop.waves[1:])
+        for outputs, components, reused in zip(self.outputs, tensors, exchange.reused, strict=True):
+            outputs.update({device: components[source] for device, source in reused.items()})
+        if exchange.flights:
+            self._post(exchange.flights[1:])
 
-    def _post(self, waves: Sequence[Wave]) -> None:
-        """Post the messages of waves, each when those before are done."""
-        device = _HOST if self._hop.device_type == "cpu" else None
-        for wave in waves:
+    def _post(self, flights: Sequence[Flight]) -> None:
+        """Post the messages of flights, each when the flight before is complete."""
+        device = _HOST if self._exchange.device_type == "cpu" else None
+        for flight in flights:
             self._complete()
-            self._receiving = [
-                (parcel, numbers, *self._room(parcel, numbers, device)) for _, parcel, numbers in wave.receives
+            self._receives = [
+                (message, numbers, *self._receive_buffer(message, numbers, device))
+                for _, message, numbers in flight.receives
             ]
-            # Who gives a message does so at once where it is known to be expected: so rooms first, then each is packed.
-            self._work = self._hop.collectives.exchange(
-                wave.sends,
-                [(peer, room) for (peer, *_), (_, _, room, _) in zip(wave.receives, self._receiving, strict=True)],
+            # A sender whose message is expected can write at once. So all buffers are posted before any message is
+            # packed, which `exchange` does one by one, so that those before are in flight meanwhile.
+            self._work = self._exchange.collectives.exchange(
+                flight.sends,
+                [
+                    (sender, buffer)
+                    for (sender, *_), (_, _, buffer, _) in zip(flight.receives, self._receives, strict=True)
+                ],
                 self._tag,
-                partial(self._message, device),
+                partial(self._pack, device),
             )
 
-    def _message(self, device: torch.device | None, number: int) -> torch.Tensor:
-        """Return a message, which is kept until it is there; what goes to several clients is packed once."""
+    def _pack(self, device: torch.device | None, number: int) -> torch.Tensor:
+        """Return a packed message. The transfer keeps it until it is sent."""
         message = self._shared.get(number)
         if message is None:
-            message = self._hop.parcels[number].pack(self._tensors, device)
-            if number in self._hop.shared:
+            message = self._exchange.messages[number].pack(self._tensors, device)
+            if number in self._exchange.shared_messages:
                 self._shared[number] = message
-        self._sending.append(message)
+        self._sent.append(message)
         return message
 
-    def _room(self, parcel: Parcel, numbers: Sequence[int], device: torch.device | None) -> tuple[torch.Tensor, bool]:
-        """Return memory for a message, and whether that is the box's own place: where it lies there in one piece."""
-        box = parcel.boxes[0]
-        where = self.made[box.tensor][box.device].device
-        if len(numbers) == 1 and device in (None, where):
-            if numbers[0] in self._hop.in_place and (place := box.of(self.made)).is_contiguous():
-                return place, True
-            if (spare := self._memory[box.tensor].take(box)) is not None:
+    def _receive_buffer(
+        self, message: MessageFormat, numbers: Sequence[int], device: torch.device | None
+    ) -> tuple[torch.Tensor, bool]:
+        """Return a buffer to receive a message into, and whether it is the output itself.
+
+        In order of preference: the output, if it is contiguous there; a spare part of a later output; a new buffer.
+        """
+        box = message.boxes[0]
+        output_device = self.outputs[box.tensor][box.device].device
+        if len(numbers) == 1 and device in (None, output_device):
+            if numbers[0] in self._exchange.in_place and (output := box.view_in(self.outputs)).is_contiguous():
+                return output, True
+            if (spare := self._buffers[box.tensor].take_spare(box)) is not None:
                 return spare, False
-        return parcel.room(device or where), False
+        return message.allocate(device or output_device), False
 
     def finish(self) -> list[dict[int, torch.Tensor]]:
-        """Return ``made`` when all messages are there, delivered and reduced."""
+        """Wait until all messages are delivered and reduced, and return `outputs`."""
         self._complete()
-        for into_box, source in self._hop.forwards:
-            into_box.of(self.made).copy_(source.of(self.made))
-        self._shared, self._tensors, self._memory = {}, (), ()
-        return self.made
+        for output_box, origin in self._exchange.forwards:
+            output_box.view_in(self.outputs).copy_(origin.view_in(self.outputs))
+        self._shared, self._tensors, self._buffers = {}, (), ()
+        return self.outputs
 
     def _complete(self) -> None:
-        """Deliver what is under way, each message as it comes."""
+        """Complete the flight under way: deliver each message as it arrives."""
         if self._work is not None:
             try:
                 for number in self._work.arrivals():
-                    self._deliver(*self._receiving[number])
+                    self._deliver(*self._receives[number])
                 self._work.wait()
             except BaseException:
                 self.abandon()
                 raise
-        self._work, self._receiving, self._sending = None, [], []
+        self._work, self._receives, self._sent = None, [], []
 
     def abandon(self) -> None:
         """Leave all memory alone from now on: the call has failed."""
         if self._work is not None:
             self._work.abandon()
 
-    def _deliver(self, parcel: Parcel, numbers: Sequence[int], room: torch.Tensor, is_there: bool) -> None:
-        for number, view in zip(numbers, parcel.views(room), strict=True):
-            reduction = self._hop.reduced.get(number)
+    def _deliver(self, message: MessageFormat, numbers: Sequence[int], buffer: torch.Tensor, is_in_place: bool) -> None:
+        for number, view in zip(numbers, message.views(buffer), strict=True):
+            reduction = self._exchange.reduction_of.get(number)
             if reduction is not None:
                 self._terms[number] = view
-                self._missing[reduction] -= 1
-                if not self._missing[reduction]:
+                self._num_missing[reduction] -= 1
+                if not self._num_missing[reduction]:
                     self._reduce(reduction)
-            elif not is_there:
-                self._hop.arrivals[number].of(self.made).copy_(view)
+            elif not is_in_place:
+                self._exchange.received_boxes[number].view_in(self.outputs).copy_(view)
 
     def _reduce(self, number: int) -> None:
-        """Make a box of its terms, which are all here."""
-        reduction = self._hop.reductions[number]
-        into = reduction.box.of(self.made)
-        terms = [self._terms.pop(term) if isinstance(term, int) else term.of(self._tensors) for term in reduction.terms]
-        reduce_terms(into, [term.to(into.device) for term in terms], reduction.reduce_op)
-        average(into, reduction.divisor)
+        """Reduce the terms of an output box, all of which are here."""
+        reduction = self._exchange.reductions[number]
+        output = reduction.box.view_in(self.outputs)
+        terms = [
+            self._terms.pop(term) if isinstance(term, int) else term.view_in(self._tensors) for term in reduction.terms
+        ]
+        reduce_terms(output, [term.to(output.device) for term in terms], reduction.reduce_op)
+        average(output, reduction.divisor)
 
 
 def validate_reduction(reduce_op: str, dtype: torch.dtype) -> None:
@@ -466,7 +494,7 @@ def _devices(mesh: Mesh) -> dict[int, torch.device]:
 
 
 def _pieces(move: Move, itemsize: int) -> Iterator[Move]:
-    """Yield a move cut along its first dim that can be cut, in about even pieces."""
+    """Cut a move along the first dim that is longer than 1, into about even pieces; yield them."""
     nbytes = math.prod(move.shape) * itemsize
     dim = next((dim for dim, size in enumerate(move.shape) if size > 1), 0)
     if nbytes < 2 * PIECE_NBYTES:
@@ -480,18 +508,20 @@ def _pieces(move: Move, itemsize: int) -> Iterator[Move]:
         yield Move(move.target, tuple(offset), tuple(shape), move.source)
 
 
-def _around(whole: torch.Tensor, place: Sequence[slice]) -> list[torch.Tensor]:
-    """Return the bytes before and after a part of a tensor, where the part is rows of it in one piece."""
-    is_rows = all(one == slice(0, size) for one, size in zip(place[1:], whole.shape[1:], strict=True))
-    if not place or not is_rows or not whole.is_contiguous():
+def _bytes_around(whole: torch.Tensor, part: Sequence[slice]) -> list[torch.Tensor]:
+    """Return the bytes before and after a part of a tensor, if the part is rows of a contiguous tensor; else none."""
+    is_rows = all(one == slice(0, size) for one, size in zip(part[1:], whole.shape[1:], strict=True))
+    if not part or not is_rows or not whole.is_contiguous():
         return []
-    rows = (whole[: place[0].start], whole[place[0].stop :])
-    return [byte_view(part) for part in rows if part.numel()]
+    rows = (whole[: part[0].start], whole[part[0].stop :])
+    return [byte_view(each) for each in rows if each.numel()]
 
 
-def _is_unchanged(copies: Sequence[Move], held: Mapping[int, Region], wanted: Mapping[int, Region]) -> bool:
-    """Whether every new component is an old one, whole, and no two of them the same one, which they would share."""
+def _are_whole_components(
+    copies: Sequence[Move], source_regions: Mapping[int, Region], target_regions: Mapping[int, Region]
+) -> bool:
+    """Whether every copy is a whole component that becomes a whole output, and no two outputs would share one."""
     sources = {move.source for move in copies}
     return len(sources) == len(copies) and all(
-        held[move.source] == move.region == wanted[move.target] for move in copies
+        source_regions[move.source] == move.region == target_regions[move.target] for move in copies
     )

@@ -1,16 +1,27 @@
-"""Plans for moving a tensor between layouts: which device gives which box to which, for any two layouts on any meshes.
+"""Plan one exchange: which device sends which box of a tensor to which device, for any two layouts on any meshes.
 
 One formulation serves every change of layout. A device holds a *part*: a box of the tensor and, where reductions are
-pending, one *term* of them. A device's new box is put together from all parts that meet it, cut to it, and reduced
-over the terms. Slicing, all-gather, all-to-all, reduce-scatter, broadcast and moves to another mesh are cases of this.
+pending, one *term* of them. A device's new box is put together from all parts that overlap it, each cut to the overlap,
+and reduced over the terms. Slicing, all-gather, all-to-all, reduce-scatter, broadcast and moves to another mesh are
+cases of this.
 
-Each byte goes at most once from one client to another: a device of the same client is asked first, and of several
-devices of one client that need the same box, one receives it and hands it on. Where several remote devices could give
-a box, the place of the taker in its mesh decides, so takers spread over givers, and both sides decide alike without a
-word.
+    parts of the source            a new box of the target              the moves to its device
+    +-------+-------+              +-------+-------+
+    |   0   |   1   |              |    ...|...    |                    from 0: lower right corner of its part
+    |       |       |              |    : new :    |                    from 1: lower left
+    +-------+-------+     +        +----:.....:----+          =         from 2: upper right
+    |   2   |   3   |              |    : box :    |                    from 3: upper left
+    |       |       |              |    :.....:    |
+    +-------+-------+              +---------------+
 
-A client plans only what touches it. The parts of a layout are the mesh's grid of devices, its axes put in the order of
-the tensor's dims, so the parts that meet a box are a slice of that grid, and no other part is looked at.
+Each byte goes at most once from one client to another. A device of the same client is asked first, and of several
+devices of one client that need the same box, one receives it and forwards it to the others. Where several remote
+devices hold a box, the receiver's position in its mesh decides which of them sends it, so receivers spread over
+senders. Sender and receiver derive the same plan from the layouts, without communicating.
+
+A client plans only the moves from and to its own devices. The parts of a layout are the mesh's grid of devices, its
+axes put in the order of the tensor's dims, so the parts that overlap a box are a slice of that grid, and no other part
+is looked at.
 """
 
 from __future__ import annotations
@@ -29,15 +40,23 @@ from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
 
-Place = tuple[int, ...]
-"""Coordinates along some axes of a mesh."""
+Coordinates = tuple[int, ...]
+"""A device's coordinates along some axes of a mesh."""
+Part = tuple[int, ...]
+"""A part of a layout: its shard's index along every dim, then coordinates along some axes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Move:
-    """One box that a device of the source mesh gives to a device of the target mesh, both by global device id.
+    """One box that a device of the source mesh sends to a device of the target mesh.
 
-    Moves sort by taker, box and giver; giver and taker know the order of a message from this alone.
+    Moves sort by receiver, box and sender. So sender and receiver know the order of the boxes in a message.
+
+    Args:
+        target: The receiving device, by global id in the target mesh.
+        offset: First global index of the box.
+        shape: Shape of the box.
+        source: The sending device, by global id in the source mesh.
     """
 
     target: int
@@ -53,14 +72,15 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """One client's side of a change of layout; moves are in order.
+    """One client's side of an exchange. Moves are sorted.
 
     Args:
-        copies: Between devices of this client.
-        sends: By taking client, ascending; the moves of one client are one message.
-        receives: By giving client, ascending.
-        forwards: When all has been received: from one of this client's devices to another, both of the target mesh.
-        is_local: Whether no client needs anything from another: each holds all parts.
+        copies: Moves between devices of this client.
+        sends: Moves to other clients, by receiving client, ascending.
+        receives: Moves from other clients, by sending client, ascending.
+        forwards: Moves that follow when everything is received, from one of this client's devices to another; both
+            ids are of the target mesh.
+        is_local: Whether no client needs anything from another: each client of the target holds all parts.
     """
 
     copies: tuple[Move, ...]
@@ -71,22 +91,28 @@ class ExchangePlan:
 
     @property
     def num_received(self) -> int:
-        """Elements that come from other clients."""
+        """Number of elements received from other clients."""
         return sum(move.region.numel for moves in self.receives.values() for move in moves)
 
 
 @lru_cache(maxsize=4096)
 def plan_exchange(source: Layout, target: Layout, shape: tuple[int, ...], client: int) -> ExchangePlan:
-    """Plan one client's side of moving a tensor of global ``shape`` from one layout to another.
+    """Plan one client's side of an exchange.
 
     Reductions that are pending in both layouts on an axis of one name, size and op stay pending; all others of the
     source are done. The target may have no others.
+
+    Args:
+        source: The layout before.
+        target: The layout after.
+        shape: Global shape.
+        client: Whose side to plan.
     """
     return _planner(source, target, client).plan(shape)
 
 
 def reduced_axes(source: Layout, target: Layout) -> tuple[str, ...]:
-    """Return the axes of the source whose reduction a change of layout does, in mesh order."""
+    """Return the axes of the source whose reduction an exchange does, in mesh order."""
     return tuple(
         axis for axis in source.mesh.mesh_dim_names if axis in source.partial and axis not in kept_axes(source, target)
     )
@@ -95,7 +121,7 @@ def reduced_axes(source: Layout, target: Layout) -> tuple[str, ...]:
 def kept_axes(source: Layout, target: Layout) -> tuple[str, ...]:
     """Return the axes whose reduction stays pending, in the source mesh's order.
 
-    The last axis is reduced first, and reductions of different kinds do not commute. So where kinds are mixed only
+    The last axis is reduced first, and reductions of different kinds do not commute. So where kinds are mixed, only
     leading axes can stay.
     """
     pending = [axis for axis in source.mesh.mesh_dim_names if axis in source.partial]
@@ -104,32 +130,35 @@ def kept_axes(source: Layout, target: Layout) -> tuple[str, ...]:
         for axis in pending
         if target.partial.get(axis) == source.partial[axis] and target.mesh.dim_size(axis) == source.mesh.dim_size(axis)
     ]
-    if len({kind_of(source.partial[axis]) for axis in pending}) > 1:
+    if len({reduction_kind(source.partial[axis]) for axis in pending}) > 1:
         kept = list(itertools.takewhile(kept.__contains__, pending))
         if [axis for axis in target.mesh.mesh_dim_names if axis in kept] != kept:
             kept = []
     return tuple(kept)
 
 
-def kind_of(reduce_op: str) -> str:
-    """Return a name for the reductions that commute with this one: an average is a sum, divided."""
+def reduction_kind(reduce_op: str) -> str:
+    """Return the kind of a reduction; those of one kind commute. An average is a sum, divided in the end."""
     return "sum" if reduce_op == "avg" else reduce_op
 
 
-def term_of(source: Layout, axes: Sequence[str], device: int) -> Place:
-    """Return which term of the reductions along ``axes`` a device of the source mesh holds."""
-    place = source.mesh.coordinate(device)
-    return tuple(place[source.mesh.axis_index(axis)] for axis in axes)
+def term_of(source: Layout, axes: Sequence[str], device: int) -> Coordinates:
+    """Return which term of the reductions along ``axes`` a device of the source mesh holds: its coordinates there."""
+    coordinates = source.mesh.coordinate(device)
+    return tuple(coordinates[source.mesh.axis_index(axis)] for axis in axes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
-    """Who holds the parts of a layout: arrays by shard index, place along some axes, and copy.
+class _Holders:
+    """The devices that hold each part of a layout.
+
+    The arrays have one dim per tensor dim (the shard's index), one per axis (the coordinate along it), and one for the
+    replicas of a part, which are in order of their clients; those of one client ascend.
 
     Args:
-        devices: Ids. The copies of a part are in order of their clients, and those of one client ascend.
+        devices: Device ids.
         owners: Their clients.
-        is_first: Which copies are the first one of their client.
+        is_first: Which replicas are the first one of their client.
     """
 
     devices: npt.NDArray[np.int64]
@@ -139,28 +168,28 @@ class _Parts:
     def at(
         self, where: tuple[int | slice, ...]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return the arrays cut alike."""
+        """Return the three arrays at an index."""
         return self.devices[where], self.owners[where], self.is_first[where]
 
-    def held_by(self, client: int) -> dict[Place, tuple[int, ...]]:
-        """Return the parts that a client holds, and its devices that do, ascending."""
-        mine = self.owners == client
-        found: dict[Place, list[int]] = {}
-        for (*part, _), device in zip(np.argwhere(mine).tolist(), self.devices[mine].tolist(), strict=True):
-            found.setdefault(tuple(part), []).append(device)
-        return {part: tuple(devices) for part, devices in found.items()}
+    def held_by(self, client: int) -> dict[Part, tuple[int, ...]]:
+        """Return the parts that a client holds, and its devices that hold each, ascending."""
+        is_own = self.owners == client
+        parts: dict[Part, list[int]] = {}
+        for (*part, _), device in zip(np.argwhere(is_own).tolist(), self.devices[is_own].tolist(), strict=True):
+            parts.setdefault(tuple(part), []).append(device)
+        return {part: tuple(devices) for part, devices in parts.items()}
 
-    def clients_of(self, part: Place) -> list[int]:
+    def clients_of(self, part: Part) -> list[int]:
         """Return the clients that hold a part, ascending."""
         clients: list[int] = self.owners[part][self.is_first[part]].tolist()
         return clients
 
-    def giver(self, part: Place, turn: int) -> tuple[int, int]:
-        """Return client and device that give a part to a remote device whose number among takers is ``turn``."""
+    def sender(self, part: Part, turn: int) -> tuple[int, int]:
+        """Return the client and the device that send a part to a remote device with this turn; see `_turns`."""
         starts = np.flatnonzero(self.is_first[part])
         turn, number = divmod(turn, len(starts))
-        copies = self.devices[part]
-        own = copies[starts[number] : starts[number + 1] if number + 1 < len(starts) else None]
+        replicas = self.devices[part]
+        own = replicas[starts[number] : starts[number + 1] if number + 1 < len(starts) else None]
         return int(self.owners[part][starts[number]]), int(own[turn % len(own)])
 
     def are_held_by_all(self, clients: Sequence[int]) -> bool:
@@ -172,7 +201,7 @@ class _Parts:
 
 
 @lru_cache(maxsize=128)
-def _parts(layout: Layout, axes: tuple[str, ...]) -> _Parts:
+def _holders(layout: Layout, axes: tuple[str, ...]) -> _Holders:
     mesh = layout.mesh
     devices = layout.devices_by_part(axes)
     owners = mesh.owners.reshape(-1)[devices - mesh.min_global_device_id()]
@@ -180,34 +209,34 @@ def _parts(layout: Layout, axes: tuple[str, ...]) -> _Parts:
     devices, owners = (np.take_along_axis(array, order, axis=-1) for array in (devices, owners))
     is_first = np.ones(owners.shape, dtype=np.bool_)
     np.not_equal(owners[..., 1:], owners[..., :-1], out=is_first[..., 1:])
-    return _Parts(devices, owners, is_first)
+    return _Holders(devices, owners, is_first)
 
 
 def _turns(source: Layout, target: Layout, axes: Sequence[str]) -> npt.NDArray[np.int64]:
-    """Return, by place in the target's mesh, the number that tells a device which copy of a part to ask for.
+    """Return, by position in the target's mesh, the turn of a device: which replica of a part sends to it.
 
-    On one mesh that is its own place among the copies: it asks in its line of devices, as a collective along an axis
-    would, so all copies give as much. On another mesh it is its place there.
+    On one mesh, the turn is the device's own position among the replicas. So it receives from its line of devices, as
+    in a collective along an axis, and all replicas send equally much. On another mesh, it is the position there.
     """
     mesh = target.mesh
     numbers = np.arange(mesh.size())
     if source.mesh != mesh:
         return numbers
     used = {*itertools.chain(*source.split_axes), *axes}
-    copies = [axis for axis, name in enumerate(mesh.mesh_dim_names) if name not in used]
-    if not copies:
+    replicated = [axis for axis, name in enumerate(mesh.mesh_dim_names) if name not in used]
+    if not replicated:
         return np.zeros_like(numbers)
-    places = np.unravel_index(numbers, mesh.shape)
-    shape = tuple(mesh.shape[axis] for axis in copies)
-    return np.ravel_multi_index(tuple(places[axis] for axis in copies), shape).astype(np.int64)
+    coordinates = np.unravel_index(numbers, mesh.shape)
+    shape = tuple(mesh.shape[axis] for axis in replicated)
+    return np.ravel_multi_index(tuple(coordinates[axis] for axis in replicated), shape).astype(np.int64)
 
 
-def meeting(layout: Layout, shape: Sequence[int], region: Region) -> Iterator[tuple[Place, Region]]:
-    """Yield every shard of a layout that shares elements with a region: its index, and the common box."""
+def overlapping_shards(layout: Layout, shape: Sequence[int], region: Region) -> Iterator[tuple[Part, Region]]:
+    """Yield every shard of a layout that overlaps a region: its index along every dim, and the overlap."""
     per_dim = []
     for dim, window in enumerate(_window(layout, shape, region)):
-        hits = ((index, *_common(layout, shape, region, dim, index)) for index in window)
-        per_dim.append([(index, start, length) for index, start, length in hits if length > 0])
+        overlaps = ((index, *_overlap(layout, shape, region, dim, index)) for index in window)
+        per_dim.append([(index, start, length) for index, start, length in overlaps if length > 0])
     for combination in itertools.product(*per_dim):
         box = Region.unchecked(
             tuple(start for _, start, _ in combination), tuple(length for _, _, length in combination)
@@ -216,13 +245,13 @@ def meeting(layout: Layout, shape: Sequence[int], region: Region) -> Iterator[tu
 
 
 def _window(layout: Layout, shape: Sequence[int], region: Region) -> list[range]:
-    """Return which shards meet a region along every dim, empty ones between them included."""
+    """Return which shards overlap a region along every dim, empty ones between them included."""
     bounds = zip(shape, region.offset, region.stop, strict=True)
     return [layout.shards_meeting(dim, size, start, stop) for dim, (size, start, stop) in enumerate(bounds)]
 
 
-def _common(layout: Layout, shape: Sequence[int], region: Region, dim: int, index: int) -> tuple[int, int]:
-    """Return where along a dim what a shard has in common with a region starts, and its length."""
+def _overlap(layout: Layout, shape: Sequence[int], region: Region, dim: int, index: int) -> tuple[int, int]:
+    """Return start and length, along a dim, of the overlap of a shard and a region."""
     start, stop = layout.shard_bounds(dim, shape[dim], index)
     first = max(start, region.offset[dim])
     return first, min(stop, region.offset[dim] + region.shape[dim]) - first
@@ -230,7 +259,7 @@ def _common(layout: Layout, shape: Sequence[int], region: Region, dim: int, inde
 
 @dataclass(slots=True)
 class _Draft:
-    """The moves of a plan, as they are found."""
+    """The moves of a plan that is being made."""
 
     copies: list[Move] = field(default_factory=list)
     sends: defaultdict[int, list[Move]] = field(default_factory=lambda: defaultdict(list))
@@ -244,28 +273,32 @@ def _planner(source: Layout, target: Layout, client: int) -> _Planner:
 
 
 class _Planner:
-    """Plans one client's side of a change of layout; who holds which part does not depend on the shape."""
+    """Plans one client's side of exchanges between two layouts, for tensors of any shape.
+
+    Which devices hold which part does not depend on the shape, so it is looked up once.
+    """
 
     def __init__(self, source: Layout, target: Layout, client: int) -> None:
         self._source, self._target = source, target
         kept, reduced = kept_axes(source, target), reduced_axes(source, target)
-        self._givers, self._takers = _parts(source, (*kept, *reduced)), _parts(target, kept)
-        self._held, self._wanted = self._givers.held_by(client), self._takers.held_by(client)
-        self._holders = {part: self._givers.clients_of(part) for part in self._held}
+        self._senders, self._receivers = _holders(source, (*kept, *reduced)), _holders(target, kept)
+        # By part, this client's devices: those that hold it before, and those that need it.
+        self._old_parts, self._new_parts = self._senders.held_by(client), self._receivers.held_by(client)
+        self._clients_of = {part: self._senders.clients_of(part) for part in self._old_parts}
         self._client = client
         self._num_kept = len(kept)
         self._terms = list(itertools.product(*(range(source.mesh.dim_size(axis)) for axis in reduced)))
         self._first_id = target.mesh.min_global_device_id()
         self._turns = _turns(source, target, (*kept, *reduced))
         self._same_device = _same_devices(source.mesh, target.mesh, client)
-        self._is_local = self._givers.are_held_by_all(target.mesh.clients)
+        self._is_local = self._senders.are_held_by_all(target.mesh.clients)
 
     def plan(self, shape: tuple[int, ...]) -> ExchangePlan:
         draft = _Draft()
-        for part, takers in self._wanted.items():
-            self._take(shape, part, takers, draft)
-        for part, givers in () if self._is_local else self._held.items():
-            self._give(shape, part, givers, draft)
+        for part, receivers in self._new_parts.items():
+            self._receive(shape, part, receivers, draft)
+        for part, senders in () if self._is_local else self._old_parts.items():
+            self._send(shape, part, senders, draft)
         return ExchangePlan(
             copies=_in_order(draft.copies),
             sends=_by_client(draft.sends),
@@ -274,49 +307,56 @@ class _Planner:
             is_local=self._is_local,
         )
 
-    def _take(self, shape: tuple[int, ...], part: Place, takers: tuple[int, ...], draft: _Draft) -> None:
-        """Plan how this client's devices ``takers``, which need the same box, get it."""
-        first, *others = takers
+    def _receive(self, shape: tuple[int, ...], part: Part, receivers: tuple[int, ...], draft: _Draft) -> None:
+        """Plan how this client's devices ``receivers``, which need the same new box, get it.
+
+        Where the client holds all terms of a box, each device copies it. Otherwise the first device gets the box and
+        forwards it to the others.
+        """
+        first, *others = receivers
         kept = part[len(shape) :]
-        for index, box in meeting(self._source, shape, _box(self._target, shape, part)):
+        for index, box in overlapping_shards(self._source, shape, _box(self._target, shape, part)):
             terms = [(*index, *kept, *term) for term in self._terms]
-            if all(term in self._held for term in terms):
+            if all(term in self._old_parts for term in terms):
                 draft.copies += [
-                    _move(self._local_giver(term, taker), taker, box) for taker in takers for term in terms
+                    _move(self._local_sender(term, receiver), receiver, box) for receiver in receivers for term in terms
                 ]
                 continue
             for term in terms:
-                if term in self._held:
-                    draft.copies.append(_move(self._local_giver(term, first), first, box))
+                if term in self._old_parts:
+                    draft.copies.append(_move(self._local_sender(term, first), first, box))
                 else:
-                    client, giver = self._givers.giver(term, int(self._turns[first - self._first_id]))
-                    draft.receives[client].append(_move(giver, first, box))
+                    client, sender = self._senders.sender(term, int(self._turns[first - self._first_id]))
+                    draft.receives[client].append(_move(sender, first, box))
             draft.forwards += [_move(first, other, box) for other in others]
 
-    def _give(self, shape: tuple[int, ...], part: Place, givers: tuple[int, ...], draft: _Draft) -> None:
-        """Plan to whom this client's devices ``givers``, which hold the same box, give some of it."""
-        clients, box = self._holders[part], _box(self._source, shape, part)
+    def _send(self, shape: tuple[int, ...], part: Part, senders: tuple[int, ...], draft: _Draft) -> None:
+        """Plan what this client's devices ``senders``, which hold the same part, send to other clients.
+
+        The mirror of `_receive`: of the receivers that overlap the part, those whose turn falls on this client.
+        """
+        clients, box = self._clients_of[part], _box(self._source, shape, part)
         window = _window(self._target, shape, box)
         kept = part[len(shape) : len(shape) + self._num_kept]
-        devices, owners, is_first = self._takers.at((*(slice(hits.start, hits.stop) for hits in window), *kept))
+        devices, owners, is_first = self._receivers.at((*(slice(each.start, each.stop) for each in window), *kept))
         turns = self._turns[devices - self._first_id]
         is_mine = is_first & (turns % len(clients) == clients.index(self._client))
-        for place in map(tuple, np.argwhere(is_mine.any(axis=-1)).tolist()):
-            common = box.intersect(
-                _box(self._target, shape, [hits[at] for hits, at in zip(window, place, strict=True)])
-            )
-            if common is None:
+        for index in map(tuple, np.argwhere(is_mine.any(axis=-1)).tolist()):
+            new_box = _box(self._target, shape, [shards[i] for shards, i in zip(window, index, strict=True)])
+            overlap = box.intersect(new_box)
+            if overlap is None:
                 continue
-            chosen = is_mine[place]
-            takers = (array[place][chosen].tolist() for array in (devices, owners, turns))
-            for taker, client, turn in zip(*takers, strict=True):
+            chosen = is_mine[index]
+            receivers = (array[index][chosen].tolist() for array in (devices, owners, turns))
+            for receiver, client, turn in zip(*receivers, strict=True):
+                # A client that holds the part copies it itself.
                 if client not in clients:
-                    draft.sends[client].append(_move(givers[turn // len(clients) % len(givers)], taker, common))
+                    draft.sends[client].append(_move(senders[turn // len(clients) % len(senders)], receiver, overlap))
 
-    def _local_giver(self, part: Place, taker: int) -> int:
-        devices = self._held[part]
-        same = self._same_device.get(taker)
-        return same if same in devices else devices[taker % len(devices)]
+    def _local_sender(self, part: Part, receiver: int) -> int:
+        devices = self._old_parts[part]
+        same = self._same_device.get(receiver)
+        return same if same in devices else devices[receiver % len(devices)]
 
 
 def _same_devices(source: Mesh, target: Mesh, client: int) -> Mapping[int, int]:
@@ -329,7 +369,7 @@ def _same_devices(source: Mesh, target: Mesh, client: int) -> Mapping[int, int]:
 
 
 def _box(layout: Layout, shape: Sequence[int], part: Sequence[int]) -> Region:
-    """Return the box of a part, or of a shard: the indices come first."""
+    """Return the box of a part or of a shard."""
     bounds = [layout.shard_bounds(dim, size, index) for dim, (size, index) in enumerate(zip(shape, part, strict=False))]
     return Region.unchecked(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
 
@@ -344,4 +384,4 @@ def _in_order(moves: Iterable[Move]) -> tuple[Move, ...]:
 
 
 def _by_client(moves: Mapping[int, Iterable[Move]]) -> dict[int, tuple[Move, ...]]:
-    return {client: _in_order(listed) for client, listed in sorted(moves.items())}
+    return {client: _in_order(unsorted) for client, unsorted in sorted(moves.items())}

@@ -1,9 +1,13 @@
-"""Redistribution: bring tensors into other layouts, on the same mesh or on another.
+"""Run redistributions: bring tensors into other layouts, on the same mesh or on another.
 
-A change of layout is a path of hops (`dtckpt.redistribution.path_plan`). Each is an exchange of boxes
-(`dtckpt.redistribution.exchange`) or, on NCCL, one of its collectives (`dtckpt.redistribution.native_collective`).
-Programs are compiled once per change and kept. Many tensors go together: hop by hop, what they send to one client
-travels in few messages.
+A redistribution is a path of layouts (`dtckpt.redistribution.path_plan`), and one exchange between each layout and the
+next. An exchange sends boxes from client to client (`dtckpt.redistribution.exchange`); on NCCL it may be one collective
+instead (`dtckpt.redistribution.native_collective`).
+
+    source --exchange--> layout --exchange--> ... --exchange--> target without new terms --(neutral values)--> target
+
+The plan of a redistribution is compiled once and cached. Several tensors go together, exchange by exchange: the boxes
+of all tensors that go to one client share messages.
 """
 
 from __future__ import annotations
@@ -26,24 +30,28 @@ from dtckpt.errors import DtckptError, LayoutError
 from dtckpt.layout.layout import MATCH, Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.redistribution import disagreement
-from dtckpt.redistribution.exchange import Change, Hop, Memory, Transfer
+from dtckpt.redistribution.exchange import BoxExchange, BoxTransfer, OutputBuffers
+from dtckpt.redistribution.layout_change import LayoutChange
 from dtckpt.redistribution.messages import Components
-from dtckpt.redistribution.native_collective import NativeHop, NativeTransfer, recognise
+from dtckpt.redistribution.native_collective import NativeExchange, NativeTransfer, find_collective
 from dtckpt.redistribution.path_plan import plan_path
 
 _LOG = logging.getLogger("dtckpt.dtensor")
 
+Exchange = BoxExchange | NativeExchange
+Transfer = BoxTransfer | NativeTransfer
+
 _TAGS_APART = 1_000_003
-"""How far the tags of one call's messages lie from those of the next."""
-_NEUTRAL = {"sum": 0, "product": 1, "bxor": 0}
-"""What all devices but the first hold when a value becomes a term; with the other ops every device may hold it."""
+"""Distance between the tags of one call's messages and those of the next."""
+_NEUTRAL_VALUES = {"sum": 0, "product": 1, "bxor": 0}
+"""When a value becomes a term, all devices but the first hold this; with other ops every device may hold the value."""
 
 
 def resolve_match(layout: Layout, source: Layout) -> Layout:
     """Return ``layout`` with every MATCH spec replaced by the source's spec of that dim.
 
     Raises:
-        LayoutError: The ranks differ, or a kept spec collides with another one.
+        LayoutError: The ranks differ, or a spec of the source collides with another one.
     """
     if layout.rank != source.rank:
         raise LayoutError(f"layout does not fit the tensor; got rank {layout.rank}, expected {source.rank}")
@@ -56,155 +64,177 @@ def resolve_match(layout: Layout, source: Layout) -> Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
-    """How one tensor gets from a layout to another, for one client.
+class RedistributionPlan:
+    """The exchanges that bring one tensor from a layout to another, compiled for this client.
 
     Args:
-        change: What is wanted.
-        hops: One per layout on the path, this client's side of each.
-        within: Per hop, where its result stays within the next one's, by device; None: nowhere, or it is the last.
-        neutral: What some of the target's devices hold in the end, as the value became a term.
+        change: The change of layout.
+        exchanges: One per layout on the path.
+        index_in_next: Per exchange, where its outputs stay within those of the next one, by device; None if they do
+            not, and for the last one. See `BoxExchange.index_in`.
+        neutral_values: By device of the target, the value that fills its component in the end, where a value becomes
+            a term.
     """
 
-    change: Change
-    hops: tuple[Hop | NativeHop, ...]
-    within: tuple[dict[int, tuple[slice, ...]] | None, ...]
-    neutral: Mapping[int, int]
+    change: LayoutChange
+    exchanges: tuple[Exchange, ...]
+    index_in_next: tuple[dict[int, tuple[slice, ...]] | None, ...]
+    neutral_values: Mapping[int, int]
 
     @cached_property
     def is_local(self) -> bool:
         """Whether no client needs anything from another."""
-        return all(hop.is_local for hop in self.hops)
+        return all(exchange.is_local for exchange in self.exchanges)
 
-    def memory(self, number: int, into: Components | None = None) -> list[Memory]:
-        """Return memory for a hop's result and for those after it that hold it in its place, the last one first.
+    def output_buffers(self, step: int, into: Components | None = None) -> list[OutputBuffers]:
+        """Allocate the outputs of an exchange, and of those after it that share buffers with it.
 
         Args:
-            number: Which hop.
-            into: Where the last hop's result is wanted.
+            step: Number of the exchange.
+            into: Buffers for the outputs of the last exchange; default new ones.
+
+        Returns:
+            The buffers of each of these exchanges, the last exchange first. Empty for a native exchange, which
+            allocates its output itself.
         """
-        index, hop = self.within[number], self.hops[number]
-        if index is None and into is not None and number + 1 == len(self.hops):
-            return [Memory(dict(into))]
+        index, exchange = self.index_in_next[step], self.exchanges[step]
+        if index is None and into is not None and step + 1 == len(self.exchanges):
+            return [OutputBuffers(dict(into))]
         if index is None:
-            return hop.memory() if isinstance(hop, Hop) else []
-        later = self.memory(number + 1, into)
+            return exchange.allocate_outputs() if isinstance(exchange, BoxExchange) else []
+        later = self.output_buffers(step + 1, into)
         return [*later, later[-1].within(index)]
 
-    def with_neutral(self, made: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return what the hops made, and neutral elements where those are wanted instead."""
-        return {**made, **{device: torch.full_like(made[device], value) for device, value in self.neutral.items()}}
+    def with_neutral_values(self, outputs: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the outputs of the last exchange, and components of neutral values where the target needs those."""
+        return {
+            **outputs,
+            **{device: torch.full_like(outputs[device], value) for device, value in self.neutral_values.items()},
+        }
 
 
-def program_of(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.dtype) -> Program:
-    """Return the program of a change, compiled when it is first asked for."""
-    return _program_of(Change(source, target, tuple(shape), dtype))
+def plan_redistribution(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.dtype) -> RedistributionPlan:
+    """Return the plan of a change of layout, compiled when it is first asked for.
+
+    Args:
+        source: The layout before.
+        target: The layout after, without MATCH specs.
+        shape: Global shape.
+        dtype: The tensor's dtype.
+    """
+    return _cached_plan(LayoutChange(source, target, tuple(shape), dtype))
 
 
-def _program_of(change: Change) -> Program:
-    is_on_cards = "cuda" in (change.source.mesh.device_type, change.target.mesh.device_type)
-    # Equal meshes may be seen from different clients of one process, whose process group may be followed by another.
-    return _compile(change, change.client, message_memory("cuda") if is_on_cards else "cpu")
+def _cached_plan(change: LayoutChange) -> RedistributionPlan:
+    is_cuda = "cuda" in (change.source.mesh.device_type, change.target.mesh.device_type)
+    # The two other arguments are part of the cache's key: equal meshes may be seen from different clients of one
+    # process, and a process group may be followed by one with another backend.
+    return _compile(change, change.client, message_memory("cuda") if is_cuda else "cpu")
 
 
 @lru_cache(maxsize=4096)
-def _compile(change: Change, client: int, memory: str) -> Program:
+def _compile(change: LayoutChange, client: int, memory: str) -> RedistributionPlan:
     del client, memory
     source, target, shape, dtype = change.source, change.target, change.shape, change.dtype
     path = plan_path(source, target, shape, is_native=change.device_type != "cpu")
-    hops: list[Hop | NativeHop] = []
+    exchanges: list[Exchange] = []
     for before, after in itertools.pairwise((source, *path)):
-        hop = Change(before, after, shape, dtype)
-        found = recognise(hop) if hop.device_type != "cpu" and hop.client in hop.clients else None
-        hops.append(NativeHop(hop, found) if found else Hop([hop]))
-    within = [
-        one.index_within(later) if isinstance(one, Hop) and isinstance(later, Hop) else None
-        for one, later in itertools.pairwise(hops)
+        step = LayoutChange(before, after, shape, dtype)
+        collective = find_collective(step) if step.device_type != "cpu" and step.client in step.clients else None
+        exchanges.append(NativeExchange(step, collective) if collective else BoxExchange([step]))
+    index_in_next = [
+        one.index_in(later) if isinstance(one, BoxExchange) and isinstance(later, BoxExchange) else None
+        for one, later in itertools.pairwise(exchanges)
     ]
-    reached = path[-1] if path else source
-    neutral: dict[int, int] = {}
-    # In mesh order: the last axis is reduced first, so what it needs to leave its term alone counts.
-    for axis in (axis for axis in target.mesh.mesh_dim_names if axis in target.partial and axis not in reached.partial):
-        value = _NEUTRAL.get(target.partial[axis])
+    last = path[-1] if path else source
+    neutral_values: dict[int, int] = {}
+    # In mesh order: the last axis is reduced first, so the value that leaves its term alone is the one that counts.
+    for axis in (axis for axis in target.mesh.mesh_dim_names if axis in target.partial and axis not in last.partial):
+        value = _NEUTRAL_VALUES.get(target.partial[axis])
         for device in target.mesh.local_device_ids():
             if value is not None and target.mesh.coordinate(device)[target.mesh.axis_index(axis)]:
-                neutral[device] = value
-    return Program(change, tuple(hops), (*within, None), neutral)
+                neutral_values[device] = value
+    return RedistributionPlan(change, tuple(exchanges), (*index_in_next, None), neutral_values)
 
 
 @lru_cache(maxsize=256)
-def _together(hops: tuple[Hop, ...]) -> Hop:
-    return Hop([hop.changes[0] for hop in hops])
+def _merge(exchanges: tuple[BoxExchange, ...]) -> BoxExchange:
+    """Return one exchange of the tensors of several, which are among the same clients."""
+    return BoxExchange([exchange.changes[0] for exchange in exchanges])
 
 
 @lru_cache(maxsize=256)
-def _number(programs: tuple[Program, ...]) -> int:
-    """Return a number below 2**31 for the tags of all that some programs send, when they run together.
+def _fingerprint(plans: tuple[RedistributionPlan, ...]) -> int:
+    """Return a number below 2**31 for the tags of all messages of some plans that run together.
 
-    Paths to different layouts may begin with the same hop. Its messages must not be taken for those of another path.
+    Paths to different layouts may begin with the same exchange. Its messages must not be taken for those of another
+    path, so the tags follow from the changes as a whole.
     """
-    return zlib.crc32(str([program.change.number for program in programs]).encode()) >> 1
+    return zlib.crc32(str([plan.change.fingerprint for plan in plans]).encode()) >> 1
 
 
 class Redistribution:
-    """Tensors on their way; the last hop may be under way still.
+    """A running redistribution of tensors. The last exchange may still be in progress.
 
     Args:
-        programs: One per tensor.
+        plans: One per tensor.
         tensors: The components of each.
-        call: Looks after what this client waits for.
-        count: Which of the calls among its clients this is; messages of one are not taken for those of another.
-        into: Memory for the new components of each; they are not made there where they are old ones.
+        call: Watches over what this client waits for; None if the host never waits.
+        count: The number of the call among its clients; it keeps messages of different calls apart.
+        into: Buffers for the new components of each. Components that are old ones are not copied there.
+
+    Attributes:
+        components: The new components of every tensor, by device id of its target mesh; complete after `wait`.
     """
 
     def __init__(
         self,
-        programs: Sequence[Program],
+        plans: Sequence[RedistributionPlan],
         tensors: Sequence[Components],
-        call: disagreement.Call | None = None,
+        call: disagreement.RedistributionCall | None = None,
         count: int = 0,
         into: Sequence[Components] | None = None,
     ) -> None:
         self._call = call
         self._error: DtckptError | None = None
-        self._under_way: list[Transfer | NativeTransfer] = []
-        self._first_tag = _number(tuple(programs)) + count * _TAGS_APART
+        self._transfers: list[Transfer] = []
+        self._first_tag = _fingerprint(tuple(plans)) + count * _TAGS_APART
         try:
-            here = self._start(programs, tensors, into)
+            outputs = self._start(plans, tensors, into)
         except BaseException:
             self._abandon()
             raise
-        self.components = [program.with_neutral(made) for program, made in zip(programs, here, strict=True)]
-        """The new components of every tensor by device id of its target mesh; complete after `wait`."""
+        self.components = [plan.with_neutral_values(output) for plan, output in zip(plans, outputs, strict=True)]
 
     def _start(
-        self, programs: Sequence[Program], tensors: Sequence[Components], into: Sequence[Components] | None
+        self, plans: Sequence[RedistributionPlan], tensors: Sequence[Components], into: Sequence[Components] | None
     ) -> list[dict[int, torch.Tensor]]:
-        """Run all hops but the last, and start that; return what it makes."""
-        here = [dict(components) for components in tensors]
-        memory: list[list[Memory]] = [[] for _ in programs]
-        for number in range(max((len(program.hops) for program in programs), default=0)):
+        """Run all exchanges but the last, start that, and return its outputs."""
+        components = [dict(each) for each in tensors]
+        # Per tensor, output buffers of the exchanges to come, the next one last.
+        buffers: list[list[OutputBuffers]] = [[] for _ in plans]
+        for step in range(max((len(plan.exchanges) for plan in plans), default=0)):
             self._finish()
-            with self._call.waiting() if self._call else nullcontext():
-                for members, hop in _wave(programs, number):
+            with self._call.watched() if self._call else nullcontext():
+                for members, exchange in _exchanges_of(plans, step):
                     for member in members:
-                        wanted = None if into is None else into[member]
-                        memory[member] = memory[member] or programs[member].memory(number, wanted)
-                    transfer = hop.start(
-                        [here[member] for member in members],
-                        (self._first_tag + number) % END_OF_TAGS,
-                        [memory[member].pop() for member in members if memory[member]],
+                        final = None if into is None else into[member]
+                        buffers[member] = buffers[member] or plans[member].output_buffers(step, final)
+                    transfer = exchange.start(
+                        [components[member] for member in members],
+                        (self._first_tag + step) % END_OF_TAGS,
+                        [buffers[member].pop() for member in members if buffers[member]],
                     )
-                    for member, made in zip(members, transfer.made, strict=True):
-                        here[member] = made
-                    self._under_way.append(transfer)
-        return here
+                    for member, outputs in zip(members, transfer.outputs, strict=True):
+                        components[member] = outputs
+                    self._transfers.append(transfer)
+        return components
 
     def wait(self) -> None:
-        """Complete what is under way.
+        """Complete the exchange in progress.
 
         Raises:
-            DtckptError: Another client failed, or wanted something else.
+            DtckptError: Another client failed, or asked for something else.
             CoordinationError: A client is gone.
         """
         if self._error is not None:
@@ -215,26 +245,26 @@ class Redistribution:
                 call, self._call = self._call, None
                 call.validate()
         except DtckptError as error:
-            self._error = error  # whoever waits for the same again must not take what is there for a result
+            self._error = error  # raised again by each later wait: the components are no result
             raise
 
     def _finish(self) -> None:
-        with self._call.waiting() if self._under_way and self._call else nullcontext():
+        with self._call.watched() if self._transfers and self._call else nullcontext():
             try:
-                while self._under_way:
-                    self._under_way[0].finish()
-                    self._under_way.pop(0)
+                while self._transfers:
+                    self._transfers[0].finish()
+                    self._transfers.pop(0)
             except BaseException:
                 self._abandon()
                 raise
 
     def _abandon(self) -> None:
-        """Leave all memory alone from now on, also that of transfers which have not failed themselves."""
-        while self._under_way:
-            self._under_way.pop().abandon()
+        """Leave all memory alone from now on, that of transfers which have not failed themselves too."""
+        while self._transfers:
+            self._transfers.pop().abandon()
 
     def __del__(self) -> None:
-        # Others wait for what this client sends, and for its part in what they want instead, whether or not anyone
+        # Other clients wait for what this one sends, and for its part in their own requests, whether or not anyone
         # here wants the result.
         if self._error is not None:
             return
@@ -244,69 +274,78 @@ class Redistribution:
             _LOG.warning("a redistribution whose result was dropped has failed: %s", error)
 
 
-def _wave(programs: Sequence[Program], number: int) -> list[tuple[list[int], Hop | NativeHop]]:
-    """Return the hops of one number of all programs, exchanges among the same clients together."""
-    waves: list[tuple[list[int], Hop | NativeHop]] = []
-    exchanges: dict[tuple[tuple[int, ...], str], list[int]] = {}
-    for member, program in enumerate(programs):
-        hop = program.hops[number] if number < len(program.hops) else None
-        if isinstance(hop, Hop):
-            exchanges.setdefault((hop.clients, hop.device_type), []).append(member)
-        elif hop is not None:
-            waves.append(([member], hop))
-    for members in exchanges.values():
-        hops = tuple(programs[member].hops[number] for member in members)
-        waves.append((members, hops[0] if len(hops) == 1 else _together(hops)))
-    return waves
+def _exchanges_of(plans: Sequence[RedistributionPlan], step: int) -> list[tuple[list[int], Exchange]]:
+    """Return the exchanges of one step of all plans, each with the numbers of its plans.
+
+    Exchanges of boxes among the same clients become one.
+    """
+    result: list[tuple[list[int], Exchange]] = []
+    mergeable: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for member, plan in enumerate(plans):
+        exchange = plan.exchanges[step] if step < len(plan.exchanges) else None
+        if isinstance(exchange, BoxExchange):
+            mergeable.setdefault((exchange.clients, exchange.device_type), []).append(member)
+        elif exchange is not None:
+            result.append(([member], exchange))
+    for members in mergeable.values():
+        exchanges = tuple(plans[member].exchanges[step] for member in members)
+        result.append((members, exchanges[0] if len(exchanges) == 1 else _merge(exchanges)))
+    return result
 
 
 class LocalRedistribution:
-    """Tensors none of whose bytes travels between clients; brought where they are wanted at once.
+    """A redistribution in which no client needs anything from another; complete at once.
 
     Args:
-        programs: One per tensor.
+        plans: One per tensor.
         tensors: The components of each.
         into: As for `Redistribution`.
+
+    Attributes:
+        components: As of `Redistribution`.
     """
 
     def __init__(
-        self, programs: Sequence[Program], tensors: Sequence[Components], into: Sequence[Components] | None
+        self, plans: Sequence[RedistributionPlan], tensors: Sequence[Components], into: Sequence[Components] | None
     ) -> None:
         self.components = [
-            _locally(program, components, None if into is None else into[number])
-            for number, (program, components) in enumerate(zip(programs, tensors, strict=True))
+            _run_locally(plan, components, None if into is None else into[number])
+            for number, (plan, components) in enumerate(zip(plans, tensors, strict=True))
         ]
 
     def wait(self) -> None:
         """Return: all is done."""
 
 
-def _locally(program: Program, components: Components, into: Components | None) -> dict[int, torch.Tensor]:
-    here, memory = dict(components), list[Memory]()
-    for number, hop in enumerate(program.hops):
-        memory = memory or program.memory(number, into)
-        (here,) = hop.start([here], memory=[memory.pop()] if memory else None).finish()
-    return program.with_neutral(here)
+def _run_locally(plan: RedistributionPlan, source: Components, into: Components | None) -> dict[int, torch.Tensor]:
+    components, buffers = dict(source), list[OutputBuffers]()
+    for step, exchange in enumerate(plan.exchanges):
+        buffers = buffers or plan.output_buffers(step, into)
+        (components,) = exchange.start([components], outputs=[buffers.pop()] if buffers else None).finish()
+    return plan.with_neutral_values(components)
 
 
 class EnqueuedRedistribution:
-    """Tensors whose way is enqueued on streams beside the current ones, so that the host need not wait.
+    """A redistribution that is enqueued on CUDA streams beside the current ones, so the host need not wait.
 
     Args:
-        programs: One per tensor; nothing travels through host memory.
+        plans: One per tensor; none sends anything through host memory.
         tensors: The components of each.
         cards: See `_cards`.
+
+    Attributes:
+        components: As of `Redistribution`.
     """
 
     def __init__(
-        self, programs: Sequence[Program], tensors: Sequence[Components], cards: Sequence[torch.device]
+        self, plans: Sequence[RedistributionPlan], tensors: Sequence[Components], cards: Sequence[torch.device]
     ) -> None:
         inputs = [part for components in tensors for part in components.values()]
         self._beside = SideStreams(cards)
         self.components: list[dict[int, torch.Tensor]] = []
 
         def work() -> list[torch.Tensor]:
-            running = Redistribution(programs, tensors)
+            running = Redistribution(plans, tensors)
             running.wait()
             self.components = running.components
             return [part for components in self.components for part in components.values()]
@@ -314,118 +353,126 @@ class EnqueuedRedistribution:
         self._beside.run(work, inputs)
 
     def wait(self) -> None:
-        """Order what the current streams do next after the last transfer."""
+        """Have the current streams wait for the redistribution before they run later work; the host does not wait."""
         self._beside.wait()
 
 
-Running = Redistribution | LocalRedistribution | EnqueuedRedistribution
+RunningRedistribution = Redistribution | LocalRedistribution | EnqueuedRedistribution
 
 
-def redistribute_into(programs: Sequence[Program], tensors: Sequence[Components], into: Sequence[Components]) -> None:
-    """Bring tensors into other layouts, in ready memory. Collective and errors: as `redistribute`.
+def redistribute_into(
+    plans: Sequence[RedistributionPlan], tensors: Sequence[Components], into: Sequence[Components]
+) -> None:
+    """Bring tensors into other layouts, in given buffers. Collective and errors: as `redistribute_components`.
 
     Args:
-        programs: What is wanted, per tensor.
+        plans: One per tensor; see `plan_redistribution`.
         tensors: The components of each by device id of its source mesh.
-        into: Memory for the new components of each by device id of its target mesh.
+        into: Buffers for the new components of each by device id of its target mesh.
     """
-    for made, wanted in zip(redistribute(programs, tensors, into=into).components, into, strict=True):
-        for device, component in made.items():
-            if component is not wanted[device]:
-                wanted[device].copy_(component)
+    running = redistribute_components(plans, tensors, into=into)
+    for components, buffers in zip(running.components, into, strict=True):
+        for device, component in components.items():
+            if component is not buffers[device]:
+                buffers[device].copy_(component)
 
 
-def redistribute(
-    programs: Sequence[Program],
+def redistribute_components(
+    plans: Sequence[RedistributionPlan],
     tensors: Sequence[Components],
     *,
     is_async: bool = False,
     into: Sequence[Components] | None = None,
-) -> Running:
-    """Bring tensors into other layouts.
+) -> RunningRedistribution:
+    """Bring the components of tensors into other layouts.
 
     Collective: Over the clients of all meshes, with the same changes in the same order, unless no byte moves between
     clients for any of them.
 
     Args:
-        programs: What is wanted, per tensor; see `program_of`.
+        plans: One per tensor; see `plan_redistribution`.
         tensors: The components of each by device id of its source mesh.
-        is_async: Return while the last hop is under way.
-        into: Memory for the new components of each; see `redistribute_into`.
+        is_async: Return while the last exchange is in progress.
+        into: Buffers for the new components of each; see `redistribute_into`.
 
     Raises:
-        DtckptError: Another client failed, or wanted something else.
+        DtckptError: Another client failed, or asked for something else.
         CoordinationError: A client is gone.
     """
-    if _LOG.isEnabledFor(logging.DEBUG):  # before it starts: a client that hangs has said where
-        for program in programs:
-            change = program.change
+    if _LOG.isEnabledFor(logging.DEBUG):  # before it starts, so that the log of a client that hangs tells where
+        for plan in plans:
+            change = plan.change
             _LOG.debug("redistribute %s of %s: %r to %r", change.shape, change.dtype, change.source, change.target)
-    has_waits = any(not program.is_local and program.change.device_type == "cpu" for program in programs)
-    if is_async and not has_waits and (cards := _cards(programs, tensors)):
-        return EnqueuedRedistribution(programs, tensors, cards)
-    if all(program.is_local for program in programs):
-        return LocalRedistribution(programs, tensors, into)
-    call = disagreement.Call([program.change for program in programs], _part) if has_waits else None
-    running = Redistribution(programs, tensors, call, call.count if call else 0, into)
+    host_waits = any(not plan.is_local and plan.change.device_type == "cpu" for plan in plans)
+    if is_async and not host_waits and (cards := _cards(plans, tensors)):
+        return EnqueuedRedistribution(plans, tensors, cards)
+    if all(plan.is_local for plan in plans):
+        return LocalRedistribution(plans, tensors, into)
+    call = None
+    if host_waits:
+        call = disagreement.RedistributionCall([plan.change for plan in plans], _plan_participation)
+    running = Redistribution(plans, tensors, call, call.count if call else 0, into)
     if not is_async:
         running.wait()
-    elif has_waits:
+    elif host_waits:
         ensure_progress()
     return running
 
 
-def _cards(programs: Sequence[Program], tensors: Sequence[Components]) -> list[torch.device]:
-    """Return this client's cards from or to which tensors go; others of a batch may lie on the host."""
+def _cards(plans: Sequence[RedistributionPlan], tensors: Sequence[Components]) -> list[torch.device]:
+    """Return this client's cards from or to which tensors go; other tensors of a batch may lie on the host."""
     sources = (part.device for components in tensors for part in components.values())
-    messages = (program.change.device for program in programs)
+    messages = (plan.change.device for plan in plans)
     return [device for device in dict.fromkeys((*sources, *messages)) if device.type == "cuda"]
 
 
-def _part(seen_by: Callable[[int], Sequence[Change]], count: int) -> disagreement.Part:
+def _plan_participation(changes_for: Callable[[int], Sequence[LayoutChange]], count: int) -> disagreement.Participation:
+    """Plan this client's participation, with zeros, in changes that others ask for; see `disagreement.Planner`."""
     own = dist.get_rank()
-    changes = seen_by(own)
-    programs = [_program_of(change) for change in changes]
+    changes = changes_for(own)
+    plans = [_cached_plan(change) for change in changes]
 
     @cache
-    def ways_of(client: int) -> list[tuple[Hop | NativeHop, ...]]:
-        return [_program_of(change).hops for change in seen_by(client)]
+    def exchanges_of(client: int) -> list[tuple[Exchange, ...]]:
+        return [_cached_plan(change).exchanges for change in changes_for(client)]
 
-    # Hop by hop: nobody is done with one before those it exchanges messages with have begun it.
-    late, clients = {own}, {client for change in changes for client in change.clients}
-    for number in range(max(len(program.hops) for program in programs)):
-        if late < clients:
-            hops = [way[number] for client in late for way in ways_of(client) if number < len(way)]
-            late |= {peer for hop in hops if isinstance(hop, Hop) for peer in hop.peers}
+    # Step by step: no client completes an exchange before the peers in it have begun it. So those that wait for this
+    # client are, after each step, also the peers of those that did before.
+    waiting, clients = {own}, {client for change in changes for client in change.clients}
+    for step in range(max(len(plan.exchanges) for plan in plans)):
+        if waiting < clients:
+            exchanges = [each[step] for client in waiting for each in exchanges_of(client) if step < len(each)]
+            waiting |= {peer for each in exchanges if isinstance(each, BoxExchange) for peer in each.peers}
 
     def run() -> None:
-        Redistribution(programs, [_zeros(change) for change in changes], count=count).wait()
+        Redistribution(plans, [_zeros(change) for change in changes], count=count).wait()
 
-    return frozenset(late - {own}), run
+    return disagreement.Participation(frozenset(waiting - {own}), run)
 
 
-def _zeros(change: Change) -> dict[int, torch.Tensor]:
+def _zeros(change: LayoutChange) -> dict[int, torch.Tensor]:
+    """Return source components of zeros, by device id."""
     mesh = change.source.mesh
     regions = {device: change.source.region(device, change.shape) for device in mesh.local_device_ids()}
     return {device: torch.zeros(region.shape, dtype=change.dtype) for device, region in regions.items()}
 
 
-def tell(error: DtckptError, meshes: Sequence[Mesh]) -> bool:
-    """Tell the clients of some meshes of an error that keeps this one from a redistribution between those.
+def report_error(error: DtckptError, meshes: Sequence[Mesh]) -> bool:
+    """Tell the clients of some meshes of an error that keeps this one from a redistribution between those meshes.
 
-    Blocks: See `divergence.tell`, and for what is returned.
+    Blocks: See `disagreement.report_error`; also for the result.
     """
-    return disagreement.tell(error, meshes, _part)
+    return disagreement.report_error(error, meshes, _plan_participation)
 
 
 def cache_info() -> tuple[int, int, int, int]:
-    """Return hits, misses, size and bound of the cache of programs."""
+    """Return hits, misses, size and bound of the cache of plans."""
     info = _compile.cache_info()
     return info.hits, info.misses, info.currsize, info.maxsize or 0
 
 
 def clear_cache() -> None:
-    """Forget all programs."""
+    """Forget all plans."""
     _compile.cache_clear()
-    _together.cache_clear()
-    _number.cache_clear()
+    _merge.cache_clear()
+    _fingerprint.cache_clear()

@@ -1,7 +1,16 @@
-"""Boxes of components, and the messages that they travel in.
+"""Boxes of components, and the format of the messages that carry them between clients.
 
-Small boxes from one client to another travel in one message, aligned; a large one travels in pieces, each a message of
-its own, so that one is packed, unpacked or reduced while the next is under way. Giver and taker cut alike, by size.
+    component of one device          message to one client
+    +---------------+                +--------+-----+----------+----
+    |   +-----+     |   pack         | box 0  | pad | box 1    | ...      small boxes share a message
+    |   | box |     |  ------>       +--------+-----+----------+----
+    |   +-----+     |                +---------------------------+
+    +---------------+                | a large box or piece of it |        a large box travels alone
+                                     +---------------------------+
+
+Each box of a shared message starts at a multiple of `ALIGNMENT` bytes. A very large box is cut into pieces before it
+comes here, each a message of its own, so that one piece is packed, unpacked or reduced while the next is in flight.
+Sender and receiver derive the same format from the sizes of the boxes, without communicating.
 """
 
 from __future__ import annotations
@@ -17,35 +26,44 @@ from dtckpt.comm import host_memory
 from dtckpt.layout.region import Region
 
 Components = Mapping[int, torch.Tensor]
-"""This client's components, by global device id of their mesh."""
+"""This client's components of one tensor, by global device id of their mesh."""
 
 LARGE_NBYTES = 1 << 20
-"""A box from this size on is a message of its own."""
+"""A box of at least this size is a message of its own."""
 MESSAGE_NBYTES = 64 << 20
-"""Small boxes that travel together make no message larger than this."""
+"""Small boxes share a message up to this size, padding not counted."""
 ALIGNMENT = 16
+"""Bytes; fits every dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Where a box lies: in which of several tensors, in which device's component, from which index on."""
+    """Where a box of elements lies in this client's components of several tensors.
+
+    Args:
+        tensor: Position of the tensor in the list of tensors.
+        device: The device whose component holds the box, by global id.
+        offset: First index of the box within the component.
+        shape: Shape of the box.
+        dtype: Dtype of the tensor.
+    """
 
     tensor: int
     device: int
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    _index: tuple[slice, ...] | None = field(compare=False)  # None: all of the component
+    _index: tuple[slice, ...] | None = field(compare=False)  # None: the box is the whole component
 
     @classmethod
-    def cut(cls, tensor: int, device: int, region: Region, component: Region, dtype: torch.dtype) -> Box:
-        """Return where ``region`` lies in a component that covers ``component``."""
+    def in_component(cls, tensor: int, device: int, region: Region, component: Region, dtype: torch.dtype) -> Box:
+        """Return the box of ``region`` in a component that covers ``component``; both are global regions."""
         inside = region.relative_to(component)
         index = None if region == component else inside.slices()
         return cls(tensor, device, inside.offset, region.shape, dtype, index)
 
-    def of(self, tensors: Sequence[Components]) -> torch.Tensor:
-        """Return the box's elements, a view."""
+    def view_in(self, tensors: Sequence[Components]) -> torch.Tensor:
+        """Return the box's elements as a view of the component that holds them."""
         component = tensors[self.tensor][self.device]
         return component if self._index is None else component[self._index]
 
@@ -56,28 +74,36 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """Boxes that travel as one message, and from which byte on each lies in it; one alone is the message."""
+class MessageFormat:
+    """The boxes that travel in one message. A message of one box is that box, in its own shape and dtype.
+
+    Equal formats stand for equal messages, so a message to several clients is packed once.
+
+    Args:
+        boxes: The boxes, in order.
+        starts: The byte at which each box starts.
+        nbytes: Size of the message.
+    """
 
     boxes: tuple[Box, ...]
     starts: tuple[int, ...]
     nbytes: int
 
     @classmethod
-    def of(cls, boxes: Sequence[Box]) -> Parcel:
-        """Return the message of some boxes, each aligned for any dtype."""
+    def of(cls, boxes: Sequence[Box]) -> MessageFormat:
+        """Return the format of a message of these boxes, at least one."""
         ends = itertools.accumulate((-(-box.nbytes // ALIGNMENT) * ALIGNMENT for box in boxes), initial=0)
         starts = tuple(ends)[:-1]
         return cls(tuple(boxes), starts, starts[-1] + boxes[-1].nbytes)
 
-    def room(self, device: torch.device) -> torch.Tensor:
-        """Return memory for the message."""
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """Allocate a buffer for the message."""
         if len(self.boxes) == 1:
             return host_memory.allocate(self.boxes[0].shape, self.boxes[0].dtype, device)
         return host_memory.allocate((self.nbytes,), torch.uint8, device)
 
     def views(self, message: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield every box's place in the message."""
+        """Yield every box of a message, as a view of it."""
         if len(self.boxes) == 1:
             yield message
             return
@@ -85,19 +111,29 @@ class Parcel:
             yield message[start : start + box.nbytes].view(box.dtype).view(box.shape)
 
     def pack(self, tensors: Sequence[Components], device: torch.device | None) -> torch.Tensor:
-        """Return the message on a device, default the boxes'; one box that lies there in one piece is not copied."""
-        first = plain(self.boxes[0].of(tensors))
+        """Return the message, contiguous, on ``device``, by default that of the boxes.
+
+        One box that is contiguous on that device already is not copied: then the message is a view of the component.
+        """
+        first = raw_values(self.boxes[0].view_in(tensors))
         if len(self.boxes) == 1:
             return (first if device in (None, first.device) else first.to(device)).contiguous()
-        message = self.room(device or first.device)
+        message = self.allocate(device or first.device)
         for box, view in zip(self.boxes, self.views(message), strict=True):
-            view.copy_(box.of(tensors))
+            view.copy_(box.view_in(tensors))
         return message
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A new box that is made of terms, in their order: boxes of this client, or the numbers of boxes that arrive."""
+    """An output box, and the terms that are reduced into it.
+
+    Args:
+        box: The output box.
+        terms: In the order in which they are reduced: boxes of this client, or numbers of received boxes.
+        reduce_op: One of `dtckpt.comm.collectives.REDUCERS`.
+        divisor: What a sum is divided by in the end, for averages; 1 otherwise.
+    """
 
     box: Box
     terms: tuple[Box | int, ...]
@@ -105,30 +141,34 @@ class Reduction:
     divisor: int
 
 
-def parcels(boxes: Sequence[Box]) -> Iterator[Parcel]:
-    """Yield the messages in which some boxes travel to one client."""
-    for inside in cut_messages([box.nbytes for box in boxes]):
-        yield Parcel.of([boxes[number] for number in inside])
+def message_formats(boxes: Sequence[Box]) -> Iterator[MessageFormat]:
+    """Yield the formats of the messages that carry some boxes to one client."""
+    for numbers in group_boxes([box.nbytes for box in boxes]):
+        yield MessageFormat.of([boxes[number] for number in numbers])
 
 
-def cut_messages(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield which boxes of a list travel together, by their sizes in bytes, in an order that both sides know."""
-    together: list[int] = []
+def group_boxes(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Group the boxes of one sender and receiver into messages; yield the numbers of each message's boxes.
+
+    Args:
+        sizes: Bytes of the boxes, in the order that sender and receiver both know.
+    """
+    numbers: list[int] = []
     nbytes = 0
     for number, size in enumerate(sizes):
         if size >= LARGE_NBYTES:
             yield [number]
             continue
         if nbytes + size > MESSAGE_NBYTES:
-            yield together
-            together, nbytes = [], 0
-        together.append(number)
+            yield numbers
+            numbers, nbytes = [], 0
+        numbers.append(number)
         nbytes += size
-    if together:
-        yield together
+    if numbers:
+        yield numbers
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is in memory as it reads, without pending conjugation or negation, and has no gradient."""
+def raw_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory holds its values: detached, with pending conjugation and negation done."""
     tensor = tensor.detach() if tensor.requires_grad else tensor
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor

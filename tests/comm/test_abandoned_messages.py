@@ -114,7 +114,7 @@ def test_a_failure_abandons_all_transfers_of_a_redistribution(monkeypatch, is_st
     transfers = [Transfer(fails=False), Transfer(fails=True), Transfer(fails=False)]
 
     def start(running, *_):
-        running._under_way += transfers
+        running._transfers += transfers
         if is_start:
             raise MemoryError
         return []

@@ -84,7 +84,7 @@ def test_tensors_on_the_host_may_come_with_those_on_cards(monkeypatch):
         device = torch.device("cuda", 1)
 
     monkeypatch.setattr(execute, "SideStreams", Unused)
-    execute.redistribute([], [{0: torch.empty(1)}, {0: OnCard()}, {0: OnCard()}], is_async=True)
+    execute.redistribute_components([], [{0: torch.empty(1)}, {0: OnCard()}, {0: OnCard()}], is_async=True)
     assert devices == [torch.device("cuda", 1)]
 
 
@@ -92,5 +92,5 @@ def test_clients_that_only_receive_do_so_beside_the_current_stream(monkeypatch):
     enqueued = []
     monkeypatch.setattr(execute, "EnqueuedRedistribution", lambda *arguments: enqueued.append(arguments[-1]))
     change = SimpleNamespace(device=torch.device("cuda", 2), device_type="cuda")
-    execute.redistribute([SimpleNamespace(is_local=False, change=change)], [{}], is_async=True)
+    execute.redistribute_components([SimpleNamespace(is_local=False, change=change)], [{}], is_async=True)
     assert enqueued == [[torch.device("cuda", 2)]]

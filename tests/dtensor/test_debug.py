@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import dtckpt
 from dtckpt import MATCH, UNSHARDED, DTensor, Layout, Mesh, Partial, Replicate, Shard, abstract_mesh
 from dtckpt.comm import observers
-from dtckpt.dtensor.autograd import redistribute
 from dtckpt.dtensor.debug import CommDebugMode, clear_plan_cache, explain, plan_cache_info
+from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.redistribution.exchange_plan import plan_exchange
 

@@ -17,15 +17,15 @@ from support.factory_cases import (
     REFUSED,
     WHOLE,
     Inner,
+    create_over_clients,
+    distribute_modules_over_clients,
     distribute_wrongly,
-    give_wrongly,
-    modules_over_clients,
-    nothing_is_sent,
+    from_local_wrongly,
     outside,
     random_placements,
     refuse,
-    tensors_over_clients,
-    values_of_the_source,
+    source_values,
+    without_communication,
 )
 from support.states import cluster_mesh
 from torch import nn
@@ -59,19 +59,19 @@ def test_filled_tensors_have_their_value_in_any_layout(seed):
     shape = tuple(rng.randint(0, 7) for _ in range(rng.randint(0, 3)))
     placements = random_placements(rng, mesh, len(shape))
     for make, value in FILLED:
-        made = make(*shape, dtype=torch.float64, device_mesh=mesh, placements=placements)
-        assert made.layout == Layout.from_placements(mesh, placements, len(shape))
-        assert tuple(made.shape) == shape
-        torch.testing.assert_close(made.full_tensor(), torch.full(shape, value, dtype=torch.float64))
+        tensor = make(*shape, dtype=torch.float64, device_mesh=mesh, placements=placements)
+        assert tensor.layout == Layout.from_placements(mesh, placements, len(shape))
+        assert tuple(tensor.shape) == shape
+        torch.testing.assert_close(tensor.full_tensor(), torch.full(shape, value, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("make", [*(make for make, _ in FILLED), empty, *RANDOM])
 def test_no_client_makes_more_than_its_shards(make):
     sizes = {"data": 64, "model": 32}
     mesh = cluster_mesh(sizes, math.prod(sizes.values()), 5)
-    made = make(1 << 20, 1 << 12, device_mesh=mesh, placements=[Shard(0), Shard(1)])  # 16 GiB in all
-    (component,) = made.components
-    assert tuple(made.shape) == (1 << 20, 1 << 12)
+    tensor = make(1 << 20, 1 << 12, device_mesh=mesh, placements=[Shard(0), Shard(1)])  # 16 GiB in all
+    (component,) = tensor.components
+    assert tuple(tensor.shape) == (1 << 20, 1 << 12)
     assert component.shape == (1 << 14, 1 << 7)
     assert component.untyped_storage().nbytes() == component.numel() * 4
 
@@ -85,8 +85,8 @@ def test_sizes_in_every_spelling(mesh, make):
 
 
 def test_options(mesh):
-    made = ones(4, dtype=torch.int32, device_mesh=mesh, placements=[Shard(-1), Replicate()])
-    assert (made.dtype, made.placements) == (torch.int32, (Shard(0), Replicate()))
+    tensor = ones(4, dtype=torch.int32, device_mesh=mesh, placements=[Shard(-1), Replicate()])
+    assert (tensor.dtype, tensor.placements) == (torch.int32, (Shard(0), Replicate()))
     assert full((4,), 7, device_mesh=mesh).dtype == torch.int64
     assert full((4,), True, device_mesh=mesh).dtype == torch.bool
     assert full((4,), 1j, device_mesh=mesh).dtype == torch.complex64
@@ -111,8 +111,8 @@ def test_default_dtype(mesh):
 
 @pytest.mark.parametrize("make", RANDOM)
 def test_copies_agree_and_shards_differ(mesh, make):
-    made = make(6, 50, device_mesh=mesh, placements=[Replicate(), Shard(0)])
-    parts = dict(zip(mesh.device_ids, made.components, strict=True))
+    tensor = make(6, 50, device_mesh=mesh, placements=[Replicate(), Shard(0)])
+    parts = dict(zip(mesh.device_ids, tensor.components, strict=True))
     for device in range(3):
         assert torch.equal(parts[device], parts[device + 3])
     assert len({tuple(part.flatten().tolist()) for part in parts.values()}) == 3
@@ -193,9 +193,9 @@ def test_distributed_tensors_keep_their_values(seed):
     whole = torch.as_tensor(np.random.default_rng(seed).integers(-6, 7, shape), dtype=torch.float64)
     placements = random_placements(rng, mesh, len(shape))
     for source in (0, min(mesh.shape) - 1, None):
-        made = distribute_tensor(whole, mesh, placements, src_data_rank=source)
-        assert made.layout == Layout.from_placements(mesh, placements, len(shape))
-        torch.testing.assert_close(made.full_tensor(), whole)
+        tensor = distribute_tensor(whole, mesh, placements, src_data_rank=source)
+        assert tensor.layout == Layout.from_placements(mesh, placements, len(shape))
+        torch.testing.assert_close(tensor.full_tensor(), whole)
 
 
 @pytest.mark.parametrize("sizes", [{"x": 2, "y": 3}, {"x": 1, "y": 1}])
@@ -203,43 +203,43 @@ def test_the_source_is_left_alone(sizes):
     whole = WHOLE.clone()
     for placements in ([Replicate(), Replicate()], [Shard(0), Replicate()], [Replicate(), Partial()]):
         for source in (0, None):
-            made = distribute_tensor(whole, abstract_mesh(sizes), placements, src_data_rank=source)
-            for component in made.components:
+            tensor = distribute_tensor(whole, abstract_mesh(sizes), placements, src_data_rank=source)
+            for component in tensor.components:
                 component.zero_()
     assert torch.equal(whole, WHOLE)
 
 
 def test_copies_share_no_memory(mesh):
     one = distribute_tensor(WHOLE, abstract_mesh({"x": 1}), [Shard(0)])
-    for made in (
+    for tensor in (
         one.redistribute(mesh, [Replicate(), Replicate()]),
         distribute_tensor(WHOLE, mesh, [Replicate(), Replicate()]),
         distribute_tensor(WHOLE, mesh, [Replicate(), Replicate()], src_data_rank=None),
         zeros(6, 7, device_mesh=mesh),
         distribute_module(nn.Linear(7, 6), mesh).weight,
     ):
-        assert len({component.data_ptr() for component in made.components}) == mesh.size()
-        assert torch.equal(made.components[0], made.components[-1])
+        assert len({component.data_ptr() for component in tensor.components}) == mesh.size()
+        assert torch.equal(tensor.components[0], tensor.components[-1])
 
 
 def test_views_and_other_strides(mesh):
     for whole in (WHOLE.T, WHOLE[::2, 1:], WHOLE[:1].expand(5, 7)):
         for on in (mesh, abstract_mesh({"x": 1, "y": 1})):
-            made = distribute_tensor(whole, on, [Shard(1), Shard(0)])
-            assert torch.equal(made.full_tensor(), whole)
-            assert all(component.is_contiguous() for component in made.components)
-            assert made.stride() == (whole.shape[1], 1)
+            tensor = distribute_tensor(whole, on, [Shard(1), Shard(0)])
+            assert torch.equal(tensor.full_tensor(), whole)
+            assert all(component.is_contiguous() for component in tensor.components)
+            assert tensor.stride() == (whole.shape[1], 1)
 
 
 def test_what_comes_back_is_a_leaf(mesh):
     parameter = nn.Parameter(WHOLE.clone())
-    made = distribute_tensor(parameter, mesh, [Shard(0), Shard(1)])
-    assert made.requires_grad
-    assert made.is_leaf
-    (made.full_tensor() ** 2).sum().backward()
+    tensor = distribute_tensor(parameter, mesh, [Shard(0), Shard(1)])
+    assert tensor.requires_grad
+    assert tensor.is_leaf
+    (tensor.full_tensor() ** 2).sum().backward()
     assert parameter.grad is None
-    assert torch.equal(made.grad.full_tensor(), 2 * WHOLE)
-    assert distribute_tensor(made, mesh, [Shard(-2), Shard(-1)]) is made
+    assert torch.equal(tensor.grad.full_tensor(), 2 * WHOLE)
+    assert distribute_tensor(tensor, mesh, [Shard(-2), Shard(-1)]) is tensor
 
 
 # --- distribute_module ---------------------------------------------------------------------------------------------
@@ -398,19 +398,19 @@ processes = pytest.mark.processes
 @processes
 @pytest.mark.parametrize("clients", [2, 3, 4])
 def test_the_values_of_the_source_count(pool, clients):
-    assert pool.values(values_of_the_source, clients=clients, group=True) == [[]] * clients
+    assert pool.values(source_values, clients=clients, group=True) == [[]] * clients
 
 
 @processes
 def test_without_a_source_nothing_is_sent(pool):
-    assert pool.values(nothing_is_sent, clients=3, group=True) == [[]] * 3
-    assert pool.values(nothing_is_sent, clients=3) == [[]] * 3
+    assert pool.values(without_communication, clients=3, group=True) == [[]] * 3
+    assert pool.values(without_communication, clients=3) == [[]] * 3
 
 
 @processes
 @pytest.mark.parametrize("clients", [2, 3])
 def test_filled_and_random_tensors_over_clients(pool, clients):
-    seen = pool.values(tensors_over_clients, clients=clients, group=True)
+    seen = pool.values(create_over_clients, clients=clients, group=True)
     assert [found for found, *_ in seen] == [[]] * clients
     assert len({whole for _, whole, _ in seen}) == 1
     assert len({part for _, _, part in seen}) == clients
@@ -418,7 +418,7 @@ def test_filled_and_random_tensors_over_clients(pool, clients):
 
 @processes
 def test_modules_over_clients(pool):
-    assert pool.values(modules_over_clients, clients=3, group=True) == [[]] * 3
+    assert pool.values(distribute_modules_over_clients, clients=3, group=True) == [[]] * 3
 
 
 def alike(answers):
@@ -472,7 +472,7 @@ def test_all_clients_learn_what_is_wrong_with_one(pool, wrong, guilty, kind, tex
     ],
 )
 def test_all_clients_learn_what_is_wrong_with_one_local_tensor(pool, wrong, guilty, kind, text):
-    error, message = alike(pool.run(give_wrongly, wrong, guilty, clients=3, group=True))
+    error, message = alike(pool.run(from_local_wrongly, wrong, guilty, clients=3, group=True))
     assert error == kind
     assert text in message
 

@@ -11,7 +11,6 @@ import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Partial, Replicate, Shard, abstract_mesh, copy_to_mesh, pack, unpack
 from dtckpt.dtensor import (
     DeviceMesh,
-    autograd,
     distribute_module,
     distribute_tensor,
     empty,
@@ -21,6 +20,7 @@ from dtckpt.dtensor import (
     randn,
     zeros,
 )
+from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.errors import ComponentError, DTypeError
 
 MESH = abstract_mesh({"x": 2, "y": 2})
@@ -42,7 +42,7 @@ def test_they_go_into_any_layout(data):
     source, target = (data.draw(layouts(data.draw(meshes()), len(shape))) for _ in range(2))
     tensor = copy_to_mesh(torch.empty(shape, device="meta"), source).requires_grad_()
     assert_meta(tensor, source, shape)
-    moved = autograd.redistribute(tensor, target, forward_dtype=torch.bfloat16)
+    moved = redistribute(tensor, target, forward_dtype=torch.bfloat16)
     assert_meta(moved, target, shape, torch.bfloat16)
     assert moved.full_tensor().is_meta
     moved.backward(copy_to_mesh(torch.empty(shape, device="meta", dtype=torch.bfloat16), target))

@@ -16,10 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtckpt import Region, abstract_mesh, dtensor
-from dtckpt.dtensor.random import agreed_key, draw_key, fill, integer_bounds, permutation
-from dtckpt.dtensor.random import fill as filling
-from dtckpt.dtensor.random.distributions import draw_of
-from dtckpt.dtensor.random.fill import pieces_of
+from dtckpt.dtensor.random import agreed_key, draw_key, fill, fill_component, integer_bounds, permutation
+from dtckpt.dtensor.random.distributions import sampler_of
+from dtckpt.dtensor.random.fill_component import pieces_of
 from dtckpt.dtensor.random.philox import TensorStream, stream_of
 from dtckpt.errors import ComponentError, DTypeError, RandomParameterError, RegionError
 
@@ -148,14 +147,17 @@ def test_long_gaps_are_skipped():
 
 def test_a_card_starts_few_runs():
     half = Region((0, 0), (8192, 16384))
-    assert len(list(pieces_of(half, (8192, 32768), filling._DEVICE_BLOCK, filling._DEVICE_SEEK))) <= 8192 / 16
+    assert (
+        len(list(pieces_of(half, (8192, 32768), fill_component._DEVICE_BLOCK, fill_component._DEVICE_SEEK)))
+        <= 8192 / 16
+    )
 
 
 @pytest.mark.parametrize(("kind", "dtype", "params"), CASES)
 def test_other_devices_make_the_same_numbers(kind, dtype, params, monkeypatch):
     shape = (37, 129)
     expected = whole_of(kind, shape, 77, dtype, **params)
-    monkeypatch.setattr("dtckpt.dtensor.random.fill.stream_of", TensorStream)
+    monkeypatch.setattr("dtckpt.dtensor.random.fill_component.stream_of", TensorStream)
     assert bits_of(whole_of(kind, shape, 77, dtype, **params)) == bits_of(expected)
 
 
@@ -193,8 +195,8 @@ def test_the_host_does_not_wait_for_a_card(kind, params):
         params = {
             name: torch.full((1024,), 0.5, device="cuda") if value is ... else value for name, value in params.items()
         }
-        draw = draw_of(kind, torch.float32, params)
-        draw.values(TensorStream(5, torch.device("cuda")).words(0, 1024 * draw.bits // 256))
+        sampler = sampler_of(kind, torch.float32, params)
+        sampler.from_words(TensorStream(5, torch.device("cuda")).words(0, 1024 * sampler.bits // 256))
     # The first brings a number of Python's to the card, the second one from there.
     assert not calls.names & {"aten::lift_fresh", "aten::_local_scalar_dense"}
 
@@ -346,11 +348,11 @@ def test_neighbours_and_keys_are_independent(kind, params):
 @pytest.mark.parametrize(("dtype", "sigmas"), [(torch.float32, 6), (torch.float64, 9)])
 def test_tails_of_the_normal_distribution(dtype, sigmas):
     """The smallest word gives the farthest number, and a finite one; the largest gives zero, whatever the angle."""
-    draw = draw_of("normal", dtype, {})
-    bits = torch.zeros(128 * draw.bits // 64, dtype=torch.int64)
-    assert sigmas < float(draw.values(bits.clone())[0]) < sigmas + 1
+    sampler = sampler_of("normal", dtype, {})
+    bits = torch.zeros(128 * sampler.bits // 64, dtype=torch.int64)
+    assert sigmas < float(sampler.from_words(bits.clone())[0]) < sigmas + 1
     largest = -(2**63) if dtype == torch.float64 else -0x7FFFFFFF80000000
-    assert draw.values(torch.full_like(bits, largest)).abs().max() == 0
+    assert sampler.from_words(torch.full_like(bits, largest)).abs().max() == 0
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -369,9 +371,9 @@ def test_extremes(dtype):
         ("geometric", {"p": 1e-12}),
         ("geometric", {"p": 1.0}),
     ]:
-        draw = draw_of(kind, dtype, params)
+        sampler = sampler_of(kind, dtype, params)
         for pattern in patterns:
-            made = draw.values(torch.full((128 * draw.bits // 64,), pattern)).to(dtype)
+            made = sampler.from_words(torch.full((128 * sampler.bits // 64,), pattern)).to(dtype)
             assert bool(made.isfinite().all()), (kind, params, hex(pattern))
             if kind == "uniform":
                 assert params.get("low", 0.0) <= float(made.min())

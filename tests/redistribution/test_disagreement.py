@@ -1,4 +1,4 @@
-"""Clients that want different things of one redistribution all raise, and go on."""
+"""Clients that ask for different redistributions in one call all raise the same error, and go on."""
 
 import pytest
 from support import disagreement_cases
@@ -6,10 +6,10 @@ from support import disagreement_cases
 pytestmark = pytest.mark.processes
 
 
-def asked(pool, wishes, **options):
-    by_client = {n: (wish,) if isinstance(wish, str) else wish for n, wish in enumerate(wishes)}
-    answers = pool.run(disagreement_cases.ask, clients=len(wishes), group=True, by_client=by_client, **options)
-    assert [answer.trace for answer in answers] == [""] * len(wishes)
+def asked(pool, requests, **options):
+    by_client = {n: (request,) if isinstance(request, str) else request for n, request in enumerate(requests)}
+    answers = pool.run(disagreement_cases.ask, clients=len(requests), group=True, by_client=by_client, **options)
+    assert [answer.trace for answer in answers] == [""] * len(requests)
     return [answer.value for answer in answers], max(answer.seconds for answer in answers)
 
 
@@ -38,17 +38,17 @@ def test_an_error_of_all_clients_is_raised_at_once(pool):
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "requests",
     [
         ["columns", "whole"],
         ["whole", "columns", "whole", "columns"],
         ["whole", "columns", "terms"],
         ["terms", "whole", "columns", "whole"],
-        pytest.param(["whole", "terms", "whole"], id="paths that begin with the same hop"),
+        pytest.param(["whole", "terms", "whole"], id="paths that begin with the same exchange"),
     ],
 )
-def test_different_wishes_are_an_error_on_all(pool, wishes):
-    seen, _ = asked(pool, wishes)
+def test_different_requests_are_an_error_on_all(pool, requests):
+    seen, _ = asked(pool, requests)
     errors = errors_in(seen)
     assert {kind for kind, _ in errors} == {"LayoutError"}
     assert len({text for _, text in errors}) == 1
@@ -72,7 +72,7 @@ def test_clients_that_need_nothing_of_the_odd_one_come_back_for_it(pool, odd, sl
     assert max(answer.seconds for answer in answers) < 10
 
 
-def test_a_client_that_only_gives_hears_of_another_wish_before_it_is_done(pool):
+def test_a_client_that_only_gives_hears_of_another_request_before_it_is_done(pool):
     """The last of four gets no columns; it comes when the others have said what they want, and takes nothing."""
     seen, _ = asked(pool, [("columns",), ("whole", 2), ("columns",), ("columns", 3)])
     assert {kind for kind, _ in errors_in(seen)} == {"LayoutError"}
@@ -97,8 +97,8 @@ def test_others_hear_of_an_error_however_late_they_come(pool):
 
 def test_clients_that_have_failed_go_along_with_what_late_ones_want(pool):
     """Two clients of a grid fail by themselves, before one of the other two asks for what needs all of them."""
-    wishes = {0: ("everything",), 1: ("dim too large",)}
-    answers = pool.run(disagreement_cases.ask_on_grid, clients=4, group=True, by_client=wishes, late=(0, 2))
+    requests = {0: ("everything",), 1: ("dim too large",)}
+    answers = pool.run(disagreement_cases.ask_on_grid, clients=4, group=True, by_client=requests, late=(0, 2))
     assert [answer.trace for answer in answers] == [""] * 4
     errors = errors_in([answer.value for answer in answers])
     assert [answer.value[1:] for answer in answers] == [[True] * 3] * 4

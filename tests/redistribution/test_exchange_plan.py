@@ -14,7 +14,14 @@ from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
-from dtckpt.redistribution.exchange_plan import Move, kept_axes, meeting, plan_exchange, reduced_axes, term_of
+from dtckpt.redistribution.exchange_plan import (
+    Move,
+    kept_axes,
+    overlapping_shards,
+    plan_exchange,
+    reduced_axes,
+    term_of,
+)
 
 
 @st.composite
@@ -66,54 +73,55 @@ def some_device(clients):
     return next(iter(clients.values()))[0]
 
 
-def turn_of(source, target, axes, taker):
-    """Return a taker's place among the copies of a part, on one mesh; else its place in its mesh."""
+def turn_of(source, target, axes, receiver):
+    """Return a receiver's position among the replicas of a part, on one mesh; else its position in its mesh."""
     mesh = target.mesh
     if source.mesh != mesh:
-        return taker - mesh.min_global_device_id()
+        return receiver - mesh.min_global_device_id()
     turn = 0
-    for name, place in zip(mesh.dim_names, mesh.coordinate(taker), strict=True):
+    for name, coordinate in zip(mesh.dim_names, mesh.coordinate(receiver), strict=True):
         if name not in axes and not any(name in split for split in source.split_axes):
-            turn = turn * mesh.dim_size(name) + place
+            turn = turn * mesh.dim_size(name) + coordinate
     return turn
 
 
 def by_definition(source, target, shape):
-    """Return the moves of all clients as (kind, giving client, taking client, move), and whether any has to be sent."""
+    """Return all moves as (kind, sending client, receiving client, move), and whether no client needs another."""
     kept, reduced = kept_axes(source, target), reduced_axes(source, target)
-    given, taken = holders(source, (*kept, *reduced)), holders(target, kept)
-    terms = sorted({place[len(kept) :] for _, place in given})
+    old_parts, new_parts = holders(source, (*kept, *reduced)), holders(target, kept)
+    terms = sorted({coordinates[len(kept) :] for _, coordinates in old_parts})
     names = source.mesh.portable().global_devices()
     by_name = dict(zip(names, source.mesh.device_ids, strict=True))
     name_of = dict(zip(target.mesh.device_ids, target.mesh.portable().global_devices(), strict=True))
 
-    def local(devices, taker):
-        old = taker if source.mesh == target.mesh else by_name.get(name_of[taker])
-        return old if old in devices else devices[taker % len(devices)]
+    def local(devices, receiver):
+        old = receiver if source.mesh == target.mesh else by_name.get(name_of[receiver])
+        return old if old in devices else devices[receiver % len(devices)]
 
-    boxes = {index: source.region(some_device(clients), shape) for (index, _), clients in given.items()}
-    found = []
-    for (_, place), clients in taken.items():
-        wanted = target.region(some_device(clients), shape)
-        for (index, held), (client, takers) in itertools.product(boxes.items(), clients.items()):
-            box = held.intersect(wanted)
+    boxes = {index: source.region(some_device(clients), shape) for (index, _), clients in old_parts.items()}
+    moves = []
+    for (_, coordinates), clients in new_parts.items():
+        new_box = target.region(some_device(clients), shape)
+        for (index, old_box), (client, receivers) in itertools.product(boxes.items(), clients.items()):
+            box = old_box.intersect(new_box)
             if box is None:
                 continue
-            parts = [given[index, (*place, *term)] for term in terms]
+            parts = [old_parts[index, (*coordinates, *term)] for term in terms]
             has_all = all(client in part for part in parts)
-            for part, taker in itertools.product(parts, takers if has_all else takers[:1]):
+            for part, receiver in itertools.product(parts, receivers if has_all else receivers[:1]):
                 if client in part:
-                    kind, giver, device = "copy", client, local(part[client], taker)
+                    kind, sender, device = "copy", client, local(part[client], receiver)
                 else:
-                    turn, number = divmod(turn_of(source, target, (*kept, *reduced), taker), len(part))
-                    giver = sorted(part)[number]
-                    kind, device = "send", part[giver][turn % len(part[giver])]
-                found.append((kind, giver, client, Move(taker, box.offset, box.shape, device)))
+                    turn, number = divmod(turn_of(source, target, (*kept, *reduced), receiver), len(part))
+                    sender = sorted(part)[number]
+                    kind, device = "send", part[sender][turn % len(part[sender])]
+                moves.append((kind, sender, client, Move(receiver, box.offset, box.shape, device)))
             if not has_all:
-                found += [
-                    ("forward", client, client, Move(other, box.offset, box.shape, takers[0])) for other in takers[1:]
+                moves += [
+                    ("forward", client, client, Move(other, box.offset, box.shape, receivers[0]))
+                    for other in receivers[1:]
                 ]
-    return found, all(set(target.mesh.clients) <= set(clients) for clients in given.values())
+    return moves, all(set(target.mesh.clients) <= set(clients) for clients in old_parts.values())
 
 
 @given(changes())
@@ -123,13 +131,13 @@ def test_plans_are_what_a_look_at_every_pair_of_devices_gives(change):
     for client in {*source.mesh.clients, *target.mesh.clients, 9}:
         plan = plan_exchange(source, target, shape, client)
         sends, receives = defaultdict(list), defaultdict(list)
-        for kind, giver, taker, move in moves:
-            if kind == "send" and giver == client:
-                sends[taker].append(move)
-            if kind == "send" and taker == client:
-                receives[giver].append(move)
+        for kind, sender, receiver, move in moves:
+            if kind == "send" and sender == client:
+                sends[receiver].append(move)
+            if kind == "send" and receiver == client:
+                receives[sender].append(move)
         own = {
-            what: [move for kind, _, taker, move in moves if (kind, taker) == (what, client)]
+            what: [move for kind, _, receiver, move in moves if (kind, receiver) == (what, client)]
             for what in ("copy", "forward")
         }
         assert plan.copies == tuple(sorted(own["copy"]))
@@ -150,7 +158,7 @@ def test_meeting_finds_every_shard_that_shares_an_element(change, data):
         common = layout.region(device, shape).intersect(region)
         if common is not None:
             expected[layout.shard_index(device)] = common
-    assert dict(meeting(layout, shape, region)) == expected
+    assert dict(overlapping_shards(layout, shape, region)) == expected
 
 
 @pytest.mark.parametrize(
@@ -170,13 +178,13 @@ def test_a_plan_is_local_where_each_client_holds_all_parts(devices, specs, is_lo
     assert plan.is_local == is_local
 
 
-@pytest.mark.parametrize("taker", [0, 1])
-def test_what_clients_outside_of_the_target_lack_does_not_matter(taker):
+@pytest.mark.parametrize("receiver", [0, 1])
+def test_what_clients_outside_of_the_target_lack_does_not_matter(receiver):
     names = [f"/job:worker/task:{owner}/device:CPU:{device}" for device, owner in enumerate([0, 1, 0, 0])]
     source = Mesh(["x", "y"], np.arange(4).reshape(2, 2), [], [], "", names)
-    target = Mesh(["x"], np.arange(1), [], [], "", [names[taker]])
+    target = Mesh(["x"], np.arange(1), [], [], "", [names[receiver]])
     plan = plan_exchange(Layout(["x"], source), Layout([UNSHARDED], target), (4,), 1)
-    assert plan.is_local == (taker == 0)
+    assert plan.is_local == (receiver == 0)
 
 
 class Looks:

@@ -11,7 +11,7 @@ from support.states import cluster_mesh
 
 from dtckpt import UNSHARDED, Layout, abstract_mesh
 from dtckpt.layout.placement import REDUCE_OPS
-from dtckpt.redistribution.exchange_plan import kept_axes, kind_of, plan_exchange, reduced_axes
+from dtckpt.redistribution.exchange_plan import kept_axes, plan_exchange, reduced_axes, reduction_kind
 from dtckpt.redistribution.path_plan import plan_path
 
 SIZES = ((4,), (2, 2), (2, 3), (4, 2), (2, 2, 2), (3, 1, 2))
@@ -90,9 +90,9 @@ def test_a_path_leads_to_the_target_through_no_larger_pieces(seed):
     for here, there in itertools.pairwise((source, *path)):
         assert here != there
         assert piece(there, shape) <= bound
-        # One hop reduces terms of one kind and starts no new ones.
+        # One exchange reduces terms of one kind and starts no new ones.
         assert there.partial.items() <= here.partial.items()
-        assert len({kind_of(here.partial[axis]) for axis in reduced_axes(here, there)}) <= 1
+        assert len({reduction_kind(here.partial[axis]) for axis in reduced_axes(here, there)}) <= 1
         assert set(kept_axes(here, there)) == set(there.partial)
 
 

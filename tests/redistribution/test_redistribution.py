@@ -25,13 +25,14 @@ from dtckpt import (
     run_on,
     unpack,
 )
-from dtckpt.dtensor.autograd import redistribute
+from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensorflow_names import get_default_mesh
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError, MeshTypeError
 from dtckpt.redistribution import execute
-from dtckpt.redistribution.exchange import Change, Hop
+from dtckpt.redistribution.exchange import BoxExchange
 from dtckpt.redistribution.exchange_plan import plan_exchange
-from dtckpt.redistribution.execute import program_of
+from dtckpt.redistribution.execute import plan_redistribution
+from dtckpt.redistribution.layout_change import LayoutChange
 
 WHOLE = torch.arange(42.0, dtype=torch.float64).reshape(6, 7)
 
@@ -128,19 +129,19 @@ def test_both_sides_plan_the_same_messages_and_nothing_is_sent_twice(seed):
         target = Layout(target.sharding_specs, target.mesh)
         plans.append(plan_exchange(source, target, shape, client))
         layouts.append((source, target))
-    for giver, plan in enumerate(plans):
-        for taker, sent in plan.sends.items():
-            assert plans[taker].receives[giver] == sent
-    for taker, plan in enumerate(plans):
-        source, target = layouts[taker]
-        for giver, received in plan.receives.items():
-            assert plans[giver].sends[taker] == received
+    for sender, plan in enumerate(plans):
+        for receiver, sent in plan.sends.items():
+            assert plans[receiver].receives[sender] == sent
+    for receiver, plan in enumerate(plans):
+        source, target = layouts[receiver]
+        for sender, received in plan.receives.items():
+            assert plans[sender].sends[receiver] == received
         # The lower bound: what the client's new boxes need and its old boxes lack, each element once.
         needed = torch.zeros(shape, dtype=torch.bool)
-        for device in target.mesh.devices_of(taker):
+        for device in target.mesh.devices_of(receiver):
             needed[target.region(device, shape).slices()] = True
-        boxes = {target.region(device, shape) for device in target.mesh.devices_of(taker)}
-        for device in source.mesh.devices_of(taker):
+        boxes = {target.region(device, shape) for device in target.mesh.devices_of(receiver)}
+        for device in source.mesh.devices_of(receiver):
             needed[source.region(device, shape).slices()] = False
         bound = sum(int(needed[box.slices()].sum()) for box in boxes)
         assert plan.num_received <= bound
@@ -150,28 +151,30 @@ def test_a_client_without_messages_takes_part():
     for client in range(3):
         mesh = cluster_mesh({"x": 3}, 3, client)
         source, target = Layout(["x", UNSHARDED], mesh), Layout([UNSHARDED, "x"], mesh)
-        (hop,) = program_of(source, target, (1, 2), torch.float32).hops
-        assert not hop.is_local
-        assert [len(wave.sends) + len(wave.receives) for wave in hop.waves] == [(1, 1, 0)[client]]
+        (exchange,) = plan_redistribution(source, target, (1, 2), torch.float32).exchanges
+        assert not exchange.is_local
+        assert [len(flight.sends) + len(flight.receives) for flight in exchange.flights] == [(1, 1, 0)[client]]
 
 
 @pytest.mark.parametrize("kind", ["CPU", "GPU"])
 def test_a_client_outside_waits_for_nothing(kind):
     names = [f"/job:worker/replica:0/task:{client}/device:{kind}:0" for client in range(2)]
     mesh = Mesh(["x"], np.arange(2), [], [], "", names)
-    hop = Hop([Change(Layout([UNSHARDED], mesh, {"x": "sum"}), Layout(["x"], mesh), (4,), torch.float32)])
-    assert (hop.is_local, hop.waves, hop.collectives.members) == (False, [], (0, 1))
+    exchange = BoxExchange(
+        [LayoutChange(Layout([UNSHARDED], mesh, {"x": "sum"}), Layout(["x"], mesh), (4,), torch.float32)]
+    )
+    assert (exchange.is_local, exchange.flights, exchange.collectives.members) == (False, [], (0, 1))
 
 
-def test_a_process_group_with_another_backend_gets_programs_of_its_own(monkeypatch):
+def test_a_process_group_with_another_backend_gets_plans_of_its_own(monkeypatch):
     names = [f"/job:worker/replica:0/task:{client}/device:GPU:0" for client in range(2)]
     mesh = Mesh(["x"], np.arange(2), [], [], "", names)
     change = Layout(["x"], mesh), Layout([UNSHARDED], mesh), (4,), torch.float32
-    programs = []
+    plans = []
     for memory in ("cuda", "cpu", "cuda"):
         monkeypatch.setattr(execute, "message_memory", lambda _, memory=memory: memory)
-        programs.append(program_of(*change))
-    assert programs[0] is programs[2] is not programs[1]
+        plans.append(plan_redistribution(*change))
+    assert plans[0] is plans[2] is not plans[1]
 
 
 def test_a_plan_for_one_of_many_clients_is_cheap():

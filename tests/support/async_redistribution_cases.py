@@ -9,7 +9,7 @@ import torch
 
 import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Replicate, Shard
-from dtckpt.dtensor.autograd import redistribute, redistribute_all
+from dtckpt.dtensor.redistribute import redistribute, redistribute_all
 from dtckpt.errors import DtckptError
 from support.states import packed
 
@@ -24,7 +24,7 @@ def _everyone() -> Mesh:
 
 def check(seeds: Sequence[int]) -> list[str]:
     """Start some redistributions of one device per client, end them in another order on each; return what is wrong."""
-    client, found = dtckpt.client_id(), []
+    client, problems = dtckpt.client_id(), []
     for seed in seeds:
         rng, own = random.Random(seed), random.Random(1000 * seed + client)
         meshes = [_one_device_each(rng) for _ in range(2)]
@@ -56,13 +56,13 @@ def check(seeds: Sequence[int]) -> list[str]:
                 one, _, moved = flights[number]
                 further[number] = redistribute(moved, one.layout, is_async=rng.random() < 0.5)
         for number, (one, target, moved) in enumerate(flights):
-            wanted = redistribute(one, target)
-            told = f"seed {seed}, {number}: {one.layout} to {target} of {tuple(one.shape)} {one.dtype}"
-            if number not in dropped and not _are_same(moved, wanted):
-                found.append(f"{told}: {moved.components} is not {wanted.components}")
-            if number in further and not _are_same(further[number], redistribute(wanted, one.layout)):
-                found.append(f"{told}: and back")
-    return found
+            expected = redistribute(one, target)
+            case = f"seed {seed}, {number}: {one.layout} to {target} of {tuple(one.shape)} {one.dtype}"
+            if number not in dropped and not _are_same(moved, expected):
+                problems.append(f"{case}: {moved.components} is not {expected.components}")
+            if number in further and not _are_same(further[number], redistribute(expected, one.layout)):
+                problems.append(f"{case}: and back")
+    return problems
 
 
 def _one_device_each(rng: random.Random) -> Mesh:
@@ -99,12 +99,12 @@ def read(way: str) -> list[bool]:
         wholes = [whole + number for number in range(4)]
         moved = [packed(each, rows).redistribute(placements=[Shard(1)], async_op=True) for each in wholes]
         for each, one in list(zip(wholes, moved, strict=True))[::order]:
-            got, wanted = ways[way](one), ways[way](packed(each, columns))
-            seen.append(got == wanted if way == "repr" else torch.equal(got, wanted))
+            got, expected = ways[way](one), ways[way](packed(each, columns))
+            seen.append(got == expected if way == "repr" else torch.equal(got, expected))
     return seen
 
 
-def dropped() -> list[bool]:
+def drop_results() -> list[bool]:
     """Drop results unread on one client after the other; the others' must come, as must what is asked for next."""
     mesh, client = _everyone(), dtckpt.client_id()
     whole = torch.arange(300.0 * 200 * 8).view(300, 200 * 8)
@@ -120,7 +120,7 @@ def dropped() -> list[bool]:
     return seen
 
 
-def sources_change_afterwards() -> list[bool]:
+def change_sources_afterwards() -> list[bool]:
     """Write to the source when its redistribution is complete here: nobody's result changes."""
     mesh = _everyone()
     whole = torch.arange(24.0 * 6).view(24, 6)
@@ -157,7 +157,7 @@ def gradients() -> list[bool]:
     return seen
 
 
-def failed() -> tuple[list[str], bool]:
+def read_failed_results() -> tuple[list[str], bool]:
     """Read results of a batch for which clients want different layouts, each twice; then redistribute again.
 
     Returns:
@@ -165,9 +165,9 @@ def failed() -> tuple[list[str], bool]:
     """
     mesh, client = _everyone(), dtckpt.client_id()
     whole = torch.arange(24.0 * 5).view(24, 5)
-    wish = Layout([UNSHARDED, "a0"], mesh) if client else Layout.replicated(mesh, 2)
+    layout = Layout([UNSHARDED, "a0"], mesh) if client else Layout.replicated(mesh, 2)
     rows = [packed(whole + number, Layout(["a0", UNSHARDED], mesh)) for number in range(2)]
-    moved = redistribute_all(rows, [wish, wish], is_async=True)
+    moved = redistribute_all(rows, [layout, layout], is_async=True)
     errors = []
     for one in (*moved, *moved):
         try:
@@ -177,7 +177,7 @@ def failed() -> tuple[list[str], bool]:
     return errors, torch.equal(rows[0].full_tensor(), whole)
 
 
-def dropped_instead_of_others() -> bool:
+def drop_conflicting_results() -> bool:
     """Drop results that clients want differently; return whether what comes afterwards is right."""
     mesh, client = _everyone(), dtckpt.client_id()
     whole = torch.arange(24.0 * 5).view(24, 5)

@@ -15,9 +15,10 @@ import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Partial, Replicate, Shard, pack, relayout
 from dtckpt.comm.collectives import PairwiseCollectives
 from dtckpt.comm.observers import Communication, observed_by
-from dtckpt.dtensor.autograd import redistribute_all
+from dtckpt.dtensor.redistribute import redistribute_all
 from dtckpt.errors import LayoutError
-from dtckpt.redistribution.exchange import Change, Hop
+from dtckpt.redistribution.exchange import BoxExchange
+from dtckpt.redistribution.layout_change import LayoutChange
 from support import states
 
 from .native_collective_cases import bits_of, mesh_of
@@ -45,18 +46,18 @@ def random_layout(rng: random.Random, mesh: Mesh, rank: int, dtype: torch.dtype)
     by_dim: list[list[str]] = [[] for _ in range(rank)]
     partial = {}
     for axis in rng.sample(mesh.dim_names, mesh.ndim):
-        kind = rng.random()
-        if kind < 0.5 and rank:
+        chance = rng.random()
+        if chance < 0.5 and rank:
             by_dim[rng.randrange(rank)].append(axis)
-        elif kind < 0.65 and dtype in NUMBERS:
+        elif chance < 0.65 and dtype in NUMBERS:
             partial[axis] = rng.choice(OPS)
     return Layout([tuple(axes) or UNSHARDED for axes in by_dim], mesh, partial)
 
 
 def whole_of(seed: int, term: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return one term of a tensor: small numbers."""
-    drawn = torch.from_numpy(np.random.default_rng([seed, *term]).integers(0, 4, shape)).to(torch.float64)
-    return torch.complex(drawn, drawn - 1).to(dtype) if dtype.is_complex else drawn.to(dtype)
+    values = torch.from_numpy(np.random.default_rng([seed, *term]).integers(0, 4, shape)).to(torch.float64)
+    return torch.complex(values, values - 1).to(dtype) if dtype.is_complex else values.to(dtype)
 
 
 def elsewhere(rng: random.Random, part: torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,7 @@ def random_shape(rng: random.Random) -> tuple[int, ...]:
 
 
 def random_tree(rng: random.Random, seed: int) -> tuple[Any, Any]:
-    """Return a tree of tensors, and one of layouts wanted."""
+    """Return a tree of tensors, and one of layouts expected."""
     meshes = [random_mesh(rng) for _ in range(rng.randint(1, 3))]
     tensors, layouts = [], []
     for number in range(rng.randint(1, 7)):
@@ -102,52 +103,52 @@ def random_tree(rng: random.Random, seed: int) -> tuple[Any, Any]:
 
 def check(seeds: Sequence[int]) -> list[str]:
     """Compare trees moved together with their tensors moved one by one; return what is wrong."""
-    found = []
+    problems = []
     for seed in seeds:
         rng = random.Random(seed)
         tree, layouts = random_tree(rng, seed)
         before = [[bits_of(part) for part in leaf.components] for leaf in tree_leaves(tree) if leaf is not None]
         together = relayout(tree, layouts)
         listed = [leaf for leaf in tree_leaves(tree) if leaf is not None]
-        wanted = [leaf for leaf in tree_leaves(layouts) if leaf is not None]
+        expected = [leaf for leaf in tree_leaves(layouts) if leaf is not None]
         moved = [leaf for leaf in tree_leaves(together) if leaf is not None]
-        for number, (one, layout, got) in enumerate(zip(listed, wanted, moved, strict=True)):
-            told = f"seed {seed}, {number}: {one.layout} to {layout} of {tuple(one.shape)} {one.dtype}"
+        for number, (one, layout, got) in enumerate(zip(listed, expected, moved, strict=True)):
+            case = f"seed {seed}, {number}: {one.layout} to {layout} of {tuple(one.shape)} {one.dtype}"
             alone = relayout(one, layout)
             if got.layout != layout or got.dtype != one.dtype:
-                found.append(f"{told}: got {got.layout} {got.dtype}")
+                problems.append(f"{case}: got {got.layout} {got.dtype}")
             if [bits_of(part) for part in got.components] != [bits_of(part) for part in alone.components]:
-                found.append(f"{told}: {got.components} is not {alone.components}")
+                problems.append(f"{case}: {got.components} is not {alone.components}")
             if not one.layout.partial and not layout.partial:
                 whole = whole_of(100 * seed + number, [], tuple(one.shape), one.dtype)
                 for device, part in zip(layout.mesh.local_device_ids(), got.components, strict=True):
                     if bits_of(part) != bits_of(whole[layout.region(device, whole.shape).slices()]):
-                        found.append(f"{told}: device {device} has {part} of {whole}")
+                        problems.append(f"{case}: device {device} has {part} of {whole}")
             if [bits_of(part) for part in one.components] != before[number]:
-                found.append(f"{told}: the source was written to")
-    return found
+                problems.append(f"{case}: the source was written to")
+    return problems
 
 
 def strides() -> list[str]:
     """Move boxes that count as contiguous, although their strides are not those of a tensor of their shape."""
-    client, found = dtckpt.client_id(), []
+    client, problems = dtckpt.client_id(), []
     # One element, cut out of more.
     mesh = mesh_of((4,), range(4), client)
     part = (torch.arange(4.0).view(2, 2) + client)[:1, 1]
     whole = pack([part], Layout(["a0"], mesh), (4,)).full_tensor()
     if whole.tolist() != [1.0, 2.0, 3.0, 4.0]:
-        found.append(f"single elements: {whole}")
+        problems.append(f"single elements: {whole}")
     # Terms that arrive where their sum goes: one row, in pieces.
     grid = mesh_of((2, 2), range(4), client)
-    change = Change(
+    change = LayoutChange(
         Layout([UNSHARDED, "a1"], grid, {"a0": "sum"}), Layout([UNSHARDED, UNSHARDED], grid), (1, 6), torch.float32
     )
     row, column = divmod(client, 2)
     term = torch.full((1, 3), 10.0 * row + column)
-    made = Hop([change]).start([{client: term}]).finish()[0][client]
+    made = BoxExchange([change]).start([{client: term}]).finish()[0][client]
     if made.tolist() != [[10.0] * 3 + [12.0] * 3]:
-        found.append(f"sum of pieces: {made}")
-    return found
+        problems.append(f"sum of pieces: {made}")
+    return problems
 
 
 # --- how many messages ---------------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ def gradients() -> list[str]:
     clients, client = dtckpt.num_clients(), dtckpt.client_id()
     mesh = mesh_of((clients,), range(clients), client)
     whole = torch.arange(float(6 * clients)).view(clients, 6)
-    found = []
+    problems = []
 
     def leaves() -> dict[str, torch.Tensor]:
         return {
@@ -245,16 +246,16 @@ def gradients() -> list[str]:
     moved = relayout(batch, tree_map(layout, batch))
     for name, one in moved.items():
         if one.requires_grad != one_by_one[name].requires_grad:
-            found.append(f"{name} requires grad: {one.requires_grad}")
-    wanted = run_back(one_by_one, alone)
+            problems.append(f"{name} requires grad: {one.requires_grad}")
+    expected = run_back(one_by_one, alone)
     got = run_back(moved, together)
     for name, gradient in got.items():
-        same = gradient is wanted[name] or (gradient is not None and torch.equal(gradient, wanted[name]))
+        same = gradient is expected[name] or (gradient is not None and torch.equal(gradient, expected[name]))
         if not same:
-            found.append(f"gradient of {name}: {gradient} is not {wanted[name]}")
+            problems.append(f"gradient of {name}: {gradient} is not {expected[name]}")
     if not torch.equal(got["used"], 2 * together["used"].detach()):
-        found.append(f"gradient: {got['used']}")
+        problems.append(f"gradient: {got['used']}")
     with torch.no_grad():
         if any(one.requires_grad for one in redistribute_all(list(batch.values()), [*map(layout, batch.values())])):
-            found.append("a gradient is wanted where none is")
-    return found
+            problems.append("a gradient is expected where none is")
+    return problems

@@ -1,4 +1,4 @@
-"""Redistributions that clients do not agree about; runs in client processes."""
+"""Clients that ask for different redistributions in one call; runs in client processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.states import cluster_mesh
 
 WHOLE = torch.arange(60.0).reshape(10, 6)
 
-WISHES: dict[str, Any] = {
+REQUESTS: dict[str, Any] = {
     "columns": [Shard(1)],
     "rows": [Shard(0)],
     "whole": [Replicate()],
@@ -36,26 +36,26 @@ def rows(mesh: Mesh) -> DTensor:
     return DTensor.from_local(WHOLE[layout.region(device, WHOLE.shape).slices()].clone(), mesh, [Shard(0)])
 
 
-def ask(wish: str, after: int = 0, *, late: Sequence[int] = ()) -> list[tuple[str, str] | bool]:
+def ask(request: str, after: int = 0, *, late: Sequence[int] = ()) -> list[tuple[str, str] | bool]:
     """Ask for something, per client; then for what all ask for. Return what became of each.
 
     Args:
-        wish: What this client asks for first.
+        request: What this client asks for first.
         after: It waits until so many others have said what they want, or why they fail.
         late: Clients that begin when all others are done with what they asked for first.
     """
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
     tensor = rows(cluster_mesh({"x": clients}, clients, client))
-    return _results(tensor, [WISHES[wish], [Shard(1)], [Replicate()]], after, late)
+    return _results(tensor, [REQUESTS[request], [Shard(1)], [Replicate()]], after, late)
 
 
 def ask_on_grid(
-    wish: str = "columns", after: int = 0, *, late: Sequence[int] = (), slow: Sequence[int] = ()
+    request: str = "columns", after: int = 0, *, late: Sequence[int] = (), slow: Sequence[int] = ()
 ) -> list[tuple[str, str] | bool]:
     """As `ask`, on a grid of clients.
 
     Args:
-        wish: See `ask`.
+        request: See `ask`.
         after: See `ask`.
         late: See `ask`.
         slow: Clients whose watcher, when it has taken part in what others want, goes on only after all these calls.
@@ -63,8 +63,10 @@ def ask_on_grid(
     client = dtckpt.client_id()
     if client in slow:
         has_asked = threading.Event()
-        with patch.object(disagreement.Board, "advance", _slow(disagreement.Board.advance, has_asked)):
-            seen = ask_on_grid(wish, after, late=late)
+        with patch.object(
+            disagreement.CallRecord, "join_requests", _slow(disagreement.CallRecord.join_requests, has_asked)
+        ):
+            seen = ask_on_grid(request, after, late=late)
             has_asked.set()
             return seen
     mesh = cluster_mesh({"a0": 2, "a1": 2}, 4, client)
@@ -72,42 +74,42 @@ def ask_on_grid(
     local = WHOLE[layout.region(client, WHOLE.shape).slices()].clone()
     tensor = DTensor.from_local(local, mesh, layout.placements)
     columns, whole = [Replicate(), Shard(1)], [Replicate(), Replicate()]
-    wishes = {"columns": columns, "everything": whole, "dim too large": [Shard(5), Shard(1)]}
-    return _results(tensor, [wishes[wish], columns, whole, columns], after, late)
+    requests = {"columns": columns, "everything": whole, "dim too large": [Shard(5), Shard(1)]}
+    return _results(tensor, [requests[request], columns, whole, columns], after, late)
 
 
-def ask_of_terms(wish: str = "whole", after: int = 0) -> list[tuple[str, str] | bool]:
+def ask_of_terms(request: str = "whole", after: int = 0) -> list[tuple[str, str] | bool]:
     """As `ask`, of terms on a grid; they are reduced along one axis after the other."""
     client = dtckpt.client_id()
     mesh = cluster_mesh({"a0": 2, "a1": 2}, 4, client)
     tensor = DTensor.from_local(WHOLE + 1 if client < 2 else -torch.ones_like(WHOLE), mesh, [Partial(), Partial("min")])
     whole = [Replicate(), Replicate()]
-    return _results(tensor, [{"whole": whole, "dim too large": [Shard(5), Shard(1)]}[wish], whole], after)
+    return _results(tensor, [{"whole": whole, "dim too large": [Shard(5), Shard(1)]}[request], whole], after)
 
 
-def _slow(advance: Callable[[Any], bool], has_asked: threading.Event) -> Callable[[Any], bool]:
-    def advance_and_wait(board: Any) -> bool:
-        known = len(board._known)
-        is_all = advance(board)
-        if len(board._known) > known and threading.current_thread().name == "dtckpt-divergence":
+def _slow(join_requests: Callable[[Any], bool], has_asked: threading.Event) -> Callable[[Any], bool]:
+    def join_and_wait(record: Any) -> bool:
+        before = len(record._joined)
+        is_all = join_requests(record)
+        if len(record._joined) > before and threading.current_thread().name == "dtckpt-disagreement":
             has_asked.wait(10)
         return is_all
 
-    return advance_and_wait
+    return join_and_wait
 
 
 def _results(
-    tensor: DTensor, wishes: Sequence[Any], after: int, late: Sequence[int] = ()
+    tensor: DTensor, requests: Sequence[Any], after: int, late: Sequence[int] = ()
 ) -> list[tuple[str, str] | bool]:
     client, clients = dtckpt.client_id(), range(dtckpt.num_clients())
-    board = disagreement.Board(tuple(clients), 0, execute._part)
-    while board.num_here() < after:
+    record = disagreement.CallRecord(tuple(clients), 0, execute._plan_participation)
+    while record.num_registered() < after:
         time.sleep(0.01)
     store = dist.distributed_c10d._get_default_store()
     if client in late:
         store.wait([f"past/{other}" for other in clients if other not in late])
     seen: list[tuple[str, str] | bool] = []
-    for placements in wishes:
+    for placements in requests:
         try:
             moved = tensor.redistribute(placements=placements)
         except DtckptError as error:

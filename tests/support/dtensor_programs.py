@@ -68,7 +68,7 @@ def tensors_on_slices(api: Any) -> Any:
     ]
 
 
-def meshes_of_a_part_of_the_world(api: Any) -> Any:
+def meshes_on_some_clients(api: Any) -> Any:
     mesh = api.DeviceMesh("cpu", list(range(1, dist.get_world_size())))
     whole = api.distribute_tensor(whole_of(5, 3), mesh, [api.Shard(0)])
     copies = whole.redistribute(placements=[api.Replicate()])
@@ -83,10 +83,10 @@ def meshes_of_a_part_of_the_world(api: Any) -> Any:
     )
 
 
-# --- making tensors -----------------------------------------------------------------------------------------------
+# --- creating tensors ---------------------------------------------------------------------------------------------
 
 
-def distributing(api: Any) -> Any:
+def distribute_tensors(api: Any) -> Any:
     mesh, every = grid(api), line(api)
     shard, whole, seen = api.Shard, api.Replicate(), []
     for placements in ([shard(0)], [shard(1)], [shard(-1)], [whole], None):
@@ -157,7 +157,7 @@ def placements(api: Any) -> Any:
     ]
 
 
-def filled(api: Any) -> Any:
+def factories(api: Any) -> Any:
     mesh, every = grid(api), line(api)
     shard, whole = api.Shard, api.Replicate()
     on_line = {"device_mesh": every, "placements": [shard(0)]}
@@ -181,7 +181,7 @@ def filled(api: Any) -> Any:
     return seen, (tuple(bare.shape), tuple(bare.to_local().shape), bare.dtype)
 
 
-def from_locals(api: Any) -> Any:
+def from_local(api: Any) -> Any:
     mesh, every = grid(api), line(api)
     shard, whole, rank, size = api.Shard, api.Replicate(), dist.get_rank(), dist.get_world_size()
     seen = []
@@ -213,7 +213,7 @@ def from_locals(api: Any) -> Any:
 # --- moving tensors -----------------------------------------------------------------------------------------------
 
 
-def redistributing(api: Any) -> Any:
+def redistribute_tensors(api: Any) -> Any:
     mesh, every = grid(api), line(api)
     shard, whole, seen = api.Shard, api.Replicate(), []
     for shape in ((8, 4), (5, 7), (3, 1)):
@@ -243,7 +243,7 @@ def redistributing(api: Any) -> Any:
     return seen, is_kept, later.full_tensor(), later.to_local() + 1
 
 
-def dtypes_on_the_way(api: Any) -> Any:
+def redistribute_with_dtypes(api: Any) -> Any:
     every = line(api)
     made = api.distribute_tensor(whole_of(6, 2).requires_grad_(), every, [api.Shard(0)])
     moved = made.redistribute(placements=[api.Replicate()], forward_dtype=torch.bfloat16, backward_dtype=torch.float64)
@@ -300,7 +300,7 @@ def gradients_of_leaves(api: Any) -> Any:
     return seen
 
 
-def gradients_placed(api: Any) -> Any:
+def gradient_placements(api: Any) -> Any:
     every, seen = line(api), []
     local = own_of(2, 3).requires_grad_()
     made = api.DTensor.from_local(local, every, [api.Replicate()], grad_placements=[api.Partial()])
@@ -367,7 +367,7 @@ class Column(nn.Module):
         return (inputs @ self.weight.to_local().T + self.bias.to_local()) * self.scale.to_local()
 
 
-def modules(api: Any) -> Any:
+def distribute_modules(api: Any) -> Any:
     every, calls = line(api), []
 
     def partition(name, module, mesh):
@@ -398,7 +398,7 @@ def named(module: nn.Module) -> Any:
     return module.named_parameters()
 
 
-def modules_left_plain(api: Any) -> Any:
+def replicated_modules(api: Any) -> Any:
     mesh = grid(api)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
     for parameter in model.parameters():
@@ -413,7 +413,7 @@ def modules_left_plain(api: Any) -> Any:
     return seen, kinds
 
 
-def loading(api: Any) -> Any:
+def shared_state_dict(api: Any) -> Any:
     every, states = line(api), []
     for _ in range(2):
         model = api.distribute_module(Column(3, 5), every, shard_rows(api))
@@ -432,10 +432,10 @@ def shard_rows(api: Any) -> Any:
     return partition
 
 
-# --- what PyTorch does with them elsewhere -----------------------------------------------------------------------
+# --- other functions of PyTorch ------------------------------------------------------------------------------------
 
 
-def compared(api: Any) -> Any:
+def assert_close_and_equal(api: Any) -> Any:
     mesh, every = grid(api), line(api)
     rows = api.distribute_tensor(whole_of(6, 5), every, [api.Shard(0)])
     whole = api.distribute_tensor(whole_of(6, 5), every, [api.Replicate()])
@@ -477,7 +477,7 @@ def collectives_over_meshes(api: Any) -> Any:
     return call(every, left, right).full_tensor(), summed, largest, mode.get_total_counts()
 
 
-def stepped_through(api: Any) -> Any:
+def foreach_types(api: Any) -> Any:
     every = line(api)
     weight = nn.Parameter(api.distribute_tensor(whole_of(4, 3), every, [api.Shard(0)]))
     (weight * weight).sum().backward()
@@ -519,26 +519,26 @@ def raises(kind: type[Exception], call: Any) -> bool:
 PROGRAMS = (
     meshes,
     tensors_on_slices,
-    meshes_of_a_part_of_the_world,
-    distributing,
+    meshes_on_some_clients,
+    distribute_tensors,
     leaves,
     texts,
     placements,
-    filled,
-    from_locals,
-    redistributing,
-    dtypes_on_the_way,
+    factories,
+    from_local,
+    redistribute_tensors,
+    redistribute_with_dtypes,
     gradients,
     gradients_of_leaves,
-    gradients_placed,
+    gradient_placements,
     gradients_of_gradients,
     copies,
-    modules,
-    modules_left_plain,
-    loading,
-    compared,
+    distribute_modules,
+    replicated_modules,
+    shared_state_dict,
+    assert_close_and_equal,
     collectives_over_meshes,
-    stepped_through,
+    foreach_types,
     refusals,
 )
 

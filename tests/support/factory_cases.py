@@ -1,4 +1,4 @@
-"""Values and modules to be made and distributed, and what client processes do with them."""
+"""Values and modules to create and distribute, and what client processes do with them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def line():
     return init_device_mesh("cpu", (dtckpt.num_clients(),))
 
 
-def values_of_the_source():
+def source_values():
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
     found = []
     for sizes in ({"x": clients}, {"x": 2, "y": clients}):  # the second one has two devices per client
@@ -110,13 +110,13 @@ def values_of_the_source():
             for seed in range(10):
                 rng = random.Random(seed)
                 placements = random_placements(rng, mesh, 2)
-                made = distribute_tensor(WHOLE + 100 * client, mesh, placements, src_data_rank=source)
-                if not torch.allclose(made.full_tensor(), WHOLE + 100 * owner):
-                    found.append(f"{placements} from {source}: {made.full_tensor()}")
+                tensor = distribute_tensor(WHOLE + 100 * client, mesh, placements, src_data_rank=source)
+                if not torch.allclose(tensor.full_tensor(), WHOLE + 100 * owner):
+                    found.append(f"{placements} from {source}: {tensor.full_tensor()}")
     return found
 
 
-def nothing_is_sent():
+def without_communication():
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
     mesh = cluster_mesh({"x": clients}, clients, client)
     own, found = WHOLE + 100 * client, []
@@ -125,17 +125,17 @@ def nothing_is_sent():
         rand(1, device_mesh=mesh)
     with observers.observed_by(found.append):
         for placements in ([Shard(0)], [Shard(1)], [Replicate()], [Partial()], None):
-            made = distribute_tensor(own, mesh, placements, src_data_rank=None)
+            tensor = distribute_tensor(own, mesh, placements, src_data_rank=None)
             for make in (zeros, ones, empty, rand, randn):
                 make(6, 7, device_mesh=mesh, placements=placements)
-            region = made.layout.region(client, (6, 7))
+            region = tensor.layout.region(client, (6, 7))
             wanted = own[region.slices()] if placements != [Partial()] or not client else torch.zeros(6, 7)
-            if not torch.equal(made.to_local(), wanted):
-                found.append(f"{placements}: {made.to_local()}")
+            if not torch.equal(tensor.to_local(), wanted):
+                found.append(f"{placements}: {tensor.to_local()}")
     return found
 
 
-def tensors_over_clients():
+def create_over_clients():
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
     found = []
     for seed in range(20):
@@ -144,8 +144,8 @@ def tensors_over_clients():
         shape = tuple(rng.randint(0, 7) for _ in range(rng.randint(0, 3)))
         placements = random_placements(rng, mesh, len(shape))
         for make, value in FILLED:
-            made = make(*shape, dtype=torch.float64, device_mesh=mesh, placements=placements)
-            if not torch.allclose(made.full_tensor(), torch.full(shape, value, dtype=torch.float64)):
+            tensor = make(*shape, dtype=torch.float64, device_mesh=mesh, placements=placements)
+            if not torch.allclose(tensor.full_tensor(), torch.full(shape, value, dtype=torch.float64)):
                 found.append(f"{make} {shape} {placements}")
     torch.manual_seed(11)
     mesh = line()
@@ -159,7 +159,7 @@ def tensors_over_clients():
     return found, whole, tuple(tuple(each.to_local().flatten().tolist()) for each in shards)
 
 
-def modules_over_clients():
+def distribute_modules_over_clients():
     client, found, mesh = dtckpt.client_id(), [], line()
     model = Inner()
     with torch.no_grad():
@@ -197,7 +197,7 @@ def distribute_wrongly(wrong, guilty):
     distribute_tensor(tensor, line(), placements, src_data_rank=source)
 
 
-def give_wrongly(wrong, guilty):
+def from_local_wrongly(wrong, guilty):
     tensor, placements, gradient = WHOLE, [Shard(0)], None
     if dtckpt.client_id() in guilty:
         tensor = {
@@ -225,11 +225,11 @@ def outside():
     from dtckpt.dtensor import DeviceMesh
 
     mesh = DeviceMesh("cpu", [2, 0])
-    made = distribute_tensor(WHOLE + dtckpt.client_id(), mesh, [Shard(0)], src_data_rank=1)
+    tensor = distribute_tensor(WHOLE + dtckpt.client_id(), mesh, [Shard(0)], src_data_rank=1)
     if mesh.get_coordinate() is not None:
-        assert torch.equal(made.full_tensor(), WHOLE)
-        assert torch.equal(made.to_local(), WHOLE.chunk(2)[mesh.get_local_rank()])
+        assert torch.equal(tensor.full_tensor(), WHOLE)
+        assert torch.equal(tensor.to_local(), WHOLE.chunk(2)[mesh.get_local_rank()])
     part = WHOLE.double().chunk(2)[mesh.get_local_rank() if mesh.get_coordinate() else 0]
     given = DTensor.from_local(part, mesh, [Shard(0)], shape=(6, 7), stride=(7, 1), run_check=True)
     assert torch.equal(given.redistribute(line(), [Replicate()]).to_local(), WHOLE.double())
-    return tuple(made.shape), tuple(made.to_local().shape)
+    return tuple(tensor.shape), tuple(tensor.to_local().shape)

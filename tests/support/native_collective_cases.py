@@ -1,4 +1,4 @@
-"""Random hops that are one collective each, run as such and as an exchange of boxes; runs in client processes."""
+"""Random changes of layout that are one collective, run as that and as an exchange of boxes; in client processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ import torch
 
 import dtckpt
 from dtckpt import UNSHARDED, Layout, Mesh
-from dtckpt.redistribution.exchange import Change, Hop
-from dtckpt.redistribution.native_collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, NativeHop, recognise
+from dtckpt.redistribution.exchange import BoxExchange
+from dtckpt.redistribution.layout_change import LayoutChange
+from dtckpt.redistribution.native_collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    NativeExchange,
+    find_collective,
+)
 from support import states
 
 GRIDS = ((4,), (2, 2), (4, 1), (1, 4), (2, 1, 2), (1, 2, 2))
@@ -31,7 +38,7 @@ def mesh_of(sizes: Sequence[int], owners: Sequence[int], client: int, devices: i
     return Mesh(axes, np.arange(total).reshape(tuple(sizes)), mine, [names[device] for device in mine], "", names)
 
 
-def random_change(rng: random.Random, kind: str, client: int) -> Change:
+def random_change(rng: random.Random, kind: str, client: int) -> LayoutChange:
     """Return a change of layout that is a collective of some kind, over meshes whose clients are in any order."""
     sizes = rng.choice(GRIDS)
     mesh = mesh_of(sizes, rng.sample(range(4), 4), client)
@@ -66,7 +73,7 @@ def random_change(rng: random.Random, kind: str, client: int) -> Change:
         dtypes.append(torch.complex64)
     if kind == ALL_GATHER:
         dtypes += [torch.bool, torch.float8_e4m3fn, torch.int16]
-    return Change(source, target, shape, rng.choice(dtypes))
+    return LayoutChange(source, target, shape, rng.choice(dtypes))
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:
@@ -74,7 +81,7 @@ def bits_of(tensor: torch.Tensor) -> bytes:
     return states.bits_of(torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor))
 
 
-def component_of(rng: random.Random, change: Change, device: int) -> torch.Tensor:
+def component_of(rng: random.Random, change: LayoutChange, device: int) -> torch.Tensor:
     """Return a device's component, which may lie in memory in another way than it reads."""
     shape = change.source.region(device, change.shape).shape
     # Devices that hold the same part of the same term have the same elements.
@@ -92,25 +99,28 @@ def component_of(rng: random.Random, change: Change, device: int) -> torch.Tenso
 
 
 def check(kind: str, seeds: Sequence[int]) -> list[str]:
-    """Compare hops of one kind with exchanges of boxes; return what is wrong."""
-    client, found = dtckpt.client_id(), []
+    """Compare collectives of one kind with exchanges of boxes; return what is wrong."""
+    client, problems = dtckpt.client_id(), []
     for seed in seeds:
         rng = random.Random(seed)
         change = random_change(rng, kind, client)
-        told = f"seed {seed}: {change.source} to {change.target} of {change.shape} {change.dtype}"
-        recognised = recognise(change)
-        if recognised is None or recognised.kind != kind:
-            found.append(f"{told} is {recognised}")
+        case = f"seed {seed}: {change.source} to {change.target} of {change.shape} {change.dtype}"
+        collective = find_collective(change)
+        if collective is None or collective.kind != kind:
+            problems.append(f"{case} is {collective}")
             continue
         (device,) = change.source.mesh.local_device_ids()
         component = component_of(rng, change, device)
         before = bits_of(component)
-        moved = [hop.start([{device: component}]) for hop in (NativeHop(change, recognised), Hop([change]))]
+        moved = [
+            exchange.start([{device: component}])
+            for exchange in (NativeExchange(change, collective), BoxExchange([change]))
+        ]
         one, other = (transfer.finish()[0][device] for transfer in moved)
         if bits_of(one) != bits_of(other):
-            found.append(f"{told}: {one} is not {other}")
+            problems.append(f"{case}: {one} is not {other}")
         if bits_of(component) != before:
-            found.append(f"{told}: the source was written to")
+            problems.append(f"{case}: the source was written to")
         if one.data_ptr() == component.data_ptr() and one.numel():
-            found.append(f"{told}: the result is the source's memory")
-    return found
+            problems.append(f"{case}: the result is the source's memory")
+    return problems

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from dtckpt import Layout, Mesh, Partial, Placement, Replicate, Shard, abstract_mesh
-from dtckpt.dtensor import DTensor, autograd
+from dtckpt.dtensor import DTensor, redistribute
 from dtckpt.dtensor.operators import dispatch
 
 from .arrangements import in_terms
@@ -129,11 +129,11 @@ def replicated() -> set[str]:
 def moves() -> Iterator[list[tuple[int, tuple[Placement, ...], tuple[Placement, ...]]]]:
     """Collect what is redistributed in a context: number of elements, from where, to where."""
     found = []
-    move = autograd.redistribute_all
+    move = redistribute.redistribute_all
 
     def noted(tensors: Any, layouts: Any) -> Any:
         found.extend((t.numel(), t.placements, to.placements) for t, to in zip(tensors, layouts, strict=True))
         return move(tensors, layouts)
 
-    with patch.object(autograd, "redistribute_all", noted):
+    with patch.object(redistribute, "redistribute_all", noted):
         yield found

@@ -16,7 +16,7 @@ from support.states import cluster_mesh
 
 
 @dataclass(frozen=True)
-class Drawn:
+class KeyDraws:
     """What a client saw: the keys, errors, at which draws there was communication, and a tensor made afterwards."""
 
     keys: list[int]
@@ -25,7 +25,7 @@ class Drawn:
     after: tuple[float, ...]
 
 
-def draw_and_recover(draws: int, seed: int, apart_at: int | None = None) -> Drawn:
+def draw_and_recover(draws: int, seed: int, apart_at: int | None = None) -> KeyDraws:
     """Draw keys; then seed all alike, and make a tensor."""
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
     mesh = cluster_mesh({"x": clients}, clients, client)
@@ -41,7 +41,7 @@ def draw_and_recover(draws: int, seed: int, apart_at: int | None = None) -> Draw
                 errors.append(f"{type(error).__name__}: {error}")
     torch.manual_seed(0)
     made = randn(5, 3, device_mesh=mesh, placements=[Shard(0)]).full_tensor()
-    return Drawn(keys, errors, compared, tuple(made.flatten().tolist()))
+    return KeyDraws(keys, errors, compared, tuple(made.flatten().tolist()))
 
 
 def draw_alone() -> str:

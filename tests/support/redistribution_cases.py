@@ -10,8 +10,8 @@ import torch
 
 import dtckpt
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Region, abstract_mesh, pack
-from dtckpt.dtensor.autograd import redistribute
 from dtckpt.dtensor.debug import clear_plan_cache
+from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.redistribution import exchange, messages
 from support.states import MeshMaker, cluster_mesh
 
@@ -99,8 +99,8 @@ def check_one_process(seed: int, make_mesh: MeshMaker = abstract_mesh) -> None:
     assert tuple(after.shape) == shape
     for device, part in zip(target_mesh.device_ids, after.components, strict=True):
         assert part.shape == target.region(device, shape).shape
-    found = put_together(target, shape, list(zip(target_mesh.device_ids, after.components, strict=True)))
-    torch.testing.assert_close(found, whole)
+    result = put_together(target, shape, list(zip(target_mesh.device_ids, after.components, strict=True)))
+    torch.testing.assert_close(result, whole)
     torch.testing.assert_close(before.full_tensor().cpu(), whole)
     replicas: dict[tuple[Region, tuple[int, ...]], torch.Tensor] = {}
     for device, part in zip(target_mesh.device_ids, after.components, strict=True):
@@ -124,9 +124,9 @@ def check_gradient(seed: int, clients: int = 1, devices: int = 1) -> None:
     given = tensor(seed + 1, Layout(target.sharding_specs, target.mesh), shape)
     moved.backward(given)
     assert leaf.grad.layout == Layout(source.sharding_specs, source.mesh)
-    wanted = expected(seed + 1, given.layout, shape)
+    expected_part = expected(seed + 1, given.layout, shape)
     for device, part in zip(source.mesh.local_device_ids(), leaf.grad.components, strict=True):
-        assert torch.equal(part, wanted[source.region(device, shape).slices()]), seed
+        assert torch.equal(part, expected_part[source.region(device, shape).slices()]), seed
 
 
 # --- in client processes ------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def check_gradient(seed: int, clients: int = 1, devices: int = 1) -> None:
 def check_clients(seeds: Sequence[int], devices: int, kind: str = "CPU") -> list[str]:
     """Move random tensors between meshes over all clients, or parts of them; return what is wrong."""
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
-    found = []
+    problems = []
     for seed in seeds:
         rng = random.Random(seed)
         meshes = [_mesh(rng, clients, devices, client, kind) for _ in range(2)]
@@ -147,12 +147,14 @@ def check_clients(seeds: Sequence[int], devices: int, kind: str = "CPU") -> list
         after = redistribute(tensor(seed, source, shape), target)
         whole = expected(seed, source, shape)
         for device, part in zip(target.mesh.local_device_ids(), after.components, strict=True):
-            wanted = whole[target.region(device, shape).slices()]
-            if not torch.allclose(part.cpu(), wanted):
-                found.append(f"seed {seed}, {source} to {target} of {shape}: device {device}: {part} is not {wanted}")
+            expected_part = whole[target.region(device, shape).slices()]
+            if not torch.allclose(part.cpu(), expected_part):
+                problems.append(
+                    f"seed {seed}, {source} to {target} of {shape}: device {device}: {part} is not {expected_part}"
+                )
         if not torch.allclose(tensor(seed, source, shape).full_tensor().cpu(), whole):
-            found.append(f"seed {seed}: full_tensor from {source} of {shape}")
-    return found
+            problems.append(f"seed {seed}: full_tensor from {source} of {shape}")
+    return problems
 
 
 def check_gradients(seeds: Sequence[int], devices: int) -> None:
@@ -191,25 +193,25 @@ def gradients_over_clients(kind: str = "CPU") -> list[str]:
     rows, cols = Layout(["x", UNSHARDED], mesh), Layout([UNSHARDED, "x"], mesh)
     whole = torch.arange(float(5 * 7)).reshape(5, 7)
     local = whole[rows.region(client, (5, 7)).slices()].clone().requires_grad_()
-    found = []
+    problems = []
     moved = DTensor.from_local(local, mesh, [dtckpt.Shard(0)]).redistribute(placements=[dtckpt.Shard(1)])
     if tuple(moved.shape) != (5, 7):
-        found.append(f"shape {tuple(moved.shape)}")
+        problems.append(f"shape {tuple(moved.shape)}")
     part = moved.to_local()
-    wanted = whole[cols.region(client, (5, 7)).slices()]
-    if not torch.equal(part.detach().cpu(), wanted):
-        found.append(f"values {part}")
+    expected_part = whole[cols.region(client, (5, 7)).slices()]
+    if not torch.equal(part.detach().cpu(), expected_part):
+        problems.append(f"values {part}")
     (part**3).sum().backward()
     if not torch.allclose(local.grad, 3 * local.detach() ** 2):
-        found.append(f"gradient {local.grad}")
+        problems.append(f"gradient {local.grad}")
     term = torch.full((3,), float(client + 1), requires_grad=True)
     total = DTensor.from_local(term, mesh, [dtckpt.Partial()]).redistribute(placements=None).to_local()
     if not torch.equal(total.detach().cpu(), torch.full((3,), clients * (clients + 1) / 2)):
-        found.append(f"sum {total}")
+        problems.append(f"sum {total}")
     (total.cpu() * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     if not torch.equal(term.grad, torch.tensor([1.0, 2.0, 3.0])):
-        found.append(f"gradient of a term {term.grad}")
-    return found
+        problems.append(f"gradient of a term {term.grad}")
+    return problems
 
 
 def copies_that_differ() -> None:

@@ -24,7 +24,7 @@ from dtckpt.errors import CheckpointError, DtckptError
 from dtckpt.format.digest import bytes_digest
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
-from dtckpt.redistribution.execute import program_of, redistribute_into, tell
+from dtckpt.redistribution.execute import plan_redistribution, redistribute_into, report_error
 
 MIN_NBYTES = 1 << 20
 """Smaller tensors take one request each way, whoever reads them."""
@@ -144,16 +144,18 @@ def read_shared(checkpoint: Checkpoint, shared: Sequence[Shared], phases: Phases
                 ),
                 count=phases.count,
             )
-            programs = [program_of(one.rows, one.layout, one.leaf.shape, torch_dtype(one.leaf.dtype)) for one in batch]
+            plans = [
+                plan_redistribution(one.rows, one.layout, one.leaf.shape, torch_dtype(one.leaf.dtype)) for one in batch
+            ]
         except Exception as error:
             # The others wait for what this client does not have.
             told = error if isinstance(error, DtckptError) else CheckpointError(f"{type(error).__name__}: {error}")
-            tell(told, [mesh])
+            report_error(told, [mesh])
             raise
         with phases.measure("move"):
             into = [_components(one) for one in batch]
             moved = [{device: part.to(places[device]) for device, part in parts.items()} for parts in read]
-            redistribute_into(programs, moved, into)
+            redistribute_into(plans, moved, into)
             phases.count(sum(part.nbytes for parts in into for part in parts.values()))
 
 

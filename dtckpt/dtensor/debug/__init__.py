@@ -1,4 +1,4 @@
-"""Tools that show what the runtime does and where tensors lie."""
+"""Debugging tools: count communication, explain redistributions, inspect caches, draw shardings."""
 
 from dtckpt.dtensor.debug.comm_mode import CommDebugMode
 from dtckpt.dtensor.debug.explain import Explanation, Step, Traffic, explain

@@ -1,4 +1,4 @@
-"""`CommDebugMode`: count what a piece of a program communicates, by kind and by module."""
+"""`CommDebugMode`: count the communications of a part of a program, by kind and by module."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRIVIAL_OPERATORS = frozenset(
 """Operators that only noise level 3 shows."""
 
 _NOT_COUNTED = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
-"""PyTorch's functions beside its functional collectives that communicate nothing."""
+"""Operators in the namespace of PyTorch's functional collectives that communicate nothing."""
 
 _FORWARD, _BACKWARD, _RECOMPUTED = "forward", "backward", "activation checkpointing"
 
@@ -56,7 +56,7 @@ class _Operation:
 
 @dataclass(slots=True)
 class _Activity:
-    """What went on in one module."""
+    """The communications and operators of one module."""
 
     communications: dict[str, Counter[str]] = field(
         default_factory=lambda: {phase: Counter() for phase in (_FORWARD, _BACKWARD)}
@@ -70,10 +70,10 @@ class _Activity:
 class CommDebugMode:
     """Counts this client's communications, and the operators that ran, while it is active.
 
-    Communications are those of DTensors, and PyTorch's functional collectives, by the names that they have there.
+    It counts the communications of DTensors, and PyTorch's functional collectives under the names they have there.
 
-    What modules do counts for them and for all modules around them. Entering anew forgets what was counted; several
-    modes may be active at once, and each counts everything. ``with`` on one that is active already changes nothing.
+    Communications of a module count for it and for all modules around it. Entering the mode again clears the counts.
+    Several modes may be active at once; each counts everything. Entering a mode that is active already changes nothing.
 
     >>> with CommDebugMode() as mode:
     ...     _ = torch.nn.Linear(2, 2)(torch.ones(1, 2))
@@ -108,21 +108,21 @@ class CommDebugMode:
     def __repr__(self) -> str:
         return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
 
-    # --- what is counted ------------------------------------------------------------------------------------------
+    # --- counting -------------------------------------------------------------------------------------------------
 
     def _count(self, communication: observers.Communication) -> None:
-        place = self._tracker.place()
-        for name in (place.module, *place.parents):
+        position = self._tracker.position()
+        for name in (position.module, *position.parents):
             activity = self._activities.setdefault(name, _Activity())
-            activity.communications[_BACKWARD if place.is_backward else _FORWARD][communication.kind] += 1
+            activity.communications[_BACKWARD if position.is_backward else _FORWARD][communication.kind] += 1
             activity.nbytes[communication.kind] += communication.nbytes
 
     def _note(self, operation: _Operation) -> None:
-        place = self._tracker.place()
-        phase = _RECOMPUTED if place.is_recomputing else _BACKWARD if place.is_backward else _FORWARD
-        self._activities.setdefault(place.module, _Activity()).operations[phase][operation] += 1
+        position = self._tracker.position()
+        phase = _RECOMPUTED if position.is_recomputing else _BACKWARD if position.is_backward else _FORWARD
+        self._activities.setdefault(position.module, _Activity()).operations[phase][operation] += 1
 
-    # --- what is told ---------------------------------------------------------------------------------------------
+    # --- reports --------------------------------------------------------------------------------------------------
 
     def get_total_counts(self) -> int:
         """Return the number of communications."""
@@ -136,7 +136,7 @@ class CommDebugMode:
         return counts
 
     def get_comm_nbytes(self) -> dict[str, int]:
-        """Return the bytes that this client got, by kind of communication."""
+        """Return the bytes that this client received, by kind of communication."""
         return dict(self._activities[GLOBAL].nbytes)
 
     def get_module_counts(self) -> dict[str, dict[str, dict[str, int]]]:
@@ -160,7 +160,7 @@ class CommDebugMode:
         }
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """Return a text of what each module did, indented as modules are nested.
+        """Return a table of each module's communications and operators, indented as modules are nested.
 
         Args:
             noise_level: 0 shows communications; 1 also types and parameters of modules, and operators on DTensors;
@@ -169,7 +169,7 @@ class CommDebugMode:
         return "".join(f"{line}\n" for line in self._lines(GLOBAL, 0, noise_level))
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
-        """Write what each module did to a file, as nested objects; ``noise_level`` as for the table."""
+        """Write each module's communications and operators to a JSON file; ``noise_level`` as for the table."""
         text = json.dumps(self._as_json(GLOBAL, noise_level), indent=4)
         Path(file_name).write_text(text, encoding="utf-8")
 
@@ -205,7 +205,7 @@ class CommDebugMode:
     def _as_json(self, name: str, noise_level: int) -> dict[str, Any]:
         facts, activity = self._tracker.facts[name], self._activities.get(name, _Activity())
         is_detailed = noise_level > 0
-        operations = {phase: _json_operations(found, noise_level) for phase, found in activity.operations.items()}
+        operations = {phase: _json_operations(counts, noise_level) for phase, counts in activity.operations.items()}
         return {
             "fqn": name,
             "module_type": facts.type_name if is_detailed else "",
@@ -237,7 +237,7 @@ def _json_operations(operations: Mapping[_Operation, int], noise_level: int) -> 
 
 
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Tells of each operator, those on DTensors and those on plain tensors that they turn into."""
+    """Notes each operator that runs: those on DTensors, and those on plain tensors that these turn into."""
 
     def __init__(self, note: Callable[[_Operation], None], count: Callable[[observers.Communication], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
@@ -246,7 +246,7 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Note the operator, and run it; DTensors come first to their own. Count functional collectives."""
+        """Note the operator, leave it to DTensors if they are among the arguments, else run it; count collectives."""
         tensors = [arg for arg in tree_leaves(args) if isinstance(arg, DTensor)]
         self._note(
             _Operation(
@@ -258,8 +258,8 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         )
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional" and func._opname not in _NOT_COUNTED:
-            nbytes = sum(tensor.nbytes for tensor in tree_leaves(made) if isinstance(tensor, torch.Tensor))
+            nbytes = sum(tensor.nbytes for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor))
             self._count(observers.Communication(func._opname.rstrip("_"), nbytes, ()))
-        return made
+        return result

@@ -1,4 +1,4 @@
-"""Explain a change of layout: its steps, the bytes each device gets, and the fewest it could get."""
+"""`explain` a redistribution: its steps, the bytes that each device receives, and the least possible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtckpt.redistribution.exchange_plan import (
     ExchangePlan,
     Move,
     kept_axes,
-    meeting,
+    overlapping_shards,
     plan_exchange,
     reduced_axes,
     term_of,
@@ -33,16 +33,16 @@ _HEADINGS = ("device", "client", "received", "copied", "lower bound")
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one device gets, in bytes.
+    """Bytes that one device receives and copies.
 
     Args:
         device: Complete name.
         client: Its client.
-        received: From other clients.
-        copied: From devices of its own client, itself included.
-        lower_bound: What its client must receive for it: its target box without what that client held. A box that
-            several devices of one client take counts for the first of them; a box that is reduced counts once, if
-            the client did not hold all terms.
+        received: Bytes from other clients.
+        copied: Bytes from devices of its own client, itself included.
+        lower_bound: Bytes that its client must receive for it: its new box without the parts that the client held. A
+            box that several devices of one client need counts for the first of them. A box that is reduced counts
+            once, if the client did not hold all terms.
     """
 
     device: str
@@ -59,8 +59,8 @@ class Step:
     Args:
         source: Layout before.
         target: Layout after.
-        kind: ``copy`` (no client gets anything from another), ``exchange`` (boxes, pairwise) or ``terms`` (values
-            become terms of a reduction, in place).
+        kind: ``copy`` (no client receives anything), ``exchange`` (clients exchange boxes) or ``terms`` (values become
+            terms of a reduction, in place).
         devices: The target's devices, in mesh order.
     """
 
@@ -77,14 +77,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How a tensor gets from one layout to another; `str` gives a table.
+    """The steps and bytes of a redistribution; `str` gives a table.
 
     Args:
-        source: The present layout.
-        target: The layout wanted.
+        source: The layout before.
+        target: The layout after.
         shape: Global shape.
         dtype: The tensor's dtype.
-        steps: In order; none if nothing is to be done.
+        steps: In order; none if nothing has to be done.
         devices: Sums over the steps, and the lower bounds of the whole change. Those of the target in mesh order,
             then those that only take part in between.
     """
@@ -98,7 +98,7 @@ class Explanation:
 
     @property
     def received(self) -> int:
-        """Bytes that all devices get from other clients."""
+        """Bytes that all devices receive from other clients."""
         return sum(device.received for device in self.devices)
 
     @property
@@ -108,7 +108,7 @@ class Explanation:
 
     @property
     def lower_bound(self) -> int:
-        """The fewest bytes that all devices could get from other clients."""
+        """The fewest bytes that all devices could receive from other clients."""
         return sum(device.lower_bound for device in self.devices)
 
     def __str__(self) -> str:
@@ -133,14 +133,14 @@ def _row(name: str, client: int | str, sums: Traffic | Explanation) -> tuple[str
 
 
 def explain(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.dtype) -> Explanation:
-    """Explain how `redistribute` would bring a tensor into another layout: pure, for all clients, from any of them.
+    """Explain how `redistribute` would bring a tensor into another layout, for all clients. Sends nothing.
 
-    Neither the devices nor a process group need exist, and the plan cache is left alone. Takes as long as planning
-    for every client.
+    Neither the devices nor a process group need exist. The plan cache is left alone. Takes as long as planning for
+    every client.
 
     Args:
-        source: The present layout.
-        target: The layout wanted; a MATCH spec keeps the present one.
+        source: The layout before.
+        target: The layout after; a MATCH spec keeps the source's.
         shape: Global shape.
         dtype: The tensor's dtype.
 
@@ -160,16 +160,16 @@ def explain(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.d
             raise LayoutError(f"explain: got {layout!r}, expected a layout on a mesh with a grid of devices")
         layout.region(layout.mesh.device_ids[0], shape)  # refuses a shape that does not fit
     shape, target = tuple(shape), resolve_match(target, source)
-    # Plans hang on where a client stands only in that a client knows its own devices: any member sees the same steps.
+    # Plans differ between clients only by their own devices, so the steps are the same for any member.
     viewer = source.mesh.clients[0]
-    here = _seen_by(viewer, source)
+    layout = _seen_by(viewer, source)
     steps = []
-    for step in plan_path(here, _seen_by(viewer, target), shape):
-        steps.append(_explain_step(here, step, shape, dtype))
-        here = step
-    bounds = _as_traffic(here, _lower_bounds(source, here, shape), {}, {}, dtype)
-    if here != target:
-        steps.append(Step(here, target, "terms", _as_traffic(target, {}, {}, {}, dtype)))
+    for step in plan_path(layout, _seen_by(viewer, target), shape):
+        steps.append(_explain_step(layout, step, shape, dtype))
+        layout = step
+    bounds = _as_traffic(layout, _lower_bounds(source, layout, shape), {}, {}, dtype)
+    if layout != target:
+        steps.append(Step(layout, target, "terms", _as_traffic(target, {}, {}, {}, dtype)))
     return Explanation(source, target, shape, dtype, tuple(steps), _summed(bounds, steps))
 
 
@@ -179,7 +179,7 @@ def _explain_step(source: Layout, target: Layout, shape: tuple[int, ...], dtype:
     copied: dict[int, int] = defaultdict(int)
     axes = reduced_axes(source, target)
     for client in target.mesh.clients:
-        # Not through the cache: looking at a plan must not push out plans in use.
+        # Not through the cache: an explanation must not evict plans in use.
         plan = plan_exchange.__wrapped__(source, target, shape, client)
         _add(received, itertools.chain.from_iterable(plan.receives.values()))
         if axes or not _keeps_components(plan, source, target, shape):
@@ -203,34 +203,34 @@ def _keeps_components(plan: ExchangePlan, source: Layout, target: Layout, shape:
 def _lower_bounds(source: Layout, target: Layout, shape: tuple[int, ...]) -> dict[int, int]:
     """Return, by device of the target, the elements of its box that its client must receive; see `Traffic`.
 
-    This follows from who holds what alone, not from any plan.
+    They follow from the parts that clients hold, not from any plan.
     """
     kept, reduced = kept_axes(source, target), reduced_axes(source, target)
     num_terms = math.prod(source.mesh.dim_size(axis) for axis in reduced)
-    # By client, shard and place along the kept axes: the terms that the client holds.
-    held: dict[tuple[object, ...], set[tuple[int, ...]]] = defaultdict(set)
+    # By client, shard and coordinates along the kept axes: the terms that the client holds.
+    held_terms: dict[tuple[object, ...], set[tuple[int, ...]]] = defaultdict(set)
     for device, shard in zip(source.mesh.device_ids, source.offset_to_shard(), strict=True):
         part = source.mesh.client_of(device), shard, term_of(source, kept, device)
-        held[part].add(term_of(source, reduced, device))
+        held_terms[part].add(term_of(source, reduced, device))
     bounds: dict[int, int] = {}
     seen: set[tuple[object, ...]] = set()
     for device in target.mesh.device_ids:
-        client, place = target.mesh.client_of(device), term_of(target, kept, device)
+        client, coordinates = target.mesh.client_of(device), term_of(target, kept, device)
         box = target.region(device, shape)
-        if (taken := (client, place, box)) in seen:
+        if (need := (client, coordinates, box)) in seen:
             continue
-        seen.add(taken)
+        seen.add(need)
         complete = (
-            common.numel
-            for shard, common in _parts(source, shape, box)
-            if len(held.get((client, shard, place), ())) == num_terms
+            overlap.numel
+            for shard, overlap in _parts(source, shape, box)
+            if len(held_terms.get((client, shard, coordinates), ())) == num_terms
         )
         bounds[device] = box.numel - sum(complete)
     return bounds
 
 
 def _parts(source: Layout, shape: tuple[int, ...], box: Region) -> Iterable[tuple[tuple[int, ...], Region]]:
-    return () if box.is_empty else meeting(source, shape, box)
+    return () if box.is_empty else overlapping_shards(source, shape, box)
 
 
 def _as_traffic(
@@ -240,7 +240,7 @@ def _as_traffic(
     copied: Mapping[int, int],
     dtype: torch.dtype,
 ) -> tuple[Traffic, ...]:
-    """Put numbers of elements, by device of the layout's mesh, together."""
+    """Return the traffic of every device, from numbers of elements by device id."""
     mesh = layout.mesh
     return tuple(
         Traffic(
@@ -267,7 +267,7 @@ def _seen_by(client: int, layout: Layout) -> Layout:
 
 
 def _brief(layout: Layout) -> str:
-    """Return a layout in a few words: the axes of each dim, pending reductions, the mesh."""
+    """Return a short text for a layout: the axes of each dim, pending reductions, the mesh."""
     dims = (
         "-" if spec == UNSHARDED else spec if isinstance(spec, str) else "+".join(spec)
         for spec in layout.sharding_specs

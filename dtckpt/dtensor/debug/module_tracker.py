@@ -1,4 +1,4 @@
-"""Which module runs: forward, backward, or forward again inside of a backward pass (activation checkpointing)."""
+"""Track which module runs: forward, backward, or forward again in a backward pass (activation checkpointing)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.placement import Placement
 
 GLOBAL = "Global"
-"""Stands for all modules, and for what runs outside of any."""
+"""Stands for all modules together, and for code outside of any module."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the program is.
+class ModulePosition:
+    """Which module the program runs.
 
     Args:
         module: Name of the innermost module.
@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(slots=True)
 class ModuleFacts:
-    """What is known of a module that ran.
+    """Facts about a module that ran.
 
     Args:
         name: The class of the outermost module, then attribute names.
@@ -61,11 +61,11 @@ class ModuleFacts:
 
 
 class ModuleTracker:
-    """Follows the modules that run while `tracking`, by hooks that hold for all modules.
+    """Tracks the modules that run while `tracking`, by hooks that hold for all modules.
 
-    No operator runs on a module's tensors for it: the backward pass is followed by hooks on the nodes that made a
-    module's inputs and outputs. A module none of whose inputs needs a gradient counts as running until another one's
-    turn comes, or the pass ends.
+    The hooks run no operator on a module's tensors. They track the backward pass by hooks on the autograd nodes that
+    made a module's inputs and outputs. A module none of whose inputs needs a gradient counts as running until another
+    module is entered, or the pass ends.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class ModuleTracker:
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
-        """Forget what is known and follow the modules while the body runs."""
+        """Forget all facts, and track the modules while the body runs."""
         self._reset()
         hooks = (
             register_module_forward_pre_hook(self._enter),
@@ -99,18 +99,20 @@ class ModuleTracker:
                 hook.remove()
             self._run = object()  # hooks on nodes outlive the body, and do nothing from now on
 
-    def place(self) -> Place:
-        """Return where this thread's program is."""
+    def position(self) -> ModulePosition:
+        """Return which module this thread runs."""
         this_pass = _backward_pass()
-        here = [name for name, its_pass in self._forward if its_pass == this_pass]
-        if here and this_pass == -1:
-            *outer, name = here
-            return Place(name, tuple(dict.fromkeys((GLOBAL, *(each for each in outer if each != name)))), False, False)
-        if here:  # what is recomputed does not start at the outermost module
-            return Place(here[-1], self._around(here[-1]), True, True)
+        running = [name for name, its_pass in self._forward if its_pass == this_pass]
+        if running and this_pass == -1:
+            *outer, name = running
+            return ModulePosition(
+                name, tuple(dict.fromkeys((GLOBAL, *(each for each in outer if each != name)))), False, False
+            )
+        if running:  # a recomputation does not start at the outermost module
+            return ModulePosition(running[-1], self._around(running[-1]), True, True)
         if this_pass != -1 and this_pass == self._turn[0]:
-            return Place(self._backward, self._around(self._backward), True, False)
-        return Place(GLOBAL, (), this_pass != -1, False)
+            return ModulePosition(self._backward, self._around(self._backward), True, False)
+        return ModulePosition(GLOBAL, (), this_pass != -1, False)
 
     def _around(self, name: str) -> tuple[str, ...]:
         """Return the modules around one, the outermost first."""
@@ -132,7 +134,7 @@ class ModuleTracker:
 
     def _leave(self, module: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
         name = self._names.get(module)
-        names = [known for known, _ in self._forward]
+        names = [entered for entered, _ in self._forward]
         if name is None or name not in names:  # it was entered before tracking began
             return
         del self._forward[len(names) - 1 - names[::-1].index(name) :]
@@ -157,7 +159,7 @@ class ModuleTracker:
     # --- backward -------------------------------------------------------------------------------------------------
 
     def _on_gradients(self, tensors: Any, action: Callable[[object], None]) -> None:
-        """Run ``action`` on the node whenever the gradient of one of the tensors is there; leaves are left out."""
+        """Call ``action`` with the autograd node when the gradient of one of the tensors is complete; skip leaves."""
         run = self._run
         nodes = (tensor.grad_fn for tensor in tree_leaves(tensors) if isinstance(tensor, torch.Tensor))
         for key, node in {id(node): node for node in nodes if node is not None}.items():

@@ -1,4 +1,4 @@
-"""The cache of plans of changes of layout, seen from outside."""
+"""Statistics of the cache of redistribution plans, and a way to clear it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class PlanCacheInfo:
     """Statistics of the plan cache since it was cleared.
 
     Args:
-        hits: Plans that were found.
-        misses: Plans that were made.
-        size: Plans that are kept.
-        max_size: The most that are kept; beyond it, the one that was not used for longest goes.
+        hits: Plans that were in the cache.
+        misses: Plans that had to be made.
+        size: Plans in the cache.
+        max_size: Most plans in the cache; beyond that, the least recently used one is evicted.
     """
 
     hits: int

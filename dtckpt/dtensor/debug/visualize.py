@@ -1,4 +1,4 @@
-"""Show which device of a mesh holds which region of a tensor: in the terminal, as SVG and as HTML."""
+"""Visualize shardings: which device holds which region of a tensor, in the terminal, as SVG and as HTML."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 
 MAX_DEVICE_RUNS = 16
-"""Runs of devices that the text of one region names."""
+"""Most runs of devices that the text of one region names."""
 
 MAX_TEXT_COLUMNS = 16
-"""Columns of a drawn table; a tensor that is cut into more gets a list of regions."""
+"""Most columns of a drawn table; a tensor that is cut into more gets a list of regions."""
 
 MAX_TEXT_ROWS = 256
-"""Rows of a table."""
+"""Most rows of a table."""
 
 MAX_DRAWN_RANK = 3
 
@@ -43,7 +43,7 @@ _UNIT = (0, 1)
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-# --- what is shown ------------------------------------------------------------------------------------------------
+# --- regions ------------------------------------------------------------------------------------------------------
 
 
 def sharding_grid(layout: Layout, shape: Sequence[int]) -> list[tuple[Region, tuple[int, ...]]]:
@@ -52,7 +52,7 @@ def sharding_grid(layout: Layout, shape: Sequence[int]) -> list[tuple[Region, tu
     Every device occurs once. Regions that hold an element are disjoint and cover the tensor.
 
     Args:
-        layout: How the tensor lies on its mesh.
+        layout: The layout of the tensor.
         shape: Global shape.
 
     Raises:
@@ -62,15 +62,15 @@ def sharding_grid(layout: Layout, shape: Sequence[int]) -> list[tuple[Region, tu
     >>> sharding_grid(Layout(["x"], abstract_mesh({"x": 2, "y": 2})), (3,))
     [(Region(offset=(0,), shape=(2,)), (0, 1)), (Region(offset=(2,), shape=(1,)), (2, 3))]
     """
-    found: dict[Region, list[int]] = {}
+    holders: dict[Region, list[int]] = {}
     for devices in layout.devices_by_shard().values():
-        found.setdefault(layout.region(devices[0], shape), []).extend(devices)
-    return [(region, tuple(sorted(devices))) for region, devices in found.items()]
+        holders.setdefault(layout.region(devices[0], shape), []).extend(devices)
+    return [(region, tuple(sorted(devices))) for region, devices in holders.items()]
 
 
 @dataclass(frozen=True)
 class _Subject:
-    """A layout and a shape, cut into what the pictures show."""
+    """A layout and a shape, cut into the cells of a picture."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -101,13 +101,13 @@ class _Subject:
     @cached_property
     def panels(self) -> dict[str, _Panel]:
         """The filled cells by row and column, by name of panel; of three dims, each chunk of the first is a panel."""
-        found: dict[str, _Panel] = {}
+        panels: dict[str, _Panel] = {}
         for region, devices in self.filled:
             spans = list(zip(region.offset, region.stop, strict=True))
             row, column = [_UNIT, _UNIT, *spans][-2:]
             name = f"dim 0 in {_range(spans[0])}" if len(spans) > 2 else ""
-            found.setdefault(name, {})[row, column] = region, devices
-        return found
+            panels.setdefault(name, {})[row, column] = region, devices
+        return panels
 
     @property
     def rows(self) -> list[_Span]:
@@ -139,7 +139,7 @@ def _range(span: _Span) -> str:
 
 
 def _runs(ids: Sequence[int]) -> Iterator[_Span]:
-    """Yield first and last of every run of three or more ids in ascending ones, and the others alone."""
+    """Yield first and last id of every run of three or more consecutive ids, and each other id as a run of its own."""
     for _, group in itertools.groupby(enumerate(ids), lambda item: item[1] - item[0]):
         run = [device for _, device in group]
         yield from [(run[0], run[-1])] if len(run) > 2 else [(device, device) for device in run]
@@ -246,13 +246,15 @@ _STYLE = "".join(
 def sharding_svg(dtensor_or_layout: DTensor | Layout, shape: Sequence[int] | None = None, title: str = "") -> str:
     """Draw which device holds which region, as an SVG picture.
 
-    Each distinct region is one cell, with a colour and the devices that hold it, as far as there is room (all of them
-    in its tooltip); a dashed one below the drawing is empty. Of three dims, every chunk of the first one gets a panel.
+    Each distinct region is one cell, with a colour and the devices that hold it, as far as there is room (its tooltip
+    has all of them). Empty regions are dashed cells below the drawing.
+
+    Of three dims, every chunk of the first one gets a panel.
     Long dims are shortened and very short chunks widened; the numbers at the edges are indices.
 
     Args:
-        dtensor_or_layout: The tensor, or how one would lie.
-        shape: Global shape, with a layout.
+        dtensor_or_layout: The tensor, or a layout.
+        shape: Global shape; needed with a layout.
         title: Text to show above.
 
     Raises:
@@ -271,8 +273,8 @@ def sharding_html(dtensor_or_layout: DTensor | Layout, shape: Sequence[int] | No
     """Return a page of HTML with the picture of `sharding_svg` and a table of the regions.
 
     Args:
-        dtensor_or_layout: The tensor, or how one would lie.
-        shape: Global shape, with a layout.
+        dtensor_or_layout: The tensor, or a layout.
+        shape: Global shape; needed with a layout.
         title: Text to show above.
 
     Raises:
@@ -346,8 +348,8 @@ class _Drawing:
         panels = self.subject.panels
         above = (3 if len(self.subject.shape) == MAX_DRAWN_RANK else 2 if self.subject.shape else 0.5) * _LINE
         for position, (name, panel) in enumerate(panels.items()):
-            line, place = divmod(position, self.panels_per_line)
-            x = self.left + place * (self.left + self.width)
+            line, column_number = divmod(position, self.panels_per_line)
+            x = self.left + column_number * (self.left + self.width)
             y = self.bottom + above + line * (above + self.height + _LINE)
             self.body.append(f'<g transform="translate({_px(x)} {_px(y)})">\n')
             self.body += [_text(0, -2.2 * _LINE, name)] if name else []
@@ -427,7 +429,7 @@ def _wrap(text: str, num_chars: int) -> list[str]:
 
 
 def _extents(spans: list[_Span], total: float) -> dict[_Span, _Extent]:
-    """Return ``(start, length)`` of every span when all of them take about ``total``, very short ones widened."""
+    """Return ``(start, length)`` of every span, in pixels: about ``total`` for all, very short ones widened."""
     size = sum(stop - start for start, stop in spans)
     least = min(40.0, total / max(len(spans), 1))
     lengths = [max(least, total * (stop - start) / size) for start, stop in spans]
@@ -435,14 +437,14 @@ def _extents(spans: list[_Span], total: float) -> dict[_Span, _Extent]:
     return dict(zip(spans, zip(starts, lengths, strict=False), strict=True))
 
 
-def _ticks(extents: dict[_Span, _Extent], room: Callable[[int], float]) -> Iterator[tuple[float, int]]:
-    """Yield place and index of the edges, from the last one, without those that would touch the one before."""
+def _ticks(extents: dict[_Span, _Extent], width: Callable[[int], float]) -> Iterator[tuple[float, int]]:
+    """Yield offset in pixels and index of the edges, the last one first, without edges whose texts would overlap."""
     edges = [(0.0, 0), *((at + length, stop) for (_, stop), (at, length) in extents.items())]
     free = float("inf")
     for at, index in reversed(edges):
-        if at + room(index) / 2 <= free:
+        if at + width(index) / 2 <= free:
             yield at, index
-            free = at - room(index) / 2
+            free = at - width(index) / 2
 
 
 def _px(length: float) -> str:

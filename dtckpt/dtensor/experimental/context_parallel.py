@@ -1,4 +1,4 @@
-"""`context_parallel`: sequences split over clients, with attention that goes round."""
+"""`context_parallel`: sequences that are split over clients, with ring attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtckpt.comm.collectives import all_gather_object
 from dtckpt.comm.process_groups import rank
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor import factories
-from dtckpt.dtensor.experimental.ring_attention import Plan, Ring, RingAttention, runs_of
+from dtckpt.dtensor.experimental.ring_attention import Ring, RingAttention, RingSchedule, runs_of
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.dtensor.tensorflow_names import MeshLike
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError, OperatorError
@@ -31,20 +31,20 @@ def context_parallel(
     buffer_seq_dims: list[int] | None = None,
     no_restore_buffers: set[torch.Tensor] | None = None,
 ) -> Iterator[None]:
-    """Split sequences over the clients of a mesh, in a context; attention there reaches the whole sequence.
+    """Split sequences over the clients of a mesh in a ``with`` block, in which attention reaches the whole sequence.
 
     Each client has two chunks of a sequence, one from the front and one from the back, so that causal attention is the
-    same work for all. ``scaled_dot_product_attention`` of plain tensors of shape (batch, heads, length, features) takes
-    them for such parts. What else works along the sequence works on the parts.
+    same work for all. In the block, ``scaled_dot_product_attention`` takes plain tensors for such parts of a sequence;
+    they are of shape (batch, heads, length, features). Other functions work on this client's part alone.
 
     Collective: Over the mesh's clients, with buffers of the same shapes in the same order, for attention, its backward
-    pass, and at the end. After an exception nothing is exchanged: buffers are as they were at the start.
+    pass, and at the end. If the block raises, nothing is exchanged, and buffers become as they were at the start.
 
     Args:
-        mesh: Of one axis, with one device per client.
-        buffers: Plain tensors, the same on every client; each is its part of the sequence in the context.
+        mesh: A mesh of one axis, with one device per client.
+        buffers: Plain tensors, the same on every client. In the block each holds this client's part of the sequence.
         buffer_seq_dims: Which dim of every buffer is the sequence.
-        no_restore_buffers: Those of the buffers that stay parts at the end; the others get all parts again.
+        no_restore_buffers: Those of the buffers that stay parts at the end; the others become whole again.
 
     Raises:
         MeshError: The mesh has several axes, or clients with several devices, or this client has none.
@@ -94,7 +94,7 @@ def context_parallel_unshard(
     ring = _ring_of(factories.require_mesh(mesh))
     dims = _sequence_dims(buffers, seq_dims, may_require_grad=True)
     own = [one.shape[dim] for one, dim in zip(buffers, dims, strict=True)]
-    totals = [sum(column) for column in zip(*_by_place(ring, own), strict=True)]
+    totals = [sum(column) for column in zip(*_gather_by_position(ring, own), strict=True)]
     with torch.no_grad():
         return [_unsharded(*each, ring) for each in zip(buffers, dims, totals, strict=True)]
 
@@ -130,41 +130,41 @@ def _sequence_dims(
 
 def _part(whole: torch.Tensor, dim: int, ring: Ring) -> torch.Tensor:
     """Return this client's part of a tensor."""
-    runs = runs_of(whole.shape[dim], ring.place, len(ring.clients))
+    runs = runs_of(whole.shape[dim], ring.position, len(ring.clients))
     return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim)
 
 
 def _unsharded(part: torch.Tensor, dim: int, length: int, ring: Ring) -> torch.Tensor:
-    """Return the whole of which every client has a part. Collective: over the ring's clients."""
+    """Gather a whole sequence of this length along ``dim`` from all parts. Collective: over the ring's clients."""
     count = len(ring.clients)
     whole = part.new_empty((*part.shape[:dim], length, *part.shape[dim + 1 :]))
-    runs = [runs_of(length, place, count) for place in range(count)]
-    sizes = [sum(stop - start for start, stop in own) for own in runs]
-    where = ring.message_device
-    rooms = [part.new_empty((*part.shape[:dim], size, *part.shape[dim + 1 :]), device=where) for size in sizes]
-    by_client = [rooms[ring.clients.index(client)] for client in sorted(ring.clients)]
+    runs = [runs_of(length, position, count) for position in range(count)]
+    sizes = [sum(stop - start for start, stop in client_runs) for client_runs in runs]
+    device = ring.message_device
+    parts = [part.new_empty((*part.shape[:dim], size, *part.shape[dim + 1 :]), device=device) for size in sizes]
+    by_client = [parts[ring.clients.index(client)] for client in sorted(ring.clients)]
     if count > 1:
-        ring.collectives.all_gather(by_client, part.contiguous().to(where)).wait()
+        ring.collectives.all_gather(by_client, part.contiguous().to(device)).wait()
     else:
-        rooms = [part]
-    for own, room in zip(runs, rooms, strict=True):
-        at = 0
-        for start, stop in own:
-            whole.narrow(dim, start, stop - start).copy_(room.narrow(dim, at, stop - start))
-            at += stop - start
+        parts = [part]
+    for client_runs, client_part in zip(runs, parts, strict=True):
+        offset = 0
+        for start, stop in client_runs:
+            whole.narrow(dim, start, stop - start).copy_(client_part.narrow(dim, offset, stop - start))
+            offset += stop - start
     return whole
 
 
-def _by_place(ring: Ring, own: list[int]) -> list[list[int]]:
-    """Return what every client has to say, by place. Collective: over the ring's clients."""
+def _gather_by_position(ring: Ring, own: list[int]) -> list[list[int]]:
+    """Return the numbers of every client, by position in the ring. Collective: over the ring's clients."""
     if len(ring.clients) == 1:
         return [own]
-    said = all_gather_object(own, sorted(ring.clients))
-    return [said[sorted(ring.clients).index(client)] for client in ring.clients]
+    gathered = all_gather_object(own, sorted(ring.clients))
+    return [gathered[sorted(ring.clients).index(client)] for client in ring.clients]
 
 
 class _RingAttentionMode(TorchFunctionMode):
-    """Has attention of plain tensors go round."""
+    """Runs attention of plain tensors as ring attention."""
 
     def __init__(self, ring: Ring, is_even: bool) -> None:
         super().__init__()
@@ -207,8 +207,8 @@ class _RingAttentionMode(TorchFunctionMode):
         if is_causal and queries != keys:
             raise OperatorError("causal attention in context_parallel: got queries and keys of different lengths")
         factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        plan = Plan(self._ring, queries, keys, is_causal, factor)
-        result: torch.Tensor = RingAttention.apply(query, key, value, plan)  # type: ignore[no-untyped-call]
+        schedule = RingSchedule(self._ring, queries, keys, is_causal, factor)
+        result: torch.Tensor = RingAttention.apply(query, key, value, schedule)  # type: ignore[no-untyped-call]
         return result
 
     def _runs(self, own: list[int]) -> list[tuple[tuple[tuple[int, int], ...], ...]]:
@@ -218,14 +218,14 @@ class _RingAttentionMode(TorchFunctionMode):
             OperatorError: The lengths are not those of parts of a sequence.
         """
         count = len(self._ring.clients)
-        lengths = [own] * count if self._is_even else _by_place(self._ring, own)
-        found = []
+        lengths = [own] * count if self._is_even else _gather_by_position(self._ring, own)
+        result = []
         for column in zip(*lengths, strict=True):
-            runs = tuple(tuple(runs_of(sum(column), place, count)) for place in range(count))
+            runs = tuple(tuple(runs_of(sum(column), position, count)) for position in range(count))
             if tuple(sum(stop - start for start, stop in one) for one in runs) != column:
                 raise OperatorError(
                     f"attention in context_parallel: got parts of lengths {column}, expected those of a sequence in "
                     f"{2 * count} chunks"
                 )
-            found.append(runs)
-        return found
+            result.append(runs)
+        return result

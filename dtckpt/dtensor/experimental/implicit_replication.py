@@ -1,4 +1,4 @@
-"""`implicit_replication`: plain tensors beside DTensors, taken at their word."""
+"""`implicit_replication`: take plain tensors beside DTensors for replicated without comparing clients."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dtckpt.dtensor.operators.plans import trusted_by_all_threads
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Take plain tensors beside DTensors for replicated, in a context, without comparing the clients' values.
+    """Take plain tensors beside DTensors for replicated in a ``with`` block, without comparing the clients' values.
 
-    Outside of it they count as replicated too, and clients compare them first. Blocks may be nested, and hold for all
-    threads, as PyTorch's do.
+    Outside of such a block they count as replicated too, but clients compare their values first. Blocks may be nested,
+    and hold for all threads, as PyTorch's do.
     """
     with trusted_by_all_threads():
         yield

@@ -1,4 +1,8 @@
-"""`register_sharding`: say for an operator which placements of its arguments give which placements of its results."""
+"""`register_sharding`: define how an operator may be sharded, by a function of the program.
+
+The function returns rows: along one mesh axis, with these placements of the arguments, the results have those. For each
+axis of the mesh the cheapest row is taken.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +26,20 @@ from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard
 
 Row = tuple[list[Placement | None], list[Placement | None]]
-"""Placements of the results, and of the arguments, along one mesh axis; None for what is no tensor."""
+"""Placements of the results, and of the arguments, along one mesh axis; None for a value that is no tensor."""
 
 _BOUND = 64
 
 
 @dataclass(frozen=True, slots=True)
 class OperandSpec:
-    """What stands for a tensor among the arguments of a sharding function.
+    """Describes a tensor among the arguments of a sharding function.
 
     Args:
         shape: Global shape.
-        dtype: Of the elements.
-        mesh: Where it lies.
-        placements: How it lies, by mesh axis.
+        dtype: Dtype of the tensor.
+        mesh: Its mesh.
+        placements: Its placements, one per mesh axis.
     """
 
     shape: torch.Size
@@ -50,12 +54,12 @@ class OperandSpec:
 
     @property
     def device_mesh(self) -> Mesh:
-        """The mesh, under its other name."""
+        """The mesh, under the name that PyTorch uses too."""
         return self.mesh
 
     @property
     def tensor_meta(self) -> OperandSpec:
-        """What has ``shape`` and ``dtype``."""
+        """This object, which has ``shape`` and ``dtype``, as in PyTorch."""
         return self
 
 
@@ -63,18 +67,19 @@ Function = Callable[..., Sequence[Row]]
 
 
 def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Function]:
-    """Return a decorator for a function that says how operators may be sharded; it replaces what was known of them.
+    """Return a decorator for a function that defines how operators may be sharded. It replaces the operators' rules.
 
-    The function takes what the operator takes, an `OperandSpec` for each tensor. It returns pairs: the placements of
-    the results and those of the arguments, along one mesh axis (for several, any combination of pairs will do). The
-    arguments' are in the order in which they were passed, those by name after the others; None, or nothing, stands for
-    what is no tensor. What each device computes from pieces of the arguments must then be its piece of the results.
+    The function takes the arguments of the operator, with an `OperandSpec` in place of each tensor. It returns pairs:
+    the placements of the results, and those of the arguments, along one mesh axis. Along each axis of a mesh any pair
+    may be taken. The placements of arguments are in the order in which arguments are passed, those by name last; None,
+    or nothing, stands for a value that is no tensor. When the operator runs on a device's pieces of the arguments, the
+    result must be that device's piece of the results.
 
-    Of the pairs the cheapest is taken, and replication of everything where none fits: a shard must have elements, and
-    what an operator writes to stays where it is.
+    The cheapest pair is taken. If no pair fits, everything is replicated. A pair fits if each shard has elements, and
+    tensors that the operator writes to keep their layouts.
 
     Args:
-        op: An operator (``torch.ops.….default``), custom ones too, or several.
+        op: An operator (``torch.ops.….default``), also a custom one, or several.
 
     Raises:
         OperatorError: ``op`` is no operator.
@@ -95,7 +100,11 @@ def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Fun
 
 
 class RegisteredPlan:
-    """Do what a sharding function says. It may read floats, by whose values plans are not kept elsewhere."""
+    """Runs an operator as its sharding function defines.
+
+    The function may depend on the values of floats. Other plans are cached without these, so this one has a cache of
+    its own, by the floats among the arguments.
+    """
 
     route = "rule"
     calls = 0
@@ -118,13 +127,13 @@ class RegisteredPlan:
 
 
 def _floats_in(values: Sequence[Any]) -> list[float | complex]:
-    found: list[float | complex] = []
+    floats: list[float | complex] = []
     for value in values:
         if isinstance(value, list | tuple):
-            found += _floats_in(value)
+            floats += _floats_in(value)
         elif isinstance(value, float | complex):
-            found.append(value)
-    return found
+            floats.append(value)
+    return floats
 
 
 def _plan(call: Call, function: Function) -> Plan:
@@ -132,10 +141,10 @@ def _plan(call: Call, function: Function) -> Plan:
     specs = [OperandSpec(one.shape, one.dtype, one.device_mesh, one.placements) for one in tensors]
     args, kwargs = with_tensors(call.args, call.kwargs, specs)
     signature = signature_of(call.func)
-    made = on_meta(call.func, call.args, call.kwargs, tensors)
-    results = list(tensors_in([made]))
+    output = on_meta(call.func, call.args, call.kwargs, tensors)
+    results = list(tensors_in([output]))
     ranks = [one.ndim for one in results], [one.ndim for one in tensors]
-    rows = [_row(call, given, ranks) for given in function(*args, **kwargs)]
+    rows = [_row(call, pair, ranks) for pair in function(*args, **kwargs)]
     written = [number for number, one in enumerate(tensors) if _is_among(one, call, signature.written)]
     rows.append(([Replicate()] * len(results), [Replicate()] * len(tensors)))
     choice = _Operation(tensors, results, written).choice(rows)
@@ -147,7 +156,7 @@ def _plan(call: Call, function: Function) -> Plan:
 
 
 class _RowPlan(RulePlan):
-    """As its base; any argument may be written to, and results must be pieces of what is made of the whole."""
+    """As `RulePlan`, for any written arguments. Checks that each result has the shape of its device's piece."""
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         for tensor in self._written(args, kwargs):
@@ -180,9 +189,9 @@ def _is_among(tensor: DTensor, call: Call, names: Sequence[str]) -> bool:
     return any(tensor is one for one in tensors_in([call[name] for name in names]))
 
 
-def _row(call: Call, given: Any, ranks: tuple[list[int], list[int]]) -> tuple[list[Placement], list[Placement]]:
-    """Return a pair without what stands for no tensor, dims counted from the front."""
-    sides = [[one for one in side if one is not None] for side in given]
+def _row(call: Call, pair: Any, ranks: tuple[list[int], list[int]]) -> tuple[list[Placement], list[Placement]]:
+    """Return a checked pair: without None, and with dims counted from the front."""
+    sides = [[one for one in side if one is not None] for side in pair]
     wrong = [one for side in sides for one in side if not isinstance(one, Placement)]
     if wrong:
         raise LayoutError(f"sharding of {call.func}: got {wrong[0]!r}, expected a placement or None")
@@ -192,7 +201,7 @@ def _row(call: Call, given: Any, ranks: tuple[list[int], list[int]]) -> tuple[li
             f"sharding of {call.func}: got placements for {len(outputs)} results and {len(inputs)} tensors, expected "
             f"{len(ranks[0])} and {len(ranks[1])}"
         )
-    counted = [[_counted(call, *pair) for pair in zip(*both, strict=True)] for both in zip(sides, ranks, strict=True)]
+    counted = [[_counted(call, *one) for one in zip(*both, strict=True)] for both in zip(sides, ranks, strict=True)]
     return counted[0], counted[1]
 
 
@@ -206,12 +215,12 @@ def _counted(call: Call, placement: Placement, rank: int) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """What is chosen for.
+    """An operator call for which to choose layouts.
 
     Args:
         tensors: The arguments that are tensors.
-        results: The results, without values.
-        written: Which of the tensors are written to.
+        results: The results, as meta tensors.
+        written: Numbers of the tensors that the operator writes to.
     """
 
     tensors: Sequence[DTensor]
@@ -219,55 +228,57 @@ class _Operation:
     written: Sequence[int]
 
     def choice(self, rows: Sequence[tuple[list[Placement], list[Placement]]]) -> Choice | None:
-        """Return the cheapest layouts, axis by axis; None if none leave what is written where it is."""
+        """Return the cheapest layouts, chosen axis by axis; None if no layouts leave written tensors where they are."""
         mesh = self.tensors[0].device_mesh
-        taken: list[tuple[list[Placement], list[Placement]]] = []
+        chosen: list[tuple[list[Placement], list[Placement]]] = []
         for axis in range(mesh.ndim):
-            fitting = [row for row in rows if self._fits(row, taken, mesh)]
+            fitting = [row for row in rows if self._fits(row, chosen, mesh)]
             if not fitting:
                 return None
-            taken.append(min(fitting, key=lambda row: self._cost(row, axis, mesh.size(axis))))
+            chosen.append(min(fitting, key=lambda row: self._cost(row, axis, mesh.size(axis))))
         operands = [
-            Layout.from_placements(mesh, [row[1][place] for row in taken], tensor.ndim)
-            for place, tensor in enumerate(self.tensors)
+            Layout.from_placements(mesh, [row[1][number] for row in chosen], tensor.ndim)
+            for number, tensor in enumerate(self.tensors)
         ]
         results = [
-            Layout.from_placements(mesh, [row[0][place] for row in taken], result.ndim)
-            for place, result in enumerate(self.results)
+            Layout.from_placements(mesh, [row[0][number] for row in chosen], result.ndim)
+            for number, result in enumerate(self.results)
         ]
-        if any(operands[place] != self.tensors[place].layout for place in self.written):
+        if any(operands[number] != self.tensors[number].layout for number in self.written):
             return None
         moved = [
             None if layout == tensor.layout else layout for layout, tensor in zip(operands, self.tensors, strict=True)
         ]
         return Choice(tuple(moved), tuple(results))
 
-    def _fits(self, row: Any, taken: Sequence[Any], mesh: Mesh) -> bool:
-        """Whether every piece has elements, and what is written, which is what results are then, stays."""
+    def _fits(self, row: Any, chosen: Sequence[Any], mesh: Mesh) -> bool:
+        """Whether every shard has elements, and written tensors (which are the results then) keep their placements."""
         outputs, inputs = row
-        axis = len(taken)
-        for place in self.written:
-            held = self.tensors[place].placements[axis]
-            if inputs[place] != held or any(output != held for output in outputs):
+        axis = len(chosen)
+        for number in self.written:
+            present = self.tensors[number].placements[axis]
+            if inputs[number] != present or any(output != present for output in outputs):
                 return False
         for side, shaped in ((0, self.results), (1, self.tensors)):
-            for place, tensor in enumerate(shaped):
-                placement = row[side][place]
-                if isinstance(placement, Shard):
-                    before = [mesh.size(other) for other, one in enumerate(taken) if one[side][place] == placement]
-                    if not is_filled(tensor.shape[placement.dim], (*before, mesh.size(axis))):
+            for number, tensor in enumerate(shaped):
+                new = row[side][number]
+                if isinstance(new, Shard):
+                    before = [mesh.size(other) for other, one in enumerate(chosen) if one[side][number] == new]
+                    if not is_filled(tensor.shape[new.dim], (*before, mesh.size(axis))):
                         return False
         return True
 
     def _cost(self, row: Any, axis: int, size: int) -> float:
-        """Return what bringing the tensors there costs, and the reductions that results wait for."""
+        """Return the cost of redistributing the tensors, and of the reductions that are then pending in the results."""
         outputs, inputs = row
         moves = [
-            (_held(tensor.placements[axis]), _held(wanted), tensor)
-            for tensor, wanted in zip(self.tensors, inputs, strict=True)
+            (_shard_or_op(tensor.placements[axis]), _shard_or_op(placement), tensor)
+            for tensor, placement in zip(self.tensors, inputs, strict=True)
         ]
         due = [
-            (_held(one), None, result) for one, result in zip(outputs, self.results, strict=True) if one.is_partial()
+            (_shard_or_op(one), None, result)
+            for one, result in zip(outputs, self.results, strict=True)
+            if one.is_partial()
         ]
         return sum(
             move_cost(source, target, size, tensor.numel() * tensor.element_size())
@@ -275,7 +286,8 @@ class _Operation:
         )
 
 
-def _held(placement: Placement) -> int | str | None:
+def _shard_or_op(placement: Placement) -> int | str | None:
+    """Return the dim of a shard, the op of a term, and None for a replica, as `move_cost` takes them."""
     if isinstance(placement, Partial):
         return placement.reduce_op
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None

@@ -1,8 +1,12 @@
-"""Attention of a sequence that is split over clients: keys and values go round in a ring.
+"""Ring attention: attention of a sequence that is split over clients, whose keys and values go round in a ring.
 
-Each client attends from its own queries to the keys and values that are passing by. Parts of a softmax are put together
-by their logarithms of sums (Liu et al., Ring Attention, arXiv:2310.01889). A client has one or two runs of positions; a
-pair of runs is attended to fully, causally (a run to itself) or not at all, so no masks are made.
+    step 0    client 0: keys 0    client 1: keys 1    client 2: keys 2        each client keeps its own queries;
+    step 1    client 0: keys 2    client 1: keys 0    client 2: keys 1        at each step they attend to the keys
+    step 2    client 0: keys 1    client 1: keys 2    client 2: keys 0        and values that the client has then
+
+The parts of each softmax are merged by their logarithms of sums (Liu et al., Ring Attention, arXiv:2310.01889). A
+client has one or two runs of positions. Queries of one run attend to the keys of another fully, causally (a run to
+itself) or not at all, so no masks are made.
 """
 
 from __future__ import annotations
@@ -20,32 +24,41 @@ from dtckpt.comm.collectives import Collectives, Work, collectives_of
 from dtckpt.comm.process_groups import message_memory
 
 Run = tuple[int, int]
-"""Start and stop of positions that follow each other."""
+"""Start and stop of consecutive positions of the sequence."""
 
 _ROWS = 1024
-"""Queries whose scores are in memory at once."""
+"""Number of queries whose scores are in memory at once."""
 
 
-def runs_of(length: int, place: int, count: int, *, is_balanced: bool = True) -> list[Run]:
-    """Return the positions of the sequence that one of ``count`` clients has, in the order in which it has them.
+def runs_of(length: int, position: int, count: int, *, is_balanced: bool = True) -> list[Run]:
+    """Return the runs of the sequence that one client has, in the order in which it has them.
 
-    Balanced, the sequence is cut into ``2 * count`` chunks, and a client has the chunk at its place from the front and
-    that from the back, so that causal attention is the same work for all. Chunks are cut as ``torch.chunk`` does.
+    Balanced, the sequence is cut into ``2 * count`` chunks, as by ``torch.chunk``. A client has one chunk counted from
+    the front and one counted from the back, so that causal attention is the same work for all:
+
+        chunks    0 1 2 3 4 5
+        clients   0 1 2 2 1 0
+
+    Args:
+        length: Of the sequence.
+        position: Of the client in the ring.
+        count: Number of clients.
+        is_balanced: Otherwise, each client has one chunk of ``count``.
     """
-    pieces = 2 * count if is_balanced else count
-    chunk = -(-length // pieces)
-    places = (place, pieces - 1 - place) if is_balanced else (place,)
-    return [(min(length, chunk * index), min(length, chunk * (index + 1))) for index in places]
+    num_chunks = 2 * count if is_balanced else count
+    size = -(-length // num_chunks)
+    chunks = (position, num_chunks - 1 - position) if is_balanced else (position,)
+    return [(min(length, size * chunk), min(length, size * (chunk + 1))) for chunk in chunks]
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The clients of a sequence, in its order.
+    """The clients that a sequence is split over.
 
     Args:
-        clients: By place.
-        client: This one.
-        device: This client's.
+        clients: In the order of the ring.
+        client: This client.
+        device: This client's device.
     """
 
     clients: tuple[int, ...]
@@ -53,81 +66,88 @@ class Ring:
     device: torch.device
 
     @property
-    def place(self) -> int:
-        """This client's place."""
+    def position(self) -> int:
+        """This client's position in the ring."""
         return self.clients.index(self.client)
 
     @property
     def message_device(self) -> torch.device:
-        """Where messages lie."""
+        """The device on which messages lie."""
         return self.device if message_memory(self.device.type) == self.device.type else torch.device("cpu")
 
     @property
     def collectives(self) -> Collectives:
-        """What carries messages among the clients."""
+        """Collectives among the clients."""
         return collectives_of(self.clients, self.client, self.message_device)
 
     @contextmanager
-    def passing(self) -> Iterator[Callable[..., Passing]]:
-        """Yield `pass_on`; what it has begun is abandoned if the body fails."""
-        begun: list[Work] = []
+    def shifts(self) -> Iterator[Callable[..., RingShift]]:
+        """Yield `shift` for a ``with`` block; if the block fails, all shifts that it began are abandoned."""
+        works: list[Work] = []
 
-        def pass_on(tensors: Sequence[torch.Tensor], lengths: Sequence[int], step: int, tag: int) -> Passing:
-            passing = self.pass_on(tensors, lengths, step, tag)
-            begun.append(passing.work)
-            return passing
+        def shift(tensors: Sequence[torch.Tensor], lengths: Sequence[int], step: int, tag: int) -> RingShift:
+            shifting = self.shift(tensors, lengths, step, tag)
+            works.append(shifting.work)
+            return shifting
 
         try:
-            yield pass_on
+            yield shift
         except BaseException:
-            for work in begun:
+            for work in works:
                 work.abandon()
             raise
 
-    def pass_on(self, tensors: Sequence[torch.Tensor], lengths: Sequence[int], step: int, tag: int) -> Passing:
-        """Start to give to the next client what came from the one ``step`` places back, and take from the one before.
+    def shift(self, tensors: Sequence[torch.Tensor], lengths: Sequence[int], step: int, tag: int) -> RingShift:
+        """Start to send tensors to the next client of the ring, and to receive those of the client before.
 
         Args:
-            tensors: Of shape (…, length, …) with the length third from the front.
-            lengths: Of the sequence on every client, by place.
-            step: How many places the tensors have come.
-            tag: Keeps apart what is under way together.
+            tensors: Of shape (batch, heads, length, features), from the client ``step`` positions before.
+            lengths: Length of every client's part of the sequence, by position in the ring.
+            step: How many positions the tensors have come already.
+            tag: Keeps apart messages that are in flight together.
         """
         count = len(self.clients)
-        coming = lengths[(self.place - step - 1) % count]
-        where = self.message_device
-        rooms = [one.new_empty((*one.shape[:2], coming, *one.shape[3:]), device=where) for one in tensors]
-        given = [one.contiguous().to(where) for one in tensors]
-        after, before = self.clients[(self.place + 1) % count], self.clients[(self.place - 1) % count]
-        work = self.collectives.exchange([(after, one) for one in given], [(before, room) for room in rooms], tag)
-        return Passing(work, rooms, given, tensors[0].device)
+        length = lengths[(self.position - step - 1) % count]
+        device = self.message_device
+        buffers = [one.new_empty((*one.shape[:2], length, *one.shape[3:]), device=device) for one in tensors]
+        sent = [one.contiguous().to(device) for one in tensors]
+        after, before = self.clients[(self.position + 1) % count], self.clients[(self.position - 1) % count]
+        work = self.collectives.exchange([(after, one) for one in sent], [(before, each) for each in buffers], tag)
+        return RingShift(work, buffers, sent, tensors[0].device)
 
 
 @dataclass(frozen=True, slots=True)
-class Passing:
-    """Tensors on their way around the ring."""
+class RingShift:
+    """Tensors on their way to the next client of the ring.
+
+    Args:
+        work: The exchange under way.
+        buffers: Where the tensors of the client before arrive.
+        sent: This client's messages, kept until they are sent.
+        device: The device on which received tensors are returned.
+    """
 
     work: Work
-    rooms: list[torch.Tensor]
-    given: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    sent: list[torch.Tensor]
     device: torch.device
 
-    def arrived(self) -> list[torch.Tensor]:
-        """Return what came, when it is there, on the device where tensors are wanted."""
+    def wait(self) -> list[torch.Tensor]:
+        """Return the tensors of the client before when they have arrived."""
         self.work.wait()
-        return [room.to(self.device) for room in self.rooms]
+        return [buffer.to(self.device) for buffer in self.buffers]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Who has which positions, and who attends to whom.
+class RingSchedule:
+    """Which positions each client has, and which runs attend to which at each step.
 
     Args:
         ring: The clients.
-        queries: Runs of every client's queries, by place.
-        keys: Runs of every client's keys and values, by place.
-        is_causal: Whether a position attends to those up to itself only.
-        scale: Of scores.
+        queries: Runs of every client's queries, by position in the ring.
+        keys: Runs of every client's keys and values, by position in the ring.
+        is_causal: Whether a position attends only to those up to itself.
+        scale: Factor of scores.
     """
 
     ring: Ring
@@ -142,105 +162,123 @@ class Plan:
         return [sum(stop - start for start, stop in runs) for runs in self.keys]
 
     def pairs(self, step: int) -> list[tuple[slice, slice, bool]]:
-        """Return what attends to what on this client when keys have come ``step`` places: rows, columns, causally."""
-        place = self.ring.place
-        source = (place - step) % len(self.keys)
-        found = []
-        for rows, query in zip(_slices(self.queries[place]), self.queries[place], strict=True):
+        """Return which of this client's queries attend to which of the keys that it has at a step.
+
+        Returns:
+            Rows of the queries, columns of the keys, and whether they attend causally, for every pair of runs.
+        """
+        position = self.ring.position
+        source = (position - step) % len(self.keys)
+        pairs = []
+        for rows, query in zip(_slices(self.queries[position]), self.queries[position], strict=True):
             for columns, key in zip(_slices(self.keys[source]), self.keys[source], strict=True):
                 is_empty = rows.start == rows.stop or columns.start == columns.stop
                 if is_empty or (self.is_causal and key[0] > query[0]):
                     continue
-                found.append((rows, columns, self.is_causal and key == query))
-        return found
+                pairs.append((rows, columns, self.is_causal and key == query))
+        return pairs
 
 
 def _slices(runs: Sequence[Run]) -> list[slice]:
-    """Return where runs lie in what a client has."""
-    found, at = [], 0
+    """Return where each run lies in the client's part of the sequence."""
+    slices, offset = [], 0
     for start, stop in runs:
-        found.append(slice(at, at + stop - start))
-        at += stop - start
-    return found
+        slices.append(slice(offset, offset + stop - start))
+        offset += stop - start
+    return slices
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention of this client's queries to all keys; tensors of shape (batch, heads, length, features).
+    """Attention of this client's queries to the keys of all clients.
+
+    Query, key and value are of shape (batch, heads, length, features). In the backward pass keys and values go round
+    again, and their gradients follow them: each client adds its part and shifts them on, and the last shift brings them
+    home.
 
     Collective: Over the ring's clients, forward and backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, schedule: RingSchedule
+    ) -> torch.Tensor:
         precise = _precise(query.dtype)
         out = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=precise)
         sums = query.new_full(query.shape[:3], -math.inf, dtype=precise)
-        held, count = [key, value], len(plan.ring.clients)
-        with plan.ring.passing() as pass_on:
+        pair, count = [key, value], len(schedule.ring.clients)
+        with schedule.ring.shifts() as shift:
             for step in range(count):
-                passing = pass_on(held, plan.lengths, step, 0) if step < count - 1 else None
-                for rows, columns, is_causal in plan.pairs(step):
+                shifting = shift(pair, schedule.lengths, step, 0) if step < count - 1 else None
+                for rows, columns, is_causal in schedule.pairs(step):
                     for part in _blocks(rows):
                         first = part.start - rows.start if is_causal else None
-                        weights = _scores(query[:, :, part], held[0][:, :, columns], plan.scale, first)
-                        _merge(out[:, :, part], sums[:, :, part], weights, held[1][:, :, columns].to(precise))
-                held = passing.arrived() if passing else held
+                        weights = _scores(query[:, :, part], pair[0][:, :, columns], schedule.scale, first)
+                        _merge(out[:, :, part], sums[:, :, part], weights, pair[1][:, :, columns].to(precise))
+                pair = shifting.wait() if shifting else pair
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, sums)
-        ctx.plan = plan
+        ctx.schedule = schedule
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, out, sums = ctx.saved_tensors
-        plan: Plan = ctx.plan
+        schedule: RingSchedule = ctx.schedule
         precise = out.dtype
         gradient = gradient.to(precise)
         delta = (gradient * out).sum(-1, keepdim=True)
-        of_query = torch.zeros_like(query, dtype=precise)
-        held, count = [key, value], len(plan.ring.clients)
+        query_gradient = torch.zeros_like(query, dtype=precise)
+        pair, count = [key, value], len(schedule.ring.clients)
         summed: list[torch.Tensor] = []
-        travelling: Passing | None = None
-        with plan.ring.passing() as pass_on:
+        gradients: RingShift | None = None
+        with schedule.ring.shifts() as shift:
             for step in range(count):
-                passing = pass_on(held, plan.lengths, step, 0) if step < count - 1 else None
-                own = [torch.zeros_like(one, dtype=precise) for one in held]
-                for rows, columns, is_causal in plan.pairs(step):
-                    near, far = held[0][:, :, columns].to(precise), held[1][:, :, columns].to(precise)
+                shifting = shift(pair, schedule.lengths, step, 0) if step < count - 1 else None
+                own = [torch.zeros_like(one, dtype=precise) for one in pair]
+                for rows, columns, is_causal in schedule.pairs(step):
+                    keys, values = pair[0][:, :, columns].to(precise), pair[1][:, :, columns].to(precise)
                     for part in _blocks(rows):
                         first = part.start - rows.start if is_causal else None
-                        scores = _scores(query[:, :, part], near, plan.scale, first)
+                        scores = _scores(query[:, :, part], keys, schedule.scale, first)
                         weights = (scores - sums[:, :, part, None]).exp_()
                         upper = gradient[:, :, part]
                         own[1][:, :, columns] += weights.mT @ upper
-                        inner = weights.mul_(upper @ far.mT - delta[:, :, part]).mul_(plan.scale)
-                        of_query[:, :, part] += inner @ near
+                        inner = weights.mul_(upper @ values.mT - delta[:, :, part]).mul_(schedule.scale)
+                        query_gradient[:, :, part] += inner @ keys
                         own[0][:, :, columns] += inner.mT @ query[:, :, part].to(precise)
-                if travelling is not None:
-                    own = [mine.add_(came) for mine, came in zip(own, travelling.arrived(), strict=True)]
+                if gradients is not None:
+                    own = [mine.add_(received) for mine, received in zip(own, gradients.wait(), strict=True)]
                 summed = own
                 if count > 1:
-                    travelling = pass_on(own, plan.lengths, step, 1)
-                held = passing.arrived() if passing else held
-            if travelling is not None:
-                summed = travelling.arrived()
-        of_key, of_value = summed
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None
+                    gradients = shift(own, schedule.lengths, step, 1)
+                pair = shifting.wait() if shifting else pair
+            if gradients is not None:
+                summed = gradients.wait()
+        key_gradient, value_gradient = summed
+        return query_gradient.to(query.dtype), key_gradient.to(key.dtype), value_gradient.to(value.dtype), None
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums are formed."""
+    """Return the dtype in which sums are computed."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _blocks(rows: slice) -> list[slice]:
-    """Return rows in blocks, whose scores are in memory one after the other."""
+    """Return rows cut into blocks; the scores of one block are in memory at a time."""
     return [slice(start, min(start + _ROWS, rows.stop)) for start in range(rows.start, rows.stop, _ROWS)]
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, first: int | None) -> torch.Tensor:
-    """Return scores; where queries are the keys' positions from ``first`` on, minus infinity for later keys."""
+    """Return the scores of queries and keys, of shape (batch, heads, queries, keys).
+
+    Args:
+        query: Queries, of shape (batch, heads, queries, features).
+        key: Keys, of shape (batch, heads, keys, features).
+        scale: Factor of scores.
+        first: For causal attention of a run to itself, the position of the first query in the run. Scores of later
+            keys are minus infinity.
+    """
     precise = _precise(query.dtype)
     scores = (query.to(precise) * scale) @ key.to(precise).mT
     if first is not None:
@@ -251,7 +289,14 @@ def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, first: int | N
 
 
 def _merge(out: torch.Tensor, sums: torch.Tensor, scores: torch.Tensor, value: torch.Tensor) -> None:
-    """Take more keys into account: update outputs, and logarithms of sums, in place."""
+    """Merge the attention to more keys into outputs and logarithms of sums, in place.
+
+    Args:
+        out: Outputs so far, of shape (batch, heads, queries, features).
+        sums: Logarithms of the sums of exponentials so far, of shape (batch, heads, queries).
+        scores: Of the queries and the new keys; overwritten.
+        value: Values of the new keys, of shape (batch, heads, keys, features).
+    """
     fresh = scores.logsumexp(-1)
     both = torch.logaddexp(sums, fresh)
     weights = scores.sub_(both[..., None]).exp_()

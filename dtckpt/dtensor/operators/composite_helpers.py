@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.autograd import gradient_layout
+from dtckpt.dtensor.derived_layouts import gradient_layout
 from dtckpt.dtensor.operators.operands import brought
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})

@@ -78,7 +78,7 @@ def _tell(error: Exception, func: Operator, tensors: Sequence[DTensor]) -> None:
     error.is_told = True  # type: ignore[attr-defined]  # by the innermost of the operators that this goes through
     failure = ClientFailedError(f"operator {func}: {type(error).__name__}: {error}")
     with suppress(DtckptError, RuntimeError):  # nobody is there to be told
-        execute.tell(failure, [tensors[0].device_mesh])
+        execute.report_error(failure, [tensors[0].device_mesh])
 
 
 def _describe(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> bool:
@@ -128,7 +128,7 @@ def _common_mesh(func: Operator, tensors: Sequence[DTensor]) -> Any:
             "moves a DTensor to another mesh"
         )
         for mesh in {mesh.clients: mesh for mesh in meshes}.values():
-            if execute.tell(error, [mesh]):
+            if execute.report_error(error, [mesh]):
                 break
         raise error
     return next(iter(meshes))

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from dtckpt.dtensor import autograd
+from dtckpt.dtensor import derived_layouts, redistribute
 from dtckpt.dtensor.operators.tensor_spec import Spec, contiguous_stride, spec, wrapped
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.layout import Layout
@@ -35,7 +35,7 @@ def brought(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> lis
         with torch.no_grad():
             chosen = [tensors[number] for number in changing]
             wanted = [layout for layout in (layouts[number] for number in changing) if layout is not None]
-            for number, moved in zip(changing, autograd.redistribute_all(chosen, wanted), strict=True):
+            for number, moved in zip(changing, redistribute.redistribute_all(chosen, wanted), strict=True):
                 result[number] = moved
     return result
 
@@ -94,7 +94,7 @@ def _with_strides(made: DTensor, like: DTensor) -> DTensor:
 
 def replicated_layout(mesh: Mesh, ndim: int) -> Layout:
     """Return the layout of a tensor that every device holds whole."""
-    return autograd.from_placements(mesh, None, ndim)
+    return derived_layouts.cached_layout(mesh, None, ndim)
 
 
 def part(tensor: DTensor) -> None:

@@ -1,4 +1,8 @@
-"""Keys of random operations, drawn alike by all clients of a mesh, and checked to be alike."""
+"""Keys of random operations: all clients of a mesh draw the same ones, and check from time to time that they do.
+
+Each client draws from its own generator, without communicating. If the generators were seeded differently, the clients
+take the first one's keys; if they drew differently later, that is an error on all.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,16 @@ from dtckpt.layout.mesh import Mesh
 _LOG = logging.getLogger("dtckpt.dtensor.randomness")
 
 FIRST_COMPARED = 4
-"""So many of the first keys are compared one by one: clients that were seeded differently show at once."""
+"""This many first keys are compared one by one, so clients that were seeded differently find out at once."""
 COMPARED_EVERY = 64
-"""Later on, all keys since the last comparison are compared together: clients that went apart show soon."""
+"""After that, every so many keys are compared together, so clients that drew differently find out soon."""
 
 
 def draw_key(generator: torch.Generator | None = None) -> int:
-    """Return a number from 0 to 2**63 - 1, drawn from a generator, default torch's own of the CPU.
+    """Draw a number from 0 to 2**63 - 1 from a generator, default torch's own of the CPU.
 
-    So ``torch.manual_seed`` and saved generator states determine all that follows. One draw, whatever it is for.
+    It is one draw, whatever the key is for. So ``torch.manual_seed`` and saved generator states determine all random
+    tensors.
 
     Raises:
         RandomParameterError: A CUDA graph is being captured: the key is drawn on the host, so every replay would
@@ -45,10 +50,10 @@ def draw_key(generator: torch.Generator | None = None) -> int:
 
 
 def agreed_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
-    """Return a key from `draw_key`, which every client of a mesh draws for itself, in the same order.
+    """Return a key that is the same on all clients of a mesh, from `draw_key`. All of them call this in the same order.
 
-    Clients whose generators differ from the first draw on, as without ``torch.manual_seed``, all take the key of the
-    first of them, draw by draw, until their keys are the same.
+    If the generators differ from the first draw on, as without ``torch.manual_seed``, all clients take the key of the
+    first one, draw by draw, until their keys are the same.
 
     Collective: Over the mesh's clients, if there are several and a process group connects them, at the first
     `FIRST_COMPARED` draws among these clients and at every `COMPARED_EVERY`-th, or at every draw if their generators
@@ -61,19 +66,19 @@ def agreed_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
     """
     key = draw_key(generator)
     if mesh.num_clients > 1 and not mesh.is_remote() and is_connected(mesh.clients):
-        return _tally_of(mesh.clients).add(key)
+        return _history_of(mesh.clients).add(key)
     return key
 
 
 @dataclass
-class _Tally:
-    """The keys that this client has drawn together with some others.
+class _KeyHistory:
+    """The keys that this client has drawn together with others.
 
     Args:
-        clients: Them and this one.
-        count: How many keys there were, since generators agree.
-        digest: Of the keys.
-        has_warned: Whether it was said that generators differ.
+        clients: The clients, this one among them.
+        count: Number of keys since the generators agree.
+        digest: Digest of these keys.
+        has_warned: Whether this client has warned that generators differ.
     """
 
     clients: tuple[int, ...]
@@ -82,16 +87,16 @@ class _Tally:
     has_warned: bool = False
 
     def add(self, key: int) -> int:
-        """Count a key, compare if it is time, and return the key that counts. Collective then."""
+        """Add a key, compare keys if that is due (collective then), and return the key that all clients use."""
         self.count += 1
         self.digest = hashlib.blake2b(self.digest + key.to_bytes(8, "little"), digest_size=16).digest()
         if self.count > FIRST_COMPARED and self.count % COMPARED_EVERY:
             return key
-        facts = self._gathered(key)
-        if len({digest for digest, _ in facts}) == 1:
+        gathered = self._gather(key)
+        if len({digest for digest, _ in gathered}) == 1:
             return key
         if self.count > 1:
-            self._refuse([digest for digest, _ in facts])
+            self._refuse([digest for digest, _ in gathered])
         if not self.has_warned:
             self.has_warned = True
             _LOG.warning(
@@ -101,10 +106,10 @@ class _Tally:
                 self.clients[0],
             )
         self.count, self.digest = 0, b""
-        return facts[0][1]
+        return gathered[0][1]
 
-    def _gathered(self, key: int) -> list[tuple[Any, int]]:
-        """Return what each client has drawn since the last comparison, and its last key."""
+    def _gather(self, key: int) -> list[tuple[Any, int]]:
+        """Return every client's count and digest since the last comparison, and its last key."""
         try:
             return all_gather_object(((self.count, self.digest), key), self.clients)
         except RuntimeError as error:
@@ -117,7 +122,7 @@ class _Tally:
         by_digest: defaultdict[Any, list[int]] = defaultdict(list)
         for client, digest in zip(self.clients, digests, strict=True):
             by_digest[digest].append(client)
-        # Seeded anew, clients are to agree again, and be compared soon.
+        # Clients that are seeded anew should agree again; the next keys are compared one by one.
         self.count, self.digest = 0, b""
         sets = capped((f"[{capped(clients)}]" for clients in by_digest.values()), 4)
         raise GeneratorMismatchError(
@@ -127,9 +132,9 @@ class _Tally:
         )
 
 
-# By default process group, so that what belongs to one that ended goes with it.
-_tallies: WeakKeyDictionary[Any, dict[tuple[int, ...], _Tally]] = WeakKeyDictionary()
+# By default process group, so that the histories of one that has ended go with it.
+_histories: WeakKeyDictionary[Any, dict[tuple[int, ...], _KeyHistory]] = WeakKeyDictionary()
 
 
-def _tally_of(clients: tuple[int, ...]) -> _Tally:
-    return _tallies.setdefault(dist.group.WORLD, {}).setdefault(clients, _Tally(clients))
+def _history_of(clients: tuple[int, ...]) -> _KeyHistory:
+    return _histories.setdefault(dist.group.WORLD, {}).setdefault(clients, _KeyHistory(clients))

@@ -1,8 +1,8 @@
 """Random bits by position: Philox4x64-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC11).
 
-Block ``b`` of the stream of a key is what the cipher makes of the counter ``(b, 0, 0, 0)`` with the key ``(key, 0)``:
-four words of 64 bits. Narrower words are parts of those, the low ones first. NumPy makes them on CPUs, where it is
-several times as fast as integer operations of torch, which make them on all other devices.
+Block ``b`` of the stream of a key is the cipher's output for the counter ``(b, 0, 0, 0)`` and the key ``(key, 0)``:
+four words of 64 bits. Narrower words are parts of those, the low ones first. On CPUs NumPy computes the blocks, several
+times as fast as integer operations of torch, which compute them on all other devices.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _COUNTERS = 1 << 256
 
 
 class Stream(Protocol):
-    """The blocks of one key. Not to be shared between threads."""
+    """The blocks of one key. Threads must not share a stream."""
 
     def words(self, first: int, count: int) -> torch.Tensor:
-        """Return the words of ``count`` blocks, the first of which has number ``first``: int64, flat."""
+        """Return the words of ``count`` blocks from block ``first`` on, int64 and flat."""
 
 
 class _NumpyStream:
@@ -44,7 +44,7 @@ class _NumpyStream:
 
 
 class TensorStream:
-    """A `Stream` on any device, by torch's operations on integers."""
+    """A `Stream` on any device, by integer operations of torch."""
 
     def __init__(self, key: int, device: torch.device) -> None:
         self._key, self._device = key, device
@@ -54,7 +54,7 @@ class TensorStream:
         words = [torch.arange(first, first + count, device=self._device), zeros, zeros, zeros]
         key = (self._key, 0)
         for _ in range(_ROUNDS):
-            products = [multiply(words[place], by) for place, by in zip((0, 2), _MULTIPLIERS, strict=True)]
+            products = [multiply(words[index], by) for index, by in zip((0, 2), _MULTIPLIERS, strict=True)]
             (high0, low0), (high1, low1) = products
             words = [high1 ^ words[1] ^ signed(key[0]), low1, high0 ^ words[3] ^ signed(key[1]), low0]
             key = ((key[0] + _WEYL[0]) % _WORD, (key[1] + _WEYL[1]) % _WORD)
@@ -62,7 +62,7 @@ class TensorStream:
 
 
 def stream_of(key: int, device: torch.device) -> Stream:
-    """Return the quickest `Stream` for tensors on a device; ``key``: 0 to 2**64 - 1."""
+    """Return the fastest `Stream` for tensors on a device; ``key``: 0 to 2**64 - 1."""
     return _NumpyStream(key) if device.type == "cpu" else TensorStream(key, device)
 
 
@@ -74,7 +74,7 @@ def signed(word: int) -> int:
 def multiply(words: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the upper and the lower 64 bits of the products of unsigned words with one below 2**64.
 
-    int64 has the right lower bits of a product, and shifts that keep the sign; so products of halves are put together.
+    An int64 product has the right lower bits only, and shifts keep the sign. So products of halves are added up.
     """
     low, high = words & _LOW, _upper_half(words)
     by_low, by_high = by & _LOW, by >> 32

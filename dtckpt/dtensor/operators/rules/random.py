@@ -26,12 +26,12 @@ def refill(
 ) -> Any:
     """Fill a tensor with random numbers, in its own layout, and return it.
 
-    Collective: At some calls; see `randomness.agreed_key`. Where the tensor waits for a reduction, or is a view whose
+    Collective: At some calls; see `random.agreed_key`. Where the tensor waits for a reduction, or is a view whose
     values had to move, over the mesh's clients.
 
     Args:
         tensor: What to fill.
-        kind: See `randomness.KINDS`.
+        kind: See `random.DISTRIBUTIONS`.
         generator: Where the key is drawn; default torch's own of the CPU.
         known_key: The key, if it was drawn before.
         params: The kind's; a tensor ``p`` of the tensor's shape.

@@ -1,4 +1,15 @@
-"""Fill one device's part of a tensor: plan runs of global elements, make them block by block, cut the part out."""
+"""Fill a device's component of a random tensor, without what other devices hold.
+
+The random bits of an element follow from its row-major index in the global tensor. So a component is cut into boxes,
+each within a run of consecutive global elements; the run is computed as a whole, and the box copied out of it:
+
+    global tensor, row-major        run of one box              component
+    . . a b . .                     a b . . . .
+    . . c d . .        -->          c d             -->         a b
+    . . . . . .                                                 c d
+
+`pieces_of` plans the boxes; gaps that take less time to compute than to skip are computed too, and dropped.
+"""
 
 from __future__ import annotations
 
@@ -12,58 +23,63 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.random.distributions import GROUP, Draw, draw_of
+from dtckpt.dtensor.random.distributions import GROUP, Sampler, sampler_of
 from dtckpt.dtensor.random.philox import WORDS_PER_BLOCK, stream_of
 from dtckpt.errors import ComponentError, RandomParameterError, RegionError
 from dtckpt.layout.region import Region
 
 _HOST_BLOCK = 1 << 16
-"""Elements made at once on a CPU: calls are few, and they stay in its cache."""
+"""Elements computed at once on a CPU: enough for few calls, and few enough for its cache."""
 _DEVICE_BLOCK = 1 << 19
-"""Elements made at once elsewhere: words and what is computed on the way take some 100 bytes each."""
+"""Elements computed at once on other devices: each takes some 100 bytes, words and intermediate results."""
 _HOST_SEEK = 1 << 13
-"""Elements between runs that are made and thrown away rather than started anew behind them: it takes as long."""
+"""Longest gap, in elements, that is computed and dropped on a CPU: to start a new run takes as long."""
 _DEVICE_SEEK = _DEVICE_BLOCK
-"""The same elsewhere, where what takes long is to start: some 500 kernels a run."""
+"""The same on other devices, where the start takes long: some 500 kernels a run."""
 _MIN_SHARED = 1 << 17
-"""Fewer elements are not worth threads."""
+"""Components of fewer elements are filled by one thread."""
 
 
-def fill(kind: str, component: torch.Tensor, region: Region, shape: Sequence[int], key: int, **params: Any) -> None:
-    """Fill a device's part of a random tensor in place; the tensor follows from kind, shape, key and parameters alone.
+def fill(
+    distribution: str, component: torch.Tensor, region: Region, shape: Sequence[int], key: int, **params: Any
+) -> None:
+    """Fill a device's component of a random tensor in place.
 
-    A complex number is made of two elements, its real and its imaginary part; normal ones have variance ``std**2`` in
-    all, as torch's have. Takes no more memory than a few blocks of bounded size, nor longer than the whole tensor
-    would take. Nothing happens to tensors on the meta device.
+    The tensor follows from distribution, global shape, key and parameters alone, however it is sharded. A complex
+    number takes two elements, its real and its imaginary part; normal ones have variance ``std**2`` together, as
+    torch's have. Takes memory for a few blocks of bounded size, and no longer than the whole tensor would take. Nothing
+    happens to tensors on the meta device.
 
     Args:
-        kind: One of `KINDS`, with its parameters; ``p`` of bernoulli may be a tensor of the region's shape.
-        component: The part, any strides; of dtypes that the kind is made in.
-        region: What the part covers.
-        shape: Of the global tensor.
+        distribution: A key of `DISTRIBUTIONS`.
+        component: The component, of any strides, in a dtype of the distribution.
+        region: The region of the global tensor that the component is.
+        shape: Global shape.
         key: From `agreed_key`; 0 to 2**63 - 1.
-        params: See `KINDS`.
+        params: The distribution's parameters; ``p`` of bernoulli may be a tensor of the region's shape.
 
     Raises:
-        ComponentError: The part does not have the region's shape, or ``p`` does not.
+        ComponentError: The component does not have the region's shape, or ``p`` does not.
         RegionError: The region is not one of the global tensor.
-        RandomParameterError: The kind is unknown, or key or parameters are out of range.
-        DTypeError: The kind is not made in the part's dtype.
+        RandomParameterError: The distribution is unknown, or key or parameters are out of range.
+        DTypeError: The distribution has no numbers in the component's dtype.
     """
     _validate(component, region, shape, key)
     component = component.detach()
     if component.is_complex():
-        if kind == "normal":
+        if distribution == "normal":
             params["std"] = params.get("std", 1.0) / math.sqrt(2)
         component, shape = torch.view_as_real(component), (*shape, 2)
         region = Region((*region.offset, 0), (*region.shape, 2))
-    draw = draw_of(kind, component.dtype, params)
-    if draw.limit is not None and draw.limit.shape != component.shape:
-        raise ComponentError(f"p of bernoulli: got shape {tuple(draw.limit.shape)}, expected {tuple(component.shape)}")
+    sampler = sampler_of(distribution, component.dtype, params)
+    if sampler.threshold is not None and sampler.threshold.shape != component.shape:
+        raise ComponentError(
+            f"p of bernoulli: got shape {tuple(sampler.threshold.shape)}, expected {tuple(component.shape)}"
+        )
     if component.is_meta or not component.numel():
         return
     block, seek = (_HOST_BLOCK, _HOST_SEEK) if component.device.type == "cpu" else (_DEVICE_BLOCK, _DEVICE_SEEK)
-    _execute(draw, component, key, pieces_of(region, shape, block - 2 * GROUP, seek))
+    _fill_pieces(sampler, component, key, pieces_of(region, shape, block - 2 * GROUP, seek))
 
 
 def permutation(length: int, key: int, device: torch.device) -> torch.Tensor:
@@ -90,14 +106,14 @@ def _validate(component: torch.Tensor, region: Region, shape: Sequence[int], key
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of the part, and the run of global elements that it is cut out of.
+    """A box of the component, and the run of global elements that contains it.
 
     Args:
-        first: The box's first element, which is the run's.
+        first: Global row-major index of the box's first element, where the run starts.
         count: Elements of the run, up to the box's last one.
-        offset: Where the box stands in the part.
-        shape: The box's.
-        strides: The global tensor's: elements from one index to the next, in the run as well.
+        offset: First index of the box in the component.
+        shape: Shape of the box.
+        strides: Strides of the global tensor, in elements. Those of the box in the run are the same.
     """
 
     first: int
@@ -108,9 +124,13 @@ class Piece:
 
 
 def pieces_of(region: Region, shape: Sequence[int], block: int, seek: int = _HOST_SEEK) -> Iterator[Piece]:
-    """Yield boxes that make up a region that is not empty, each within a run of ``block`` elements at most.
+    """Yield the boxes of a region that is not empty, each within a run of ``block`` elements at most.
 
-    Runs follow each other where no more than ``seek`` elements lie between them.
+    Args:
+        region: The region.
+        shape: Global shape.
+        block: Most elements of a run.
+        seek: Longest gap between parts of one run, in elements.
     """
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     reach = [size - 1 for size in region.shape]
@@ -132,8 +152,8 @@ def pieces_of(region: Region, shape: Sequence[int], block: int, seek: int = _HOS
             else:
                 number = min(group, size - start)
                 box = ((1,) * dim) + (number, *rest[1:])
-                place = (*offset, start, *left[1:])
-                yield Piece(first + start * stride, (number - 1) * stride + inner, place, box, strides)
+                box_offset = (*offset, start, *left[1:])
+                yield Piece(first + start * stride, (number - 1) * stride + inner, box_offset, box, strides)
 
     return walk(0, sum(map(operator.mul, region.offset, strides)), ())
 
@@ -141,25 +161,25 @@ def pieces_of(region: Region, shape: Sequence[int], block: int, seek: int = _HOS
 # --- execution ---------------------------------------------------------------------------------------------------
 
 
-def _execute(draw: Draw, component: torch.Tensor, key: int, pieces: Iterator[Piece]) -> None:
-    """Make all pieces, on a CPU by as many threads as torch uses."""
-    taking = threading.Lock()
+def _fill_pieces(sampler: Sampler, component: torch.Tensor, key: int, pieces: Iterator[Piece]) -> None:
+    """Fill all pieces of a component, on a CPU by as many threads as torch uses."""
+    lock = threading.Lock()
     is_inference = component.is_inference()
 
-    def take() -> Piece | None:
-        with taking:
+    def next_piece() -> Piece | None:
+        with lock:
             return next(pieces, None)
 
     def work() -> None:
-        # Modes belong to threads: these must write as the calling one may.
+        # Modes belong to threads: these threads must be allowed to write wherever the calling one may.
         with torch.inference_mode(is_inference), torch.no_grad():
             stream = stream_of(key, component.device)
-            while (piece := take()) is not None:
+            while (piece := next_piece()) is not None:
                 first = piece.first // GROUP
                 groups = -(-(piece.first + piece.count) // GROUP) - first
-                blocks = GROUP * draw.bits // 64 // WORDS_PER_BLOCK
-                values = draw.values(stream.words(first * blocks, groups * blocks))
-                _place(values, piece, piece.first - first * GROUP, component, draw.limit)
+                blocks = GROUP * sampler.bits // 64 // WORDS_PER_BLOCK
+                values = sampler.from_words(stream.words(first * blocks, groups * blocks))
+                _copy_box(values, piece, piece.first - first * GROUP, component, sampler.threshold)
 
     num_threads = torch.get_num_threads() if component.device.type == "cpu" and component.numel() >= _MIN_SHARED else 1
     if num_threads == 1:
@@ -172,8 +192,10 @@ def _execute(draw: Draw, component: torch.Tensor, key: int, pieces: Iterator[Pie
             helper.result()
 
 
-def _place(values: torch.Tensor, piece: Piece, start: int, component: torch.Tensor, limit: torch.Tensor | None) -> None:
-    """Copy a piece's box from its run, which begins at ``start`` of the values, into the part."""
+def _copy_box(
+    values: torch.Tensor, piece: Piece, start: int, component: torch.Tensor, threshold: torch.Tensor | None
+) -> None:
+    """Copy a piece's box into the component, from its run, which begins at ``start`` of the values."""
     box = tuple(slice(begin, begin + size) for begin, size in zip(piece.offset, piece.shape, strict=True))
     numbers = values.as_strided(piece.shape, piece.strides, start)
-    component[box].copy_(numbers if limit is None else numbers < limit[box])
+    component[box].copy_(numbers if threshold is None else numbers < threshold[box])

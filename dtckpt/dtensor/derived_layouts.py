@@ -1,0 +1,62 @@
+"""Layouts and meshes that follow from others: of gradients, of placements, of the host of each client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from dtckpt.errors import LayoutTypeError
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.placement import Placement, Replicate
+
+
+def gradient_layout(layout: Layout) -> Layout:
+    """Return the layout of the gradient of a tensor in ``layout``: the same, but nothing is pending."""
+    return Layout(layout.sharding_specs, layout.mesh) if layout.partial else layout
+
+
+def cached_layout(mesh: Mesh, placements: Sequence[Placement] | None, ndim: int) -> Layout:
+    """Return a layout from placements, as `Layout.from_placements`; one that is asked for again is not made anew.
+
+    Args:
+        mesh: The mesh.
+        placements: One per mesh axis; None means replicated on all.
+        ndim: Rank of the tensor.
+
+    Raises:
+        LayoutTypeError: ``placements`` is no sequence of placements.
+        LayoutError: The placements do not fit the mesh or the rank.
+    """
+    if placements is None:
+        placements = (Replicate(),) * mesh.ndim
+    if not isinstance(placements, Sequence):
+        raise LayoutTypeError(f"placements: got {placements!r}, expected a sequence of one per axis")
+    if not all(isinstance(each, Placement) for each in placements):
+        return Layout.from_placements(mesh, placements, ndim)  # which raises a fitting error
+    return _layout(mesh, id(mesh), tuple(placements), ndim)
+
+
+@lru_cache(maxsize=4096)
+def _layout(mesh: Mesh, identity: int, placements: tuple[Placement, ...], ndim: int) -> Layout:
+    # Equal meshes may be seen from different clients of one process, and know different names and backends.
+    del identity
+    return Layout.from_placements(mesh, placements, ndim)
+
+
+def one_device_per_client(mesh: Mesh) -> Mesh:
+    """Return the mesh of every client's first device, on one axis."""
+    return _host_mesh(mesh, id(mesh))
+
+
+@lru_cache(maxsize=256)
+def _host_mesh(mesh: Mesh, identity: int) -> Mesh:
+    # Equal meshes may be seen from different clients of one process.
+    del identity
+    names = mesh.portable().global_devices()
+    first_id = mesh.min_global_device_id()
+    hosts = [names[mesh.devices_of(client)[0] - first_id] for client in mesh.clients]
+    own = [mesh.clients.index(mesh.client_of(device)) for device in mesh.local_device_ids()[:1]]
+    return Mesh(["client"], np.arange(len(hosts)), own, [hosts[index] for index in own], "", hosts)

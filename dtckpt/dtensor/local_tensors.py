@@ -1,0 +1,157 @@
+"""Convert between DTensors and plain tensors: `from_local`, `to_local`, `full_tensor`, components. Differentiable.
+
+    from_local, from_components             to_local, to_components            full_tensor
+    plain tensor(s) of each client   --->   DTensor   --->   plain tensor(s)   whole tensor on every client
+
+Gradients take the same way back. The gradient of a component is a component of the gradient, in a layout that the
+caller may choose; by default `gradient_layout` of the tensor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dtckpt.dtensor.components import pack
+from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout, one_device_per_client
+from dtckpt.dtensor.redistribute import redistribute
+from dtckpt.dtensor.tensor import DTensor, described
+from dtckpt.errors import ComponentError, LayoutError
+from dtckpt.layout.layout import Layout
+
+
+class _FromComponents(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, shape: tuple[int, ...], gradient: Layout, *parts: torch.Tensor) -> DTensor:
+        ctx.set_materialize_grads(False)  # torch would make plain zeros, which are no gradient of a DTensor
+        ctx.gradient, ctx.shapes, ctx.device = gradient, [part.shape for part in parts], parts[0].device
+        components = [] if layout.mesh.is_remote() else [part.view_as(part) for part in parts]
+        return DTensor(components, layout, shape, parts[0].dtype, device=ctx.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[Any, ...]:
+        if gradient is None:
+            return None, None, None, *(None for _ in ctx.shapes)
+        moved = redistribute(gradient, ctx.gradient)
+        if not moved.components:
+            zeros = (torch.zeros(shape, dtype=gradient.dtype, device=ctx.device) for shape in ctx.shapes)
+            return None, None, None, *zeros
+        return None, None, None, *to_components(moved, moved.layout)
+
+
+class _ToComponents(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, gradient: Layout) -> tuple[torch.Tensor, ...]:
+        ctx.gradient, ctx.shape = gradient, tuple(tensor.shape)
+        return tuple(component.view_as(component) for component in tensor.components)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        parts = [gradient.contiguous() for gradient in gradients]
+        return _from_components(ctx.gradient, ctx.shape, ctx.gradient, parts), None
+
+
+def _from_components(
+    layout: Layout, shape: tuple[int, ...], gradient: Layout, parts: Sequence[torch.Tensor]
+) -> DTensor:
+    tensor: DTensor = _FromComponents.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        layout, shape, gradient, *parts
+    )
+    return tensor
+
+
+def to_local(tensor: DTensor, gradient: Layout) -> torch.Tensor:
+    """Return this client's only component. Differentiable. A client outside the mesh gets a tensor of shape (0,).
+
+    Args:
+        tensor: The tensor.
+        gradient: The layout that the component's gradient is in.
+
+    Raises:
+        ComponentError: This client has several devices in the mesh.
+        LayoutError: The gradient's layout is on another mesh.
+    """
+    if len(tensor.components) > 1:
+        raise ComponentError(
+            f"to_local needs one local device; got {len(tensor.components)}; unpack returns every component"
+        )
+    parts = to_components(tensor, gradient)
+    return parts[0] if parts else torch.empty(0, dtype=tensor.dtype)
+
+
+def to_components(tensor: DTensor, gradient: Layout) -> tuple[torch.Tensor, ...]:
+    """Return this client's components, in `Mesh.local_devices` order. Differentiable.
+
+    Args:
+        tensor: The tensor.
+        gradient: The layout that the components' gradients are in.
+
+    Raises:
+        LayoutError: The gradient's layout is on another mesh.
+    """
+    if gradient.mesh != tensor.device_mesh:
+        raise LayoutError(f"gradient placements: got {described(gradient)}, expected {described(tensor.layout)}")
+    if not (torch.is_grad_enabled() and tensor.requires_grad and tensor.components):
+        return tensor.components
+    parts: tuple[torch.Tensor, ...] = _ToComponents.apply(  # type: ignore[no-untyped-call]  # as above
+        tensor, gradient
+    )
+    return parts
+
+
+def from_local(
+    local: torch.Tensor,
+    layout: Layout,
+    *,
+    shape: Sequence[int] | None = None,
+    gradient: Layout | None = None,
+    run_check: bool = False,
+) -> DTensor:
+    """Return the DTensor of which ``local`` is this client's component. Differentiable. See `DTensor.from_local`."""
+    return from_components([local], layout, shape=shape, gradient=gradient, run_check=run_check)
+
+
+def from_components(
+    parts: Sequence[torch.Tensor],
+    layout: Layout,
+    *,
+    shape: Sequence[int] | None = None,
+    gradient: Layout | None = None,
+    run_check: bool = False,
+) -> DTensor:
+    """Return the DTensor whose components on this client are ``parts``. Differentiable.
+
+    Collective: As `pack`, whose arguments and errors these are.
+
+    Args:
+        parts: One per local device, of the shapes that `pack` needs. On a client outside the mesh one, whose dtype
+            and device count.
+        layout: The tensor's layout.
+        shape: Global shape; None means that the clients find it together.
+        gradient: The layout that the components' gradients are in; default `gradient_layout` of ``layout``.
+        run_check: Compare the values of components that are copies of each other.
+    """
+    components = [] if layout.mesh.is_remote() else [part.detach() for part in parts]
+    packed = pack(components, layout, shape, run_check=run_check)
+    if not components:
+        packed = DTensor([], layout, packed.shape, parts[0].dtype, device=parts[0].device)
+    if not (torch.is_grad_enabled() and any(part.requires_grad for part in parts)):
+        return packed
+    placed = [part.to(component.device) for part, component in zip(parts, packed.components, strict=True)] or parts
+    return _from_components(layout, tuple(packed.shape), gradient or gradient_layout(layout), placed)
+
+
+def full_tensor(tensor: DTensor, gradient: Layout | None = None) -> torch.Tensor:
+    """Return the whole tensor as a plain one, with pending reductions done. Differentiable.
+
+    Collective: As `redistribute`.
+
+    Args:
+        tensor: The tensor.
+        gradient: The layout that the whole tensor's gradient is in, on `one_device_per_client`; default replicated.
+    """
+    hosts = one_device_per_client(tensor.device_mesh)
+    whole = redistribute(tensor, cached_layout(hosts, None, tensor.ndim))
+    return to_local(whole, whole.layout if gradient is None else gradient)
