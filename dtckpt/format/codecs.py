@@ -85,6 +85,7 @@ def zstd_bound(data: bytes) -> int:
             descriptor = data[position + 4] if magic == _FRAME else _NO_DESCRIPTOR
             if descriptor & _NO_DESCRIPTOR:
                 raise ValueError("no frame")
+            # The header: magic, descriptor, window unless it is a single segment, dictionary id, content size.
             is_single = descriptor >> 5 & 1
             content_nbytes = (is_single, 2, 4, 8)[descriptor >> 6]
             position += 5 + (1 - is_single) + (0, 1, 2, 4)[descriptor & 3] + content_nbytes
@@ -92,8 +93,10 @@ def zstd_bound(data: bytes) -> int:
             while not is_last:
                 header = data[position] | data[position + 1] << 8 | data[position + 2] << 16
                 is_last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
+                # A repeated block stores one byte; a compressed one states no size, but has a greatest one.
                 position += 3 + (1 if kind == _REPEATED else size)
                 total += size if kind in (_RAW, _REPEATED) else _ZSTD_BLOCK_NBYTES
+            # The checksum, if there is one.
             position += 4 * (descriptor >> 2 & 1)
         if position > len(data):
             raise ValueError("no end")

@@ -70,10 +70,12 @@ def content_share(elements: np.ndarray[Any, Any], shape: tuple[int, ...], region
         return 0
     runs = _Runs.of(shape, region, elements.itemsize)
     is_copied = runs.is_filled or runs.nbytes < _RUN_NBYTES or not elements.flags.c_contiguous
+    # Too much to copy at once: the shares of two halves make up that of the region.
     if is_copied and elements.nbytes // runs.nbytes * runs.copied_nbytes > _PART_NBYTES and elements.size > 1:
         halves = ((elements[half.relative_to(region).slices()], shape, half) for half in _halves(region))
         first, second = itertools.starmap(content_share, halves)
         return first ^ second
+    # Small gaps: fill them with zeros, so that there are fewer and longer runs.
     if runs.is_filled:
         inner = len(runs.lattice)
         offset = (*region.offset[:inner], *[0] * (len(shape) - inner))
@@ -81,11 +83,14 @@ def content_share(elements: np.ndarray[Any, Any], shape: tuple[int, ...], region
         filled = np.zeros(whole.shape, elements.dtype)
         filled[region.relative_to(whole).slices()] = elements
         return content_share(filled, shape, whole)
+    # One run: a call of the library.
     if not runs.lattice:
         return _shifted(crc64nvme(buffer_of(elements), _ONES) ^ _ONES, runs.behind_last)
     data = as_bytes(elements)
+    # Few runs: shift each by the bytes behind it.
     if runs.behind:
         return functools.reduce(operator.xor, map(_shifted, _crcs(data, runs.nbytes), runs.behind))
+    # Many runs: join neighbours along the innermost dim first, then the results along the next.
     shares = _many_crcs(data, runs.nbytes).reshape([size for size, _ in runs.lattice])
     for _, stride in reversed(runs.lattice):
         shares = _folded(shares, stride)
@@ -138,6 +143,7 @@ class _Runs:
     def of(cls, shape: tuple[int, ...], region: Region, itemsize: int) -> _Runs:
         """Return the runs of a region that is not empty."""
         strides = [itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        # Dims after ``inner`` are whole in the region, so a run goes through ``inner`` and all of them.
         inner = next((dim for dim in range(len(shape)) if region.shape[dim + 1 :] == shape[dim + 1 :]), 0)
         lattice = tuple(zip(region.shape[:inner], strides[:inner], strict=True))
         num_runs = math.prod(region.shape[:inner])
@@ -194,6 +200,7 @@ def _folded(shares: _Shares, stride: int) -> _Shares:
     """
     while shares.shape[-1] > 1:
         if shares.shape[-1] % 2:
+            # A share of zero in front stands for zero bytes there, which change nothing.
             shares = np.concatenate([np.zeros_like(shares[..., :1]), shares], axis=-1)
         shares = _all_shifted(shares[..., ::2], stride) ^ shares[..., 1::2]
         stride *= 2

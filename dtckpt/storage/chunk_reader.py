@@ -78,6 +78,7 @@ class _ElementsRead:
 
     def result(self) -> None:
         data = content(self._read, math.prod(self._chunk_shape) * self._into.itemsize)
+        # A chunk at the grid's edge is stored padded; only its part inside the tensor is copied.
         elements = np.frombuffer(data, self._into.dtype).reshape(self._chunk_shape)
         self._into[...] = elements[tuple(slice(size) for size in self._into.shape)]
 
@@ -176,6 +177,7 @@ class ChunkReader:
         if isinstance(stored, bytes):
             return None
         path = f"{self._local_path}/{stored.file}"
+        # With zarr each chunk has a file of its own; a data file of a database holds many, and is opened once.
         if stored.nbytes is None:
             file = OpenFile(path)
             return StoredValue(file, 0, file.nbytes)
@@ -232,6 +234,7 @@ class ChunkReader:
         if stored.nbytes is not None and stop > stored.nbytes:
             return _ReadyValue(b"")
         file, begin, end = stored.file, stored.start + start, stored.start + stop
+        # TensorStore has threads of its own.
         if isinstance(self._where, BucketFolder):
             return self._where.start_read(file, begin, end)
         return self._pool().submit(self._where.read, file, begin, end)
@@ -260,6 +263,7 @@ class ChunkReader:
         except FileNotFoundError:
             raise MalformedError("the chunk is missing") from None
         validate_encoded(array.codec, data, nbytes)
+        # Decoded from memory: TensorStore never opens a file of an untrusted checkpoint.
         store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
         store[key] = data
         opened = open_array(store, array, self._context)
@@ -291,6 +295,7 @@ class ChunkReader:
                 if isinstance(stored, bytes):
                     nbytes = len(stored)
                 else:
+                    # A file of its own tells its size only below, with those of many others.
                     nbytes = least if stored.nbytes is None else stored.nbytes
                     sizes[stored.file] = sizes.get(stored.file, 0) + nbytes
                 if not least <= nbytes <= most:

@@ -214,6 +214,7 @@ def commit(directory: WorkingDirectory, *, overwrite: bool, is_durable: bool = T
         if not target.exists():
             _rename(directory.path, target, _RENAME_NOREPLACE)
             if inode_of(target) != directory.inode:
+                # Between the check and the rename, a late writer had made the directory again.
                 discard(target, target)
                 raise taken_over_error(target)
         else:
@@ -240,6 +241,7 @@ def _replace(directory: WorkingDirectory) -> Path:
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
+        # No exchange here: two renames. A crash in between leaves both names, see `_interrupted_exchange`.
         target.rename(aside)
         try:
             _validate_own(directory, directory.path)
@@ -249,6 +251,7 @@ def _replace(directory: WorkingDirectory) -> Path:
             raise
         return aside
     if inode_of(target) != directory.inode:
+        # Not the directory that was checked: exchange the two again.
         _rename(directory.path, target, _RENAME_EXCHANGE)
         raise taken_over_error(directory.target)
     return directory.path

@@ -119,10 +119,12 @@ class OcdbtDatabase:
         location, height = self._root_node
         while location:
             node = self._node(location)
+            # Each step down must lower the height by one, so a node that is its own ancestor cannot loop.
             if node.height != height:
                 raise MalformedError(f"the database's tree is none: node {location} is of height {node.height}")
             if not height:
                 return node.entries.get(key)
+            # The child with the greatest first key that is not above the key.
             position = bisect_right(node.keys, key) - 1
             location, prefix = node.children[max(0, position)]
             if not key.startswith(prefix):
@@ -157,6 +159,7 @@ class OcdbtDatabase:
         )
         self._cache[location] = node
         self._num_cached += node.num_keys
+        # The least recently used nodes go first; those of one path down the tree always fit.
         while self._num_cached > MAX_CACHED_KEYS and len(self._cache) > MAX_HEIGHT:
             self._num_cached -= self._cache.popitem(last=False)[1].num_keys
         return node
