@@ -14,7 +14,7 @@ import torch
 
 import dtckpt
 from dtckpt import SaveOptions, errors
-from dtckpt.checkpoint.saving import save as saving
+from dtckpt.checkpoint.saving import attempt
 from dtckpt.storage import commit_by_rename
 from dtckpt.storage.zarr_tensorstore import ArrayWriter
 from support.states import bits_of
@@ -176,7 +176,7 @@ def exit_after_a_failure(path: str) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("no ink")
 
-    saving.merge_clients = fail
+    attempt.merge_clients = fail
     dtckpt.save_async(path, {"w": torch.ones(3)}).wait(WAIT_S)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from dtckpt.checkpoint.collective import Rounds
+from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, ancestry, current_steps
 from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid
 from dtckpt.checkpoint.managing.retention import Metrics, Retention
@@ -20,10 +20,11 @@ from dtckpt.checkpoint.managing.root import root_of
 from dtckpt.checkpoint.managing.schedule import SaveRules, Schedule
 from dtckpt.checkpoint.managing.step_folders import METRICS_NAME, StepFolders
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
-from dtckpt.checkpoint.restoring.restore import Layouts, restore
-from dtckpt.checkpoint.saving.save import State, state_of_tree
+from dtckpt.checkpoint.restoring.new_tensors import Layouts
+from dtckpt.checkpoint.restoring.restore import restore
 from dtckpt.checkpoint.saving.save_async import start_save
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
+from dtckpt.checkpoint.saving.state import State, state_of_tree
 from dtckpt.comm import fork_guard
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.errors import (
@@ -267,7 +268,7 @@ class CheckpointManager:
         """
         if self._handle is not None:
             self._handle.wait()
-            self._handle.raise_if_unseen()
+            self._handle.raise_unseen_failure()
 
     def close(self) -> None:
         """Wait as `wait` does, and let other processes manage the root. Idempotent.
@@ -317,19 +318,19 @@ class CheckpointManager:
         """
         options = options or RestoreOptions()
         options = replace(options, allow_unexpected=options.allow_unexpected or partial)
-        rounds = Rounds(current_coordination(), "manager", options.timeout_s)
+        collective = Collective(current_coordination(), "manager", options.timeout_s)
         if self._handle is not None:
             self._handle.wait()
 
         def read(chosen: int) -> tuple[Any, Run | None]:
             tree = restore(self.path(chosen), target, mesh=mesh, layouts=layouts, options=options)
-            if not rounds.is_leader:
+            if not collective.is_leader:
                 return tree, None
             saved = self._folders.saved()
             return tree, Run.at(saved, ancestry(saved, chosen))
 
-        with rounds.exclusive():
-            found = restore_newest_valid(self._folders, rounds, step, read, self._pin)
+        with collective.process_lock():
+            found = restore_newest_valid(self._folders, collective, step, read, self._pin)
         tree, self._run = found.tree
         self._saved = None
         self._schedule.note_restored()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 
-from dtckpt.checkpoint.collective import meet_alike, standing_of
+from dtckpt.checkpoint.collective import meet_at_same_operation, process_standing
 from dtckpt.comm import fork_guard
 from dtckpt.coordination.api import Verdict, Vote
 from dtckpt.coordination.connect import current_coordination
@@ -109,7 +109,7 @@ class Schedule:
         """Take client 0's decision, and everybody's signals; if client 0 cannot decide, all raise why."""
         coordination, failure = current_coordination(), None
         member = coordination.member
-        standing = standing_of(member, DECISION, ())
+        standing = process_standing(member, DECISION, ())
         ordinal = standing.advance(step)
         try:
             payload = ordinal.to_bytes() + json.dumps([is_due(), self._signalled.is_set()]).encode()
@@ -131,7 +131,7 @@ class Schedule:
                 raise
 
         try:
-            payloads = meet_alike(meet, standing, member.client, BarrierConflictError)
+            payloads = meet_at_same_operation(meet, standing, member.client, BarrierConflictError)
         except DtckptError as error:
             raise error from failure
         answers = {client: json.loads(data) for client, data in sorted(payloads.items())}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 
-from dtckpt.checkpoint.leaves import host_array, torch_dtype
+from dtckpt.checkpoint.leaves import host_array
 from dtckpt.checkpoint.reading.block_digests import BlockDigests
-from dtckpt.checkpoint.reading.read_regions import UNCHECKED_NBYTES, RegionReader, parts_of
+from dtckpt.checkpoint.reading.read_regions import UNCHECKED_NBYTES, RegionReader
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
 from dtckpt.checkpoint.reading.verify import Progress, VerifyReport, verify
 from dtckpt.comm import host_memory
 from dtckpt.errors import (
@@ -29,7 +28,6 @@ from dtckpt.errors import (
 from dtckpt.format import tree as trees
 from dtckpt.format.digest import documents_digest
 from dtckpt.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, ArrayEntry, Manifest
-from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 from dtckpt.storage.chunk_reader import ArrayReader
 from dtckpt.storage.commit import place_of
@@ -37,124 +35,6 @@ from dtckpt.storage.failures import translated
 from dtckpt.storage.filesystem import is_remote
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.location import Location, location_of
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkInfo:
-    """One stored chunk: the region it covers, its key below the store's root, its digest, the client that wrote it."""
-
-    region: Region
-    key: str
-    digest: int
-    client: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorInfo:
-    """One tensor of a checkpoint.
-
-    Args:
-        name: Tensor name.
-        shape: Global shape.
-        dtype: The tensor's dtype.
-        stored_dtype: The dtype of its elements on storage.
-        layout: Layout at the time of the save; None if it was on no mesh.
-        nbytes: Bytes of its elements on storage, before compression.
-        content_digest: Says what the tensor holds: tensors of equal shape and stored dtype have equal elements if and
-            only if their content digests are equal (but for one case in 2**64), whatever their layouts. It is the
-            CRC-64/NVME of the elements as they are stored, in C order; what was not saved counts as zeros.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    stored_dtype: torch.dtype
-    layout: Layout | None
-    nbytes: int
-    content_digest: int | None
-    _entry: ArrayEntry
-
-    @property
-    def chunks(self) -> list[ChunkInfo]:
-        """The chunk list: every stored chunk, row-major."""
-        entry = self._entry
-        found = []
-        for number in range(entry.grid.num_chunks):
-            if number not in entry.missing:
-                index = entry.grid.index(number)
-                key = "/".join([entry.path, "c", *map(str, index)])
-                found.append(
-                    ChunkInfo(entry.grid.region(index), key, int(entry.digests[number]), int(entry.writers[number]))
-                )
-        return found
-
-    @property
-    def codec(self) -> str:
-        """How chunks are compressed: ``none``, ``zstd`` or ``blosc``."""
-        return self._entry.codec
-
-    @property
-    def num_chunks(self) -> int:
-        """Stored chunks."""
-        return self._entry.grid.num_chunks - len(self._entry.missing)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of the tensor was saved."""
-        return not self._entry.missing
-
-    @property
-    def max_chunk_nbytes(self) -> int:
-        """Bytes of the largest chunk's elements on storage."""
-        return min(math.prod(self._entry.grid.chunk_shape), math.prod(self.shape)) * self.stored_dtype.itemsize
-
-    @property
-    def chunk_shape(self) -> tuple[int, ...]:
-        """Elements per dim of a chunk."""
-        return self._entry.grid.chunk_shape
-
-    @property
-    def block_shape(self) -> tuple[int, ...]:
-        """Elements per dim of the smallest part of a chunk that a read takes from storage: all, if it is compressed."""
-        blocks, shape = self._entry.blocks, list(self._entry.grid.chunk_shape)
-        if shape and self._entry.has_readable_blocks:
-            shape[blocks.dim] = min(blocks.rows, shape[blocks.dim])
-        return tuple(shape)
-
-    @property
-    def row_dim(self) -> int:
-        """The dim along which a read takes the fewest bytes besides those that it needs."""
-        return self._entry.blocks.dim
-
-    def read_nbytes(self, region: Region) -> int:
-        """Return the bytes, before compression, that a read of a region takes from storage: all blocks that meet it."""
-        return sum(part.nbytes for part in parts_of(self._entry, (region,)))
-
-
-class _Described(Mapping[str, TensorInfo]):
-    """Entries of a manifest, described when they are asked for: there may be many."""
-
-    def __init__(self, entries: Mapping[str, ArrayEntry]) -> None:
-        self._entries = entries
-
-    def __getitem__(self, name: str) -> TensorInfo:
-        entry = self._entries[name]
-        return TensorInfo(
-            name=name,
-            shape=entry.shape,
-            dtype=torch_dtype(entry.dtype),
-            stored_dtype=torch_dtype(entry.stored_dtype),
-            layout=entry.layout,
-            nbytes=entry.stored_nbytes,
-            content_digest=entry.content,
-            _entry=entry,
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 class Checkpoint:
@@ -176,7 +56,7 @@ class Checkpoint:
         self._root = root
         self._block_digests = BlockDigests(manifest, root)
         self._regions = RegionReader(path, root, self._reader, self._block_digests, is_remote=self.is_remote)
-        self.tensors: Mapping[str, TensorInfo] = _Described(manifest.arrays)
+        self.tensors: Mapping[str, TensorInfo] = TensorInfos(manifest.arrays)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, {len(self.tensors)} tensors)"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import merge
 from itertools import groupby, repeat
 from operator import itemgetter
 
-from dtckpt.errors import RegionError
+from dtckpt.errors import RegionError, RegionNotFoundError
 from dtckpt.format.digest import Blocks
 from dtckpt.format.grid import ChunkGrid
+from dtckpt.format.manifest import ArrayEntry
 from dtckpt.layout.region import Region
 
 _KEPT_CHUNKS = 64
@@ -142,3 +143,27 @@ def _rows(grid: ChunkGrid, itemsize: int, chunk: Region, box: Region, overlaps: 
     is_dense = first.shape[dim + 1 :] == grid.chunk_shape[dim + 1 :] and not more
     wanted = (first.offset[dim] - start, first.stop[dim] - start) if is_dense else (0, 0)
     return StoredRows(dim, (start - chunk.offset[dim]) * row_nbytes, row_nbytes, count, blocks.rows, wanted)
+
+
+def parts_of(entry: ArrayEntry, regions: tuple[Region, ...]) -> Iterable[PartRead]:
+    """Return what must be read, chunk by chunk, for some regions of a tensor."""
+    plan = partial(plan_reads, entry.grid, entry.itemsize, regions, by_blocks=entry.has_readable_blocks)
+    try:
+        parts = plan()
+    except RegionError:
+        outside = next(region for region in regions if not _is_inside(region, entry.shape))
+        raise RegionError(f"region {outside} is outside tensor {entry.name!r} of shape {entry.shape}") from None
+    if entry.missing and (lost := next((part.chunk for part in plan() if part.number in entry.missing), None)):
+        raise RegionNotFoundError(
+            f"tensor {entry.name!r} was saved in part, without {lost}; read a region that was saved"
+        )
+    return parts
+
+
+def max_chunk_nbytes(entry: ArrayEntry) -> int:
+    """Return the bytes of a tensor's largest chunk, before compression."""
+    return min(math.prod(entry.grid.chunk_shape), math.prod(entry.shape)) * entry.itemsize
+
+
+def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
+    return region.ndim == len(shape) and Region.full(shape).contains(region)

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from dtckpt.checkpoint.reading.block_digests import BlockDigests
-from dtckpt.checkpoint.reading.plan import PartRead, plan_reads
+from dtckpt.checkpoint.reading.plan import parts_of
 from dtckpt.checkpoint.reading.read_chunks import BlockReader, ChunkRead, Scratch, convert, cut, from_span, is_small
 from dtckpt.comm import process_groups
 from dtckpt.config import Config
-from dtckpt.errors import CheckpointCorruptError, ConfigError, DTypeError, RegionError, RegionNotFoundError
+from dtckpt.errors import CheckpointCorruptError, ConfigError, DTypeError
 from dtckpt.format.digest import as_bytes, buffer_of, bytes_digest, digest_chunk, digest_of_data
 from dtckpt.format.dtypes import DTYPES, UNCONVERTED
 from dtckpt.format.manifest import ArrayEntry
@@ -259,25 +259,6 @@ class RegionReader:
                 f"chunk {part.chunk} of tensor {entry.name!r} in {self._path} is damaged: its digest does not match "
                 f"(written by client {int(entry.writers[part.number])}); restore another checkpoint"
             )
-
-
-def parts_of(entry: ArrayEntry, regions: tuple[Region, ...]) -> Iterable[PartRead]:
-    """Return what must be read, chunk by chunk, for some regions of a tensor."""
-    plan = partial(plan_reads, entry.grid, entry.itemsize, regions, by_blocks=entry.has_readable_blocks)
-    try:
-        parts = plan()
-    except RegionError:
-        outside = next(region for region in regions if not _is_inside(region, entry.shape))
-        raise RegionError(f"region {outside} is outside tensor {entry.name!r} of shape {entry.shape}") from None
-    if entry.missing and (lost := next((part.chunk for part in plan() if part.number in entry.missing), None)):
-        raise RegionNotFoundError(
-            f"tensor {entry.name!r} was saved in part, without {lost}; read a region that was saved"
-        )
-    return parts
-
-
-def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
-    return region.ndim == len(shape) and Region.full(shape).contains(region)
 
 
 def _chunk_reads(entry: ArrayEntry, wanted: Wanted) -> Iterator[ChunkRead]:

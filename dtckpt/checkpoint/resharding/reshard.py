@@ -12,12 +12,15 @@ import numpy as np
 import torch
 
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.resharding.workers import PartReport, SharedAttempt, Worker
-from dtckpt.checkpoint.restoring.restore import Layouts, choose_layout
+from dtckpt.checkpoint.restoring.new_tensors import Layouts, choose_layout
 from dtckpt.checkpoint.saving.plan import Holding, SavePlan, TensorPlan, TensorSpec, holdings_of, plan_save
 from dtckpt.checkpoint.saving.replica_check import Copy
-from dtckpt.checkpoint.saving.save import SaveReport, State, save_state
+from dtckpt.checkpoint.saving.report import SaveReport
+from dtckpt.checkpoint.saving.save import save_state
+from dtckpt.checkpoint.saving.state import State
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.single_client import LocalCoordination
 from dtckpt.errors import ConfigError, MeshError, MeshTypeError
@@ -144,9 +147,9 @@ def reshard(
             shared = SharedAttempt(place.where, plan, salt, worker, options)
             shared.check_target()
             if not dry_run:
-                part = shared.write(source, checkpoint.manifest, max_pending_nbytes=budget.block)
+                part = shared.write(source, checkpoint.manifest)
         elif not dry_run:
-            state = State(tuple(specs), source, checkpoint.manifest.tree, max_pending_nbytes=budget.block)
+            state = State(tuple(specs), source, checkpoint.manifest.tree)
             alone = LocalCoordination(Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63)))
             # There is one copy of everything, and to look at it would mean to read all of it again.
             options = replace(options, chunk_nbytes=chunk_nbytes, check_replicas=False)
@@ -282,6 +285,7 @@ class CheckpointSource:
         self._checkpoint = checkpoint
         self._budget = budget
         self._progress = progress
+        self.max_pending_nbytes = budget.block
         self._name = ""
         self._block: Region | None = None
         self._elements: np.ndarray[Any, Any] | None = None

@@ -15,12 +15,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.saving.merge import merge_clients, remove_working_files
 from dtckpt.checkpoint.saving.plan import SavePlan
-from dtckpt.checkpoint.saving.write import CHUNKS_NAME, ClientWriter, Source, merge_clients, remove_working_files
+from dtckpt.checkpoint.saving.write import CHUNKS_NAME, ClientWriter, Source
 from dtckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -119,13 +120,12 @@ class SharedAttempt:
                 raise
         return self.is_committed()
 
-    def write(self, source: Source, manifest: Manifest, *, max_pending_nbytes: int) -> PartReport:
+    def write(self, source: Source, manifest: Manifest) -> PartReport:
         """Write this worker's part, and commit if it is the last.
 
         Args:
             source: Where the elements come from.
             manifest: The manifest without its arrays.
-            max_pending_nbytes: Bound on the elements that wait to be written.
 
         Raises:
             CheckpointExistsError: The target is taken.
@@ -137,7 +137,7 @@ class SharedAttempt:
         staging = commit_by_rename.share(self._target, self.token)
         nbytes = 0
         try:
-            nbytes = self._write_part(staging, source, max_pending_nbytes)
+            nbytes = self._write_part(staging, source)
             self._commit(staging, manifest)
         except (FileNotFoundError, StorageError):
             if not self.is_committed():  # else another worker was faster, and has moved everything into place
@@ -152,7 +152,7 @@ class SharedAttempt:
 
     # --- a part -------------------------------------------------------------------------------------------------
 
-    def _write_part(self, staging: commit_by_rename.Staging, source: Source, max_pending_nbytes: int) -> int:
+    def _write_part(self, staging: commit_by_rename.Staging, source: Source) -> int:
         own = self._path / client_folder(self._worker.index)
         with translated("create the worker's folder", own):
             own.mkdir(exist_ok=True)
@@ -182,15 +182,13 @@ class SharedAttempt:
             writer = ClientWriter(
                 self._plan,
                 DirectoryAttempt(staging),
-                self._worker.index,
-                range(self._worker.count),
-                source,
-                kvstore=self._options.kvstore,
-                is_durable=self._options.fsync,
-                max_pending_nbytes=max_pending_nbytes,
+                client=self._worker.index,
+                clients=range(self._worker.count),
+                source=source,
+                options=replace(self._options, check_replicas=False),  # there is one copy of everything
                 count=count,
             )
-            writer.write(check_replicas=False, content_digest=self._options.content_digest)
+            writer.write()
             self._leave_mark((own / CHUNKS_NAME).read_bytes())
             return written
 

@@ -133,7 +133,7 @@ class SavePlan:
         """Per tensor, how many chunks those before it have; last, how many all have."""
         return np.cumsum([0, *(tensor.grid.num_chunks for tensor in self.tensors)], dtype=np.int64)
 
-    def places_of(self, client: int) -> npt.NDArray[np.int64]:
+    def chunks_of(self, client: int) -> npt.NDArray[np.int64]:
         """Return where the chunks that a client writes stand among all of the plan, ascending."""
         return np.flatnonzero(self.owners == client)
 
@@ -142,8 +142,8 @@ class SavePlan:
         return np.searchsorted(self.starts, places, side="right") - 1
 
     def owned_by(self, client: int) -> Iterator[tuple[int, TensorPlan, int]]:
-        """Yield position, plan and row-major chunk number of all that a client writes, as `places_of` counts it."""
-        places = self.places_of(client)
+        """Yield position, plan and row-major chunk number of all that a client writes, as `chunks_of` counts it."""
+        places = self.chunks_of(client)
         positions = self.tensors_at(places)
         numbers = places - self.starts[positions]
         for position, number in zip(positions.tolist(), numbers.tolist(), strict=True):

@@ -18,7 +18,7 @@ import torch
 from dtckpt.checkpoint.leaves import host_array, is_elsewhere
 from dtckpt.checkpoint.saving.plan import SavePlan, TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Copy, known_numbers, part_digests, shared_boxes
-from dtckpt.checkpoint.saving.save import MemorySource, State
+from dtckpt.checkpoint.saving.state import MemorySource, State
 from dtckpt.comm import host_memory
 from dtckpt.layout.region import Region
 
@@ -76,7 +76,7 @@ class StagingMemory:
         for name, region, views in found:
             parts.setdefault(name, []).append((region, [next(remaining) for _ in views]))
         count(sum(target.nbytes for target in targets))
-        return State(state.specs, MemorySource(parts, noted), state.tree, state.max_pending_nbytes)
+        return State(state.specs, MemorySource(parts, noted), state.tree)
 
     def _carve(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return memory for the tensors."""

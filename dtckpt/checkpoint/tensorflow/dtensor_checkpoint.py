@@ -10,8 +10,11 @@ from typing import Any
 from dtckpt.checkpoint.leaves import Stateful, is_tensor, mesh_of, state_of_object
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
-from dtckpt.checkpoint.restoring.restore import Filling, plan_target, run_restore
-from dtckpt.checkpoint.saving.save import State, save_state, state_of
+from dtckpt.checkpoint.restoring.plan import RestorePlan
+from dtckpt.checkpoint.restoring.restore import run_restore
+from dtckpt.checkpoint.restoring.targets import plan_target
+from dtckpt.checkpoint.saving.save import save_state
+from dtckpt.checkpoint.saving.state import State, state_of_tensors
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.errors import ConfigError, MeshError, MeshTypeError, RestoreMismatchError, TreeError, capped
 from dtckpt.format import tree as trees
@@ -170,7 +173,7 @@ class DTensorCheckpoint:
                         f"tensor {name!r} is on another mesh; got {mesh_of(tensor)}, expected {self._mesh.to_string()}"
                     )
             entries = [(name, tensor, "") for name, tensor in leaves.items()]
-            return state_of(entries, options, clients=self._mesh.clients, tree=trees.dump(structure))
+            return state_of_tensors(entries, options, clients=self._mesh.clients, tree=trees.dump(structure))
 
         path = f"{prefix}-{counter}"
         save_state(path, collect, options=options, participants=self._mesh.clients)
@@ -205,13 +208,13 @@ class DTensorCheckpoint:
             return RestoreStatus(None, is_settled=True)
         options = replace(options or RestoreOptions(), allow_missing=True, allow_unexpected=True)
 
-        def plan(checkpoint: Checkpoint) -> Filling:
+        def plan(checkpoint: Checkpoint) -> RestorePlan:
             tree = self._tree(self._counter)
-            filling = plan_target(checkpoint, tree, options)
-            missing = tuple(sorted({*filling.missing, *filling.defaulted} - {COUNTER}))
-            unexpected = tuple(filling.unexpected)
+            matched = plan_target(checkpoint, tree, options)
+            missing = tuple(sorted({*matched.missing, *matched.defaulted} - {COUNTER}))
+            unexpected = tuple(matched.unexpected)
             status = RestoreStatus(checkpoint.path, missing, unexpected, is_settled=not missing + unexpected)
-            return replace(filling, finish=lambda: self._take(filling.finish(), status))
+            return replace(matched, finish=lambda: self._take(matched.finish(), status))
 
         status: RestoreStatus = run_restore(path, plan, options, current_coordination(), self._mesh.clients)
         return status

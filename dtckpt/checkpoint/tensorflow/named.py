@@ -10,8 +10,11 @@ import torch
 from dtckpt.checkpoint.leaves import as_leaf
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
-from dtckpt.checkpoint.restoring.restore import Filling, empty, renamed_by, run_restore
-from dtckpt.checkpoint.saving.save import State, save_state, state_of
+from dtckpt.checkpoint.restoring.new_tensors import empty_dtensor
+from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
+from dtckpt.checkpoint.restoring.restore import run_restore
+from dtckpt.checkpoint.saving.save import save_state
+from dtckpt.checkpoint.saving.state import State, state_of_tensors
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.dtensor import DTensor
 from dtckpt.errors import LayoutTypeError, MeshError, MeshTypeError, TensorNameError, TensorNotFoundError, capped
@@ -60,7 +63,7 @@ def sharded_save(
         for name, tensor in zip(tensor_names, tensors, strict=True):
             _validate_tensor(name, tensor, mesh)
         entries = list(zip(tensor_names, tensors, shape_and_slices, strict=True))
-        return state_of(entries, options, clients=mesh.clients)
+        return state_of_tensors(entries, options, clients=mesh.clients)
 
     save_state(file_prefix, collect, options=options, participants=mesh.clients)
 
@@ -96,7 +99,7 @@ def name_based_restore(
     """
     _validate_mesh(mesh)
 
-    def plan(checkpoint: Checkpoint) -> Filling:
+    def plan(checkpoint: Checkpoint) -> RestorePlan:
         if not name_tensor_dict:
             raise TensorNameError("there is nothing to restore; got no templates")
         restored: OrderedDict[str, DTensor] = OrderedDict()
@@ -104,8 +107,8 @@ def name_based_restore(
             if not isinstance(template, DTensor):
                 raise LayoutTypeError(f"template {name!r} must be a DTensor; got {type(template).__name__}")
             _validate_tensor(name, template, mesh)
-            restored[name] = empty(tuple(template.shape), template.dtype, template.layout)
-        names = renamed_by(checkpoint, options or RestoreOptions())
+            restored[name] = empty_dtensor(tuple(template.shape), template.dtype, template.layout)
+        names = new_names(checkpoint, options or RestoreOptions())
         sources = {names.get(name, name): name for name in checkpoint.tensors}
         if missing := [name for name in restored if name not in sources]:
             raise TensorNotFoundError(
@@ -113,7 +116,7 @@ def name_based_restore(
                 name=missing[0],
             )
         leaves = [(sources[name], as_leaf(tensor, name)) for name, tensor in restored.items()]
-        return Filling(leaves, lambda: restored, names)
+        return RestorePlan(leaves, lambda: restored, names)
 
     restored: OrderedDict[str, DTensor] = run_restore(
         checkpoint_prefix, plan, options or RestoreOptions(), current_coordination(), mesh.clients
