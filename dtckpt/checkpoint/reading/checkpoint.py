@@ -1,4 +1,4 @@
-"""Open checkpoints: what is in them, and verified reads of any region."""
+"""`open_checkpoint` and `Checkpoint`: the tensors and values of a checkpoint, and verified reads of any region."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Release what reading holds open."""
+        """Close the files that reading holds open."""
         self._reader.close()
 
     @property
@@ -105,11 +105,15 @@ class Checkpoint:
         return result
 
     def info(self, name: str) -> TensorInfo:
-        """Return what is known of a tensor."""
+        """Return the facts about a tensor. Raises: as `entry`."""
         return self.tensors[self.entry(name).name]
 
     def entry(self, name: str) -> ArrayEntry:
-        """Return a tensor's entry in the manifest."""
+        """Return a tensor's entry in the manifest.
+
+        Raises:
+            TensorNotFoundError: There is no such tensor.
+        """
         try:
             return self.manifest.arrays[name]
         except KeyError:
@@ -120,16 +124,17 @@ class Checkpoint:
     def read_into(
         self, name: str, region: Region, into: np.ndarray[Any, Any], *, max_in_flight: int | None = None
     ) -> int:
-        """Read a region of a tensor into ready memory of its shape, converting to the memory's dtype.
+        """Read a region of a tensor into an array of its shape, converting to the array's dtype.
 
-        Only chunks that meet the region are read, and of large ones only the blocks that do; chunks inside the region
-        go straight into ``into``.
+        Only chunks that intersect the region are read, and of large chunks only the blocks that do. Chunks inside the
+        region are read straight into ``into``.
 
         Args:
             name: Tensor name.
-            region: What to read, in global indices.
-            into: Memory of the region's shape.
-            max_in_flight: Bytes of chunks being read at one time (one chunk may exceed it); default: what is fast.
+            region: The region to read, in global indices.
+            into: Array of the region's shape.
+            max_in_flight: Bound on the bytes of chunks that are read at one time (one chunk may exceed it); default: as
+                is fast for the storage.
 
         Returns:
             The bytes read from storage.
@@ -143,50 +148,50 @@ class Checkpoint:
         max_in_flight: int | None = None,
         count: Callable[[int], object] = lambda _: None,
     ) -> int:
-        """Read regions of many tensors, each as `read_into`, with the reads of all of them under way together.
+        """Read regions of many tensors at the same time, each as `read_into`.
 
         A chunk that several regions of one tensor need is read once.
 
         Args:
-            requests: Per tensor its name and the regions to be read, each with memory of its shape.
+            requests: For each tensor its name, and the regions to read, each with an array of its shape.
             max_in_flight: As for `read_into`.
-            count: Told the bytes of every chunk that was read.
+            count: Called with the bytes of every part of a chunk that was read.
 
         Returns:
             The bytes read from storage.
         """
-        wanted = ((self.entry(name), parts) for name, parts in requests)
+        entries = ((self.entry(name), buffers) for name, buffers in requests)
         try:
-            return self._regions.read(wanted, max_in_flight, count)
+            return self._regions.read(entries, max_in_flight, count)
         except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
 
-    def validate_stored(self, wanted: Iterable[tuple[str, Region]], *, unchecked: int = UNCHECKED_NBYTES) -> None:
+    def validate_stored(self, regions: Iterable[tuple[str, Region]], *, unchecked: int = UNCHECKED_NBYTES) -> None:
         """As `RegionReader.validate_stored`, by names of tensors."""
-        regions = ((self.entry(name), region) for name, region in wanted)
+        entries = ((self.entry(name), region) for name, region in regions)
         try:
-            self._regions.validate_stored(regions, unchecked=unchecked)
+            self._regions.validate_stored(entries, unchecked=unchecked)
         except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
 
     def validate_documents(self) -> None:
-        """Check every ``zarr.json``, which only other readers need.
+        """Check every ``zarr.json``, which other readers than dtckpt need.
 
         Raises:
-            CheckpointCorruptError: One is not what was written.
+            CheckpointCorruptError: A document is not the one that was written.
         """
-        found = self._reader.read_documents(entry.path for entry in self.manifest.arrays.values())
-        if documents_digest(found) != self.manifest.documents:
+        documents = self._reader.read_documents(entry.path for entry in self.manifest.arrays.values())
+        if documents_digest(documents) != self.manifest.documents:
             raise CheckpointCorruptError(
                 f"a zarr.json in {self.path} is damaged or missing; dtckpt reads all tensors without it, others cannot"
             )
 
     def block_digests(self, entry: ArrayEntry, number: int) -> list[int]:
-        """As `BlockDigests.read`."""
+        """Return the digests of all blocks of a chunk, as `BlockDigests.read`."""
         return self._block_digests.read(entry, number, range(sys.maxsize))
 
     def _cause_of(self, error: CheckpointError) -> CheckpointError:
-        """Tell damage from a checkpoint that a save has replaced since it was opened."""
+        """Return the error, or another one if a save has replaced the checkpoint since it was opened."""
         try:
             is_same = open_checkpoint(self.path).manifest.attempt == self.manifest.attempt
         except CheckpointNotFoundError:
@@ -212,10 +217,10 @@ class Checkpoint:
 
 
 def new_memory(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return host memory for a tensor of a checkpoint.
+    """Allocate host memory for a tensor of a checkpoint.
 
     Raises:
-        CheckpointError: There is not so much.
+        CheckpointError: The host lacks the memory.
     """
     try:
         return host_memory.empty(shape, dtype)
@@ -230,14 +235,14 @@ def open_checkpoint(path: str | Location) -> Checkpoint:
     """Open a committed checkpoint.
 
     Raises:
-        CheckpointNotFoundError: There is none at the path.
+        CheckpointNotFoundError: There is no checkpoint at the path.
         CheckpointIncompleteError: There is data, but the save did not complete.
-        CheckpointVersionError: It was written by a newer version.
+        CheckpointVersionError: A newer version of dtckpt wrote the checkpoint.
         CheckpointCorruptError: Its manifest is damaged.
         StoragePermissionError: It may not be read.
     """
     place = place_of(location_of(path))
-    # A save may replace the checkpoint between the look-up and the read; then the second look finds the new one.
+    # A save may replace the checkpoint between the look-up and the read; then the second look-up finds the new one.
     for is_last in (False, True):
         folder = place.locate()
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dtckpt.checkpoint.leaves import torch_dtype
-from dtckpt.checkpoint.reading.plan import max_chunk_nbytes, parts_of
+from dtckpt.checkpoint.reading.plan import max_chunk_nbytes, plan_tensor_reads
 from dtckpt.format.manifest import ArrayEntry
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
@@ -104,7 +104,7 @@ class TensorInfo:
 
     def read_nbytes(self, region: Region) -> int:
         """Return the bytes, before compression, of all blocks that intersect a region: a read takes so many."""
-        return sum(part.nbytes for part in parts_of(self._entry, (region,)))
+        return sum(part.nbytes for part in plan_tensor_reads(self._entry, (region,)))
 
 
 class TensorInfos(Mapping[str, TensorInfo]):
