@@ -1,4 +1,8 @@
-"""The newest step that can be restored: chosen by client 0, tried by all, passed over by all if any client cannot."""
+"""Restore the newest step that all clients can read.
+
+Client 0 proposes the newest step that was not tried yet (barrier ``manager/chosen``), and all clients restore it
+(barrier ``manager/restored``). If any client finds the step damaged, all pass it over, and the next older one is tried.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +43,12 @@ DAMAGE = (
 
 @dataclass(frozen=True, slots=True)
 class RestoredStep:
-    """What `CheckpointManager.restore` found.
+    """The result of `CheckpointManager.restore`.
 
     Args:
         step: The step that was restored.
         tree: The target, or the new tree.
-        skipped: Newer steps that could not be restored, and why.
+        skipped: Newer steps that could not be restored, and the reason.
     """
 
     step: int
@@ -76,8 +80,7 @@ def restore_newest_valid(
 ) -> RestoredStep:
     """Restore a step, or the newest that is not damaged.
 
-    Collective: Over the participants; barriers ``<operation>/chosen``, ``<operation>/restored``, and what
-    ``read`` waits at.
+    Collective: Over the participants; barriers ``<operation>/chosen``, ``<operation>/restored``, and those of ``read``.
 
     Args:
         folders: The steps that there are.
@@ -108,15 +111,14 @@ def restore_newest_valid(
 
 
 def _choose(folders: StepFolders, collective: Collective, step: int | None, skipped: Mapping[int, str]) -> int | None:
-    """Return the step to be restored next, as client 0 sees it."""
+    """Return the step to restore next: the one that was named, or client 0's newest that was not passed over."""
 
     def propose() -> bytes:
         if step is not None:
             folders.path(step)
             return json.dumps([step, step]).encode()
-        return json.dumps(
-            [None, max((found for found in folders.all_steps() if found not in skipped), default=None)]
-        ).encode()
+        newest = max((each for each in folders.all_steps() if each not in skipped), default=None)
+        return json.dumps([None, newest]).encode()
 
     proposals = {client: json.loads(data) for client, data in sorted(collective.run_round("chosen", propose).items())}
     named = {client: proposal[0] for client, proposal in proposals.items()}

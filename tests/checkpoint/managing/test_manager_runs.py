@@ -246,6 +246,6 @@ def crash_at_change(patch, number):
         patch.setattr(owner, name, dying(getattr(owner, name)))
     for owner, name in ((LocalFolder, "write"), (commit_by_rename, "_rename"), (Path, "rename"), (shutil, "rmtree")):
         patch.setattr(owner, name, dying(getattr(owner, name)))
-    tidy_up_whole = CheckpointManager._tidy_up
-    patch.setattr(CheckpointManager, "_tidy_up", tidy_up)
+    tidy_up_whole = CheckpointManager._remove_old
+    patch.setattr(CheckpointManager, "_remove_old", tidy_up)
     return lambda: max(numbers) <= number
