@@ -14,7 +14,7 @@ _was_enabled = False
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Let Python's cycle collector wait, in all threads.
 
     Of thousands of tensors a save or a restore makes many objects at once and keeps them. The collector would go

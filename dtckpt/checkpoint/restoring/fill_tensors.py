@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtckpt.checkpoint.gc_pause import uncollected
+from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import host_array, own_array
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.read_once import SharedTensor, read_shared
@@ -51,9 +51,9 @@ def fill_tensors(
     with torch.no_grad():
         read_shared(checkpoint, shared, phases)
         is_shared = {id(tensor.leaf) for tensor in shared}
-        with uncollected():
+        with gc_paused():
             reads = _Reads.of([(name, leaf) for name, leaf in leaves if id(leaf) not in is_shared])
-        with uncollected() if reads.nbytes <= GC_PAUSE_NBYTES else nullcontext():
+        with gc_paused() if reads.nbytes <= GC_PAUSE_NBYTES else nullcontext():
             read(reads.direct)
         for name, region, target in reads.staged:
             # One tensor at a time, so that the host needs memory for one only.

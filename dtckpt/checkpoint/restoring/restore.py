@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from dtckpt.checkpoint.collective import Collective
-from dtckpt.checkpoint.gc_pause import uncollected
+from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import validate_mode
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
@@ -196,7 +196,7 @@ def _prepare(
 ) -> tuple[_Prepared, bytes]:
     """Open the checkpoint and plan; return the plan, and the payload for the other clients."""
     validate_mode()
-    with uncollected():
+    with gc_paused():
         checkpoint = open_checkpoint(path)
         planned = plan(checkpoint)
         report = planned.report(checkpoint)
@@ -206,7 +206,7 @@ def _prepare(
         if options.report is not None:
             options.report(replace(report, restored=(), refusal=error.message))
         raise
-    with uncollected():
+    with gc_paused():
         leaves, tied = split_tied(planned.leaves)
         validate_apart(leaves)
     is_shared = checkpoint.is_remote if options.read_once is None else options.read_once

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dtckpt._proto import checkpoint_pb2
-from dtckpt.checkpoint.gc_pause import uncollected
+from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.saving.documents import documents_of_share, plan_documents
 from dtckpt.checkpoint.saving.plan import NO_CLIENT, SavePlan
 from dtckpt.checkpoint.saving.write import CHUNKS_NAME, EDGES_PREFIX
@@ -52,7 +52,7 @@ def merge_clients(
         ReplicaMismatchError: Copies of one value differ between clients.
         StorageError: Storage refused.
     """
-    with uncollected():
+    with gc_paused():
         entries = {entry.name: entry for entry in _entries(plan, root, announced)}
         complete = manifest.with_arrays(entries, plan_documents(plan)[1])
     merge(manifest.kvstore, root, _last_keys(plan, sorted(announced)))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtckpt.checkpoint.gc_pause import uncollected
+from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import as_leaf, host_array, is_tensor, state_of_object, validate_mode
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorPlan, TensorSpec, copies_of, holdings_of
@@ -66,7 +66,7 @@ def state_of_tensors(
         tree: Structure of the state tree and its plain values, as JSON.
     """
     validate_mode()
-    with uncollected():
+    with gc_paused():
         leaves = [as_leaf(tensor, name) for name, tensor, _ in entries]
         structure = tuple(
             (name, leaf.shape, leaf.dtype, leaf.save_as_bf16, leaf.layout, slice_text)

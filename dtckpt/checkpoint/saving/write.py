@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from dtckpt._proto import checkpoint_pb2
-from dtckpt.checkpoint.gc_pause import uncollected
+from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reading.read_chunks import convert
-from dtckpt.checkpoint.saving.digests import Digesting, TensorDigests, digesting
+from dtckpt.checkpoint.saving.digests import ChunkDigester, TensorDigests, chunk_digester
 from dtckpt.checkpoint.saving.documents import documents_of_share
 from dtckpt.checkpoint.saving.plan import SavePlan, TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Copy, copy_digests
@@ -153,7 +153,7 @@ class ClientWriter:
         # they are written.
         has_thread = max_pending_nbytes is None
         try:
-            with digesting(beside=has_thread, with_content=options.content_digest) as digests:
+            with chunk_digester(has_thread=has_thread, with_content=options.content_digest) as digests:
                 self._start_writes(writer, digests, received)
                 # Copies are compared in the digests' thread, while this one waits for storage.
                 copies = digests.then(lambda: self._copy_digests(digests.results())) if options.check_replicas else list
@@ -186,12 +186,12 @@ class ClientWriter:
             with translated(f"sync {BLOCKS_NAME}", self._folder):
                 self._folder.sync([BLOCKS_NAME])
 
-    def _start_writes(self, writer: ArrayWriter | ChunkWriter, digests: Digesting, received: _Pieces) -> None:
+    def _start_writes(self, writer: ArrayWriter | ChunkWriter, digests: ChunkDigester, received: _Pieces) -> None:
         """Hand all of this client's documents and chunks to storage, in the plan's order, and digest the chunks."""
         is_bounded = self._source.max_pending_nbytes is not None
         nbytes, start = 0, time.monotonic()
         with ExitStack() as pause:
-            pause.enter_context(uncollected())
+            pause.enter_context(gc_paused())
             for key, document in documents_of_share(self._plan, self._clients.index(self._client), len(self._clients)):
                 writer.write_document(key, document)
             for index, tensor, number in self._plan.owned_by(self._client):
@@ -200,7 +200,7 @@ class ClientWriter:
                     elements = self._assemble(index, number, region, received)
                 else:
                     elements = self._stored(tensor, region)
-                # A view of the caller's memory is kept whether or not the write has ended; a new array is not.
+                # A view is memory of the source, which stays in any case; a new array counts until it is written.
                 is_kept = not is_bounded and not elements.flags.owndata
                 writer.write(tensor, region, elements, is_kept=is_kept)
                 digests.add(index, tensor, number, elements, is_kept=is_kept)
