@@ -20,11 +20,12 @@ def save(path: str | Location, tree: Any, *, options: SaveOptions | None = None,
 
     Collective: Over all clients of the job, which pass the same tree; barriers ``save/begin``, ``save/written`` and
     ``save/merged`` (and ``save/edges`` where unevenly nested shards share chunks). Every client returns, or every
-    client raises the same error. After an error the path holds what it held before, or, where a client was lost or
-    storage failed amid the commit, the new checkpoint; never anything else.
+    client raises the same error. After an error the path holds what it held before; or, if a client was lost or
+    storage failed during the commit, the new checkpoint. It never holds anything else.
 
-    Blocks: On storage, and on the slowest client, each barrier at most ``options.timeout_s`` seconds; before that, on
-    a `save_async` in flight. If that failed and nobody has looked, its error is raised here, and nothing is saved.
+    Blocks: On storage, and on the slowest client, at each barrier at most ``options.timeout_s`` seconds; before that,
+    on a `save_async` in flight. If that save failed and nobody has looked at its error, the error is raised here, and
+    nothing is saved.
 
     Args:
         path: Directory of the checkpoint, whose parents are made; or a URL.
@@ -32,12 +33,13 @@ def save(path: str | Location, tree: Any, *, options: SaveOptions | None = None,
             on every client), and objects with ``state_dict()`` and ``load_state_dict()``. Containers are dicts, lists,
             tuples, those of `collections`, namespaces, named tuples and dataclasses; see docs/checkpointing.md.
         options: See `SaveOptions`.
-        step: Which save this is, from 0 on: the step of the training run. Clients compare it, so that what one of them
-            began alone, or skipped, is never joined to another step of the others. Default: they compare how many saves
-            each has begun, which tells the same as long as clients do not skip saves while others go on without them.
+        step: The step of the training run, from 0 on, which tells which save this is. Clients compare it, so that a
+            save that one of them began alone, or skipped, is never joined to another step of the others. Default:
+            clients compare how many saves each has begun, which is as good unless clients skip saves while others go
+            on without them.
 
     Raises:
-        CheckpointExistsError: There is something at the path (and no consent to replace a checkpoint).
+        CheckpointExistsError: There is something at the path; ``options.overwrite`` replaces a checkpoint.
         TreeError: The tree holds something that cannot be saved.
         TensorNameError: A key cannot be part of a tensor's name.
         DTypeError: A tensor's dtype cannot be stored, or the tensor is not dense memory of its own.
@@ -54,7 +56,6 @@ def save(path: str | Location, tree: Any, *, options: SaveOptions | None = None,
     >>> dtckpt.restore(path)["step"]
     1
     """
-
     coordination = current_coordination()
     options = options or SaveOptions()
     return save_state(

@@ -1,4 +1,4 @@
-"""`DTensorCheckpoint`: objects that are saved and restored together, as ``tf.experimental.dtensor`` spells it."""
+"""`DTensorCheckpoint`: save and restore objects together, with the calls of ``tf.experimental.dtensor``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ COUNTER = "save_counter"
 
 @dataclass(slots=True)
 class RestoreStatus:
-    """What a restore of a `DTensorCheckpoint` matched. The assertions return the status.
+    """The result of a restore of a `DTensorCheckpoint`. The assertions return the status.
 
     Args:
         path: The checkpoint; None if nothing was restored.
         missing: Names of tensors and values of the objects that the checkpoint lacks; they stayed as they were.
         unexpected: Names of tensors and values of the checkpoint that no object has; they were passed over.
-        is_settled: Whether what does not match is known to the caller.
+        is_settled: Whether all matched, or the caller has accepted the mismatch.
     """
 
     path: Location | None
@@ -43,23 +43,23 @@ class RestoreStatus:
     is_settled: bool = False
 
     def assert_consumed(self) -> RestoreStatus:
-        """Check that objects and checkpoint cover each other.
+        """Check that the checkpoint has everything that the objects have, and nothing else.
 
         Raises:
-            RestoreMismatchError: An `AssertionError`: they do not, or nothing was restored.
+            RestoreMismatchError: It has not, or nothing was restored. It is an `AssertionError`, too.
         """
         return self._check(self.missing, self.unexpected)
 
     def assert_existing_objects_matched(self) -> RestoreStatus:
-        """Check that the checkpoint has all that the objects have; it may have more.
+        """Check that the checkpoint has everything that the objects have; it may have more.
 
         Raises:
-            RestoreMismatchError: An `AssertionError`: it does not, or nothing was restored.
+            RestoreMismatchError: It has not, or nothing was restored. It is an `AssertionError`, too.
         """
         return self._check(self.missing, ())
 
     def expect_partial(self) -> RestoreStatus:
-        """Declare that what does not match is not to be missed."""
+        """Accept that the objects and the checkpoint do not match."""
         self.is_settled = True
         return self
 
@@ -76,7 +76,7 @@ class RestoreStatus:
         return self
 
     def describe(self, missing: Collection[str], unexpected: Collection[str]) -> str:
-        """Return what does not match, in words."""
+        """Return the mismatch in words."""
         parts = [
             f"it lacks {capped(map(repr, missing))}" if missing else "",
             f"no object has its {capped(map(repr, unexpected))}" if unexpected else "",
@@ -87,13 +87,14 @@ class RestoreStatus:
 class DTensorCheckpoint:
     """Objects on one mesh that are saved and restored together.
 
-    A restore that does not match in every part says so in its status and in the log, and until its caller has agreed
-    (``expect_partial()``, or an assertion that passes) the next save fails instead of losing what was passed over.
+    If objects and checkpoint do not match, the restore says so in its status and in the log. The next save would lose
+    the parts that were passed over; it fails until the caller has accepted the mismatch, by ``expect_partial()`` or an
+    assertion that passes.
 
     Args:
         mesh: The mesh that all DTensors are on; its clients take part.
         root: Objects by name: a dict, or an object with ``state_dict()`` and ``load_state_dict()``.
-        objects: More objects by name, which are attributes too: tensors, DTensors, variables, objects with
+        objects: Further objects by name, which become attributes: tensors, DTensors, variables, objects with
             ``state_dict()`` and ``load_state_dict()``, plain values, and dicts and lists of them.
 
     Raises:
@@ -134,7 +135,7 @@ class DTensorCheckpoint:
 
     @property
     def save_counter(self) -> int:
-        """How many saves there were; restored too."""
+        """Number of saves so far; it is saved and restored with the objects."""
         return self._counter
 
     def _children(self) -> Mapping[str, Any]:
@@ -149,7 +150,7 @@ class DTensorCheckpoint:
         return {**self._children(), **self._objects, COUNTER: counter}
 
     def save(self, prefix: str | Location, *, options: SaveOptions | None = None) -> str:
-        """Save all objects as the checkpoint ``<prefix>-<save_counter>``, and count.
+        """Save all objects as the checkpoint ``<prefix>-<n>``, where n is the save counter plus one, and count the save.
 
         Collective: Over the mesh's clients; barriers and further errors as for `dtckpt.save`.
 
@@ -157,8 +158,8 @@ class DTensorCheckpoint:
             The checkpoint's path.
 
         Raises:
-            RestoreMismatchError: The latest restore passed something over, and nobody has agreed to that.
-            CheckpointExistsError: That checkpoint is there, from a run that was not restored.
+            RestoreMismatchError: The latest restore passed something over, and the caller has not accepted that.
+            CheckpointExistsError: The checkpoint exists already, from a run that was not restored.
             MeshError: A tensor is on another mesh.
         """
         options = options or SaveOptions()
@@ -193,16 +194,17 @@ class DTensorCheckpoint:
     def restore(self, path: str | Location | None, *, options: RestoreOptions | None = None) -> RestoreStatus:
         """Restore the objects, and the save counter, from a checkpoint in any layout.
 
-        Tensors are filled in place. What has another shape, kind or (with ``options.cast``) dtype fails.
+        Tensors are filled in place. A tensor of another shape, or of a dtype that ``options.cast`` does not allow, is
+        an error.
 
         Collective: Over the mesh's clients; barriers and errors as for `dtckpt.restore`.
 
         Args:
             path: The checkpoint; None does nothing.
-            options: See `RestoreOptions`; what is missing or unexpected is told by the status.
+            options: See `RestoreOptions`; missing and unexpected parts are no errors, they are in the status.
 
         Returns:
-            What was matched.
+            The status of the restore.
         """
         if path is None:
             return RestoreStatus(None, is_settled=True)
@@ -220,7 +222,7 @@ class DTensorCheckpoint:
         return status
 
     def _take(self, tree: dict[str, Any], status: RestoreStatus) -> RestoreStatus:
-        """Give the restored values to their owners."""
+        """Give the restored values to the counter, the objects and the root, and keep the status."""
         self._counter = tree.pop(COUNTER)
         self._objects = {name: tree.pop(name) for name in self._objects}
         if isinstance(self._root, Stateful):

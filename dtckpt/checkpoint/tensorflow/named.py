@@ -1,4 +1,7 @@
-"""The checkpoint calls that ``tf.experimental.dtensor`` has, under its names: flat sets of named tensors."""
+"""`sharded_save`, `name_based_save`, `name_based_restore`: save and restore flat sets of named tensors.
+
+These are the checkpoint calls of ``tf.experimental.dtensor``, under its names.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,10 @@ def sharded_save(
     Args:
         mesh: The mesh that the DTensors are on.
         file_prefix: Directory of the checkpoint.
-        tensor_names: One name per tensor. A name may come several times with slices that do not overlap.
-        shape_and_slices: One string per tensor: ``""`` for a whole tensor, or its place in a larger one, as in
-            ``"4 5 0,2:-"`` (see `dtckpt.format.slices`). Parts that no slice covers cannot be read back.
+        tensor_names: One name per tensor. A name may occur several times with slices that do not overlap.
+        shape_and_slices: One string per tensor: ``""`` for a whole tensor; for a slice of a larger tensor, the larger
+            shape and the slice's position, as in ``"4 5 0,2:-"`` (see `dtckpt.format.slices`). Elements that no slice
+            covers cannot be read back.
         tensors: DTensors on ``mesh``, or plain tensors (a copy on every client).
         options: See `SaveOptions`.
 
@@ -87,10 +91,20 @@ def name_based_restore(
     *,
     options: RestoreOptions | None = None,
 ) -> OrderedDict[str, DTensor]:
-    """Restore named tensors, each with the shape, dtype and layout of a template; templates are not changed.
+    """Restore named tensors as new ones, each with the shape, dtype and layout of its template.
 
-    Collective: Over the mesh's clients; barriers and errors as for `dtckpt.restore`. Tensors of the checkpoint that
-    have no template are passed over.
+    Templates are not changed. Tensors of the checkpoint that have no template are passed over.
+
+    Collective: Over the mesh's clients; barriers and errors as for `dtckpt.restore`.
+
+    Args:
+        mesh: The mesh that the templates are on.
+        checkpoint_prefix: The checkpoint.
+        name_tensor_dict: The templates by name.
+        options: See `RestoreOptions`.
+
+    Returns:
+        The new tensors by name, in the order of the templates.
 
     Raises:
         TensorNameError: There are no templates.
