@@ -2,7 +2,7 @@
 
 Real are the coordinator's rules (`dtckpt_server.rules`) and the clients' comparison of ordinals
 (`dtckpt.coordination.operation_ordinals`); modelled are the network, time, and the few lines of a client between them
-(`GrpcCoordination.barrier`, `Rounds`, the save protocol). Each client writes rows of its own step, so a commit that
+(`GrpcCoordination.barrier`, `Collective`, the save protocol). Each client writes rows of its own step, so a commit that
 joins operations is seen at once.
 
 Everything happens in one thread, in an order that one seed gives.

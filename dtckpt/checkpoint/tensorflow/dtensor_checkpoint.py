@@ -150,7 +150,7 @@ class DTensorCheckpoint:
         return {**self._children(), **self._objects, COUNTER: counter}
 
     def save(self, prefix: str | Location, *, options: SaveOptions | None = None) -> str:
-        """Save all objects as the checkpoint ``<prefix>-<n>``, where n is the save counter plus one, and count the save.
+        """Save all objects as the checkpoint ``<prefix>-<n>``, where n is the save counter plus one; then count.
 
         Collective: Over the mesh's clients; barriers and further errors as for `dtckpt.save`.
 
