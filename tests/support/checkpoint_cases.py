@@ -1,4 +1,4 @@
-"""What client processes do in the tests: functions for `Pool.run`, imported in the processes."""
+"""Saves and restores over several clients: functions that client processes run, by `Pool.run`."""
 
 from __future__ import annotations
 

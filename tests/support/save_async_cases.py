@@ -1,4 +1,4 @@
-"""What client processes do in the tests of asynchronous saves and managers: functions for `Pool.run`."""
+"""Asynchronous saves and managers over several clients: functions that client processes run, by `Pool.run`."""
 
 from __future__ import annotations
 

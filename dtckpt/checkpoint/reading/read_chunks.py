@@ -178,11 +178,11 @@ class BlockReader:
             if dim is None:
                 convert(elements, target)
                 continue
-            wanted = of_box[dim]
-            first, last = max(start, wanted.start), min(stop, wanted.stop)
+            rows = of_box[dim]
+            first, last = max(start, rows.start), min(stop, rows.stop)
             if first < last:
                 source = elements[(*of_box[:dim], slice(first - start, last - start), *of_box[dim + 1 :])]
-                convert(source, target[(*[slice(None)] * dim, slice(first - wanted.start, last - wanted.start))])
+                convert(source, target[(*[slice(None)] * dim, slice(first - rows.start, last - rows.start))])
 
 
 def cut(memory: np.ndarray[Any, Any], slices: tuple[slice, ...]) -> np.ndarray[Any, Any]:

@@ -46,7 +46,7 @@ def _is_stateful(target: Any) -> bool:
 def _items_of(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
     """Return what a target that is a container holds, by key or by position; None for all else.
 
-    A container of a class of its own will do if it can be changed in place, which keeps its class.
+    A container of a class that is not Python's must be mutable: it is changed in place, which keeps its class.
     """
     if name_of(target) in ("namedtuple", "dataclass", "SimpleNamespace"):
         return fields_of(target)
@@ -147,25 +147,25 @@ class _Matcher:
         self.leaves.extend((name, as_leaf(tensor, name)) for name, tensor in new.items())
         return lambda: trees.build(node, new.__getitem__)
 
-    def _saved_items(self, node: trees.Node, wanted: str, path: tuple[str, ...]) -> list[tuple[Any, trees.Node]]:
-        """Return the items of a saved container that is to fill a dict or a sequence."""
+    def _saved_items(self, node: trees.Node, kind: str, path: tuple[str, ...]) -> list[tuple[Any, trees.Node]]:
+        """Return the items of a saved container, which fill a target of a kind: ``dict`` or ``sequence``."""
         opened = trees.items_of(node)
         if opened is not None:
             base, items = opened
-            if (base == "dict") == (wanted == "dict"):
+            if (base == "dict") == (kind == "dict"):
                 return items
             # A new name, as "a/0", does not tell whether "a" is a dict or a sequence.
             by_key = {str(key): child for key, child in items}
             positions = [str(position) for position in range(len(by_key))]
-            if self._is_renamed and (wanted == "dict" or set(by_key) == set(positions)):
-                return items if wanted == "dict" else [(position, by_key[position]) for position in positions]
-        raise self._misfit(node, wanted, path)
+            if self._is_renamed and (kind == "dict" or set(by_key) == set(positions)):
+                return items if kind == "dict" else [(position, by_key[position]) for position in positions]
+        raise self._misfit(node, kind, path)
 
     @staticmethod
-    def _misfit(node: trees.Node, wanted: str, path: tuple[str, ...]) -> TensorNotFoundError:
-        ((kind, content),) = node.items()
-        saved = content[0] if kind == "type" else kind
-        return TensorNotFoundError(f"the checkpoint has a {saved} at {'/'.join(path)!r}; the target wants a {wanted}")
+    def _misfit(node: trees.Node, kind: str, path: tuple[str, ...]) -> TensorNotFoundError:
+        ((tag, content),) = node.items()
+        saved = content[0] if tag == "type" else tag
+        return TensorNotFoundError(f"the checkpoint has a {saved} at {'/'.join(path)!r}; the target wants a {kind}")
 
     def _visit_dict(
         self, target: Any, items: Mapping[Any, Any], nodes: dict[Any, trees.Node], path: tuple[str, ...]

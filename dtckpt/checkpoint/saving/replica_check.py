@@ -92,7 +92,7 @@ def copy_digests(
     for position, item in enumerate(plan.tensors):
         # A chunk that was written as it lies in memory need not be digested again.
         is_same = item.spec.stored_dtype == item.spec.dtype and position in written
-        known = written[position].chunks if is_same else {}
+        chunk_digests = written[position].chunks if is_same else {}
         for box, holding in enumerate(item.spec.holdings):
             if client not in holding.clients:
                 continue
@@ -100,7 +100,8 @@ def copy_digests(
             if len(copies) == len(holding.clients) == 1:
                 continue
             digests = [
-                _copy_digest(item, holding.region, copy, {} if number else known) for number, copy in enumerate(copies)
+                _copy_digest(item, holding.region, copy, {} if number else chunk_digests)
+                for number, copy in enumerate(copies)
             ]
             if len(set(digests)) > 1:
                 raise ReplicaMismatchError(
@@ -113,8 +114,8 @@ def copy_digests(
 
 def _copy_digest(plan: TensorPlan, box: Region, copy: Copy, written: Mapping[int, int]) -> int:
     """Return the digest of a copy of a box, made of the digests of its parts."""
-    known = {**copy.digests, **{number: digest for number, digest in written.items() if number not in plan.pieces}}
+    by_chunk = {**copy.digests, **{number: digest for number, digest in written.items() if number not in plan.pieces}}
     if copy.elements is not None:
-        known |= part_digests(plan, box, copy.elements, but=frozenset(known))
-    digests = [known[plan.grid.number(index)] for index in plan.grid.meeting(box)]
+        by_chunk |= part_digests(plan, box, copy.elements, but=frozenset(by_chunk))
+    digests = [by_chunk[plan.grid.number(index)] for index in plan.grid.meeting(box)]
     return bytes_digest(np.array(digests, np.uint64).data)
