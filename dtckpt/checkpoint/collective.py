@@ -2,15 +2,15 @@
 
 An operation (a save, a restore, a manager's restore) is a fixed sequence of rounds. A save, on two clients::
 
-    client 0, the leader                client 1
-    ------------------------------      ------------------------------
-    plan, begin an attempt              plan                              work
-    ==== save/begin ================================================     barrier: the operation gets its identity
-    stage, while waiting                stage, while waiting              meanwhile
-    write chunks                        write chunks                      work
-    ==== save/written ==============================================     barrier: digests of the chunk lists
-    merge, commit                       (nothing)                         work
-    ==== save/merged ===============================================     barrier: all clients return
+    client 0, the leader              client 1
+    ----------------------------      ----------------------------
+    plan, begin an attempt            plan                              work, then the vote
+    stage                             stage                             meanwhile, until the verdict comes
+    ==== save/begin ==============================================     verdict: the operation has its identity
+    write chunks                      write chunks                      work, then the vote
+    ==== save/written ============================================     verdict: all chunks are written
+    merge, commit                     (nothing)                         work, then the vote
+    ==== save/merged =============================================     verdict: the checkpoint is committed
 
 At each barrier a client votes yes with a payload, or no with its error. All clients get all payloads, or all raise the
 same error. The barrier of the first round gives the operation its identity; the later rounds belong to that identity
