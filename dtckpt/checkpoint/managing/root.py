@@ -158,6 +158,7 @@ class NewestManager:
                     f"process {holder['process']} on {holder['host']} saves checkpoints to {self._where} since later; "
                     "end it, close its manager, or save elsewhere"
                 )
+            # Older managers are refused from now on: the newest entry is enough to refuse them.
             self._folder.remove(name for name in names if name < self._entry)
 
     def release(self) -> None:

@@ -134,10 +134,12 @@ class BlockReader:
         if part.is_whole and count <= step:
             return digest_of_data(entry.name, part.index, self._read(0, count)), []
         digests: list[int] = []
+        # Spans of whole blocks, so that each block's bytes are together when it is digested.
         span = step * max(1, SPAN_NBYTES // (step * part.rows.row_nbytes))
         for start in range(0, count, span):
             stop = min(start + span, count)
             data = self._read(start, stop)
+            # By the elements' bytes, not the stored ones: a chunk at an edge is delivered without its padding.
             nbytes = data.nbytes // (stop - start) * step
             digests += [bytes_digest(data[at : at + nbytes]) for at in range(0, data.nbytes, nbytes)]
         return digest_of_blocks(entry.name, part.index, digests) if part.is_whole else 0, digests
@@ -149,6 +151,7 @@ class BlockReader:
         if first == last or target.dtype != DTYPES[self._entry.stored_dtype] or not target.flags.c_contiguous:
             return None
         rows = self._part.rows
+        # Short reads go straight to the destination all the same.
         if rows.nbytes >= COPIED_NBYTES:
             position = self._value.start + rows.start + first * rows.row_nbytes
             if is_slow(target.ctypes.data, position):

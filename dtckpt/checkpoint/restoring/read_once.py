@@ -82,6 +82,7 @@ def shareable_tensors(checkpoint: Checkpoint, leaves: Sequence[NamedLeaf]) -> li
         info, layout = checkpoint.info(name), leaf.layout
         if layout is None or layout.mesh.num_clients == 1 or not leaf.shape or info.nbytes < MIN_NBYTES:
             continue
+        # Without a process group over the mesh's clients nothing can be redistributed; each client reads for itself.
         if not layout.mesh.local_device_ids() or not is_connected(layout.mesh.clients):
             continue
         tensor = SharedTensor(name, leaf, layout, rows_layout(layout, info.row_dim))
