@@ -26,8 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 import dtckpt
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.saving.plan import plan_save
-from dtckpt.checkpoint.saving.save import state_of_tree
 from dtckpt.checkpoint.saving.staging import StagingMemory
+from dtckpt.checkpoint.saving.state import state_of_tree
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.errors import RandomParameterError
 from examples.gpt import GPT, SEED, batch_of, distributed, placed, train_step

@@ -36,7 +36,7 @@ from benchmarks.rivals import (
 )
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
-from dtckpt.checkpoint.gc_pause import uncollected
+from dtckpt.checkpoint.gc_pause import gc_paused
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -144,7 +144,7 @@ async def heartbeats(num_clients: int, interval_s: float, seconds: float, *, str
     """
     beats = Beats()
     # To collect the garbage of 10 000 clients in one process takes as long as 500 heartbeats.
-    with uncollected(), coordinator(6 * interval_s) as server:
+    with gc_paused(), coordinator(6 * interval_s) as server:
         async with stubs(server.port) as many:
             await register_all(many, num_clients)
             start = time.monotonic() + 1.0

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.managing.restore_newest import RestoredStep
     from dtckpt.checkpoint.managing.retention import Retention
     from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
-    from dtckpt.checkpoint.reading.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+    from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
+    from dtckpt.checkpoint.reading.tensor_info import TensorInfo
     from dtckpt.checkpoint.reading.verify import VerifyReport
     from dtckpt.checkpoint.resharding.reshard import reshard
     from dtckpt.checkpoint.restoring.report import RestoreReport
     from dtckpt.checkpoint.restoring.restore import restore
-    from dtckpt.checkpoint.saving.save import SaveReport, save
+    from dtckpt.checkpoint.saving.report import SaveReport
+    from dtckpt.checkpoint.saving.save import save
     from dtckpt.checkpoint.saving.save_async import SaveHandle, save_async
     from dtckpt.checkpoint.tensorflow.dtensor_checkpoint import DTensorCheckpoint
     from dtckpt.checkpoint.tensorflow.named import name_based_restore, name_based_save, sharded_save
@@ -68,11 +70,13 @@ _MODULES = {
     "checkpoint.managing.restore_newest": ("RestoredStep",),
     "checkpoint.tensorflow.dtensor_checkpoint": ("DTensorCheckpoint",),
     "checkpoint.options": ("RestoreOptions", "SaveOptions"),
-    "checkpoint.reading.checkpoint": ("Checkpoint", "TensorInfo", "open_checkpoint"),
+    "checkpoint.reading.checkpoint": ("Checkpoint", "open_checkpoint"),
+    "checkpoint.reading.tensor_info": ("TensorInfo",),
     "checkpoint.restoring.restore": ("restore",),
     "checkpoint.managing.retention": ("Retention",),
     "checkpoint.restoring.report": ("RestoreReport",),
-    "checkpoint.saving.save": ("SaveReport", "save"),
+    "checkpoint.saving.report": ("SaveReport",),
+    "checkpoint.saving.save": ("save",),
     "checkpoint.reading.verify": ("VerifyReport",),
     "layout.clients": (
         "client_id",

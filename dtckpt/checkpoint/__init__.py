@@ -1,1 +1,1 @@
-"""Whole checkpoints: save, restore, open."""
+"""Save and restore whole checkpoints, manage those of a training run, and reshard them."""

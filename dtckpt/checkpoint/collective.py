@@ -1,8 +1,23 @@
-"""Collective work in rounds: each client does its part, then all agree at a barrier whether everyone's went well.
+"""Run collective operations in rounds: every client does its part, then a barrier tells whether all parts went well.
 
-The first round of an operation gives it its identity; the later ones belong to it
-(`dtckpt.coordination.barrier_rules`).
-An operation inside another one, such as a restore inside a manager's, takes all of its rounds inside that one.
+An operation (a save, a restore, a manager's restore) is a fixed sequence of rounds. A save, on two clients::
+
+    client 0, the leader              client 1
+    ----------------------------      ----------------------------
+    plan, begin an attempt            plan                              work, then the vote
+    stage                             stage                             meanwhile, until the verdict comes
+    ==== save/begin ==============================================     verdict: the operation has its identity
+    write chunks                      write chunks                      work, then the vote
+    ==== save/written ============================================     verdict: all chunks are written
+    merge, commit                     (nothing)                         work, then the vote
+    ==== save/merged =============================================     verdict: the checkpoint is committed
+
+At each barrier a client votes yes with a payload, or no with its error. All clients get all payloads, or all raise the
+same error. The barrier of the first round gives the operation its identity; the later rounds belong to that identity
+(`dtckpt.coordination.barrier_rules`), so rounds of different operations never mix, even after a fault.
+
+An operation inside another one, such as a restore inside a manager's restore, takes all of its rounds inside the
+outer one's identity.
 """
 
 from __future__ import annotations
@@ -16,7 +31,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from time import monotonic
-from typing import SupportsIndex, TypeGuard
+from typing import SupportsIndex, TypeGuard, TypeVar
 
 from dtckpt.checkpoint.timing import BARRIER, Phases
 from dtckpt.comm.background_threads import begin
@@ -36,8 +51,11 @@ from dtckpt.coordination.operation_ordinals import NBYTES, Ordinal, OrdinalTrack
 from dtckpt.errors import ConfigError, CoordinationError, DtckptError, MeshError, SaveDisagreementError
 from dtckpt.format.digest import bytes_digest
 
-_running = threading.Lock()
-_outer: ContextVar[Rounds | None] = ContextVar("_outer", default=None)
+_Value = TypeVar("_Value")
+
+_process_lock = threading.Lock()
+"""Held by the thread whose operation over several clients is under way."""
+_parent: ContextVar[Collective | None] = ContextVar("_parent", default=None)
 """The operation that this thread is inside of."""
 
 
@@ -54,17 +72,22 @@ def validate_step(step: object) -> None:
 
 @functools.cache
 def tracker_of(member: Member, operation: str, participants: tuple[int, ...]) -> OrdinalTracker:  # noqa: ARG001  its key
-    """Return which operation of a kind a client is at, in the life of its process, whatever connections it uses."""
+    """Return the count of a client's operations of one kind, kept for the life of its process.
+
+    The count outlives connections: a client that connects again goes on counting where it was.
+    """
     return OrdinalTracker(operation)
 
 
-class Rounds:
-    """The rounds of one collective operation, as one client goes through them.
+class Collective:
+    """One collective operation over several clients, as one of them goes through its rounds.
+
+    With a single participant nothing is communicated.
 
     Args:
-        coordination: The way to the other clients.
-        operation: First part of the barriers' names.
-        timeout_s: Longest wait for the others, per round.
+        coordination: The connection to the other clients.
+        operation: Name of the operation; first part of the barriers' names.
+        timeout_s: Longest wait for the others, in seconds, per round.
         participants: Clients that take part; default all clients of the job.
 
     Raises:
@@ -89,42 +112,45 @@ class Rounds:
             )
         # Groups of clients that share no member may save at the same time; each has barriers of its own.
         is_everyone = self.participants == tuple(everyone)
-        self._group = "" if is_everyone else f"#{bytes_digest(repr(self.participants).encode()):016x}"
-        self._outer = _outer.get()
-        self._operation = BEGIN if self._outer is None else self._outer.operation
-        self._used: Counter[str] = Counter() if self._outer is None else self._outer._used
+        self._name_suffix = "" if is_everyone else f"#{bytes_digest(repr(self.participants).encode()):016x}"
+        self._parent = _parent.get()
+        self._operation = BEGIN if self._parent is None else self._parent.operation
+        # By barrier name, how many rounds of that name the operation has had; shared with the parent.
+        self._num_rounds: Counter[str] = Counter() if self._parent is None else self._parent._num_rounds
         self._tracker: OrdinalTracker | None = None
         self.phases = Phases(operation, self.client, coordination.heartbeat)
 
     @property
     def operation(self) -> Operation:
-        """The operation that the next round belongs to; `BEGIN` before the first."""
+        """The identity of the operation that the next round belongs to; `BEGIN` before the first round."""
         return self._operation
 
     @property
     def is_leader(self) -> bool:
-        """Whether this client does what only one may do."""
+        """Whether this client is the `leader`."""
         return self.client == self.leader
 
     @property
     def leader(self) -> int:
-        """The client that does what only one may do: the lowest participant."""
+        """The client that does what only one may do, such as the commit: the lowest participant."""
         return min(self.participants)
 
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Keep other threads' saves and restores over several clients out, and clear the phase at the end.
+    def process_lock(self) -> Iterator[None]:
+        """Keep other threads of this process from running operations over several clients; end the phase at exit.
 
-        Threads that save at the same time must come in the same order on every client: rounds of one name are one.
-        It may be left in another thread than the one that entered it.
+        Barriers are met by name, so two threads at the same barrier of two saves would be one round. One thread at a
+        time runs an operation; threads that save at the same time must come in the same order on every client.
+        An operation inside another one, or with one participant, takes no lock. The context may be left in another
+        thread than the one that entered it: a background save releases the lock in its own thread.
 
         Raises:
-            CoordinationError: Another thread's did not end in time.
+            CoordinationError: Another thread's operation did not end in time.
         """
-        if len(self.participants) == 1 or self._outer is not None:
+        if len(self.participants) == 1 or self._parent is not None:
             yield
             return
-        if not _running.acquire(timeout=self._timeout_s):
+        if not _process_lock.acquire(timeout=self._timeout_s):
             raise CoordinationError(
                 f"{self._name} cannot begin: another thread's save or restore did not end in {self._timeout_s:g} s"
             )
@@ -132,129 +158,161 @@ class Rounds:
             yield
         finally:
             calls_of(self._coordination.member).leave_operation()
-            _running.release()
+            _process_lock.release()
             self._coordination.heartbeat(Progress())
 
     @contextmanager
-    def around(self) -> Iterator[None]:
-        """Have operations that this thread runs inside take place inside this one, which has begun."""
-        token = _outer.set(self if len(self.participants) > 1 else None)
+    def as_parent(self) -> Iterator[None]:
+        """Run the operations that this thread starts in the context inside this one, whose first round is over."""
+        token = _parent.set(self if len(self.participants) > 1 else None)
         try:
             yield
         finally:
-            _outer.reset(token)
+            _parent.reset(token)
 
-    def begin(
+    def run_first_round(
         self,
         name: str,
-        work: Callable[[], bytes | None],
+        work: Callable[[], tuple[_Value, bytes]],
         *,
         step: int | None = None,
         phase: str = "",
-        meanwhile: Callable[[], object] | None = None,
-    ) -> Mapping[int, bytes]:
-        """Run the first round of an operation that all clients must be at alike; arguments and result as of `run`.
+        meanwhile: Callable[[_Value], _Value] | None = None,
+    ) -> tuple[_Value, Mapping[int, bytes]]:
+        """Run the first round of an operation, and check that all clients are at the same operation of its kind.
+
+        Every vote begins with the client's ordinal: the step, or how many operations of the kind its process has
+        begun. The ordinals are compared before the payloads count (`dtckpt.coordination.operation_ordinals`).
+
+        Collective: As `run_round`.
 
         Args:
             name: Name of the round.
-            work: This client's part.
-            step: Which operation this is, from 0 on; default: as many as this process has begun.
-            phase: What the part is measured as.
-            meanwhile: What to do while the others are waited for.
+            work: This client's part; returns a value for this client and the payload for all participants.
+            step: The step of the training run that tells which operation this is, from 0 on; default: the count of
+                operations that this process has begun.
+            phase: Name of the phase that the part is measured as; default: the round's name.
+            meanwhile: Called with the value while the others are waited for, if ``work`` went well; its result
+                replaces the value. The round does not depend on it: its error is raised on this client only.
+
+        Returns:
+            The value, and every participant's payload.
 
         Raises:
             ConfigError: The step is none; raised on all clients.
-            SaveDisagreementError: Clients are at different operations; see `dtckpt.coordination.operation_ordinals`.
+            SaveDisagreementError: Clients are at different operations.
         """
 
-        def part() -> bytes:
+        def part() -> tuple[_Value, bytes]:
             validate_step(step)
-            return work() or b""
+            return work()
 
         if len(self.participants) == 1:
-            return self.run(name, part, phase=phase, meanwhile=meanwhile)
+            return self._run(name, part, lambda vote: self._barrier(name, vote).payloads, phase, meanwhile)
         tracker = self._tracker = tracker_of(self._coordination.member, self._name, self.participants)
         ordinal = tracker.next_ordinal(operator.index(step)) if is_step(step) else tracker.next_ordinal()
-        # Whatever the others are at: that the step is none concerns them.
+        # A client with a bad step says no. The others must learn that at whatever operation they are.
         ordinal = replace(ordinal, is_unsure=ordinal.is_unsure or not (step is None or is_step(step)))
 
+        def part_at_ordinal() -> tuple[_Value, bytes]:
+            prefix = ordinal.to_bytes()
+            value, payload = part()
+            return value, prefix + payload
+
         def meet(vote: Vote) -> Mapping[int, bytes]:
-            def once() -> Verdict:
+            def meet_once() -> Verdict:
+                # The identity that a former try gave belongs to an operation that was given up.
                 self._operation = BEGIN
                 calls_of(self._coordination.member).leave_operation()
-                return self._meet(name, vote, ordinal.position)
+                return self._barrier(name, vote, ordinal.position)
 
-            return meet_alike(once, tracker, self.client)
+            return meet_at_same_operation(meet_once, tracker, self.client)
 
-        return self._round(name, lambda: ordinal.to_bytes() + part(), meet, phase, meanwhile)
+        return self._run(name, part_at_ordinal, meet, phase, meanwhile)
 
-    def run(
-        self,
-        name: str,
-        work: Callable[[], bytes | None],
-        *,
-        phase: str = "",
-        meanwhile: Callable[[], object] | None = None,
-    ) -> Mapping[int, bytes]:
-        """Do this client's part of a round and learn how it went for all.
+    def run_round(self, name: str, work: Callable[[], bytes | None], *, phase: str = "") -> Mapping[int, bytes]:
+        """Do this client's part of a round, and learn how the round went for all.
 
         Collective: Over the participants, barrier ``<operation>/<name>``. Passes for all or raises the same error
         for all, at once when any client's part fails. With a single participant there is no barrier.
 
         Args:
             name: Name of the round.
-            work: This client's part; what it returns is handed to all participants.
-            phase: What the part is measured as; default: the round's name. Waiting is measured as ``barrier``.
-            meanwhile: What to do while the others are waited for, if ``work`` went well. The round does not depend on
-                it, and what it raises is raised here only.
+            work: This client's part; returns the payload for all participants.
+            phase: Name of the phase that the part is measured as; default: the round's name. The wait at the barrier
+                is measured as ``barrier``.
 
         Returns:
-            What every participant's part returned.
+            Every participant's payload.
         """
-        return self._round(name, work, lambda vote: self._meet(name, vote).payloads, phase, meanwhile)
+        return self.run_round_with_value(name, lambda: (None, work() or b""), phase=phase)[1]
 
-    def _round(
+    def run_round_with_value(
+        self, name: str, work: Callable[[], tuple[_Value, bytes]], *, phase: str = ""
+    ) -> tuple[_Value, Mapping[int, bytes]]:
+        """Run a round whose part also returns a value for this client. Otherwise as `run_round`.
+
+        Args:
+            name: Name of the round.
+            work: This client's part; returns a value for this client and the payload for all participants.
+            phase: As for `run_round`.
+
+        Returns:
+            The value, and every participant's payload.
+        """
+        return self._run(name, work, lambda vote: self._barrier(name, vote).payloads, phase, None)
+
+    def _run(
         self,
         name: str,
-        work: Callable[[], bytes | None],
+        work: Callable[[], tuple[_Value, bytes]],
         meet: Callable[[Vote], Mapping[int, bytes]],
         phase: str,
-        meanwhile: Callable[[], object] | None,
-    ) -> Mapping[int, bytes]:
+        meanwhile: Callable[[_Value], _Value] | None,
+    ) -> tuple[_Value, Mapping[int, bytes]]:
+        """Do the part, vote on it at the barrier that ``meet`` waits at, and return the value and the payloads.
+
+        Invariant: with several participants, this client votes exactly once per meeting, whether its part went well
+        or not. A client that raised without a vote would leave the others to their timeout.
+        """
         self.phases.enter(name)
         failure: BaseException | None = None
         payload = b""
         try:
             with self.phases.measure(phase or name):
-                payload = work() or b""
+                value, payload = work()
         except BaseException as error:
             if len(self.participants) == 1:
                 raise
             failure = error
         try:
             if len(self.participants) == 1:
-                if meanwhile is not None:
-                    meanwhile()
-                return {self.client: payload}
+                return value if meanwhile is None else meanwhile(value), {self.client: payload}
             vote = Vote(payload=payload) if failure is None else Vote.of_error(failure)
             met = None
             if meanwhile is not None and failure is None:
                 met = begin(lambda: meet(vote), "dtckpt-round")
-                meanwhile()
+                value = meanwhile(value)
             with self.phases.measure(BARRIER):
-                return meet(vote) if met is None else met.result()
+                payloads = meet(vote) if met is None else met.result()
         except DtckptError as verdict:
+            # An interrupt of this client (KeyboardInterrupt, SystemExit) stays one; the others get the verdict on it.
             if failure is not None and not isinstance(failure, Exception):
                 raise failure from verdict
             raise verdict from failure
+        if failure is not None:
+            raise failure  # not reached: no barrier passes with a vote that says no
+        return value, payloads
 
-    def _meet(self, name: str, vote: Vote, position: Position = NO_POSITION) -> Verdict:
-        full_name = f"{self._name}/{name}{self._group}"
+    def _barrier(self, name: str, vote: Vote, position: Position = NO_POSITION) -> Verdict:
+        """Wait once at the barrier of a round; the verdict's identity is that of the operation from then on."""
+        full_name = f"{self._name}/{name}{self._name_suffix}"
         if self._operation.id:
-            self._used[full_name] += 1  # inside one operation all clients go through the same rounds
-            if self._used[full_name] > 1:
-                full_name += f".{self._used[full_name]}"
-        begun = monotonic()
+            # Inside one operation all clients go through the same rounds, so they count them alike.
+            self._num_rounds[full_name] += 1
+            if self._num_rounds[full_name] > 1:
+                full_name += f".{self._num_rounds[full_name]}"
+        start = monotonic()
         try:
             verdict = self._coordination.barrier(
                 full_name,
@@ -267,19 +325,22 @@ class Rounds:
             )
         except BaseException as error:
             if self._tracker is not None:
-                self._tracker.note_failure(error, self.client, monotonic() - begun)
+                self._tracker.note_failure(error, self.client, monotonic() - start)
             raise
         self._operation = verdict.operation
         return verdict
 
 
-def meet_alike(
+def meet_at_same_operation(
     meet: Callable[[], Verdict],
     tracker: OrdinalTracker,
     client: int,
     error: type[DtckptError] = SaveDisagreementError,
 ) -> Mapping[int, bytes]:
     """Meet until all clients are at the same operation; return the payloads, without the ordinals in front of them.
+
+    A client that is ahead of others that were cut off meets again and again: each of its meetings fails one of the
+    operations that the others are behind by, until they have caught up. Every other difference is an error for all.
 
     Args:
         meet: Meets once; each client's payload begins with its `Ordinal`.
@@ -290,8 +351,8 @@ def meet_alike(
     while True:
         verdict = meet()
         ordinals = {each: Ordinal.from_bytes(data) for each, data in verdict.payloads.items()}
-        found = tracker.reconcile(ordinals, client, cut_off=verdict.cut_off)
-        if found.is_same:
+        comparison = tracker.reconcile(ordinals, client, cut_off=verdict.cut_off)
+        if comparison.is_same:
             return {each: data[NBYTES:] for each, data in verdict.payloads.items()}
-        if not found.others_wait or client in found.behind:
-            raise error(found.message, is_verdict=True)
+        if not comparison.others_wait or client in comparison.behind:
+            raise error(comparison.message, is_verdict=True)

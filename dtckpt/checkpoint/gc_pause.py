@@ -1,4 +1,4 @@
-"""Stretches of work in which Python's cycle collector waits."""
+"""`gc_paused`: pause Python's cycle collector while many objects are made."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _was_enabled = False
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Let Python's cycle collector wait, in all threads.
+def gc_paused() -> Iterator[None]:
+    """Pause Python's cycle collector, in all threads.
 
-    Of thousands of tensors a save or a restore makes many objects at once and keeps them. The collector would go
-    through all objects of the process again and again meanwhile, find nothing, and take as long as the work itself.
-    Only for stretches that soon end: the garbage of other threads waits too. May be nested, and entered by several
-    threads.
+    A save or restore of thousands of tensors makes many objects at once and keeps them. Meanwhile the collector would
+    go through all objects of the process again and again, find nothing, and take as long as the work itself. Use it
+    for short work only: the garbage of other threads waits, too. Contexts may be nested, and entered by several
+    threads; the collector runs again when the last one ends.
     """
-    global _depth, _was_enabled  # noqa: PLW0603  (so is the collector)
+    global _depth, _was_enabled  # noqa: PLW0603  (the collector is global, too)
     with _lock:
         if _depth == 0:
             _was_enabled = gc.isenabled()

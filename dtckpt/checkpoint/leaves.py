@@ -1,4 +1,7 @@
-"""State as the checkpoint engine sees it: what every leaf is, and where its parts lie in this client's memory."""
+"""`Leaf`: one tensor of a state tree, with the regions that this client holds and the memory that holds them.
+
+DTensors, PyTorch's DTensors and plain tensors all become leaves, so saves and restores know no other kind.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ from dtckpt.layout.region import Region
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that gives and takes its state as a tree (modules, optimizers, samplers)."""
+    """An object that returns and loads its state as a tree: a module, an optimizer, a sampler."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state as a tree."""
         ...
 
     def load_state_dict(self, state_dict: Any) -> object:
-        """Take over a state tree."""
+        """Load a state tree."""
         ...
 
 
@@ -43,10 +46,10 @@ class Leaf:
     Args:
         shape: Global shape.
         dtype: Dtype name.
-        layout: Its layout; None for a plain tensor, of which every client has a copy.
-        regions: The regions that this client's parts cover.
-        components: The memory that holds each of them.
-        save_as_bf16: Whether it wants to be stored as bfloat16.
+        layout: Layout of the tensor; None for a plain tensor, of which every client has a copy.
+        regions: The regions that this client's components cover; for a plain tensor one, the whole.
+        components: The memory that holds the elements of each region, in the region's shape.
+        save_as_bf16: Whether the tensor asks to be stored as bfloat16.
     """
 
     shape: tuple[int, ...]
@@ -58,30 +61,30 @@ class Leaf:
 
     @property
     def parts(self) -> tuple[tuple[Region, torch.Tensor], ...]:
-        """This client's parts: the region that each covers, and the memory that holds it."""
+        """The regions with their components."""
         return tuple(zip(self.regions, self.components, strict=True))
 
     def distinct_parts(self) -> list[tuple[Region, list[torch.Tensor]]]:
-        """Return the non-empty regions of this client and their local copies."""
+        """Return the distinct non-empty regions of this client, each with all components that hold a copy of it."""
         components = self.components
-        return [(region, [components[place] for place in places]) for region, places in _distinct(self.regions)]
+        return [(region, [components[number] for number in numbers]) for region, numbers in _distinct(self.regions)]
 
 
 @lru_cache(maxsize=4096)
 def _distinct(regions: tuple[Region, ...]) -> tuple[tuple[Region, tuple[int, ...]], ...]:
-    """Return the non-empty regions, each once, and where in the tuple it stands."""
-    found: dict[Region, list[int]] = {}
-    for place, region in enumerate(regions):
+    """Return the distinct non-empty regions, each with its positions in the tuple."""
+    numbers: dict[Region, list[int]] = {}
+    for number, region in enumerate(regions):
         if not region.is_empty:
-            found.setdefault(region, []).append(place)
-    return tuple((region, tuple(places)) for region, places in found.items())
+            numbers.setdefault(region, []).append(number)
+    return tuple((region, tuple(each)) for region, each in numbers.items())
 
 
 @lru_cache(maxsize=4096)
 def _facts(
     layout: Layout | None, devices: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[str, tuple[Region, ...]]:
-    """Return a tensor's dtype name and what devices hold of it; most tensors of a model are like others."""
+    """Return a tensor's dtype name and the regions of devices; cached, as most tensors of a model are like others."""
     name = dtype_name(dtype)
     validate_dtype(name)
     if layout is None:
@@ -100,7 +103,7 @@ def is_tensor(value: object) -> bool:
 
 
 def is_stateful(value: object) -> bool:
-    """Whether a value gives and takes a state: an object, not the class of such."""
+    """Whether a value is `Stateful`: an object, not a class of such objects."""
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 
@@ -110,7 +113,7 @@ def state_of_object(value: Any) -> Any:
 
 
 def mesh_of(value: Any) -> Mesh | None:
-    """Return the mesh that a tensor is on; None for a plain one."""
+    """Return the mesh that a tensor is on; None for a plain tensor."""
     if torch_interop.is_torch_dtensor(value):
         return torch_device_mesh.mesh_of(value.device_mesh)
     return value.device_mesh if isinstance(value, DTensor) else None
@@ -124,8 +127,8 @@ def as_leaf(value: torch.Tensor, name: str) -> Leaf:
         name: Its name, for errors.
 
     Raises:
-        DTypeError: The dtype cannot be stored, or the tensor is not its own memory: it is sparse, quantized, nested,
-            fake, on the meta device, or of a subclass that computes its elements.
+        DTypeError: The dtype cannot be stored, or the tensor's elements are not dense memory: it is sparse, quantized,
+            nested, fake, on the meta device, or of a subclass that computes its elements.
         LayoutError: The layout has MATCH specs or pending reductions.
     """
     if torch_interop.is_torch_dtensor(value):
@@ -148,7 +151,7 @@ def as_leaf(value: torch.Tensor, name: str) -> Leaf:
 
 
 def _dense(memory: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a tensor's memory, when the collective that fills it is done; refuse what has none."""
+    """Return a tensor's memory, after the collective that fills it; refuse a tensor that has none."""
     if isinstance(memory, AsyncCollectiveTensor):
         memory = memory.wait()
     if not _is_dense(memory):
@@ -157,7 +160,7 @@ def _dense(memory: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def validate_mode() -> None:
-    """Refuse to work where operators make fake tensors.
+    """Refuse to save or restore where operators make fake tensors.
 
     Raises:
         DTypeError: This thread is inside of a FakeTensorMode.
@@ -167,7 +170,7 @@ def validate_mode() -> None:
 
 
 def _is_dense(memory: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in memory of its own. This runs for every tensor, so it is quick."""
+    """Whether a tensor's elements lie in dense memory. It runs for every tensor, so it must be quick."""
     if (
         not _is_plain_class(type(memory))
         or memory.layout is not torch.strided
@@ -191,7 +194,7 @@ def _is_plain_class(kind: type[torch.Tensor]) -> bool:
 
 
 def _cure(memory: torch.Tensor) -> str:
-    """Return how a tensor that is not dense is, and what to do about it."""
+    """Return, for an error, the kind of a tensor that is not dense, and the cure."""
     kind = type(memory).__name__
     if is_lazy(memory):
         return f"got {kind}, without a shape; run the module once, which gives it one"
@@ -215,15 +218,15 @@ def _cure(memory: torch.Tensor) -> str:
 
 def host_array(memory: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return a numpy view of a CPU tensor; a tensor elsewhere is copied to the host."""
-    found = own_array(memory)
-    if found is None:
-        found = own_array(memory.detach().resolve_conj().resolve_neg().cpu())
-    assert found is not None  # noqa: S101  (nothing is left to be resolved)
-    return found
+    array = own_array(memory)
+    if array is None:
+        array = own_array(memory.detach().resolve_conj().resolve_neg().cpu())
+    assert array is not None  # noqa: S101  (nothing is left to be resolved)
+    return array
 
 
 def own_array(memory: torch.Tensor) -> np.ndarray[Any, Any] | None:
-    """Return a numpy view of a tensor's own memory, so that writing there fills it; None, if it `is_elsewhere`."""
+    """Return a numpy view of a tensor's own memory: a write to it fills the tensor. None if it `is_elsewhere`."""
     if is_elsewhere(memory):
         return None
     memory = memory.detach() if memory.requires_grad else memory
@@ -233,7 +236,7 @@ def own_array(memory: torch.Tensor) -> np.ndarray[Any, Any] | None:
 
 
 def is_elsewhere(memory: torch.Tensor) -> bool:
-    """Whether a tensor's elements are not in the host's memory as they are."""
+    """Whether a tensor's elements are not in host memory, or not as they are: conjugated or negated lazily."""
     return not memory.is_cpu or memory.is_conj() or memory.is_neg()
 
 

@@ -1,4 +1,4 @@
-"""Options of saves and restores: frozen, validated when made."""
+"""`SaveOptions` and `RestoreOptions`: frozen, validated when they are made."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ CASTS = ("exact", "lossless", "any")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """How a checkpoint is written.
+    """Options of a save.
 
     Args:
-        kvstore: ``ocdbt`` (few files, any number of tensors) or ``zarr`` (a plain Zarr v3 tree).
-        save_as_bf16: Store float32 tensors as bfloat16, rounded to nearest even; they come back as float32.
-        stored_dtypes: The same for some tensors: by glob on their names, ``bfloat16`` or, as it is, ``float32``. The
-            first match wins, also over ``save_as_bf16``; other tensors are stored as they are.
-        codec: How chunks are compressed: ``none``, ``zstd`` or ``blosc``; default: not at all, and where a checkpoint
-            is laid out anew, as it was.
+        kvstore: Storage format: ``ocdbt`` (few files, any number of tensors) or ``zarr`` (a plain Zarr v3 tree).
+        save_as_bf16: Store float32 tensors as bfloat16, rounded to nearest even; they are restored as float32.
+        stored_dtypes: The same for some tensors: ``bfloat16`` or, unchanged, ``float32``, by glob on their names. The
+            first match wins, also over ``save_as_bf16``; tensors without a match are stored unchanged.
+        codec: Compression of chunks: ``none``, ``zstd`` or ``blosc``; default: none, and in `dtckpt.reshard` that of
+            the source.
         chunk_nbytes: Bound on the bytes of one chunk, where shards can be cut evenly.
         overwrite: Replace a checkpoint at the path; the old one stays until the new one is durable.
-        check_replicas: Compare all copies of a value, on one client and across clients, before committing.
-        content_digest: Say of every tensor what it holds, whatever its layout; see `TensorInfo.content_digest`.
+        check_replicas: Compare all copies of a value, on one client and across clients, before the commit.
+        content_digest: Store a digest of every tensor's elements, independent of its layout; see
+            `TensorInfo.content_digest`.
         fsync: Whether a finished save survives a power loss.
         progress: Show client 0's progress on standard error, if that is a terminal.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
@@ -56,23 +57,24 @@ class SaveOptions:
         _validate_positive("timeout_s", self.timeout_s)
         if self.codec is not None:
             _validate_choice("codec", self.codec, CODECS)
-        # Pairs are hashable, and tell the order, in which clients must agree.
+        # As pairs: they are hashable, and keep the order, on which clients must agree.
         object.__setattr__(self, "stored_dtypes", _stored_dtypes(self.stored_dtypes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreOptions:
-    """How a checkpoint is read.
+    """Options of a restore.
 
     Args:
-        cast: Which dtype conversions are fine: none (``exact``), those that keep every value (``lossless``), ``any``.
-        allow_missing: Leave tensors and values of the target as they are where the checkpoint has none.
+        cast: The dtype conversions that are allowed: none (``exact``), those that keep every value (``lossless``), or
+            ``any``.
+        allow_missing: Leave tensors and values of the target as they are if the checkpoint has none for them.
         allow_unexpected: Pass over tensors and values of the checkpoint that the target does not ask for.
-        rename: Other names for what is in the checkpoint; see `dtckpt.checkpoint.restoring.renaming.Rename`.
-        report: Called with the `RestoreReport`, when all is restored or when the restore is refused because something
+        rename: New names for tensors and values of the checkpoint; see `dtckpt.checkpoint.restoring.renaming.Rename`.
+        report: Called with the `RestoreReport`, when all is restored, or when the restore is refused because something
             is missing, unexpected, reshaped or cast.
-        read_once: Whether each byte is read from storage by one client, which hands it on to those that need it too
-            (large tensors on meshes whose clients have a process group); default: unless the storage is this machine's.
+        read_once: Whether one client reads each byte from storage, and sends it to the others that need it (large
+            tensors on meshes whose clients have a process group); default: unless the storage is this machine's.
         progress: As in `SaveOptions`.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
     """

@@ -1,4 +1,4 @@
-"""A progress bar of bytes, on standard error."""
+"""`Bar`: a progress bar of bytes on standard error."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dtckpt.text import printable
 
 
 class Bar:
-    """A bar that shows which tensor is at work; gone when the context ends.
+    """A bar with the name of the tensor at work; it disappears when the context ends.
 
     Args:
-        title: What is shown before the first tensor.
+        title: The text that is shown before the first tensor's name.
         nbytes: Bytes in all.
     """
 
@@ -24,7 +24,7 @@ class Bar:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-        # Names are no markup.
+        # A tensor's name may look like rich's markup.
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -42,11 +42,11 @@ class Bar:
         self._progress.stop()
 
     def advance(self, name: str, nbytes: int) -> None:
-        """Move the bar; with a name, that is shown from now on."""
+        """Advance the bar by ``nbytes``; show the name from now on, if it is not empty."""
         title = printable(name)[-40:] if name else None
         self._progress.update(self._task, description=title, advance=nbytes)
 
 
 def is_watched(*streams: TextIO | None) -> bool:
-    """Whether all of some streams go to a terminal, where somebody may sit."""
+    """Whether all of the streams are terminals, where somebody may read."""
     return all(stream is not None and stream.isatty() for stream in streams)

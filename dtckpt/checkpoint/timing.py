@@ -1,7 +1,7 @@
-"""What an operation takes on one client, phase by phase.
+"""`Phases`: measure the phases of a save or restore on one client, in seconds and bytes; and find slow clients.
 
-Each phase is measured once, here. The log, reports and handles, heartbeats, the bar and OpenTelemetry's spans all tell
-what was measured here.
+Each phase is measured once, here. The log, reports and handles, heartbeats, the progress bar and OpenTelemetry's spans
+all show these measurements.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from dtckpt.text import printable
 logger = logging.getLogger("dtckpt.checkpoint")
 
 BARRIER = "barrier"
-"""The phase that is no work: waiting for the other clients."""
+"""The phase that is no work: the wait for the other clients."""
 TOLD_NBYTES = 32 << 20
-"""Heartbeats are given the progress anew after so many bytes."""
+"""The next heartbeat is given the progress after every so many bytes."""
 SLOW_FACTOR = 3.0
 SLOW_EXCESS_S = 1.0
-"""A client is slow in a phase if it takes so many times as long as the median of the others, and so much longer."""
+"""A client is slow in a phase if it takes so many times as long as the median of the others, and so many seconds
+longer."""
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A phase that goes on. Its clock stands while one inside it goes on."""
+    """A phase that is under way. Its clock stops while a phase inside it is under way."""
 
     name: str
     since: float
@@ -45,19 +46,23 @@ class _Open:
 
 
 class Phases:
-    """The phases of one operation on one client, which come one after the other or one inside the other.
+    """The phases of one operation on one client, one after the other or one inside the other.
 
-    Their seconds add up to those of the operation: a phase inside another one is not counted there.
+    Invariant: no second counts twice, so the seconds of all phases add up to those of the operation. While an inner
+    phase runs, the clock of the outer one stands:
+
+        plan   |=====     ====|
+        stage         |===|
 
     Args:
-        operation: ``save``, ``restore`` or the like.
+        operation: ``save``, ``restore`` or another kind of operation.
         client: This client.
-        tell: Takes the progress that the next heartbeat tells.
+        tell: Called with the progress that the next heartbeat is to tell.
     """
 
     def __init__(self, operation: str, client: int, tell: Callable[[Progress], object]) -> None:
         self.round = ""
-        """The round that this client is in."""
+        """Name of the round that this client is in."""
         self._operation = operation
         self._client = client
         self._tell = tell
@@ -71,7 +76,7 @@ class Phases:
         self._span: Any = None
 
     def begin(self, subject: object, *, is_shown: bool = False) -> None:
-        """Begin the operation: its span, and with ``is_shown`` its bar, if standard error is a terminal."""
+        """Begin the operation: open its span, and with ``is_shown`` allow its bar, if standard error is a terminal."""
         self._subject = printable(str(subject))
         self._is_shown = is_shown and is_watched(sys.stderr)
         attributes = {"dtckpt.path": self._subject, "dtckpt.client": self._client}
@@ -79,7 +84,7 @@ class Phases:
 
     @contextmanager
     def operation(self, subject: object, *, is_shown: bool) -> Iterator[None]:
-        """Begin the operation, and end it when the work inside has ended."""
+        """Begin the operation, and end it with the context."""
         self.begin(subject, is_shown=is_shown)
         try:
             yield
@@ -89,7 +94,7 @@ class Phases:
         self.end()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the operation, well or not: close what `begin` and `expect` opened, and log what it took."""
+        """End the operation: close the span and the bar, and log the costs of all phases."""
         span, self._span = self._span, None
         bar, self._bar = self._bar, None
         close_span(span, {"dtckpt.nbytes": self.progress[0]}, error)
@@ -107,24 +112,24 @@ class Phases:
         return self._operation, self._subject
 
     def enter(self, round_name: str) -> None:
-        """Note the round that this client is in now, and let the others know."""
+        """Note the round that this client is in now, and tell it with the next heartbeat."""
         self.round = round_name
         self._beat()
 
     def expect(self, phase: str, nbytes: int) -> None:
-        """Say which phase's bytes are the operation's progress, and how many there will be; a bar shows them."""
+        """Name the phase whose bytes are the operation's progress, and how many there will be; a bar shows them."""
         self._expected = phase, nbytes
         if self._is_shown:
             self._bar = Bar(f"{self._operation} {self._subject}", nbytes).__enter__()
 
     @property
     def is_shown(self) -> bool:
-        """Whether there is, or will be, a bar."""
+        """Whether a bar is, or will be, shown."""
         return self._is_shown
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Measure the work inside as a phase, together with what was measured under this name before."""
+        """Measure the context as a phase; the costs of phases of one name are added."""
         is_outer = not self._open
         span = open_span(f"dtckpt.{self._operation}.{name}", {}, self._span) if is_outer and self._span else None
         phase, failure = self._start(name), None
@@ -136,7 +141,7 @@ class Phases:
         finally:
             cost = self._stop(phase)
             if name == self._expected[0] and phase.nbytes > phase.told_nbytes:
-                self._beat()  # what is done is shown also while the others are waited for
+                self._beat()  # so that heartbeats tell the bytes also during the wait for the others
             if is_outer:
                 close_span(span, {"dtckpt.nbytes": cost.nbytes, "dtckpt.round": self.round}, failure)
                 logger.debug("%s of %s: %s took %s on client %d", *self._what, name, cost, self._client)
@@ -160,7 +165,7 @@ class Phases:
             return cost
 
     def count(self, nbytes: int) -> None:
-        """Count bytes that the open phase has moved."""
+        """Add bytes to the open phase."""
         phase = self._open[-1]
         phase.nbytes += nbytes
         if self._bar is not None and phase.name == self._expected[0]:
@@ -175,7 +180,7 @@ class Phases:
 
     @property
     def costs(self) -> dict[str, PhaseCost]:
-        """What the phases took so far, those that go on included."""
+        """The costs of all phases so far, by name, including those that are under way."""
         with self._lock:
             costs = dict(self._closed)
             now = monotonic()
@@ -187,7 +192,7 @@ class Phases:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes that are done, and bytes in all, of the phase that was expected."""
+        """Bytes that are done, and bytes in all, of the phase that `expect` named."""
         name, nbytes = self._expected
         return self.costs.get(name, PhaseCost()).nbytes, nbytes
 
@@ -197,10 +202,10 @@ class SlowClient:
     """A client that took much longer for a phase than the others.
 
     Args:
-        client: Which one.
-        phase: Which phase.
-        cost: What it took there.
-        median: Median seconds, and median bytes, of the others.
+        client: The client.
+        phase: The phase.
+        cost: Its cost on this client.
+        median: Median seconds, and median bytes, of the other clients.
     """
 
     client: int
@@ -219,9 +224,9 @@ def find_slow(costs: Costs) -> SlowClient | None:
     """Return the client that others wait for the longest, if one is slow (see `SLOW_FACTOR`).
 
     Args:
-        costs: By client, what each of its phases took; waiting for others does not count.
+        costs: By client, the cost of each of its phases; ``barrier`` does not count.
     """
-    found: list[tuple[float, SlowClient]] = []
+    slow: list[tuple[float, SlowClient]] = []
     for phase in sorted({name for own in costs.values() for name in own} - {BARRIER}):
         by_client = {client: own[phase] for client, own in sorted(costs.items()) if phase in own}
         client = max(by_client, key=lambda client: by_client[client].seconds)
@@ -235,5 +240,5 @@ def find_slow(costs: Costs) -> SlowClient | None:
         )
         excess_s = cost.seconds - median.seconds
         if excess_s >= SLOW_EXCESS_S and cost.seconds >= SLOW_FACTOR * median.seconds:
-            found.append((excess_s, SlowClient(client, phase, cost, median)))
-    return max(found, key=lambda item: item[0], default=(0.0, None))[1]
+            slow.append((excess_s, SlowClient(client, phase, cost, median)))
+    return max(slow, key=lambda item: item[0], default=(0.0, None))[1]

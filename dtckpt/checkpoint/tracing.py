@@ -1,6 +1,6 @@
-"""OpenTelemetry spans, where its API is installed (extra ``otel``); nothing at all where it is not.
+"""OpenTelemetry spans, if its API is installed (extra ``otel``); nothing otherwise.
 
-What becomes of them is the business of the program, which configures a tracer provider or does not.
+The program decides where spans go, by configuring a tracer provider or not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _api() -> Any:
 
 
 def open_span(name: str, attributes: Mapping[str, Any], parent: Any = None) -> Any:
-    """Begin a span below another one; by default below the current one of the caller's context."""
+    """Open a span below ``parent``; by default below the current span of the caller's context."""
     api = _api()
     if api is None:
         return None
@@ -33,7 +33,7 @@ def open_span(name: str, attributes: Mapping[str, Any], parent: Any = None) -> A
 
 
 def close_span(span: Any, attributes: Mapping[str, Any], error: BaseException | None = None) -> None:
-    """End a span, in whatever thread; it says what failed, if anything did."""
+    """End a span, also in another thread than it was opened in, and record the error, if there is one."""
     if span is None:
         return
     span.set_attributes(attributes)

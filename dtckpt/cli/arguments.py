@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from dtckpt.checkpoint.reading.checkpoint import TensorInfo
-from dtckpt.checkpoint.restoring.restore import kept_layout
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.checkpoint.restoring.new_tensors import kept_layout
 from dtckpt.errors import ConfigError, LayoutError, MeshError, capped
 from dtckpt.format.dtypes import DTYPES, is_floating
 from dtckpt.layout import text_format

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.cli.arguments import layout_text
 from dtckpt.cli.output import format_count, format_shape, write_event, write_line, write_table
 from dtckpt.errors import TensorNotFoundError, capped

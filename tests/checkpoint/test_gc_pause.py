@@ -6,22 +6,22 @@ import threading
 
 import pytest
 
-from dtckpt.checkpoint.gc_pause import uncollected
+from dtckpt.checkpoint.gc_pause import gc_paused
 
 
 def test_collections_go_on_when_the_last_is_out():
     inside, leave = threading.Event(), threading.Event()
 
     def other():
-        with uncollected():
+        with gc_paused():
             inside.set()
             assert leave.wait(60)
 
     thread = threading.Thread(target=other)
-    with uncollected():
+    with gc_paused():
         thread.start()
         assert inside.wait(60)
-        with uncollected():
+        with gc_paused():
             assert not gc.isenabled()
     assert not gc.isenabled()
     leave.set()
@@ -30,7 +30,7 @@ def test_collections_go_on_when_the_last_is_out():
 
 
 def test_a_failure_lets_them_go_on():
-    with pytest.raises(KeyError), uncollected():
+    with pytest.raises(KeyError), gc_paused():
         raise KeyError
     assert gc.isenabled()
 
@@ -38,7 +38,7 @@ def test_a_failure_lets_them_go_on():
 def test_who_had_switched_them_off_keeps_them_off():
     gc.disable()
     try:
-        with uncollected():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:
@@ -47,7 +47,7 @@ def test_who_had_switched_them_off_keeps_them_off():
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_process_forked_inside_collects():
-    with uncollected():
+    with gc_paused():
         child = os.fork()
         if child == 0:
             os._exit(0 if gc.isenabled() else 1)

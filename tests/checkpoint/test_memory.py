@@ -12,7 +12,7 @@ import torch
 import dtckpt
 from dtckpt import SaveOptions
 from dtckpt.checkpoint.reading import checkpoint as reader
-from dtckpt.checkpoint.saving import digests as digesting
+from dtckpt.checkpoint.saving import digests as chunk_digests
 from dtckpt.checkpoint.saving import write
 from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError, LayoutError, ReplicaMismatchError
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
@@ -216,10 +216,10 @@ class Late:
 
 def test_what_is_made_for_a_save_waits_for_its_digests_until_it_is_much():
     late, elements = Late(), np.zeros(8 << 20, np.uint8)
-    digests = digesting.Digesting(late, with_content=True)
+    digests = chunk_digests.ChunkDigester(late, with_content=True)
     for number in range(20):
         digests.add(0, None, number, elements)
-    assert elements.nbytes < late.most <= digesting.WAITING_NBYTES + elements.nbytes
+    assert elements.nbytes < late.most <= chunk_digests.WAITING_NBYTES + elements.nbytes
     for number in range(20, 40):  # these stay in memory anyway
         digests.add(0, None, number, elements, is_kept=True)
     assert late.waiting >= 20 * elements.nbytes

@@ -11,7 +11,7 @@ from support.coordinators import server_in_thread
 from torch.distributed import HashStore
 
 from dtckpt import errors
-from dtckpt.checkpoint.collective import Rounds
+from dtckpt.checkpoint.collective import Collective
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.grpc_client import GrpcCoordination
 from dtckpt.coordination.identity import calls_of
@@ -38,19 +38,19 @@ def test_nobody_waits_for_a_client_that_was_interrupted(pair):
     first, second = pair
     second.register()
 
-    def interrupt():
+    def interrupt(_):
         wait_until(lambda: second.status().barriers or calls_of(first.member).report.waits_at)
         raise KeyboardInterrupt
 
-    interrupted = Rounds(first, "save", TIMEOUT_S)
-    with pytest.raises(KeyboardInterrupt), interrupted.exclusive():
-        interrupted.begin("begin", lambda: b"", meanwhile=interrupt)
+    interrupted = Collective(first, "save", TIMEOUT_S)
+    with pytest.raises(KeyboardInterrupt), interrupted.process_lock():
+        interrupted.run_first_round("begin", lambda: (None, b""), meanwhile=interrupt)
     start = time.monotonic()
-    other = Rounds(second, "save", TIMEOUT_S)
+    other = Collective(second, "save", TIMEOUT_S)
 
     def go_on():
-        other.begin("begin", lambda: b"")
-        other.run("written", lambda: b"")
+        other.run_first_round("begin", lambda: (None, b""))
+        other.run_round("written", lambda: b"")
 
     with pytest.raises(errors.CoordinationError, match=r"has given up waiting|is not in this operation any more"):
         go_on()

@@ -7,8 +7,8 @@ from support.states import bits_of, differences, tensor_of
 
 import dtckpt
 from dtckpt import UNSHARDED, Layout, Region, SaveOptions
-from dtckpt.checkpoint.saving import save as saving
-from dtckpt.checkpoint.saving import write
+from dtckpt.checkpoint.saving import attempt as saving
+from dtckpt.checkpoint.saving import merge as merging
 from dtckpt.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -90,7 +90,7 @@ def test_there_is_nothing(path):
 STEPS = {
     "a write": "write",
     "the writes' end": "commit",
-    "merging": (write, "merge"),
+    "merging": (merging, "merge"),
     "tidying": (saving, "remove_working_files"),
     "the commit": (saving, "merge_clients"),
 }
@@ -122,7 +122,7 @@ def test_a_save_that_fails_leaves_what_was_there(path, save, monkeypatch, step):
 
 def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
     """A client's database that is missing would pass for one that holds nothing."""
-    merge = write.merge
+    merge = merging.merge
 
     def lose(kind, root, last_written):
         ((client, key),) = last_written.items()
@@ -133,7 +133,7 @@ def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
 
     save(path, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(write, "merge", lose)
+        patch.setattr(merging, "merge", lose)
         with pytest.raises(CheckpointCorruptError, match=r"clients 0 wrote is not to be seen.*nothing was committed"):
             save(path, 2, overwrite=True)
     assert holds(path, 1)

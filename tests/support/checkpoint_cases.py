@@ -1,4 +1,4 @@
-"""What client processes do in the tests: functions for `Pool.run`, imported in the processes."""
+"""Saves and restores over several clients: functions that client processes run, by `Pool.run`."""
 
 from __future__ import annotations
 
@@ -258,9 +258,9 @@ def save_and_die(
         coordination = FaultyCoordination(inner, {("heartbeat", 2): Fault(before=_die)} if is_victim else {})
     elif when == "amid the merge":
         if is_victim:
-            from dtckpt.checkpoint.saving import write as writing
+            from dtckpt.checkpoint.saving import merge
 
-            writing.merge = lambda *args, **kwargs: _die()
+            merge.merge = lambda *args, **kwargs: _die()
     elif when == "before the commit":
         if is_victim:
             commit_by_rename.commit = lambda *args, **kwargs: _die()

@@ -1,4 +1,4 @@
-"""What processes do in the tests of forks: one saves all the time, its children use checkpoints, or do not."""
+"""Programs of the tests of forks: a process saves all the time, and forks children that use checkpoints or not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dtckpt.errors import DtckptError, ForkedProcessError
 from .checkpoint_cases import tree_on
 
 CHILD_S = 30.0
-"""A child that lives longer hangs; how soon it raises it says itself. A whole exit takes a second of the processor."""
+"""A child that lives longer than this hangs. It reports itself how soon it raised; a whole exit takes a second."""
 EXIT_CODE = 7
 
 

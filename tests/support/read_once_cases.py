@@ -1,4 +1,4 @@
-"""Restores that read each byte once, by client processes: functions for `Pool.run`."""
+"""Restores that read each byte once: functions that client processes run, by `Pool.run`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import dtckpt
 from dtckpt import Layout, RestoreOptions, RestoreReport
-from dtckpt.checkpoint.restoring import read_once as sharing
+from dtckpt.checkpoint.restoring import read_once as reading_once
 from support.states import differences, packed, tensor_of
 
 from .checkpoint_cases import mesh_over_all
@@ -43,7 +43,7 @@ def restore(
         target["plain"] = torch.zeros(3)
     reports: list[RestoreReport] = []
     options = RestoreOptions(read_once=read_once, report=reports.append, allow_unexpected=True, timeout_s=20)
-    small = mock.patch.multiple(sharing, MIN_NBYTES=min_nbytes, BATCH_NBYTES=3000)
+    small = mock.patch.multiple(reading_once, MIN_NBYTES=min_nbytes, BATCH_NBYTES=3000)
     with small:
         dtckpt.restore(path, target, options=options)
     found = [

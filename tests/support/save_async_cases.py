@@ -1,4 +1,4 @@
-"""What client processes do in the tests of asynchronous saves and managers: functions for `Pool.run`."""
+"""Asynchronous saves and managers over several clients: functions that client processes run, by `Pool.run`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 import dtckpt
 from dtckpt import SaveOptions, errors
-from dtckpt.checkpoint.saving import save as saving
+from dtckpt.checkpoint.saving import attempt
 from dtckpt.storage import commit_by_rename
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 from support.states import bits_of
@@ -176,7 +176,7 @@ def exit_after_a_failure(path: str) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("no ink")
 
-    saving.merge_clients = fail
+    attempt.merge_clients = fail
     dtckpt.save_async(path, {"w": torch.ones(3)}).wait(WAIT_S)
 
 

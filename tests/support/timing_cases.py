@@ -1,4 +1,4 @@
-"""What client processes do in the tests of what saves take: functions for `Pool.run`."""
+"""Saves and restores with a slow client: functions that client processes run, by `Pool.run`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEP_S = 100.0
 
 
 class Listener(logging.Handler):
-    """Keeps what is logged."""
+    """Keeps the texts of all log records."""
 
     def __init__(self, level: int) -> None:
         super().__init__(level)

@@ -1,1 +1,1 @@
-"""The checkpoints of a training run: steps, schedule, retention."""
+"""Manage the checkpoints of a training run: when to save, which to keep, which to restore."""

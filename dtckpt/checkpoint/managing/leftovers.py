@@ -1,8 +1,9 @@
-"""Finds and removes what dead attempts have left beside the checkpoints, and tells them from attempts that live.
+"""Find and remove the directories that dead attempts left beside the checkpoints, but none of attempts that live.
 
-An attempt holds the lock of the directory that it builds (`dtckpt.storage.directory_lock`), so on one host a free lock
-means that its leader is dead. Where locks do not reach from host to host, age tells: a live attempt changes
-something there at least once per barrier timeout. Both must say so before anything is taken away.
+The leader of an attempt holds the lock of the directory that it builds (`dtckpt.storage.directory_lock`), so on one
+host a free lock means that the leader is dead. Some file systems do not share locks between hosts; there the age tells:
+a live attempt changes something in its directory at least once per barrier timeout. A directory is removed only if it
+is both unlocked and old.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ _WORKING_NAME = re.compile(r"\.(?P<target>.+)\.dtckpt-(?P<role>new|old|trash)-[^
 
 
 def targets_of_leftovers(root: Path) -> set[str]:
-    """Return the names of the checkpoints that directories under construction, or replaced ones, belong to."""
+    """Return the names of the checkpoints to which directories under construction, or replaced ones, belong."""
     return {match["target"] for _, match in _working(root)}
 
 
 def collect_leftovers(root: Path, *, min_age_s: float, now: float) -> list[Path]:
-    """Take away what dead attempts left under a directory; attempts that live are not touched.
+    """Remove the leftovers of dead attempts in a directory; attempts that live are not touched.
 
     Args:
         root: The directory that the checkpoints are in.
-        min_age_s: How long an attempt has changed nothing before it can count as dead.
+        min_age_s: Seconds without a change after which an attempt can count as dead.
         now: Seconds since the epoch.
 
     Returns:
-        What was taken away.
+        The directories that were removed.
     """
     collected = []
     for folder, match in list(_working(root)):
         target = root / match["target"]
         try:
-            # What is trash its owner may be deleting; then both do.
+            # The owner of a trash directory may be deleting it at this moment; that both delete does no harm.
             if match["role"] != "trash" and not _is_dead(folder, target, min_age_s, now):
                 continue
             commit_by_rename.discard(folder, target, is_durable=True)
@@ -63,7 +64,7 @@ def _working(root: Path) -> Iterator[tuple[Path, re.Match[str]]]:
 def _is_dead(folder: Path, target: Path, min_age_s: float, now: float) -> bool:
     try:
         if commit_by_rename.locate(target) != target:
-            return False  # a replacement that stopped half-way: readers take the old one, the next save completes it
+            return False  # a replacement stopped half-way: readers open the old directory, the next save completes it
     except (CheckpointNotFoundError, CheckpointIncompleteError):
         pass
     if now - _last_change(folder) < min_age_s:

@@ -1,8 +1,15 @@
-"""Which of the steps below a root belong to the run that saved last; pure.
+"""Tell which of the steps below a root belong to the run that saved last, and which to abandoned runs; pure.
 
-A run may go back to an older step and train on. The newer steps then belong to a run that was abandoned. Nothing is
-moved or marked for that: every checkpoint says, in a file that is committed with it, which other steps it does not
-descend from. The newest commit alone decides, so each commit moves all readers at once from one view to the next.
+A run may go back to an older step and train on. The newer steps then belong to an abandoned run::
+
+    saved   10 -> 20 -> 30           steps of the run: 10 20 30
+    restore 10, save 15
+            10 -> 15                 steps of the run: 10 15      abandoned: 20 30
+              `-> 20 -> 30           step 15 says: "set aside 20, 30"
+
+Nothing is moved or marked for that. Every checkpoint says, in the file ``lineage.json`` that is committed with it,
+which other steps it does not descend from. The newest commit alone decides, so each commit moves all readers at once
+from one view to the next.
 """
 
 from __future__ import annotations
@@ -18,12 +25,12 @@ LINEAGE_NAME = "lineage.json"
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """What one checkpoint says about the saves of its root.
+    """The statement of one checkpoint about the other steps of its root.
 
     Args:
-        number: Grows from commit to commit; 0 where nothing is known: another program put the checkpoint there, an
-            older version saved it, or the file is damaged.
-        aside: The steps that were there and that this checkpoint does not descend from.
+        number: Number of the commit, which grows from commit to commit; 0 if it is unknown: another program put the
+            checkpoint there, an older version saved it, or the file is damaged.
+        aside: The steps that existed at the save and that the checkpoint does not descend from.
     """
 
     number: int = 0
@@ -44,13 +51,13 @@ class Lineage:
         data, digest, _ = file.split(b"\n")
         if int(digest, 16) != bytes_digest(data):
             raise ValueError("its digest differs")
-        found = json.loads(data)
-        return cls(found["number"], frozenset(found["aside"]))
+        fields = json.loads(data)
+        return cls(fields["number"], frozenset(fields["aside"]))
 
 
 UNKNOWN = Lineage()
 Saved = Mapping[int, Lineage]
-"""All steps that have a finished checkpoint, and what each says."""
+"""The lineages of all steps that have a finished checkpoint."""
 
 
 def current_steps(saved: Saved) -> frozenset[int]:
@@ -68,9 +75,9 @@ def current_steps(saved: Saved) -> frozenset[int]:
 def ancestry(saved: Saved, step: int) -> frozenset[int]:
     """Return a step and those that it descends from, as far as they are still there.
 
-    A checkpoint descends from smaller steps only, which were there when it was saved. So what replaced one of them
-    later is told by its number. A step of unknown lineage is taken to descend from the smaller steps of the run that
-    saved last.
+    A checkpoint descends from smaller steps only, which existed when it was saved. A save that replaced one of them
+    later has a greater number, by which it is told apart. A step of unknown lineage is taken to descend from the
+    smaller steps of the run that saved last.
     """
     own = saved.get(step, UNKNOWN)
     if not own.number:
@@ -84,8 +91,8 @@ class Run:
     """The saves that a training state descends from, as steps with the numbers of their commits.
 
     Args:
-        saves: Those that were there.
-        begun: The save that was begun last. It counts when it is there: it may have failed.
+        saves: The saves that are known to be committed.
+        begun: The save that was begun last. It may have failed, so it counts only if it is found on storage.
     """
 
     saves: frozenset[tuple[int, int]]
@@ -97,17 +104,17 @@ class Run:
         return cls(frozenset((step, saved[step].number) for step in steps))
 
     def save(self, step: int, saved: Saved, now_ns: int) -> tuple[Run, Lineage]:
-        """Return the run that begins a further save, and what that says.
+        """Return the run that begins a further save, and the lineage that the save's checkpoint states.
 
-        The run loses greater steps: it has gone back.
+        A run that saves a smaller step has gone back: it loses the greater steps.
 
         Args:
             step: The step that is to be saved.
-            saved: What there is.
+            saved: The steps on storage.
             now_ns: Nanoseconds since the epoch. The clock numbers commits, because two managers that do not see each
-                other's commit must not take one number; commits count on where the clock is behind.
+                other's commits must not take the same number; where the clock is behind, numbers count on by one.
         """
-        # A file that cannot be read for a moment must not make a strange step of one of this run.
+        # A lineage that cannot be read at the moment has number 0; its step still is one of this run.
         mine = {save for save in self.saves if save[0] in saved and saved[save[0]].number in (save[1], 0)}
         if self.begun and saved.get(self.begun[0], UNKNOWN).number == self.begun[1]:
             mine.add(self.begun)

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: the checkpoints of a training run, by step."""
+"""`CheckpointManager`: save a run's checkpoints by step, decide when, keep some, restore the newest valid one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from dtckpt.checkpoint.collective import Rounds
+from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, ancestry, current_steps
 from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid
 from dtckpt.checkpoint.managing.retention import Metrics, Retention
@@ -20,10 +20,11 @@ from dtckpt.checkpoint.managing.root import root_of
 from dtckpt.checkpoint.managing.schedule import SaveRules, Schedule
 from dtckpt.checkpoint.managing.step_folders import METRICS_NAME, StepFolders
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
-from dtckpt.checkpoint.restoring.restore import Layouts, restore
-from dtckpt.checkpoint.saving.save import State, state_of_tree
+from dtckpt.checkpoint.restoring.new_tensors import Layouts
+from dtckpt.checkpoint.restoring.restore import restore
 from dtckpt.checkpoint.saving.save_async import start_save
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
+from dtckpt.checkpoint.saving.state import State, state_of_tree
 from dtckpt.comm import fork_guard
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.errors import (
@@ -38,7 +39,7 @@ logger = logging.getLogger("dtckpt.checkpoint")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerOptions:
-    """How a manager works; see `CheckpointManager`."""
+    """The options of a manager, grouped; see `CheckpointManager`."""
 
     keep: Retention
     rules: SaveRules
@@ -52,23 +53,24 @@ class ManagerOptions:
 
 
 class CheckpointManager:
-    """Saves checkpoints as ``root/step_00000010``, decides when, keeps the wanted ones, restores the newest valid one.
+    """Saves checkpoints as ``root/step_00000010``, decides when, removes old ones, and restores the newest valid one.
 
-    Whatever else lies in ``root`` is ignored. One process at a time manages a root; others may read.
+    Anything else in ``root`` is ignored. One process at a time manages a root; others may read.
 
-    A step that is saved again replaces the one that is there, atomically. A run that restores an older step, or saves a
-    smaller one, goes back: what it then saves leaves the newer steps to `abandoned_steps`.
+    A step that is saved again replaces its old checkpoint, atomically. A run that restores an older step, or saves a
+    smaller one, goes back: with its next save the newer steps become `abandoned_steps`.
 
     Args:
         root: Directory of the checkpoints, made by the first save; or a URL.
-        keep: Which checkpoints are kept: a number of newest ones, or a `Retention`; default all.
-        save_interval_steps: Save at multiples of this. Default, if nothing else says when to save: every step.
+        keep: The checkpoints that are kept: a number of newest ones, or a `Retention`; default all.
+        save_interval_steps: Save at multiples of this. Default, if no other rule is given: every step.
         save_interval_s: Save when this many seconds have passed since the last save began; client 0 decides.
-        save_when: Save when this says so; client 0 decides.
+        save_when: Save when this function of the step returns true; client 0 decides.
         is_async: Whether saves go on in the background.
-        skip_when_busy: Whether a step is passed over while a save is still in flight; else it waits for that.
+        skip_when_busy: Whether to skip a step while a save is still in flight; otherwise the step waits for that save.
         leftover_age_s: Seconds without any change after which an unfinished attempt whose leader is gone is removed.
         options: How checkpoints are written; ``overwrite`` is always on.
+        clock: Returns monotonic seconds, for ``save_interval_s``.
 
     >>> import tempfile, torch, dtckpt
     >>> weight = torch.zeros(3)
@@ -111,12 +113,12 @@ class CheckpointManager:
         )
         self._schedule = Schedule(self.options.rules, timeout_s=self.options.save.timeout_s, clock=clock)
         self._handle: SaveHandle | None = None
-        # On client 0 only: what the state descends from, and what there is; None until that is known.
+        # On client 0 only: the run that the state descends from, and the steps on storage; None until they are known.
         self._run: Run | None = None
         self._saved: Saved | None = None
-        self._removing = threading.Lock()
-        self._pinned: set[int] = set()
-        self._damaged: set[int] = set()
+        self._removal_lock = threading.Lock()
+        self._pinned: set[int] = set()  # steps that a restore reads
+        self._damaged: set[int] = set()  # steps that a restore found damaged
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -135,7 +137,7 @@ class CheckpointManager:
 
     @property
     def root(self) -> Location:
-        """Where the checkpoints are."""
+        """The root's path or URL."""
         return self._folders.root
 
     def path(self, step: int) -> Location:
@@ -167,7 +169,7 @@ class CheckpointManager:
     # --- when to save -------------------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
-        """Whether a step is to be saved; the same on all clients. Asking again does not change the answer.
+        """Return whether to save a step; the same on all clients. Asking again does not change the answer.
 
         Collective: Over all clients, if client 0 decides (``save_interval_s``, ``save_when``, ``skip_when_busy``) or
         preemption is watched: barrier ``manager/decide``. Local otherwise.
@@ -183,7 +185,7 @@ class CheckpointManager:
         """Watch, in a context, for signals that announce the end of the process, by default SIGTERM.
 
         The first `should_save` after any client got one is true on all clients, and `reached_preemption` is set
-        there: save, and leave the training loop. What the signals did before is put back at the end.
+        there: save, and leave the training loop. The former handlers of the signals are restored at the end.
 
         Collective: All clients watch; then `should_save` is collective.
 
@@ -194,15 +196,15 @@ class CheckpointManager:
 
     @property
     def reached_preemption(self) -> bool:
-        """Whether a signal has reached some client, and all clients know."""
+        """Whether a signal has reached some client, and all clients know of it."""
         return self._schedule.reached_preemption
 
     # --- saving -------------------------------------------------------------------------------------------------
 
     def save(self, step: int, tree: Any, *, metrics: Metrics | None = None, force: bool = False) -> SaveHandle | None:
-        """Save the state of a step, if it is due.
+        """Save the state of a step, if the step is due.
 
-        When the checkpoint is committed, those that need not be kept are removed, in the background too.
+        When the checkpoint is committed, client 0 removes checkpoints that need not be kept, also in the background.
 
         Collective: As `should_save`, then as `dtckpt.save_async` (``is_async``) or `dtckpt.save`.
 
@@ -210,15 +212,15 @@ class CheckpointManager:
             step: The step.
             tree: As for `dtckpt.save`; several named items are a dict.
             metrics: Numbers by name, for ``keep``; those of client 0 count.
-            force: Whether to save although it is not due.
+            force: Whether to save even if the step is not due.
 
         Returns:
             The save's handle; None if the step is not due.
 
         Raises:
             CheckpointConflictError: Another process, or another manager of this one, saves to this root.
-            DtckptError: As for `dtckpt.save_async` and `dtckpt.save`; and what the save before failed with, if nobody
-                has looked.
+            DtckptError: As for `dtckpt.save_async` and `dtckpt.save`; or the error of the save before, if nobody has
+                looked at it.
         """
         if not force and not self.should_save(step):
             return None
@@ -226,7 +228,7 @@ class CheckpointManager:
         is_leader = coordination.member.client == 0
         files: dict[str, bytes] = {}
         if self._handle is not None:
-            self._handle.wait()  # and so for its removals, which must not see half of this save
+            self._handle.wait()  # also for the removals after that save, which must not see half of this one
 
         def collect() -> State:
             if is_leader:
@@ -242,7 +244,7 @@ class CheckpointManager:
             options=options,
             coordination=coordination,
             extra_files=files,
-            then=lambda handle: self._tidy_up(step) if is_leader and handle.is_committed else None,
+            then=lambda handle: self._remove_old(step) if is_leader and handle.is_committed else None,
             step=step,
         )
         self._schedule.note_saved(step)
@@ -252,8 +254,8 @@ class CheckpointManager:
         return self._handle
 
     def _descend(self, step: int) -> bytes:
-        """Return what the checkpoint of a step is to say about the others."""
-        # What there is was read in the background after the last commit; after a failure it is read again.
+        """Begin a save in the lineage; return the file ``lineage.json`` of its checkpoint."""
+        # The last save listed the steps in the background, after its commit. If it failed, they are listed here.
         saved, self._saved = self._saved or self._folders.saved(), None
         run = self._run or Run.at(saved, current_steps(saved))
         self._run, lineage = run.save(step, saved, time.time_ns())
@@ -263,16 +265,16 @@ class CheckpointManager:
         """Wait for the save in flight and for the removal of old checkpoints.
 
         Raises:
-            DtckptError: What the save failed with, if nobody has looked.
+            DtckptError: The error of the save, if nobody has looked at it.
         """
         if self._handle is not None:
             self._handle.wait()
-            self._handle.raise_if_unseen()
+            self._handle.raise_unseen_failure()
 
     def close(self) -> None:
         """Wait as `wait` does, and let other processes manage the root. Idempotent.
 
-        In a process that was forked from the one that saves there is nothing to wait for or to let go of.
+        A process that was forked from the one that saves neither waits nor gives up the root, which its parent has.
         """
         if fork_guard.is_forked():
             return
@@ -294,12 +296,13 @@ class CheckpointManager:
         options: RestoreOptions | None = None,
         partial: bool = False,
     ) -> RestoredStep:
-        """Restore a step; by default the newest valid one, passing over those that are damaged.
+        """Restore a step; by default the newest valid one, passing over damaged ones.
 
-        The next save goes on from it: steps that are not older belong to an abandoned run from then on. A restore alone
-        changes nothing on storage; to look at a step amid a run, restore it by another manager, or from its `path`.
+        The run goes on from this step: with its next save, the steps that are not older become abandoned. A restore
+        alone changes nothing on storage. To look at a step in the middle of a run, restore it by another manager, or
+        from its `path`.
 
-        Waits for a save in flight first; its failure is not raised here.
+        The restore waits for a save in flight; the save's error is not raised here.
 
         Collective: Over all clients; barriers ``manager/chosen`` and ``manager/restored`` around `dtckpt.restore`.
 
@@ -309,37 +312,37 @@ class CheckpointManager:
             mesh: As for `dtckpt.restore`.
             layouts: As for `dtckpt.restore`.
             options: As for `dtckpt.restore`.
-            partial: Whether the target may ask for less than there is: some items of many.
+            partial: Whether the target may ask for less than the checkpoint holds: some items of many.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint, or none that is valid.
-            DtckptError: As for `dtckpt.restore`, where it is not about damage, or the step was named.
+            DtckptError: As for `dtckpt.restore`: any error but damage, and damage too if the step was named.
         """
         options = options or RestoreOptions()
         options = replace(options, allow_unexpected=options.allow_unexpected or partial)
-        rounds = Rounds(current_coordination(), "manager", options.timeout_s)
+        collective = Collective(current_coordination(), "manager", options.timeout_s)
         if self._handle is not None:
             self._handle.wait()
 
         def read(chosen: int) -> tuple[Any, Run | None]:
             tree = restore(self.path(chosen), target, mesh=mesh, layouts=layouts, options=options)
-            if not rounds.is_leader:
+            if not collective.is_leader:
                 return tree, None
             saved = self._folders.saved()
             return tree, Run.at(saved, ancestry(saved, chosen))
 
-        with rounds.exclusive():
-            found = restore_newest_valid(self._folders, rounds, step, read, self._pin)
-        tree, self._run = found.tree
+        with collective.process_lock():
+            restored = restore_newest_valid(self._folders, collective, step, read, self._pin)
+        tree, self._run = restored.tree
         self._saved = None
         self._schedule.note_restored()
-        self._damaged.update(found.skipped)
-        return replace(found, tree=tree)
+        self._damaged.update(restored.skipped)
+        return replace(restored, tree=tree)
 
     @contextmanager
     def _pin(self, step: int) -> Iterator[None]:
         """Keep a step from being removed, by this process or another one on this host."""
-        with self._removing:
+        with self._removal_lock:
             self._pinned.add(step)
         try:
             with self._folders.place(step).pin():
@@ -349,16 +352,16 @@ class CheckpointManager:
 
     # --- removing -----------------------------------------------------------------------------------------------
 
-    def _tidy_up(self, saved: int) -> None:
-        """Remove what need not be kept, and what dead attempts left. In the background, on client 0 only."""
+    def _remove_old(self, saved: int) -> None:
+        """Remove steps that need not be kept, and leftovers of dead attempts. In the background, on client 0 only."""
         self._damaged.discard(saved)
         with self._tolerated():
-            self._saved = found = self._folders.saved()
-            steps = current_steps(found)
-            known = {step: self.metrics(step) for step in steps} if self.options.keep.best else {}
-            abandoned = found.keys() - steps
+            self._saved = lineages = self._folders.saved()
+            steps = current_steps(lineages)
+            metrics = {step: self.metrics(step) for step in steps} if self.options.keep.best else {}
+            abandoned = lineages.keys() - steps
             for step in self.options.keep.doomed(
-                steps, known, protected={saved}, damaged=self._damaged, abandoned=abandoned
+                steps, metrics, protected={saved}, damaged=self._damaged, abandoned=abandoned
             ):
                 with self._tolerated():
                     self._remove(step)
@@ -367,13 +370,13 @@ class CheckpointManager:
 
     @contextmanager
     def _tolerated(self) -> Iterator[None]:
-        """Go on, with a warning, if something cannot be removed: the save is good, and the next one tries again."""
+        """Log a warning if something cannot be removed, and go on: the save is good, and the next one tries again."""
         try:
             yield
         except (DtckptError, OSError) as error:
             logger.warning("old checkpoints in %s could not all be removed: %s", self.root, error)
 
     def _remove(self, step: int) -> None:
-        with self._removing:
+        with self._removal_lock:
             if step not in self._pinned:
                 self._folders.place(step).remove()

@@ -1,4 +1,4 @@
-"""Which checkpoints of a training run are kept; pure."""
+"""`Retention`: the rules which checkpoints of a training run are kept, and which are removed; pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """What is kept: whatever any of the rules keeps. Without rules, everything.
+    """The rules which steps are kept: a step stays if any rule keeps it. Without rules, all steps stay.
 
     Args:
-        last: This many newest steps.
-        every_steps: Steps that are multiples of this.
-        best: This many steps with the best metric.
+        last: Keep this many newest steps.
+        every_steps: Keep steps that are multiples of this.
+        best: Keep this many steps with the best metric.
         metric: Name of the metric.
         mode: Whether the best metric is the smallest (``min``) or the largest (``max``).
 
@@ -60,10 +60,9 @@ class Retention:
         Args:
             steps: All steps of the run that have a checkpoint.
             metrics: Metrics by step, as far as they are known.
-            protected: Steps that stay whatever the rules say; they do not count as any rule's.
-            damaged: Steps that cannot be restored. They stay, to be looked at, and count for nothing.
-            abandoned: Steps of runs that were abandoned. Whatever the rules keep, they go when the run has passed
-                them.
+            protected: Steps that stay in any case.
+            damaged: Steps that cannot be restored. They stay, to be looked at; the rules do not count them.
+            abandoned: Steps of abandoned runs. No rule keeps them: they go when the run has passed them.
         """
         good = sorted(set(steps) - set(damaged))
         if (self.last, self.every_steps, self.best) == (None, None, None):

@@ -1,7 +1,8 @@
-"""Which process manages the checkpoints of a directory.
+"""`RootLock`: lock a directory of checkpoints, so that one process at a time manages it.
 
-A record lock (``fcntl``), not one of an open file: a forked data loader that outlives its parent must not keep the job
-that is started next out. Record locks do not tell managers of one process apart; a registry does.
+It is a record lock (``fcntl.lockf``), which belongs to the process, and not a lock of an open file (``flock``), which
+forked processes share: a data loader that outlives its parent must not keep the job that is started next out. Record
+locks do not exclude two managers of one process from each other; the registry ``_held`` does.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ logger = logging.getLogger("dtckpt.checkpoint")
 
 LOCK_NAME = ".dtckpt-manager.lock"
 _held: weakref.WeakValueDictionary[tuple[int, Path], RootLock] = weakref.WeakValueDictionary()
+"""The locks of this process, by process (a forked one has none) and directory."""
 
 
 class RootLock:
-    """The right to change the checkpoints of a directory; ends with the process at the latest."""
+    """The right to change the checkpoints of a directory; it ends with the process at the latest."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
@@ -54,6 +56,7 @@ class RootLock:
         _held[key] = self
 
     def _lock(self, descriptor: int) -> None:
+        """Lock the file, and write into it who has the lock, for the message of a process that is refused."""
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

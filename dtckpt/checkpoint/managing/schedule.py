@@ -1,4 +1,16 @@
-"""When a manager saves: the same answer on all clients, whatever only one of them knows."""
+"""Decide when a manager saves: at which steps, with the same decision on all clients.
+
+A decision that depends on the step alone is made by each client by itself. Clocks, functions of the user, a save in
+flight and signals differ from client to client; decisions that depend on them are made at the barrier
+``manager/decide``: client 0's answer counts for all, and a signal to any client is told to all.
+
+    client 0   answer of the rules, signal?  --+                      +-->  decision, and reached_preemption
+    client 1   (its answer is ignored), signal?  --> manager/decide --+-->  the same
+    client 2   (its answer is ignored), signal?  --+                  +-->  the same
+
+Invariant: whether a decision is collective is the same on all clients. It depends only on the rules and on
+`Schedule.preemption`, which all clients enter; never on the clock or on a signal.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 
-from dtckpt.checkpoint.collective import meet_alike, tracker_of
+from dtckpt.checkpoint.collective import meet_at_same_operation, tracker_of
 from dtckpt.comm import fork_guard
 from dtckpt.coordination.api import Verdict, Vote
 from dtckpt.coordination.connect import current_coordination
@@ -21,13 +33,13 @@ DECISION = "decision whether to save"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRules:
-    """When to save: whenever any of the rules says so. Without rules, at every step.
+    """The rules when to save: at every step at which any of them says so; without rules, at every step.
 
     Args:
-        interval_steps: At multiples of this.
-        interval_s: When this many seconds have passed since the last save began; client 0 decides.
-        when: When this says so; client 0 decides.
-        skip_when_busy: Whether a step is passed over while a save is still in flight; client 0 decides.
+        interval_steps: Save at multiples of this.
+        interval_s: Save when this many seconds have passed since the last save began, on client 0's clock.
+        when: Save when this function of the step returns true on client 0.
+        skip_when_busy: Do not save while a save is still in flight on client 0.
     """
 
     interval_steps: int | None = None
@@ -43,11 +55,17 @@ class SaveRules:
 
     @property
     def is_local(self) -> bool:
-        """Whether every client comes to the same answer by itself."""
+        """Whether every client comes to the same decision by itself."""
         return self.interval_s is None and self.when is None and not self.skip_when_busy
 
     def says(self, step: int, elapsed_s: float, *, is_busy: bool) -> bool:
-        """Return the answer, as client 0 gives it."""
+        """Return client 0's answer.
+
+        Args:
+            step: The step.
+            elapsed_s: Seconds since the last save began.
+            is_busy: Whether a save is in flight.
+        """
         if is_busy and self.skip_when_busy:
             return False
         if self.interval_steps is None and self.interval_s is None and self.when is None:
@@ -60,12 +78,12 @@ class SaveRules:
 
 
 class Schedule:
-    """Decides for one manager.
+    """The decisions of one manager.
 
     Args:
-        rules: When to save.
-        timeout_s: Longest wait for the other clients.
-        clock: Monotonic seconds.
+        rules: See `SaveRules`.
+        timeout_s: Longest wait for the other clients, in seconds.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(self, rules: SaveRules, *, timeout_s: float, clock: Callable[[], float]) -> None:
@@ -75,38 +93,44 @@ class Schedule:
         self._clock = clock
         self._saved_at = clock()
         self._saved_step: int | None = None
-        self._decided: tuple[int, bool] | None = None
+        self._decision: tuple[int, bool] | None = None  # the last one: the step, and whether it is saved
         self._signalled = threading.Event()
-        self._num_watches = 0
+        self._num_watches = 0  # contexts of `preemption` that are open
 
     def note_saved(self, step: int) -> None:
-        """Note that the save of a step has begun; it is not due again."""
+        """Note that the save of a step has begun, so that the step is not due again."""
         self._saved_step, self._saved_at = step, self._clock()
 
     def note_restored(self) -> None:
-        """Note that the run may come by the same steps again; those are due again."""
-        self._saved_step = self._decided = None
+        """Note that the run may reach the same steps again, so that they are due again."""
+        self._saved_step = self._decision = None
 
     def should_save(self, step: int, *, is_busy: bool) -> bool:
-        """Return the decision for a step. Collective: barrier ``manager/decide`` if any client alone knows something.
+        """Return the decision for a step; asking again returns the same.
+
+        Collective: Barrier ``manager/decide``, if the rules or a watched signal make the decision differ by client.
 
         Raises:
             BarrierConflictError: Clients ask for different steps.
             DtckptError: Client 0 could not decide.
         """
-        if self._decided is None or self._decided[0] != step:
+        if self._decision is None or self._decision[0] != step:
             is_leader = current_coordination().member.client == 0
+            # `when` may have effects or cost time, so it is called where its answer counts only.
             needs_answer = step != self._saved_step and (is_leader or self.rules.is_local)
 
             def is_due() -> bool:
                 return needs_answer and self.rules.says(step, self._clock() - self._saved_at, is_busy=is_busy)
 
             is_collective = self._num_watches or not self.rules.is_local
-            self._decided = step, self._agree(step, is_due) if is_collective else is_due()
-        return self._decided[1]
+            self._decision = step, self._agree(step, is_due) if is_collective else is_due()
+        return self._decision[1]
 
     def _agree(self, step: int, is_due: Callable[[], bool]) -> bool:
-        """Take client 0's decision, and everybody's signals; if client 0 cannot decide, all raise why."""
+        """Return client 0's answer, or true if a signal has just reached any client; see the drawing above.
+
+        If the rules fail on client 0, it votes no with the error, and all clients raise it.
+        """
         coordination, failure = current_coordination(), None
         member = coordination.member
         tracker = tracker_of(member, DECISION, ())
@@ -120,31 +144,33 @@ class Schedule:
             failure, vote = error, Vote.of_error(error)
 
         def meet() -> Verdict:
-            # Straight to the barrier: a round would report its phase in the place of that of a save in flight.
-            begun = monotonic()
+            # Not by `Collective`: its heartbeats would replace the progress of a save in flight.
+            start = monotonic()
             try:
                 return coordination.barrier(
                     "manager/decide", vote, timeout_s=self._timeout_s, collect=True, position=ordinal.position
                 )
             except BaseException as error:
-                tracker.note_failure(error, member.client, monotonic() - begun)
+                tracker.note_failure(error, member.client, monotonic() - start)
                 raise
 
         try:
-            payloads = meet_alike(meet, tracker, member.client, BarrierConflictError)
+            payloads = meet_at_same_operation(meet, tracker, member.client, BarrierConflictError)
         except DtckptError as error:
             raise error from failure
         answers = {client: json.loads(data) for client, data in sorted(payloads.items())}
-        is_news = not self.reached_preemption and any(answer[1] for answer in answers.values())
-        self.reached_preemption |= is_news
-        return bool(answers[0][0]) or (is_news and step != self._saved_step)
+        # Only the first decision after a signal saves because of it; the training loop is expected to end then.
+        is_first_signal = not self.reached_preemption and any(answer[1] for answer in answers.values())
+        self.reached_preemption |= is_first_signal
+        return bool(answers[0][0]) or (is_first_signal and step != self._saved_step)
 
     @contextmanager
     def preemption(self, *signals: int) -> Iterator[None]:
-        """Watch for signals, by default SIGTERM. What they did before is put back at the end.
+        """Watch for signals, by default SIGTERM; restore their former handlers at the end.
 
-        A signal that nobody acts on any more, since the work failed, does so then: torchrun would wait half a minute
-        for a survivor that heeds no SIGTERM. A forked process (of a data loader) does not watch.
+        If the work inside fails before a decision has told all clients of a signal, nobody will act on it, so the
+        signal is raised again under its former handler. Otherwise torchrun would wait half a minute for a survivor
+        that ignores SIGTERM. A forked process, as of a data loader, does not watch: it handles the signal as before.
         """
 
         def note(number: int, _: object) -> None:
@@ -153,9 +179,9 @@ class Schedule:
                 signal.raise_signal(number)
             else:
                 self._signalled.set()
-                unheeded.append(number)
+                received.append(number)
 
-        unheeded: list[int] = []
+        received: list[int] = []
         before = {number: signal.signal(number, note) for number in signals or (signal.SIGTERM,)}
         self._num_watches += 1
         has_failed = True
@@ -166,5 +192,5 @@ class Schedule:
             self._num_watches -= 1
             for number, handler in before.items():
                 signal.signal(number, handler)
-            if has_failed and unheeded and not self.reached_preemption:
-                signal.raise_signal(unheeded[0])
+            if has_failed and received and not self.reached_preemption:
+                signal.raise_signal(received[0])

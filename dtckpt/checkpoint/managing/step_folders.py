@@ -1,4 +1,4 @@
-"""The places that a manager keeps checkpoints at, one per step."""
+"""`StepFolders`: the checkpoints of a manager by step, with their lineages and metrics, as storage has them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class StepFolders:
 
     @property
     def root(self) -> Location:
-        """Where they are."""
+        """The root's path or URL."""
         return self._root.where
 
     def path(self, step: int) -> Location:
         """Return where the checkpoint of a step is, or would be.
 
         Raises:
-            ConfigError: This is no step.
+            ConfigError: ``step`` is no whole number from 0 on.
         """
         if type(step) is not int or not 0 <= step < 10**18:
             raise ConfigError(f"a step must be a whole number from 0 on; got {step!r}")
@@ -48,16 +48,16 @@ class StepFolders:
     def saved(self) -> dict[int, Lineage]:
         """Return all steps that have a finished checkpoint, whichever run saved them, and their lineages."""
         steps = {int(match[1]) for match in map(_STEP_NAME.fullmatch, self._root.names()) if match}
-        found = {step: self._lineage(step) for step in sorted(steps)}
-        return {step: lineage for step, lineage in found.items() if lineage is not None}
+        lineages = {step: self._lineage(step) for step in sorted(steps)}
+        return {step: lineage for step, lineage in lineages.items() if lineage is not None}
 
     def all_steps(self) -> list[int]:
         """Return the steps of the run that saved last, ascending."""
         return sorted(current_steps(self.saved()))
 
     def _lineage(self, step: int) -> Lineage | None:
-        """Return what the checkpoint of a step says; None if there is none."""
-        for _ in range(2):  # it may be replaced or removed between the two looks
+        """Return the lineage that the checkpoint of a step states; None if there is no checkpoint."""
+        for _ in range(2):  # the checkpoint may be replaced or removed between `locate` and `read`
             try:
                 folder = self.place(step).locate()
             except (CheckpointNotFoundError, CheckpointIncompleteError):
@@ -74,8 +74,8 @@ class StepFolders:
     def metrics(self, step: int) -> Mapping[str, float]:
         """Return the metrics that a step was saved with; none if they cannot be read."""
         try:
-            found = json.loads(self.place(step).locate().read_whole(METRICS_NAME, MAX_METRICS_NBYTES))
-            return {str(name): float(value) for name, value in found.items()}
+            metrics = json.loads(self.place(step).locate().read_whole(METRICS_NAME, MAX_METRICS_NBYTES))
+            return {str(name): float(value) for name, value in metrics.items()}
         except FileNotFoundError:
             return {}
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:

@@ -1,1 +1,1 @@
-"""Open checkpoints: verified reads of their chunks and regions."""
+"""Read open checkpoints: verified reads of chunks and regions."""

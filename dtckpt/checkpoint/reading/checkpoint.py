@@ -1,20 +1,19 @@
-"""Open checkpoints: what is in them, and verified reads of any region."""
+"""`open_checkpoint` and `Checkpoint`: the tensors and values of a checkpoint, and verified reads of any region."""
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 
-from dtckpt.checkpoint.leaves import host_array, torch_dtype
+from dtckpt.checkpoint.leaves import host_array
 from dtckpt.checkpoint.reading.block_digests import BlockDigests
-from dtckpt.checkpoint.reading.read_regions import UNCHECKED_NBYTES, RegionReader, parts_of
+from dtckpt.checkpoint.reading.read_regions import UNCHECKED_NBYTES, RegionReader
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
 from dtckpt.checkpoint.reading.verify import Progress, VerifyReport, verify
 from dtckpt.comm import host_memory
 from dtckpt.errors import (
@@ -29,131 +28,12 @@ from dtckpt.errors import (
 from dtckpt.format import tree as trees
 from dtckpt.format.digest import documents_digest
 from dtckpt.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, ArrayEntry, Manifest
-from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 from dtckpt.storage.chunk_reader import ChunkReader
 from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.location import Location, is_remote, location_of
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkInfo:
-    """One stored chunk: the region it covers, its key below the store's root, its digest, the client that wrote it."""
-
-    region: Region
-    key: str
-    digest: int
-    client: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorInfo:
-    """One tensor of a checkpoint.
-
-    Args:
-        name: Tensor name.
-        shape: Global shape.
-        dtype: The tensor's dtype.
-        stored_dtype: The dtype of its elements on storage.
-        layout: Layout at the time of the save; None if it was on no mesh.
-        nbytes: Bytes of its elements on storage, before compression.
-        content_digest: Says what the tensor holds: tensors of equal shape and stored dtype have equal elements if and
-            only if their content digests are equal (but for one case in 2**64), whatever their layouts. It is the
-            CRC-64/NVME of the elements as they are stored, in C order; what was not saved counts as zeros.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    stored_dtype: torch.dtype
-    layout: Layout | None
-    nbytes: int
-    content_digest: int | None
-    _entry: ArrayEntry
-
-    @property
-    def chunks(self) -> list[ChunkInfo]:
-        """The chunk list: every stored chunk, row-major."""
-        entry = self._entry
-        found = []
-        for number in range(entry.grid.num_chunks):
-            if number not in entry.missing:
-                index = entry.grid.index(number)
-                key = "/".join([entry.path, "c", *map(str, index)])
-                found.append(
-                    ChunkInfo(entry.grid.region(index), key, int(entry.digests[number]), int(entry.writers[number]))
-                )
-        return found
-
-    @property
-    def codec(self) -> str:
-        """How chunks are compressed: ``none``, ``zstd`` or ``blosc``."""
-        return self._entry.codec
-
-    @property
-    def num_chunks(self) -> int:
-        """Stored chunks."""
-        return self._entry.grid.num_chunks - len(self._entry.missing)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of the tensor was saved."""
-        return not self._entry.missing
-
-    @property
-    def max_chunk_nbytes(self) -> int:
-        """Bytes of the largest chunk's elements on storage."""
-        return min(math.prod(self._entry.grid.chunk_shape), math.prod(self.shape)) * self.stored_dtype.itemsize
-
-    @property
-    def chunk_shape(self) -> tuple[int, ...]:
-        """Elements per dim of a chunk."""
-        return self._entry.grid.chunk_shape
-
-    @property
-    def block_shape(self) -> tuple[int, ...]:
-        """Elements per dim of the smallest part of a chunk that a read takes from storage: all, if it is compressed."""
-        blocks, shape = self._entry.blocks, list(self._entry.grid.chunk_shape)
-        if shape and self._entry.has_readable_blocks:
-            shape[blocks.dim] = min(blocks.rows, shape[blocks.dim])
-        return tuple(shape)
-
-    @property
-    def row_dim(self) -> int:
-        """The dim along which a read takes the fewest bytes besides those that it needs."""
-        return self._entry.blocks.dim
-
-    def read_nbytes(self, region: Region) -> int:
-        """Return the bytes, before compression, that a read of a region takes from storage: all blocks that meet it."""
-        return sum(part.nbytes for part in parts_of(self._entry, (region,)))
-
-
-class _Described(Mapping[str, TensorInfo]):
-    """Entries of a manifest, described when they are asked for: there may be many."""
-
-    def __init__(self, entries: Mapping[str, ArrayEntry]) -> None:
-        self._entries = entries
-
-    def __getitem__(self, name: str) -> TensorInfo:
-        entry = self._entries[name]
-        return TensorInfo(
-            name=name,
-            shape=entry.shape,
-            dtype=torch_dtype(entry.dtype),
-            stored_dtype=torch_dtype(entry.stored_dtype),
-            layout=entry.layout,
-            nbytes=entry.stored_nbytes,
-            content_digest=entry.content,
-            _entry=entry,
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 class Checkpoint:
@@ -175,7 +55,7 @@ class Checkpoint:
         self._root = root
         self._block_digests = BlockDigests(manifest, root)
         self._regions = RegionReader(path, root, self._reader, self._block_digests, is_remote=self.is_remote)
-        self.tensors: Mapping[str, TensorInfo] = _Described(manifest.arrays)
+        self.tensors: Mapping[str, TensorInfo] = TensorInfos(manifest.arrays)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, {len(self.tensors)} tensors)"
@@ -189,7 +69,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Release what reading holds open."""
+        """Close the files that reading holds open."""
         self._reader.close()
 
     @property
@@ -224,11 +104,15 @@ class Checkpoint:
         return result
 
     def info(self, name: str) -> TensorInfo:
-        """Return what is known of a tensor."""
+        """Return the facts about a tensor. Raises: as `entry`."""
         return self.tensors[self.entry(name).name]
 
     def entry(self, name: str) -> ArrayEntry:
-        """Return a tensor's entry in the manifest."""
+        """Return a tensor's entry in the manifest.
+
+        Raises:
+            TensorNotFoundError: There is no such tensor.
+        """
         try:
             return self.manifest.arrays[name]
         except KeyError:
@@ -239,16 +123,17 @@ class Checkpoint:
     def read_into(
         self, name: str, region: Region, into: np.ndarray[Any, Any], *, max_in_flight: int | None = None
     ) -> int:
-        """Read a region of a tensor into ready memory of its shape, converting to the memory's dtype.
+        """Read a region of a tensor into an array of its shape, converting to the array's dtype.
 
-        Only chunks that meet the region are read, and of large ones only the blocks that do; chunks inside the region
-        go straight into ``into``.
+        Only chunks that intersect the region are read, and of large chunks only the blocks that do. Chunks inside the
+        region are read straight into ``into``.
 
         Args:
             name: Tensor name.
-            region: What to read, in global indices.
-            into: Memory of the region's shape.
-            max_in_flight: Bytes of chunks being read at one time (one chunk may exceed it); default: what is fast.
+            region: The region to read, in global indices.
+            into: Array of the region's shape.
+            max_in_flight: Bound on the bytes of chunks that are read at one time (one chunk may exceed it); default: as
+                is fast for the storage.
 
         Returns:
             The bytes read from storage.
@@ -262,50 +147,50 @@ class Checkpoint:
         max_in_flight: int | None = None,
         count: Callable[[int], object] = lambda _: None,
     ) -> int:
-        """Read regions of many tensors, each as `read_into`, with the reads of all of them under way together.
+        """Read regions of many tensors at the same time, each as `read_into`.
 
         A chunk that several regions of one tensor need is read once.
 
         Args:
-            requests: Per tensor its name and the regions to be read, each with memory of its shape.
+            requests: For each tensor its name, and the regions to read, each with an array of its shape.
             max_in_flight: As for `read_into`.
-            count: Told the bytes of every chunk that was read.
+            count: Called with the bytes of every part of a chunk that was read.
 
         Returns:
             The bytes read from storage.
         """
-        wanted = ((self.entry(name), parts) for name, parts in requests)
+        entries = ((self.entry(name), buffers) for name, buffers in requests)
         try:
-            return self._regions.read(wanted, max_in_flight, count)
+            return self._regions.read(entries, max_in_flight, count)
         except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
 
-    def validate_stored(self, wanted: Iterable[tuple[str, Region]], *, unchecked: int = UNCHECKED_NBYTES) -> None:
+    def validate_stored(self, regions: Iterable[tuple[str, Region]], *, unchecked: int = UNCHECKED_NBYTES) -> None:
         """As `RegionReader.validate_stored`, by names of tensors."""
-        regions = ((self.entry(name), region) for name, region in wanted)
+        entries = ((self.entry(name), region) for name, region in regions)
         try:
-            self._regions.validate_stored(regions, unchecked=unchecked)
+            self._regions.validate_stored(entries, unchecked=unchecked)
         except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
 
     def validate_documents(self) -> None:
-        """Check every ``zarr.json``, which only other readers need.
+        """Check every ``zarr.json``, which other readers than dtckpt need.
 
         Raises:
-            CheckpointCorruptError: One is not what was written.
+            CheckpointCorruptError: A document is not the one that was written.
         """
-        found = self._reader.read_documents(entry.path for entry in self.manifest.arrays.values())
-        if documents_digest(found) != self.manifest.documents:
+        documents = self._reader.read_documents(entry.path for entry in self.manifest.arrays.values())
+        if documents_digest(documents) != self.manifest.documents:
             raise CheckpointCorruptError(
                 f"a zarr.json in {self.path} is damaged or missing; dtckpt reads all tensors without it, others cannot"
             )
 
     def block_digests(self, entry: ArrayEntry, number: int) -> list[int]:
-        """As `BlockDigests.read`."""
+        """Return the digests of all blocks of a chunk, as `BlockDigests.read`."""
         return self._block_digests.read(entry, number, range(sys.maxsize))
 
     def _cause_of(self, error: CheckpointError) -> CheckpointError:
-        """Tell damage from a checkpoint that a save has replaced since it was opened."""
+        """Return the error, or another one if a save has replaced the checkpoint since it was opened."""
         try:
             is_same = open_checkpoint(self.path).manifest.attempt == self.manifest.attempt
         except CheckpointNotFoundError:
@@ -331,10 +216,10 @@ class Checkpoint:
 
 
 def new_memory(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return host memory for a tensor of a checkpoint.
+    """Allocate host memory for a tensor of a checkpoint.
 
     Raises:
-        CheckpointError: There is not so much.
+        CheckpointError: The host lacks the memory.
     """
     try:
         return host_memory.allocate(shape, dtype)
@@ -349,14 +234,14 @@ def open_checkpoint(path: str | Location) -> Checkpoint:
     """Open a committed checkpoint.
 
     Raises:
-        CheckpointNotFoundError: There is none at the path.
+        CheckpointNotFoundError: There is no checkpoint at the path.
         CheckpointIncompleteError: There is data, but the save did not complete.
-        CheckpointVersionError: It was written by a newer version.
+        CheckpointVersionError: A newer version of dtckpt wrote the checkpoint.
         CheckpointCorruptError: Its manifest is damaged.
         StoragePermissionError: It may not be read.
     """
     place = commit_target_of(location_of(path))
-    # A save may replace the checkpoint between the look-up and the read; then the second look finds the new one.
+    # A save may replace the checkpoint between the look-up and the read; then the second look-up finds the new one.
     for is_last in (False, True):
         folder = place.locate()
         try:

@@ -1,4 +1,11 @@
-"""Chunks on their way from storage into ready memory: where each byte goes, and what it digests to."""
+"""Read a chunk, or some blocks of it, from a file into memory, and digest the bytes on the way.
+
+Bytes go straight to their destination where the destination wants whole rows in the stored dtype. Otherwise they go to
+a scratch buffer that stays in the processor's cache, are digested there, and are copied or converted from there:
+
+    file ----> destination ----> digest                      rows wanted whole, as they are stored
+    file ----> scratch ----> digest, then copy or convert    anything else
+"""
 
 from __future__ import annotations
 
@@ -10,38 +17,41 @@ from typing import Any
 
 import numpy as np
 
-from dtckpt.checkpoint.reading.plan import PartRead
+from dtckpt.checkpoint.reading.plan import ChunkPart
 from dtckpt.format.digest import as_bytes, bytes_digest, digest_of_blocks, digest_of_data
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import ArrayEntry
 from dtckpt.storage.local_values import StoredValue
 
 SPAN_NBYTES = 1 << 20
-"""So much of a chunk is read at a time, in whole blocks: few calls, and it is still cached when it is digested."""
+"""Bytes of a chunk that are read at a time, in whole blocks: few calls, and still cached when they are digested."""
 LINE_NBYTES = 64
-"""A line of the processor's cache."""
+"""Bytes of a line of the processor's cache."""
 SMALL_NBYTES = 32 << 10
-"""Chunks that are no longer are read many at a time."""
+"""Chunks of at most so many bytes are read many at a time."""
 COPIED_NBYTES = 64 << 10
-"""What is read to memory where that `is_slow` goes over the scratch memory, if it is so long."""
+"""Reads of at least so many bytes go through the scratch buffer where the destination's alignment `is_slow`."""
 
 
 @dataclass(slots=True, eq=False)
 class ChunkRead:
-    """A part of a chunk on its way.
+    """The read of one part of a chunk, while it is under way.
+
+    There are two ways: a part in a file of this machine has a ``value``, and is read by a `BlockReader`. Any other part
+    is requested from storage, which has a ``handle``, and fills ``memory`` if the part is a whole chunk.
 
     Args:
-        entry: Its tensor.
-        part: What is read.
-        targets: The memory that wants it, use by use.
-        value: Where it lies in a file; None: storage brings it.
-        handle: What storage brings it with, once it was asked.
-        memory: Where storage brings a whole chunk.
-        is_direct: Whether that is the memory that wants it.
+        entry: The tensor's entry in the manifest.
+        part: The part.
+        targets: The destinations, one for each of the part's uses.
+        value: The position of the stored chunk in a file of this machine.
+        handle: The request to storage, once it was made.
+        memory: The memory that storage fills.
+        is_direct: Whether ``memory`` is the only destination, so that nothing is copied.
     """
 
     entry: ArrayEntry
-    part: PartRead
+    part: ChunkPart
     targets: Sequence[np.ndarray[Any, Any]]
     value: StoredValue | None = None
     handle: Any = None
@@ -50,7 +60,7 @@ class ChunkRead:
 
 
 def is_small(read: ChunkRead) -> bool:
-    """Whether a read is of a small whole chunk, whose stored bytes are wanted as they are, in one piece of memory."""
+    """Whether a read is of a small whole chunk whose bytes are wanted as they are stored, in contiguous memory."""
     entry, part, target = read.entry, read.part, read.targets[0]
     return (
         part.is_plain
@@ -62,39 +72,44 @@ def is_small(read: ChunkRead) -> bool:
 
 
 class Scratch(threading.local):
-    """Memory for some blocks after the others, which stays in the processor's cache: of each thread its own."""
+    """A buffer for one span of blocks after the other, which so stays in the processor's cache; one per thread."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
         self._first = 0
 
-    def take(self, nbytes: int, place: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return so many bytes, to be filled from a place in a file; they are those that were returned before."""
+    def take(self, nbytes: int, position: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return a buffer of ``nbytes`` bytes, to be filled from a position in a file.
+
+        It is the memory that the call before returned. It is aligned to the file's position, up to a line of the
+        cache, so that the read is not slow (see `is_slow`).
+        """
         if self._memory.size < nbytes + 2 * mmap.PAGESIZE:
             self._memory = np.empty(nbytes + 2 * mmap.PAGESIZE, np.uint8)
             self._first = -self._memory.ctypes.data % mmap.PAGESIZE
-        start = self._first + place % mmap.PAGESIZE // LINE_NBYTES * LINE_NBYTES
+        start = self._first + position % mmap.PAGESIZE // LINE_NBYTES * LINE_NBYTES
         return self._memory[start : start + nbytes]
 
 
-def is_slow(address: int, place: int) -> bool:
-    """Whether reads from a place in a file to memory are slow: it lies less than a line further into its page.
+def is_slow(address: int, position: int) -> bool:
+    """Whether reads from a position in a file to an address are slow: reads took up to five times as long.
 
-    Processors then take what is stored for what is loaded next, and wait: reads took up to five times as long.
+    They are slow if the address lies further into its page than the file's position does, by less than a line. The
+    processor compares only the low bits of addresses: it takes each store for the source of the next load, and waits.
     """
-    return 0 < (address - place) % mmap.PAGESIZE < LINE_NBYTES
+    return 0 < (address - position) % mmap.PAGESIZE < LINE_NBYTES
 
 
 class BlockReader:
-    """Reads a part of a chunk, some blocks at a time, straight to where they are wanted, or over the scratch memory.
+    """Reads a part of a chunk from a file, some blocks at a time, and digests each block.
 
     Args:
-        read: The part.
-        value: Where the chunk is stored.
-        scratch: The scratch memory.
+        read: The read.
+        value: The position of the stored chunk in a file of this machine.
+        scratch: The scratch buffer.
     """
 
-    __slots__ = ("_entry", "_part", "_ready", "_scratch", "_targets", "_value")
+    __slots__ = ("_destination", "_entry", "_part", "_scratch", "_targets", "_value")
 
     def __init__(self, read: ChunkRead, value: StoredValue, scratch: Scratch) -> None:
         self._entry = read.entry
@@ -102,13 +117,14 @@ class BlockReader:
         self._targets = read.targets
         self._value = value
         self._scratch = scratch
-        self._ready = self._ready_bytes()
+        self._destination = self._direct_destination()
 
     def run(self) -> tuple[int, list[int]]:
         """Read all of it. Blocks: On storage.
 
         Returns:
-            The digest of the chunk, if all of it was read, and those of its blocks (none, if it is one block itself).
+            The digest of the chunk, or 0 if only a part was read; and the digests of the blocks that were read, none
+            for a chunk of one block.
 
         Raises:
             ValueError: The stored chunk is too short.
@@ -118,37 +134,40 @@ class BlockReader:
         if part.is_whole and count <= step:
             return digest_of_data(entry.name, part.index, self._read(0, count)), []
         digests: list[int] = []
+        # Spans of whole blocks, so that each block's bytes are together when it is digested.
         span = step * max(1, SPAN_NBYTES // (step * part.rows.row_nbytes))
         for start in range(0, count, span):
             stop = min(start + span, count)
             data = self._read(start, stop)
+            # By the elements' bytes, not the stored ones: a chunk at an edge is delivered without its padding.
             nbytes = data.nbytes // (stop - start) * step
             digests += [bytes_digest(data[at : at + nbytes]) for at in range(0, data.nbytes, nbytes)]
         return digest_of_blocks(entry.name, part.index, digests) if part.is_whole else 0, digests
 
-    def _ready_bytes(self) -> memoryview | None:
-        """Return the bytes of the memory that wants rows as they are stored; None if none does."""
+    def _direct_destination(self) -> memoryview | None:
+        """Return the bytes of the destination, if rows can be read straight to it."""
         first, last = self._part.rows.wanted
         target = self._targets[0]
         if first == last or target.dtype != DTYPES[self._entry.stored_dtype] or not target.flags.c_contiguous:
             return None
         rows = self._part.rows
+        # Short reads go straight to the destination all the same.
         if rows.nbytes >= COPIED_NBYTES:
-            wanted = self._value.start + rows.start + first * rows.row_nbytes
-            if is_slow(target.ctypes.data, wanted):
+            position = self._value.start + rows.start + first * rows.row_nbytes
+            if is_slow(target.ctypes.data, position):
                 return None
         return as_bytes(target).data
 
     def _read(self, start: int, stop: int) -> memoryview:
-        """Read some rows to where they are wanted, and return their elements' bytes."""
+        """Read rows ``start`` to ``stop`` of the part, deliver them, and return the bytes of their elements."""
         rows = self._part.rows
         first, last = rows.wanted
         begin, nbytes = start * rows.row_nbytes, (stop - start) * rows.row_nbytes
-        if self._ready is not None and first <= start and stop <= last:
-            place = begin - first * rows.row_nbytes
-            into = self._ready[place : place + nbytes]
-            self._value.read_into(into, rows.start + begin)
-            return into
+        if self._destination is not None and first <= start and stop <= last:
+            offset = begin - first * rows.row_nbytes
+            buffer = self._destination[offset : offset + nbytes]
+            self._value.read_into(buffer, rows.start + begin)
+            return buffer
         data = self._scratch.take(nbytes, self._value.start + rows.start + begin)
         self._value.read_into(data.data, rows.start + begin)
         elements = from_span(self._entry, self._part, data)
@@ -156,17 +175,17 @@ class BlockReader:
         return as_bytes(elements).data
 
     def _deliver(self, start: int, stop: int, elements: np.ndarray[Any, Any]) -> None:
-        """Copy what is wanted of some rows."""
+        """Copy the wanted elements of rows ``start`` to ``stop`` to all destinations."""
         dim = self._part.rows.dim
         for (_, of_box, _), target in zip(self._part.uses, self._targets, strict=True):
             if dim is None:
                 convert(elements, target)
                 continue
-            wanted = of_box[dim]
-            first, last = max(start, wanted.start), min(stop, wanted.stop)
+            rows = of_box[dim]
+            first, last = max(start, rows.start), min(stop, rows.stop)
             if first < last:
                 source = elements[(*of_box[:dim], slice(first - start, last - start), *of_box[dim + 1 :])]
-                convert(source, target[(*[slice(None)] * dim, slice(first - wanted.start, last - wanted.start))])
+                convert(source, target[(*[slice(None)] * dim, slice(first - rows.start, last - rows.start))])
 
 
 def cut(memory: np.ndarray[Any, Any], slices: tuple[slice, ...]) -> np.ndarray[Any, Any]:
@@ -174,8 +193,8 @@ def cut(memory: np.ndarray[Any, Any], slices: tuple[slice, ...]) -> np.ndarray[A
     return memory[slices] if slices else memory  # a scalar's element would be no view of it
 
 
-def from_span(entry: ArrayEntry, part: PartRead, data: bytes | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return rows of a part from their stored bytes, without what fills up chunks that the grid cuts short."""
+def from_span(entry: ArrayEntry, part: ChunkPart, data: bytes | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the elements of rows of a part from their stored bytes, without the padding of chunks at an edge."""
     dim, shape, stored = part.rows.dim, part.box.shape, entry.grid.chunk_shape
     elements = np.frombuffer(data, DTYPES[entry.stored_dtype])
     if dim is None:

@@ -1,4 +1,15 @@
-"""Reads of regions of many tensors at once: small chunks together, large ones beside each other, each verified."""
+"""Read regions of many tensors at once: many small chunks per call, several large chunks at a time, all verified.
+
+`RegionReader.read` takes requests and turns them into reads of parts of chunks (`dtckpt.checkpoint.reading.plan`):
+
+    requests --plan--> parts --small ones in one file--> read_run, 4096 together          in this thread
+                         |
+                         +--all others--> start, queue, finish: oldest first
+                                            in a file here: BlockReader        large ones in a pool of threads
+                                            elsewhere: request to storage      under way from `start` to `finish`
+
+The queue is bounded in bytes and in parts, so memory is bounded, however much is requested.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from dtckpt.checkpoint.reading.block_digests import BlockDigests
-from dtckpt.checkpoint.reading.plan import PartRead, plan_reads
+from dtckpt.checkpoint.reading.plan import plan_tensor_reads
 from dtckpt.checkpoint.reading.read_chunks import BlockReader, ChunkRead, Scratch, convert, cut, from_span, is_small
 from dtckpt.comm import process_groups
 from dtckpt.config import Config
-from dtckpt.errors import CheckpointCorruptError, ConfigError, DTypeError, RegionError, RegionNotFoundError
+from dtckpt.errors import CheckpointCorruptError, ConfigError, DTypeError
 from dtckpt.format.digest import as_bytes, buffer_of, bytes_digest, digest_chunk, digest_of_data
 from dtckpt.format.dtypes import DTYPES, UNCONVERTED
 from dtckpt.format.manifest import ArrayEntry
@@ -31,27 +42,28 @@ from dtckpt.storage.location import Location
 from dtckpt.storage.zarr_tensorstore import allocate_elements
 
 LOCAL_IN_FLIGHT_NBYTES = 8 << 20
-"""Chunks being read at one time from this machine's storage, or two larger ones, by each thread.
+"""Bound, per thread, on the bytes of chunks that are read at one time from this machine's storage.
 
-More would be slower: what is read is still in the processor's cache when it is digested and delivered.
+Two larger chunks may be under way all the same. A higher bound is slower: the bytes should still be in the processor's
+cache when they are digested and delivered.
 """
 REMOTE_IN_FLIGHT_NBYTES = 64 << 20
-"""Chunks being read at one time from other storage, which takes long to answer."""
+"""Bound on the bytes of chunks that are read at one time from other storage, which takes long to answer."""
 MAX_IN_FLIGHT = 256
-"""Chunks being read at one time, however small: each may have a file open."""
+"""Bound on the chunks that are read at one time, however small: each may have a file open."""
 MAX_SMALL = 4096
-"""Small chunks that are looked up together."""
+"""Small chunks whose positions are looked up together."""
 ANNOUNCED_NBYTES = 64 << 10
-"""What is read from a file of this machine is announced to the system before, if it is so long."""
+"""Reads of at least so many bytes from a file are announced to the operating system, which then reads ahead."""
 MAX_THREADS = 4
-"""Large chunks that are read from this machine's files at one time, if there are cores for it."""
+"""Bound on the threads that read large chunks from this machine's files, if it has cores for them."""
 UNCHECKED_NBYTES = 256 << 20
-"""Memory that is taken without a look at the sizes of the files that shall fill it."""
+"""Bytes of memory that are taken before storage is asked for the sizes of the files that fill it."""
 LARGE_NBYTES = 1 << 20
-"""Of a large chunk; of a smaller one another thread would cost as much as it saves."""
+"""Least bytes of a large chunk; for a smaller one another thread costs as much as it saves."""
 
-Wanted = Sequence[tuple[Region, np.ndarray[Any, Any]]]
-"""Regions of a tensor, each with memory of its shape."""
+RegionBuffers = Sequence[tuple[Region, np.ndarray[Any, Any]]]
+"""Regions of a tensor, each with the buffer that it is read into, an array of its shape."""
 
 
 class RegionReader:
@@ -61,8 +73,8 @@ class RegionReader:
         path: The checkpoint, for messages.
         root: Its folder.
         reader: Reads its chunks.
-        block_digests: Those of its blocks.
-        is_remote: Whether they lie elsewhere.
+        block_digests: The digests of its blocks.
+        is_remote: Whether the checkpoint lies on other storage than this machine's.
     """
 
     def __init__(
@@ -82,15 +94,15 @@ class RegionReader:
 
     def read(
         self,
-        requests: Iterable[tuple[ArrayEntry, Wanted]],
+        requests: Iterable[tuple[ArrayEntry, RegionBuffers]],
         max_in_flight: int | None,
         count: Callable[[int], object],
     ) -> int:
-        """Read and verify; arguments and what is returned as for `Checkpoint.read_all`.
+        """Read and verify regions of tensors; arguments and result as for `Checkpoint.read_all`.
 
         Raises:
             RegionError: A region is outside its tensor.
-            RegionNotFoundError: It was not saved.
+            RegionNotFoundError: A region was not saved.
             CheckpointCorruptError: Stored bytes are not the bytes that were saved.
             StorageError: Storage refused.
         """
@@ -101,28 +113,29 @@ class RegionReader:
         pending: deque[tuple[ChunkRead, Callable[[], int]]] = deque()
         scratch = Scratch()
 
-        def counted(read: int) -> None:
+        def note(read_nbytes: int) -> None:
             nonlocal nbytes
-            nbytes += read
-            count(read)
+            nbytes += read_nbytes
+            count(read_nbytes)
 
-        def finish() -> None:
+        def finish_oldest() -> None:
             nonlocal in_flight
-            read = pending[0][1]()
+            # It leaves the queue only when it is done: after a failure every read in the queue is waited for.
+            read_nbytes = pending[0][1]()
             pending.popleft()
-            in_flight -= read
-            counted(read)
+            in_flight -= read_nbytes
+            note(read_nbytes)
 
         with ExitStack() as stack:
             pool: ThreadPoolExecutor | None = None
             try:
-                for read in self._but_small(requests, counted):
+                for read in self._read_small_ones(requests, note):
                     part = read.part
                     while len(pending) == MAX_IN_FLIGHT or (len(pending) >= fewest and in_flight + part.nbytes > limit):
-                        finish()
+                        finish_oldest()
                     self._start(read)
                     work: Callable[[], int] = partial(self._finish, read, scratch)
-                    # One alone is read here.
+                    # A read that is alone in the queue runs in this thread, which would only wait for another one.
                     if threads > 1 and pending and read.value is not None and part.nbytes >= LARGE_NBYTES:
                         if pool is None:
                             pool = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="dtckpt-reads"))
@@ -130,9 +143,10 @@ class RegionReader:
                     pending.append((read, work))
                     in_flight += part.nbytes
                 while pending:
-                    finish()
+                    finish_oldest()
             except BaseException:
-                # After a failure nothing may go on writing into the caller's memory.
+                # After a failure nothing may go on writing into the caller's memory, which may be freed: reads that
+                # have not begun are cancelled, all others are waited for.
                 if pool is not None:
                     pool.shutdown(cancel_futures=True)
                 for read, _ in pending:
@@ -142,25 +156,29 @@ class RegionReader:
         return nbytes
 
     def validate_stored(
-        self, wanted: Iterable[tuple[ArrayEntry, Region]], *, unchecked: int = UNCHECKED_NBYTES
+        self, regions: Iterable[tuple[ArrayEntry, Region]], *, unchecked: int = UNCHECKED_NBYTES
     ) -> None:
-        """Check that files are as long as regions of tensors need, before memory for those is taken.
+        """Check that the stored files are long enough for regions of tensors, before memory for the regions is taken.
 
-        The smallest, of ``unchecked`` bytes together, are not looked at.
+        Otherwise a damaged or hostile manifest could ask for any amount of memory.
+
+        Args:
+            regions: The regions.
+            unchecked: The smallest regions are not checked, up to so many bytes together.
 
         Raises:
             RegionNotFoundError: A region was not saved.
-            CheckpointCorruptError: They are not.
+            CheckpointCorruptError: A file is missing or too short.
             StorageError: Storage refused.
         """
         sized = sorted(
-            ((region.numel * entry.itemsize, at, entry, region) for at, (entry, region) in enumerate(wanted))
+            ((region.numel * entry.itemsize, number, entry, region) for number, (entry, region) in enumerate(regions))
         )
         ends = accumulate(nbytes for nbytes, *_ in sized)
         checked = [(entry, region) for end, (_, _, entry, region) in zip(ends, sized, strict=True) if end > unchecked]
         for entry, region in checked:
             if entry.missing:
-                parts_of(entry, (region,))  # or what was never saved would pass for lost
+                plan_tensor_reads(entry, (region,))  # raises: a chunk that was never saved is not damage
         chunks = ((entry, index) for entry, region in reversed(checked) for index in entry.grid.meeting(region))
         if (lost := self._reader.find_missing_chunk(chunks)) is not None:
             raise CheckpointCorruptError(
@@ -168,15 +186,15 @@ class RegionReader:
                 "that should be in it; restore another checkpoint"
             )
 
-    def _but_small(
+    def _read_small_ones(
         self,
-        requests: Iterable[tuple[ArrayEntry, Wanted]],
+        requests: Iterable[tuple[ArrayEntry, RegionBuffers]],
         count: Callable[[int], object],
     ) -> Iterator[ChunkRead]:
-        """Read what is small, many chunks at a time; yield the other reads."""
+        """Read the small chunks, many at a time; yield all other reads."""
         small: list[ChunkRead] = []
-        for entry, wanted in requests:
-            for read in _chunk_reads(entry, wanted):
+        for entry, buffers in requests:
+            for read in _chunk_reads(entry, buffers):
                 if not is_small(read):
                     yield read
                     continue
@@ -187,16 +205,16 @@ class RegionReader:
         yield from self._read_small(small, count)
 
     def _read_small(self, reads: Sequence[ChunkRead], count: Callable[[int], object]) -> Iterator[ChunkRead]:
-        """Read small chunks straight to where they are wanted; yield those that lie in no file with others."""
-        found: list[tuple[ChunkRead, StoredValue]] = []
-        located = self._reader.locate_small([(read.entry.path, read.part.index) for read in reads])
-        for read, value in zip(reads, located, strict=True):
+        """Read small chunks that share a file to their destinations, a run of neighbours per call; yield the others."""
+        located: list[tuple[ChunkRead, StoredValue]] = []
+        values = self._reader.locate_small([(read.entry.path, read.part.index) for read in reads])
+        for read, value in zip(reads, values, strict=True):
             if value is None:
                 yield read
             else:
-                found.append((read, value))
-        for run in contiguous_runs([value for _, value in found], [read.part.nbytes for read, _ in found]):
-            reads, values = zip(*(found[position] for position in run), strict=True)
+                located.append((read, value))
+        for run in contiguous_runs([value for _, value in located], [read.part.nbytes for read, _ in located]):
+            reads, values = zip(*(located[position] for position in run), strict=True)
             arrays = [read.targets[0] for read in reads]
             with translate_errors(
                 "read {} chunks, of array {!r} first", self._root, len(run), reads[0].entry.path, is_read=True
@@ -207,6 +225,7 @@ class RegionReader:
             count(sum([read.part.nbytes for read in reads]))
 
     def _start(self, read: ChunkRead) -> None:
+        """Find the part in a file of this machine, or request it from storage."""
         entry, part = read.entry, read.part
         if part.nbytes > UNCHECKED_NBYTES:
             self.validate_stored([(entry, part.chunk)])
@@ -220,6 +239,7 @@ class RegionReader:
             stop = part.rows.start + part.rows.nbytes
             read.handle = self._reader.start_span(entry.path, part.index, part.rows.start, stop)
             return
+        # Storage fills a whole chunk: the destination itself, if it is the only one and wants the elements as they are.
         first, *more = read.targets
         is_fit = first.shape == part.box.shape and first.dtype == DTYPES[entry.stored_dtype]
         read.is_direct = is_fit and first.flags.aligned and not more
@@ -227,7 +247,10 @@ class RegionReader:
         read.handle = self._reader.start(entry, part.chunk, read.memory)
 
     def _finish(self, read: ChunkRead, scratch: Scratch) -> int:
-        """Wait for one chunk, verify it, and deliver it; return its bytes."""
+        """Wait for one read, verify the part, and deliver it; return the part's bytes.
+
+        A part that was not verified may have been delivered: then this raises, and the caller's memory is undefined.
+        """
         entry, part, memory = read.entry, read.part, read.memory
         if read.value is not None:
             with translate_errors("read {} of array {!r}", self._root, part.box, entry.path, is_read=True):
@@ -248,7 +271,7 @@ class RegionReader:
         return part.nbytes
 
     def _validate(self, read: ChunkRead, digest: int, digests: list[int]) -> None:
-        """Compare the digest of a chunk, or those of the blocks that were read."""
+        """Compare the digest of a whole chunk, or the digests of the blocks that were read, with the stored ones."""
         entry, part = read.entry, read.part
         if part.is_whole:
             is_sound = digest == int(entry.digests[part.number])
@@ -261,46 +284,27 @@ class RegionReader:
             )
 
 
-def parts_of(entry: ArrayEntry, regions: tuple[Region, ...]) -> Iterable[PartRead]:
-    """Return what must be read, chunk by chunk, for some regions of a tensor."""
-    plan = partial(plan_reads, entry.grid, entry.itemsize, regions, by_blocks=entry.has_readable_blocks)
-    try:
-        parts = plan()
-    except RegionError:
-        outside = next(region for region in regions if not _is_inside(region, entry.shape))
-        raise RegionError(f"region {outside} is outside tensor {entry.name!r} of shape {entry.shape}") from None
-    if entry.missing and (lost := next((part.chunk for part in plan() if part.number in entry.missing), None)):
-        raise RegionNotFoundError(
-            f"tensor {entry.name!r} was saved in part, without {lost}; read a region that was saved"
-        )
-    return parts
-
-
-def _is_inside(region: Region, shape: tuple[int, ...]) -> bool:
-    return region.ndim == len(shape) and Region.full(shape).contains(region)
-
-
-def _chunk_reads(entry: ArrayEntry, wanted: Wanted) -> Iterator[ChunkRead]:
-    """Return the reads for some regions of a tensor, each with memory of its shape.
+def _chunk_reads(entry: ArrayEntry, buffers: RegionBuffers) -> Iterator[ChunkRead]:
+    """Return the reads of the parts of chunks that some regions of a tensor need.
 
     Raises:
-        DTypeError: The memory is of another dtype, and the tensor's is not converted.
+        DTypeError: A buffer has another dtype than the tensor, whose dtype cannot be converted.
     """
-    wanted_dtype = DTYPES[entry.kind.dtype]
-    if entry.kind.dtype in UNCONVERTED and any(memory.dtype != wanted_dtype for _, memory in wanted):
+    dtype = DTYPES[entry.kind.dtype]
+    if entry.kind.dtype in UNCONVERTED and any(buffer.dtype != dtype for _, buffer in buffers):
         raise DTypeError(
             f"tensor {entry.name!r} of dtype {entry.kind.dtype} is not converted; got memory of "
-            f"{wanted[0][1].dtype}, expected {wanted_dtype}"
+            f"{buffers[0][1].dtype}, expected {dtype}"
         )
-    parts = parts_of(entry, tuple([region for region, _ in wanted]))
+    parts = plan_tensor_reads(entry, tuple([region for region, _ in buffers]))
     return (
-        ChunkRead(entry, part, [cut(wanted[position][1], of_region) for position, _, of_region in part.uses])
+        ChunkRead(entry, part, [cut(buffers[position][1], of_region) for position, _, of_region in part.uses])
         for part in parts
     )
 
 
 def _spare_threads() -> int:
-    """Return how many threads may read beside each other: this client's share of its machine's cores."""
+    """Return the number of threads that may read at one time: this client's share of its machine's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         config = Config.from_environ()

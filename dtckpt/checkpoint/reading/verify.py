@@ -1,38 +1,68 @@
-"""Read a whole checkpoint and compare every digest."""
+"""Verify a checkpoint: read all of it, and compare every digest (of chunks, of blocks, of contents, of documents)."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
+from dtckpt.checkpoint.reading.plan import max_chunk_nbytes
 from dtckpt.errors import CheckpointCorruptError, StorageError
 from dtckpt.format.content import content_digest, content_share
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.manifest import ArrayEntry
+from dtckpt.format.manifest import ArrayEntry, Manifest
 from dtckpt.layout.region import Region
 from dtckpt.storage.location import Location
 
-if TYPE_CHECKING:
-    from dtckpt.checkpoint.reading.checkpoint import Checkpoint
-
 MAX_THREADS = 8
 UNCHECKED_NBYTES = 1 << 20
-"""Memory that is taken for a chunk without a look at the size of the file that shall fill it."""
+"""Bound on the memory that is taken for a chunk before storage is asked for the size of its file."""
 MAX_NBYTES = 256 << 20
-"""Bound on chunks in memory, unless one is larger."""
+"""Bound on the bytes of chunks in memory, unless one chunk is larger."""
+
+
+class VerifiableCheckpoint(Protocol):
+    """The part of `dtckpt.checkpoint.reading.checkpoint.Checkpoint` that a verification needs."""
+
+    @property
+    def path(self) -> Location:
+        """The checkpoint's path or URL."""
+        ...
+
+    @property
+    def manifest(self) -> Manifest:
+        """The checkpoint's manifest."""
+        ...
+
+    def validate_stored(self, regions: Iterable[tuple[str, Region]], *, unchecked: int) -> None:
+        """As `RegionReader.validate_stored`, by names of tensors."""
+        ...
+
+    def read_into(
+        self, name: str, region: Region, into: np.ndarray[Any, Any], *, max_in_flight: int | None = None
+    ) -> int:
+        """Read a region of a tensor into memory of its shape, verified by the digests of its chunks."""
+        ...
+
+    def block_digests(self, entry: ArrayEntry, number: int) -> list[int]:
+        """Return the digests of a chunk's blocks, verified by the digest of the chunk."""
+        ...
+
+    def validate_documents(self) -> None:
+        """Check every ``zarr.json``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What is not as it was saved: a chunk, a tensor as a whole (``region`` is None), or a file of no tensor."""
+    """A chunk, a tensor as a whole (``region`` is None), or a file of no tensor that is not as it was saved."""
 
     tensor: str
     region: Region | None
@@ -41,7 +71,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a verification read, and what it found.
+    """The result of a verification.
 
     Args:
         path: The checkpoint.
@@ -49,8 +79,8 @@ class VerifyReport:
         num_chunks: Chunks that were read.
         nbytes: Bytes of those chunks.
         num_contents: Tensors whose content digest was compared, too.
-        seconds: How long it took.
-        damages: What is damaged, in the order of the tensors and their chunks.
+        seconds: Duration.
+        damages: The damages, in the order of the tensors and their chunks.
     """
 
     path: Location
@@ -71,16 +101,19 @@ Progress = Callable[[str, int], None]
 """Called with a tensor's name and the bytes of its chunks that were read since the last call."""
 
 
-def verify(checkpoint: Checkpoint, *, threads: int | None = None, progress: Progress | None = None) -> VerifyReport:
-    """Verify a checkpoint: see `Checkpoint.verify`."""
+def verify(
+    checkpoint: VerifiableCheckpoint, *, threads: int | None = None, progress: Progress | None = None
+) -> VerifyReport:
+    """Verify a checkpoint: see `dtckpt.checkpoint.reading.checkpoint.Checkpoint.verify`."""
     start = time.monotonic()
-    largest = max((info.max_chunk_nbytes for info in checkpoint.tensors.values()), default=0)
-    wanted = min(MAX_THREADS, os.cpu_count() or 1) if threads is None else threads
+    arrays = checkpoint.manifest.arrays
+    largest = max((max_chunk_nbytes(entry) for entry in arrays.values()), default=0)
+    threads = min(MAX_THREADS, os.cpu_count() or 1) if threads is None else threads
     damages: list[Damage] = []
     num_chunks = nbytes = num_contents = 0
-    with ThreadPoolExecutor(max(1, min(wanted, MAX_NBYTES // max(1, largest)))) as pool:
+    with ThreadPoolExecutor(max(1, min(threads, MAX_NBYTES // max(1, largest)))) as pool:
         try:
-            for name, chunks in groupby(_checked(checkpoint, pool, wanted), key=lambda chunk: chunk.entry.name):
+            for name, chunks in groupby(_check_all(checkpoint, pool, threads), key=lambda chunk: chunk.entry.name):
                 share, is_sound = 0, True
                 for chunk in chunks:
                     damages += chunk.damages
@@ -89,7 +122,7 @@ def verify(checkpoint: Checkpoint, *, threads: int | None = None, progress: Prog
                     nbytes += chunk.nbytes
                     if progress is not None:
                         progress(name, chunk.nbytes)
-                entry = checkpoint.manifest.arrays[name]
+                entry = arrays[name]
                 if entry.content is not None and is_sound:
                     num_contents += 1
                     if content_digest(share, entry.shape, entry.itemsize) != entry.content:
@@ -101,13 +134,13 @@ def verify(checkpoint: Checkpoint, *, threads: int | None = None, progress: Prog
         checkpoint.validate_documents()
     except (CheckpointCorruptError, StorageError) as error:
         damages.append(Damage("", None, error.message))
-    num_tensors, seconds = len(checkpoint.tensors), time.monotonic() - start
+    num_tensors, seconds = len(arrays), time.monotonic() - start
     return VerifyReport(checkpoint.path, num_tensors, num_chunks, nbytes, num_contents, seconds, tuple(damages))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Checked:
-    """What one chunk came to."""
+    """The result of one chunk: its bytes, its share in the tensor's content digest, its damages."""
 
     entry: ArrayEntry
     nbytes: int
@@ -115,8 +148,8 @@ class _Checked:
     damages: tuple[Damage, ...]
 
 
-def _checked(checkpoint: Checkpoint, pool: ThreadPoolExecutor, threads: int) -> Iterator[_Checked]:
-    """Check all chunks, a few at a time, and yield them in order."""
+def _check_all(checkpoint: VerifiableCheckpoint, pool: ThreadPoolExecutor, threads: int) -> Iterator[_Checked]:
+    """Check all chunks in the pool, a few at a time, and yield their results in order."""
     waiting: deque[Future[_Checked]] = deque()
     for entry in checkpoint.manifest.arrays.values():
         for number in range(entry.grid.num_chunks):
@@ -128,7 +161,7 @@ def _checked(checkpoint: Checkpoint, pool: ThreadPoolExecutor, threads: int) -> 
         yield waiting.popleft().result()
 
 
-def _check(checkpoint: Checkpoint, entry: ArrayEntry, number: int) -> _Checked:
+def _check(checkpoint: VerifiableCheckpoint, entry: ArrayEntry, number: int) -> _Checked:
     region = entry.grid.region(entry.grid.index(number))
     content = 0
     damages: list[Damage] = []
@@ -141,7 +174,7 @@ def _check(checkpoint: Checkpoint, entry: ArrayEntry, number: int) -> _Checked:
     except (CheckpointCorruptError, StorageError) as error:
         damages.append(Damage(entry.name, region, error.message))
     try:
-        # Those of the blocks are needed only where less than a chunk is read.
+        # Reads of whole chunks do not use the digests of blocks, so read_into above did not look at them.
         checkpoint.block_digests(entry, number)
     except (CheckpointCorruptError, StorageError) as error:
         damages.append(Damage(entry.name, region, error.message))

@@ -1,1 +1,1 @@
-"""Offline resharding: a checkpoint laid out anew for another mesh, without the job that saved it."""
+"""Reshard a checkpoint offline: write it anew for another mesh, without the job that saved it."""

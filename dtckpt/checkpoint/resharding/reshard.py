@@ -1,4 +1,13 @@
-"""Lay a checkpoint out for another mesh, in bounded memory, on one machine."""
+"""`reshard`: write a checkpoint anew for the shards of another mesh, in bounded memory, in one process or several.
+
+It is a save whose elements come from a checkpoint (`CheckpointSource`) and not from tensors. Each new chunk is made of
+the old chunks that it intersects. The reader fills a block of neighbouring new chunks at once, so that an old chunk is
+read once for each block and not once for each new chunk:
+
+    old chunks (rows)      new chunks (columns)      a block: as many neighbouring new chunks as memory allows
+    |aaaaaaaa|             |a|b|c|d|                 |####|...|
+    |bbbbbbbb|             | | | | |                 |####|...|   reads every old chunk once
+"""
 
 from __future__ import annotations
 
@@ -12,12 +21,15 @@ import numpy as np
 import torch
 
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.resharding.workers import PartReport, SharedAttempt, Worker
-from dtckpt.checkpoint.restoring.restore import Layouts, choose_layout
+from dtckpt.checkpoint.restoring.new_tensors import Layouts, choose_layout
 from dtckpt.checkpoint.saving.plan import Holding, SavePlan, TensorPlan, TensorSpec, holdings_of, plan_save
 from dtckpt.checkpoint.saving.replica_check import Copy
-from dtckpt.checkpoint.saving.save import SaveReport, State, save_state
+from dtckpt.checkpoint.saving.report import SaveReport
+from dtckpt.checkpoint.saving.save import save_state
+from dtckpt.checkpoint.saving.state import State
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.single_client import SingleClientCoordination
 from dtckpt.errors import ConfigError, MeshError, MeshTypeError
@@ -32,12 +44,12 @@ from dtckpt.storage.zarr_files import validate_kind
 
 DEFAULT_MAX_MEMORY = 1 << 30
 MIN_CHUNK_NBYTES = 64 << 10
-"""New chunks are not cut below this to save memory: a tiny bound must be refused, not planned for hours."""
+"""New chunks are not made smaller than this to save memory: a tiny bound is refused, and not planned for hours."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReshardedTensor:
-    """What resharding does to one tensor; bytes are those of the elements on storage."""
+    """One tensor before and after resharding; bytes are those of its elements on storage."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,12 +62,12 @@ class ReshardedTensor:
     nbytes: int
     new_nbytes: int
     content_digest: int | None
-    """That of the old tensor, which the new one has too; None if the old one has none or the stored dtype changes."""
+    """The old tensor's, which the new one has, too; None if the old one has none, or if the stored dtype changes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReshardReport:
-    """What resharding did, or would do (``save`` is None then)."""
+    """The result of resharding, or of a dry run (then ``save`` is None)."""
 
     source: Location
     target: Location
@@ -64,7 +76,7 @@ class ReshardReport:
     max_memory: int
     save: SaveReport | None
     part: PartReport | None = None
-    """What this worker did, where there are several."""
+    """The result of this worker, if there are several."""
 
     @property
     def nbytes(self) -> int:
@@ -91,32 +103,33 @@ def reshard(
 ) -> ReshardReport:
     """Write checkpoint ``src`` anew as ``dst``, chunked for the shards of another mesh.
 
-    Values, names and structure stay; that values did is proven, tensor by tensor, by their content digests, before the
-    new checkpoint appears. Runs in this process alone and needs none of the mesh's devices. The new
-    checkpoint appears whole or not at all.
+    Values, names and structure stay. Before the new checkpoint appears, the content digests of all tensors prove that
+    their values stayed. The call runs in this process alone, and needs none of the mesh's devices. The new checkpoint
+    appears whole or not at all.
 
     Blocks: On storage.
 
     Args:
         src: The checkpoint to read.
-        dst: Where the new one will be.
-        mesh: Target mesh, as from `dtckpt.layout.create_mesh.abstract_mesh`.
-        layouts: As for `dtckpt.restore`: layouts on ``mesh`` by name or glob; others keep their saved specs as far as
-            the mesh has those axes.
+        dst: Path or URL of the new one.
+        mesh: Target mesh, as from `dtckpt.layout.clients.abstract_mesh`.
+        layouts: As for `dtckpt.restore`: layouts on ``mesh`` by name or glob; other tensors keep their saved specs as
+            far as the mesh has those axes.
         dtype: New dtype of the floating-point tensors; rounded to nearest even.
         max_memory: Bound on the bytes of tensor data in memory.
-        options: How ``dst`` is written; without a codec, tensors keep theirs.
+        options: Options of the save of ``dst``; without a codec, tensors keep theirs.
         dry_run: Plan and report only.
         progress: See `Progress`.
-        worker: One of several processes that are called alike, each of which writes its part of ``dst``; the last
-            commits. They need not run at the same time; one that died is called again. ``dst`` is on a file system.
+        worker: This process, if several write ``dst`` together: all are called with the same arguments but this one,
+            each writes its part, and the last one commits. They need not run at the same time; a worker that died is
+            called again. ``dst`` must be on a file system.
 
     Raises:
         MeshError: A layout is on another mesh.
         ConfigError: ``max_memory`` is less than one chunk needs, ``dtype`` is no floating-point type, or one of
             ``src`` and ``dst`` lies inside the other.
-        CheckpointCorruptError: ``src`` is damaged, or a tensor would not hold what it held.
-        CheckpointExistsError: ``dst`` is taken; noticed before anything is planned, also in a dry run.
+        CheckpointCorruptError: ``src`` is damaged, or a tensor's values would change.
+        CheckpointExistsError: ``dst`` is taken; found before anything is planned, also in a dry run.
         CheckpointError: As for `dtckpt.open_checkpoint` and `dtckpt.save`.
     """
     options = options or SaveOptions()
@@ -130,9 +143,10 @@ def reshard(
         _validate_apart(checkpoint.path, place.where)
         budget = Budget.of(checkpoint, max_memory)
         chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, budget.block))
-        wanted = _Wanted(mesh, new_dtype, options.codec, tuple(range(1 if worker is None else worker.count)))
+        writers = tuple(range(1 if worker is None else worker.count))
+        target = _Target(mesh, new_dtype, options.codec, writers)
         specs = [
-            _spec(info, choose_layout(name, info, mesh, layouts), wanted) for name, info in checkpoint.tensors.items()
+            _spec(info, choose_layout(name, info, mesh, layouts), target) for name, info in checkpoint.tensors.items()
         ]
         validate_kind(options.kvstore, place.folder, (spec.codec for spec in specs))
         plan = plan_save(specs, chunk_nbytes)
@@ -145,13 +159,13 @@ def reshard(
             shared = SharedAttempt(place.where, plan, salt, worker, options)
             shared.check_target()
             if not dry_run:
-                part = shared.write(source, checkpoint.manifest, max_pending_nbytes=budget.block)
+                part = shared.write(source, checkpoint.manifest)
         elif not dry_run:
-            state = State(tuple(specs), source, checkpoint.manifest.tree, max_pending_nbytes=budget.block)
+            state = State(tuple(specs), source, checkpoint.manifest.tree)
             alone = SingleClientCoordination(
                 Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63))
             )
-            # There is one copy of everything, and to look at it would mean to read all of it again.
+            # Replicas are not compared: a source has one copy of everything, and would read all of it again.
             options = replace(options, chunk_nbytes=chunk_nbytes, check_replicas=False)
             saved = save_state(dst, lambda: state, options=options, coordination=alone)
         return ReshardReport(checkpoint.path, place.where, mesh, tensors, max_memory, saved, part)
@@ -177,8 +191,15 @@ def _validate_apart(source: Location, target: Location) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What all tensors have in common: the mesh, a new dtype or codec if there is one, and who could write them."""
+class _Target:
+    """The part of the request that is the same for all tensors.
+
+    Args:
+        mesh: The new mesh.
+        dtype: The new dtype of floating-point tensors; None: they keep theirs.
+        codec: The new codec; None: tensors keep theirs.
+        writers: The clients of the save, each of which can write any chunk.
+    """
 
     mesh: Mesh
     dtype: str | None
@@ -186,23 +207,24 @@ class _Wanted:
     writers: tuple[int, ...]
 
 
-def _spec(info: TensorInfo, layout: Layout | None, wanted: _Wanted) -> TensorSpec:
-    mesh, new_dtype = wanted.mesh, wanted.dtype
+def _spec(info: TensorInfo, layout: Layout | None, target: _Target) -> TensorSpec:
+    """Describe the new tensor for the plan."""
+    mesh, new_dtype = target.mesh, target.dtype
     if layout is None or layout.mesh != mesh:
         raise MeshError(f"layout for tensor {info.name!r} is on another mesh; expected {mesh.to_string()}")
     dtype, stored = str(info.dtype).removeprefix("torch."), str(info.stored_dtype).removeprefix("torch.")
     if new_dtype is not None and is_floating(dtype):
         dtype = stored = new_dtype
     # Every writer could write every shard, whichever client will read it; the plan gives each its share.
-    boxes = tuple(Holding(holding.region, wanted.writers) for holding in holdings_of(layout, info.shape))
-    # What is stored anew as it was must hold what it held.
+    boxes = tuple(Holding(holding.region, target.writers) for holding in holdings_of(layout, info.shape))
+    # A tensor that keeps its stored dtype must keep its content digest; the merge refuses any other.
     content = info.content_digest if stored == str(info.stored_dtype).removeprefix("torch.") else None
-    codec = wanted.codec or info.codec
+    codec = target.codec or info.codec
     return TensorSpec(info.name, info.shape, dtype, stored, _saved_only(boxes, info), layout, content, codec)
 
 
 def _saved_only(boxes: Sequence[Holding], info: TensorInfo) -> tuple[Holding, ...]:
-    """Cut boxes down to what a tensor that was saved in part has."""
+    """Return the boxes without the elements that were not saved, for a tensor that was saved in part."""
     if info.is_whole:
         return tuple(boxes)
     parts = (
@@ -233,13 +255,13 @@ def _describe(info: TensorInfo, plan: TensorPlan) -> ReshardedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How memory is shared out: to stored chunks being read, and thrice to blocks of new chunks.
+    """The shares of ``max_memory``: one for stored chunks that are read, three for blocks of new chunks.
 
-    The three are the block being filled, the one before it, which waits to be written, and the latter's chunks as
-    encoded for storage.
+    The three are the block that is being filled, the block before it, whose chunks wait to be written, and these
+    chunks as they are encoded for storage.
 
     Args:
-        largest: Bytes of the largest stored chunk; verifying takes all of it, however little is wanted.
+        largest: Bytes of the largest stored chunk; its verification may need all of it, even if a part is wanted.
         reads: Bytes of stored chunks in memory at one time.
         block: Bytes of a block.
     """
@@ -250,14 +272,14 @@ class Budget:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, max_memory: int) -> Budget:
-        """Share out ``max_memory`` bytes."""
+        """Divide ``max_memory`` bytes."""
         largest = max((info.max_chunk_nbytes for info in checkpoint.tensors.values()), default=0)
         reads = max(largest, max_memory // 4)
         return cls(largest, reads, max(1, (max_memory - reads) // 3))
 
 
 def _validate_memory(plan: SavePlan, budget: Budget, max_memory: int) -> None:
-    """Refuse a bound that the largest chunks alone would break."""
+    """Refuse a bound that the largest chunks alone exceed."""
     sizes = (
         (math.prod(item.grid.chunk_shape) * DTYPES[item.spec.dtype].itemsize, item.spec.name) for item in plan.tensors
     )
@@ -271,13 +293,11 @@ def _validate_memory(plan: SavePlan, budget: Budget, max_memory: int) -> None:
 
 
 class CheckpointSource:
-    """Elements read from a checkpoint, a block of neighbouring chunks at a time.
-
-    Reading block by block means that a stored chunk is read once per block, not once per new chunk that meets it.
+    """The elements of a checkpoint as the source of a save, read a block of neighbouring chunks at a time.
 
     Args:
-        checkpoint: Where from.
-        budget: Bytes of a block, and of the stored chunks being read.
+        checkpoint: The checkpoint to read.
+        budget: Bytes of a block, and of the stored chunks that are read at one time.
         progress: See `Progress`.
     """
 
@@ -285,6 +305,7 @@ class CheckpointSource:
         self._checkpoint = checkpoint
         self._budget = budget
         self._progress = progress
+        self.max_pending_nbytes = budget.block
         self._name = ""
         self._block: Region | None = None
         self._elements: np.ndarray[Any, Any] | None = None
@@ -295,7 +316,7 @@ class CheckpointSource:
         if self._elements is None or self._block is None or self._name != name or not self._block.contains(region):
             self._name, self._block, self._elements = name, block_of(plan, region, self._budget.block), None
             self._elements = np.empty(self._block.shape, DTYPES[plan.spec.dtype])
-            # The reader starts one more chunk before it waits for the first.
+            # The reader starts one chunk beyond its bound before it waits for the first.
             in_flight = self._budget.reads - self._budget.largest
             self._checkpoint.read_into(name, self._block, self._elements, max_in_flight=in_flight)
         if self._progress is not None:
@@ -308,7 +329,7 @@ class CheckpointSource:
 
 
 def block_of(plan: TensorPlan, region: Region, max_nbytes: int) -> Region:
-    """Return the box of whole chunks, from ``region`` on in row-major order, that fits ``max_nbytes``.
+    """Return the box of whole chunks that begins with ``region``, in row-major order, and fits ``max_nbytes``.
 
     It grows from the last dim to the first, so that a walk over the chunks in row-major order enters each block once.
     """
@@ -319,9 +340,9 @@ def block_of(plan: TensorPlan, region: Region, max_nbytes: int) -> Region:
     for dim in reversed(range(region.ndim)):
         size, chunk = plan.grid.shape[dim], plan.grid.chunk_shape[dim]
         line = itemsize * math.prod(shape[:dim] + shape[dim + 1 :])
-        room = max(shape[dim], max_nbytes // max(1, line) // chunk * chunk)
-        if offset[dim] == 0 or room < size:
-            shape[dim] = min(room, size - offset[dim])
+        fitting = max(shape[dim], max_nbytes // max(1, line) // chunk * chunk)
+        if offset[dim] == 0 or fitting < size:
+            shape[dim] = min(fitting, size - offset[dim])
         if shape[dim] < size:
             break
     return Region(tuple(offset), tuple(shape))

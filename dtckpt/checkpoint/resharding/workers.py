@@ -1,13 +1,18 @@
-"""Many workers that write one checkpoint without talking to each other: storage is where they meet.
+"""Reshard with several workers that write one checkpoint and do not communicate: they meet on storage.
 
-All plan the same, so each knows its chunks. They share one directory under construction, whose name follows from what
-is to be written. A worker that has written its chunks, durably, leaves a mark there; who then finds the marks of all
-commits. Writers share the directory's lock, and who commits has it alone. So a worker that is killed, at any time,
-costs its own part at most: what it wrote without a mark is written again, marks stay, and the checkpoint appears whole
-or not at all.
+All workers compute the same plan, so each knows its chunks. They share one directory under construction, whose name is
+a digest of the result. A worker that has written its chunks, durably, leaves a mark in its folder. The worker that then
+finds the marks of all workers commits. Workers that write share the directory's lock; the one that commits has it
+alone. If a worker is killed at any time, its own part is lost at most: a part without a mark is written again, marks
+stay, and the checkpoint appears whole or not at all.
 
-A manifest without all marks means that all is merged and durable: the first mark is removed then, durably, and only
-then what was merged, and the other marks. Before, whatever a merge has left is removed, and all is merged anew.
+The state of the directory, which survives any crash:
+
+    marks          manifest     meaning, and the next step
+    some missing   no           parts are being written
+    all            no           all parts are written: merge
+    all            yes          a merge may have been interrupted: remove its files, and merge again
+    some missing   yes          merged, durably: the first mark was removed; remove the working files, commit
 """
 
 from __future__ import annotations
@@ -15,12 +20,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.saving.merge import merge_clients, remove_working_files
 from dtckpt.checkpoint.saving.plan import SavePlan
-from dtckpt.checkpoint.saving.write import CHUNKS_NAME, ClientWriter, Source, merge_clients, remove_working_files
+from dtckpt.checkpoint.saving.write import CHUNKS_NAME, ClientWriter, Source
 from dtckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -44,11 +50,11 @@ _DIGEST_NBYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One of the workers.
+    """One of several workers.
 
     Args:
-        index: Which one, from 0.
-        count: How many there are; the same for all.
+        index: Number of the worker, from 0.
+        count: Number of workers; the same for all.
         resume: Whether to keep the part that an earlier process of this worker finished.
     """
 
@@ -66,14 +72,14 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """What one worker did.
+    """The result of one worker.
 
     Args:
-        worker: Which one.
-        nbytes: Bytes of the chunks that it wrote now; none where its part was finished before.
+        worker: The worker.
+        nbytes: Bytes of the chunks that it wrote in this call; 0 if its part was finished before.
         missing: Workers whose parts are not finished.
-        is_committed: Whether the checkpoint is there, whoever committed it. If not and none is missing, another worker
-            is at it.
+        is_committed: Whether the checkpoint is committed, by this worker or another one. If it is not and no part is
+            missing, another worker is committing it.
     """
 
     worker: Worker
@@ -87,9 +93,10 @@ class SharedAttempt:
 
     Args:
         target: Where the checkpoint will be.
-        plan: What all of them write.
-        salt: Whatever else makes the checkpoint what it is.
-        options: How it is written.
+        plan: The plan of all workers.
+        salt: Further facts that the result depends on, besides the plan.
+        worker: This worker.
+        options: Options of the save.
     """
 
     def __init__(self, target: Path, plan: SavePlan, salt: bytes, worker: Worker, options: SaveOptions) -> None:
@@ -106,7 +113,7 @@ class SharedAttempt:
         return _attempt_of(self._target) == self.token
 
     def check_target(self) -> bool:
-        """Return whether all is done already; refuse a target that may not be written.
+        """Return whether the checkpoint is committed already; refuse a target that may not be written.
 
         Raises:
             CheckpointExistsError: The target is taken.
@@ -119,25 +126,24 @@ class SharedAttempt:
                 raise
         return self.is_committed()
 
-    def write(self, source: Source, manifest: Manifest, *, max_pending_nbytes: int) -> PartReport:
-        """Write this worker's part, and commit if it is the last.
+    def write(self, source: Source, manifest: Manifest) -> PartReport:
+        """Write this worker's part, and commit if it is the last one.
 
         Args:
-            source: Where the elements come from.
-            manifest: The manifest without its arrays.
-            max_pending_nbytes: Bound on the elements that wait to be written.
+            source: The elements.
+            manifest: The manifest of the checkpoint that is resharded; of it, the state tree is kept.
 
         Raises:
             CheckpointExistsError: The target is taken.
             CoordinationError: Another process is writing the same part.
-            StorageError: Another attempt took over, or storage refused.
+            StorageError: Another save took the target over, or storage refused.
         """
         if self.check_target():
             return self._report(0)
         staging = commit_by_rename.begin_shared(self._target, self.token)
         nbytes = 0
         try:
-            nbytes = self._write_part(staging, source, max_pending_nbytes)
+            nbytes = self._write_part(staging, source)
             self._commit(staging, manifest)
         except (FileNotFoundError, StorageError):
             if not self.is_committed():  # else another worker was faster, and has moved everything into place
@@ -152,7 +158,7 @@ class SharedAttempt:
 
     # --- a part -------------------------------------------------------------------------------------------------
 
-    def _write_part(self, staging: commit_by_rename.WorkingDirectory, source: Source, max_pending_nbytes: int) -> int:
+    def _write_part(self, staging: commit_by_rename.WorkingDirectory, source: Source) -> int:
         own = self._path / client_folder(self._worker.index)
         with translate_errors("create the worker's folder", own):
             own.mkdir(exist_ok=True)
@@ -169,9 +175,11 @@ class SharedAttempt:
             with translate_errors("begin the worker's part", own):
                 (self._path / MANIFEST_NAME).unlink(missing_ok=True)
                 (own / MARK_NAME).unlink(missing_ok=True)
-                if self._options.fsync:  # before what they vouch for
+                if self._options.fsync:  # before the files that the mark vouches for are removed
                     fsync.sync_all([own, self._path])
-                for entry in own.iterdir():  # what an earlier process of this worker left; it holds the lock no more
+                for (
+                    entry
+                ) in own.iterdir():  # leftovers of an earlier process of this worker, which is dead: the lock was free
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             written = 0
 
@@ -182,24 +190,22 @@ class SharedAttempt:
             writer = ClientWriter(
                 self._plan,
                 DirectoryAttempt(staging),
-                self._worker.index,
-                range(self._worker.count),
-                source,
-                kvstore=self._options.kvstore,
-                is_durable=self._options.fsync,
-                max_pending_nbytes=max_pending_nbytes,
+                client=self._worker.index,
+                clients=range(self._worker.count),
+                source=source,
+                options=replace(self._options, check_replicas=False),  # there is one copy of everything
                 count=count,
             )
-            writer.write(check_replicas=False, content_digest=self._options.content_digest)
+            writer.write()
             self._leave_mark((own / CHUNKS_NAME).read_bytes())
             return written
 
     def _leave_mark(self, chunk_list: bytes) -> None:
-        """Say that the part is finished: the last thing that is written of it, whole or not at all."""
+        """Mark the part as finished. The mark is written last, and appears whole or not at all."""
         path = _mark_path(self._path, self._worker.index)
         scratch = path.with_name(f"{path.name}.{os.getpid()}")
         with translate_errors("mark the worker's part", path):
-            if self._options.fsync:  # what a save leaves to its commit, which then may be another process's
+            if self._options.fsync:  # a save leaves this to its commit; here another process may commit
                 database = path.parent / DATABASE_NAME
                 files = [database] if database.exists() else []
                 fsync.sync_all([*files, *fsync.walk_folders(self._path)])
@@ -211,7 +217,7 @@ class SharedAttempt:
                 fsync.sync_all([path.parent, self._path])
 
     def _mark(self, index: int) -> bytes | None:
-        """Return the chunk list of a finished part."""
+        """Return the chunk list of a finished part; None if the part is not finished."""
         path = _mark_path(self._path, index)
         with translate_errors("read the mark of a part", path):
             try:
@@ -224,6 +230,7 @@ class SharedAttempt:
         return body
 
     def _is_merged(self) -> bool:
+        """Whether a merge is complete: the last row of the table above."""
         return _attempt_of(self._path) == self.token and bool(self._missing())
 
     def _missing(self) -> tuple[int, ...]:
@@ -235,7 +242,7 @@ class SharedAttempt:
         with lock_directory(self._path) as is_mine:
             is_merged = self._is_merged()
             if not is_mine or self.is_committed() or (self._missing() and not is_merged):
-                return  # a worker that is at its part, or at this, commits
+                return  # a worker that still writes its part, or that is committing, does it
             attempt = DirectoryAttempt(staging)
             if not is_merged:
                 self._forget_merge()
@@ -257,7 +264,7 @@ class SharedAttempt:
             attempt.commit(overwrite=self._options.overwrite, is_durable=self._options.fsync)
 
     def _forget_merge(self) -> None:
-        """Remove the database of a merge that did not come to its end, of which a power loss may have left a part."""
+        """Remove the files of a merge that was interrupted; after a power loss they may be incomplete."""
         with translate_errors("begin to merge", self._path):
             (self._path / MANIFEST_NAME).unlink(missing_ok=True)
             (self._path / DATABASE_NAME).unlink(missing_ok=True)
@@ -265,7 +272,7 @@ class SharedAttempt:
                 shutil.rmtree(data)
 
     def _remove_first_mark(self) -> None:
-        """Say that all is merged."""
+        """Mark the merge as complete."""
         path = _mark_path(self._path, 0)
         with translate_errors("remove the mark of a part", path):
             path.unlink()
@@ -273,11 +280,11 @@ class SharedAttempt:
                 fsync.sync_all([path.parent])
 
     def _remaining(self) -> list[int]:
-        """Return the workers whose folders are there: those of workers without chunks go when they are empty."""
+        """Return the workers whose folders exist: a folder without chunks is removed when it is empty."""
         return [index for index in range(self._worker.count) if (self._path / client_folder(index)).exists()]
 
     def _chunk_lists(self) -> Mapping[int, int]:
-        """Put every worker's chunk list where a commit that was killed may have removed it; return their digests."""
+        """Write every worker's chunk list again, as a killed commit may have removed it; return their digests."""
         digests = {}
         for index in range(self._worker.count):
             chunk_list = self._mark(index)

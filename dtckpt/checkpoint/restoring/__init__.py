@@ -1,1 +1,1 @@
-"""Restores: into the tensors of a target, or as new tensors."""
+"""Restore a checkpoint: into the tensors of a target tree, or as new tensors."""

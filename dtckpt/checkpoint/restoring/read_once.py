@@ -1,7 +1,19 @@
-"""Restores that read each byte once: every client reads rows of its own, and the redistribute engine hands them on.
+"""Restores that read each byte once: every client reads rows of its own, and a redistribution brings them to all.
 
-A replicated tensor would otherwise be read by every client, and one that is split across its rows, so that every block
-has something for everybody, too. That pays where storage is slower than the way between clients.
+If every client reads for itself, each reads a replicated tensor whole. A tensor that is split across its rows is read
+by every client, too: storage is read in blocks of whole rows, and every block has elements for everybody::
+
+    stored rows      read (layout `rows`)      redistributed (the tensor's layout)
+    row 0  abcd      client 0:  abcd           client 0:  ab    client 1:  cd
+    row 1  efgh                 efgh                      ef               gh
+    row 2  ijkl      client 1:  ijkl                      ij               kl
+    row 3  mnop                 mnop                      mn               op
+
+This pays where storage is slower than the network between the clients.
+
+Invariant: all clients of a mesh read the same tensors this way, in the same batches, because the redistribution of a
+batch is collective. Each client lists the tensors that it would share, tells the others a digest of the list in the
+restore's first round, and shares the tensors of a mesh only if all clients of the mesh told the same digest.
 """
 
 from __future__ import annotations
@@ -14,8 +26,9 @@ from functools import lru_cache
 import torch
 
 from dtckpt.checkpoint.leaves import Leaf, host_array, torch_dtype
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, TensorInfo
-from dtckpt.checkpoint.restoring.shared_memory import Named
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf
 from dtckpt.checkpoint.timing import Phases
 from dtckpt.comm import host_memory
 from dtckpt.comm.process_groups import is_connected
@@ -27,25 +40,26 @@ from dtckpt.layout.mesh import Mesh
 from dtckpt.redistribution.execute import plan_redistribution, redistribute_into, report_error
 
 MIN_NBYTES = 1 << 20
-"""Smaller tensors take one request each way, whoever reads them."""
+"""Smaller tensors are read by each client: they take one request to storage, or one message, all the same."""
 MIN_READS = 1.5
-"""How often each byte would have to be read, over all clients, for sharing to pay."""
+"""How often each byte would be read, over all clients, at least, for sharing to pay."""
 BATCH_NBYTES = 64 << 20
-"""What a client reads at a time; it is handed on before more is read."""
+"""Bytes that a client reads at a time; they are redistributed before it reads more."""
 MAX_NBYTES = 192 << 20
-"""A client's part of one tensor, in bytes: it lies in memory beside the destination."""
+"""Bound on the bytes of a client's rows of one tensor: they lie in memory beside the destination."""
 _MAX_MESHES = 16
+"""Bound on the meshes whose tensors are shared: their digests must fit a barrier's payload."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedTensor:
     """A tensor that the clients of its mesh read together.
 
     Args:
         name: Its name in the checkpoint.
-        leaf: Its memory.
-        layout: Its layout, on the mesh as this client sees it.
-        rows: The layout in which it is read.
+        leaf: The memory that it is restored to.
+        layout: The layout of that memory, on the mesh as this client sees it.
+        rows: The layout in which the tensor is read from storage.
     """
 
     name: str
@@ -55,71 +69,75 @@ class Shared:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the client reads which reads most."""
+        """Bytes that a client reads: those of the client that reads most, so that all clients batch alike."""
         mesh = self.rows.mesh
         rows = (-(-size // shards) for size, shards in zip(self.leaf.shape, self.rows.shard_grid, strict=True))
         return math.prod(rows) * torch_dtype(self.leaf.dtype).itemsize * (mesh.size() // mesh.num_clients)
 
 
-def shareable(checkpoint: Checkpoint, leaves: Sequence[Named]) -> list[Shared]:
-    """Return the tensors that are worth reading together, by mesh, in the same order on all clients of each."""
-    found: list[Shared] = []
+def shareable_tensors(checkpoint: Checkpoint, leaves: Sequence[NamedLeaf]) -> list[SharedTensor]:
+    """Return the tensors that are worth reading together, by mesh, in the same order on all clients of each mesh."""
+    tensors: list[SharedTensor] = []
     for name, leaf in leaves:
         info, layout = checkpoint.info(name), leaf.layout
         if layout is None or layout.mesh.num_clients == 1 or not leaf.shape or info.nbytes < MIN_NBYTES:
             continue
+        # Without a process group over the mesh's clients nothing can be redistributed; each client reads for itself.
         if not layout.mesh.local_device_ids() or not is_connected(layout.mesh.clients):
             continue
-        one = Shared(name, leaf, layout, rows_layout(layout, info.row_dim))
-        if one.nbytes <= MAX_NBYTES and reads(info, layout) >= MIN_READS:
-            found.append(one)
-    return sorted(found, key=lambda one: (_key(one.layout.mesh), one.name))
+        tensor = SharedTensor(name, leaf, layout, rows_layout(layout, info.row_dim))
+        if tensor.nbytes <= MAX_NBYTES and reads_per_byte(info, layout) >= MIN_READS:
+            tensors.append(tensor)
+    return sorted(tensors, key=lambda tensor: (_key(tensor.layout.mesh), tensor.name))
 
 
 def rows_layout(layout: Layout, dim: int) -> Layout:
-    """Return a layout in which every device has rows of its own, along ``dim``; those it wants anyway, if any."""
+    """Return a layout in which every device has rows of its own, along ``dim``.
+
+    The axes that split ``dim`` already come first, so that a device reads rows that it keeps, where there are such.
+    """
     axes = [*layout.split_axes[dim], *(axis for axis in layout.mesh.dim_names if axis not in layout.split_axes[dim])]
     specs: list[str | tuple[str, ...]] = [UNSHARDED] * layout.rank
     specs[dim] = tuple(axes)
     return Layout(specs, layout.mesh)
 
 
-def reads(info: TensorInfo, layout: Layout) -> float:
-    """Return how often each byte is read if every client reads what it needs; all take as much as the first."""
+def reads_per_byte(info: TensorInfo, layout: Layout) -> float:
+    """Return how often each byte is read if every client reads for itself, taking the first client as typical."""
     mesh = layout.mesh
     regions = {layout.region(device, info.shape) for device in mesh.devices_of(mesh.clients[0])}
     nbytes = sum(info.read_nbytes(region) for region in regions if not region.is_empty)
     return nbytes * mesh.num_clients / info.nbytes
 
 
-def announced(shared: Sequence[Shared]) -> dict[str, str]:
-    """Return a digest of the tensors of each mesh, by one of the mesh, to be compared with the other clients'."""
-    found: dict[str, list[str]] = {}
-    for one in shared:
-        facts = one.name, one.leaf.shape, one.leaf.dtype, one.layout.sharding_specs
-        found.setdefault(_key(one.layout.mesh), []).append(repr(facts))
-    return {mesh: _digest(repr(tensors)) for mesh, tensors in list(found.items())[:_MAX_MESHES]}
+def digests_by_mesh(shared: Sequence[SharedTensor]) -> dict[str, str]:
+    """Return a digest of each mesh's tensors, by a digest of the mesh, to be compared with those of other clients."""
+    facts_by_mesh: dict[str, list[str]] = {}
+    for tensor in shared:
+        facts = tensor.name, tensor.leaf.shape, tensor.leaf.dtype, tensor.layout.sharding_specs
+        facts_by_mesh.setdefault(_key(tensor.layout.mesh), []).append(repr(facts))
+    return {mesh: _digest(repr(facts)) for mesh, facts in list(facts_by_mesh.items())[:_MAX_MESHES]}
 
 
-def agreed(shared: Sequence[Shared], told: Mapping[int, Mapping[str, str]]) -> list[Shared]:
+def agreed_tensors(shared: Sequence[SharedTensor], digests: Mapping[int, Mapping[str, str]]) -> list[SharedTensor]:
     """Return the tensors that all clients of their mesh will read together.
 
     Args:
-        shared: This client's.
-        told: What every client `announced`.
+        shared: The tensors that this client would share.
+        digests: The `digests_by_mesh` of every client.
     """
-    mine = announced(shared)
+    own = digests_by_mesh(shared)
 
     def is_agreed(mesh: Mesh) -> bool:
         key = _key(mesh)
-        return key in mine and all(told.get(client, {}).get(key) == mine[key] for client in mesh.clients)
+        return key in own and all(digests.get(client, {}).get(key) == own[key] for client in mesh.clients)
 
-    meshes = {one.layout.mesh: None for one in shared}
-    fine = {mesh for mesh in meshes if is_agreed(mesh)}
-    return [one for one in shared if one.layout.mesh in fine]
+    meshes = {tensor.layout.mesh: None for tensor in shared}
+    agreed = {mesh for mesh in meshes if is_agreed(mesh)}
+    return [tensor for tensor in shared if tensor.layout.mesh in agreed]
 
 
-def read_shared(checkpoint: Checkpoint, shared: Sequence[Shared], phases: Phases) -> None:
+def read_shared(checkpoint: Checkpoint, shared: Sequence[SharedTensor], phases: Phases) -> None:
     """Fill tensors, each byte read by one client. Collective: over the clients of each mesh, with the same tensors.
 
     Raises:
@@ -127,64 +145,67 @@ def read_shared(checkpoint: Checkpoint, shared: Sequence[Shared], phases: Phases
     """
     for batch in _batches(shared):
         mesh = batch[0].layout.mesh
-        places = dict(zip(mesh.local_device_ids(), map(device_of, mesh.local_devices()), strict=True))
+        torch_devices = dict(zip(mesh.local_device_ids(), map(device_of, mesh.local_devices()), strict=True))
         try:
-            read = [_empty(one) for one in batch]
+            rows = [_empty_rows(tensor) for tensor in batch]
             checkpoint.read_all(
                 (
                     (
-                        one.name,
+                        tensor.name,
                         [
-                            (one.rows.region(device, one.leaf.shape), host_array(part))
+                            (tensor.rows.region(device, tensor.leaf.shape), host_array(part))
                             for device, part in parts.items()
                             if part.numel()
                         ],
                     )
-                    for one, parts in zip(batch, read, strict=True)
+                    for tensor, parts in zip(batch, rows, strict=True)
                 ),
                 count=phases.count,
             )
             plans = [
-                plan_redistribution(one.rows, one.layout, one.leaf.shape, torch_dtype(one.leaf.dtype)) for one in batch
+                plan_redistribution(tensor.rows, tensor.layout, tensor.leaf.shape, torch_dtype(tensor.leaf.dtype))
+                for tensor in batch
             ]
         except Exception as error:
-            # The others wait for what this client does not have.
-            told = error if isinstance(error, DtckptError) else CheckpointError(f"{type(error).__name__}: {error}")
-            report_error(told, [mesh])
+            # The other clients of the mesh wait in the redistribution for rows that this client does not have.
+            failure = error if isinstance(error, DtckptError) else CheckpointError(f"{type(error).__name__}: {error}")
+            report_error(failure, [mesh])
             raise
         with phases.measure("move"):
-            into = [_components(one) for one in batch]
-            moved = [{device: part.to(places[device]) for device, part in parts.items()} for parts in read]
-            redistribute_into(plans, moved, into)
-            phases.count(sum(part.nbytes for parts in into for part in parts.values()))
+            outputs = [_components(tensor) for tensor in batch]
+            inputs = [{device: part.to(torch_devices[device]) for device, part in parts.items()} for parts in rows]
+            redistribute_into(plans, inputs, outputs)
+            phases.count(sum(part.nbytes for parts in outputs for part in parts.values()))
 
 
-def _batches(shared: Sequence[Shared]) -> Iterator[list[Shared]]:
-    """Yield tensors of one mesh that are read together, alike on all its clients."""
-    batch: list[Shared] = []
+def _batches(shared: Sequence[SharedTensor]) -> Iterator[list[SharedTensor]]:
+    """Yield the tensors in batches of one mesh and at most `BATCH_NBYTES`; all clients of the mesh batch alike."""
+    batch: list[SharedTensor] = []
     nbytes = 0
-    for one in shared:
-        if batch and (one.layout.mesh != batch[0].layout.mesh or nbytes + one.nbytes > BATCH_NBYTES):
+    for tensor in shared:
+        if batch and (tensor.layout.mesh != batch[0].layout.mesh or nbytes + tensor.nbytes > BATCH_NBYTES):
             yield batch
             batch, nbytes = [], 0
-        batch.append(one)
-        nbytes += one.nbytes
+        batch.append(tensor)
+        nbytes += tensor.nbytes
     if batch:
         yield batch
 
 
-def _empty(one: Shared) -> dict[int, torch.Tensor]:
-    """Return memory for the rows of this client's devices."""
+def _empty_rows(tensor: SharedTensor) -> dict[int, torch.Tensor]:
+    """Allocate host memory for the rows that this client reads, by device."""
     return {
-        device: host_memory.allocate(one.rows.region(device, one.leaf.shape).shape, torch_dtype(one.leaf.dtype))
-        for device in one.rows.mesh.local_device_ids()
+        device: host_memory.allocate(
+            tensor.rows.region(device, tensor.leaf.shape).shape, torch_dtype(tensor.leaf.dtype)
+        )
+        for device in tensor.rows.mesh.local_device_ids()
     }
 
 
-def _components(one: Shared) -> dict[int, torch.Tensor]:
+def _components(tensor: SharedTensor) -> dict[int, torch.Tensor]:
     """Return the memory to be filled, by device."""
-    memories = (memory.detach() for _, memory in one.leaf.parts)
-    return dict(zip(one.layout.mesh.local_device_ids(), memories, strict=True))
+    components = (memory.detach() for memory in tensor.leaf.components)
+    return dict(zip(tensor.layout.mesh.local_device_ids(), components, strict=True))
 
 
 @lru_cache(maxsize=64)

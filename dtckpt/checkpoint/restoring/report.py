@@ -1,4 +1,4 @@
-"""What a restore found and did, as data."""
+"""`RestoreReport`: what a restore on one client filled, left alone, renamed and converted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dtckpt.storage.location import Location
 
 @dataclass(frozen=True, slots=True)
 class Reshaped:
-    """A tensor whose shape in the target is not that in the checkpoint; such are refused."""
+    """A tensor whose shape in the target differs from its shape in the checkpoint; the restore is refused."""
 
     name: str
     saved: tuple[int, ...]
@@ -20,7 +20,7 @@ class Reshaped:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A tensor whose dtype in the target is not that in the checkpoint."""
+    """A tensor whose dtype in the target differs from its dtype in the checkpoint."""
 
     name: str
     saved: str
@@ -29,20 +29,21 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What one client's restore found and did. Names are those in the target, after renaming.
+    """The result of a restore on one client. Names are those in the target, after renaming.
 
     Args:
         path: The checkpoint.
-        restored: Tensors that were filled or made.
+        restored: Tensors that were filled, or allocated and filled.
         missing: Tensors and parts of the target that the checkpoint lacks; left as they were.
         defaulted: Plain values of the target that the checkpoint lacks; left as they were.
         unexpected: Tensors and values of the checkpoint that the target does not ask for; passed over.
-        reshaped: Tensors of other shapes.
-        cast: Tensors of other dtypes.
+        reshaped: Tensors whose shapes differ.
+        cast: Tensors whose dtypes differ; converted.
         renamed: New name by name in the checkpoint.
-        refusal: Why nothing was restored; empty if all went well.
-        phases: What each phase took on this client: ``plan``, ``read`` (with digests), ``move`` (to devices, and to
-            further copies) and ``barrier``, waiting for the others. Empty if nothing was restored.
+        refusal: The reason why nothing was restored; empty if all went well.
+        phases: Cost of each phase on this client, by name: ``plan``, ``read`` (with digests), ``move`` (copies to
+            devices and to further copies on this client) and ``barrier``, the wait for the others. Empty if nothing
+            was restored.
     """
 
     path: Location

@@ -1,6 +1,6 @@
-"""Targets of a restore that share memory: tied tensors are fine, any other overlap is refused.
+"""Find tensors of a restore's target that share memory: tied tensors are allowed, any other overlap is refused.
 
-Reads of many tensors are under way together, so two of them must never write to one byte.
+Many tensors are read at the same time, by several threads, so no two of them may write to the same byte.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ import torch
 from dtckpt.checkpoint.leaves import Leaf
 from dtckpt.errors import LayoutError
 
-Named = tuple[str, Leaf]
+NamedLeaf = tuple[str, Leaf]
+"""A tensor's name in the checkpoint, and the memory that it is restored to."""
+TiedLeaf = tuple[str, str, Leaf]
+"""A name, the name of another tensor with the very same memory, and that memory."""
 
 
-def split_tied(leaves: Sequence[Named]) -> tuple[list[Named], list[tuple[str, str, Leaf]]]:
-    """Tell apart the tensors to be filled from those that are other names of the very same memory.
+def split_tied(leaves: Sequence[NamedLeaf]) -> tuple[list[NamedLeaf], list[TiedLeaf]]:
+    """Separate the tensors to be filled from those that are further names of the very same memory.
 
     Returns:
-        The tensors to be filled, and ``(name, other name, leaf)`` of the tied ones.
+        The tensors to be filled, and the tied ones.
     """
     starts = Counter([memory.data_ptr() for _, leaf in leaves for memory in leaf.components])
     if len(starts) == starts.total():
         return list(leaves), []
     first: dict[object, str] = {}
-    apart: list[Named] = []
-    tied: list[tuple[str, str, Leaf]] = []
+    apart: list[NamedLeaf] = []
+    tied: list[TiedLeaf] = []
     for name, leaf in leaves:
         if all(starts[memory.data_ptr()] == 1 for memory in leaf.components):
             apart.append((name, leaf))
             continue
-        places = [(memory.device, memory.data_ptr(), memory.stride()) for memory in leaf.components]
-        key = leaf.dtype, leaf.regions, tuple(places)
+        addresses = [(memory.device, memory.data_ptr(), memory.stride()) for memory in leaf.components]
+        key = leaf.dtype, leaf.regions, tuple(addresses)
         has_memory = any(memory.numel() for memory in leaf.components)
         if has_memory and first.setdefault(key, name) != name:
             tied.append((name, first[key], leaf))
@@ -43,12 +46,13 @@ def split_tied(leaves: Sequence[Named]) -> tuple[list[Named], list[tuple[str, st
     return apart, tied
 
 
-def validate_apart(leaves: Sequence[Named]) -> None:
+def validate_apart(leaves: Sequence[NamedLeaf]) -> None:
     """Check that no two elements of the targets share memory.
 
     Raises:
         LayoutError: Elements of one target, or of two, do.
     """
+    # A sweep over the sorted spans: a group is a run of spans of which each begins before the ones before it end.
     group: list[tuple[str, torch.Tensor]] = []
     end, last_device = -1, ""
     for device, start, stop, name, memory in _sorted_spans(leaves):
@@ -64,14 +68,15 @@ def validate_apart(leaves: Sequence[Named]) -> None:
         _validate_group(group)
 
 
-def _sorted_spans(leaves: Sequence[Named]) -> list[tuple[str, int, int, str, torch.Tensor]]:
-    found = [
+def _sorted_spans(leaves: Sequence[NamedLeaf]) -> list[tuple[str, int, int, str, torch.Tensor]]:
+    """Return device, first byte, byte behind the last, name and memory of all components, in the order of addresses."""
+    spans = [
         ("" if memory.is_cpu else str(memory.device), *_span(memory), name, memory)
         for name, leaf in leaves
         for memory in leaf.components
         if memory.numel()
     ]
-    return sorted(found, key=itemgetter(0, 1, 2, 3))
+    return sorted(spans, key=itemgetter(0, 1, 2, 3))
 
 
 def _span(memory: torch.Tensor) -> tuple[int, int]:
@@ -84,7 +89,7 @@ def _span(memory: torch.Tensor) -> tuple[int, int]:
 
 
 def _is_apart(memory: torch.Tensor) -> bool:
-    """Whether a tensor's elements surely share no byte: in order of stride, each step clears the smaller dims."""
+    """Whether a tensor's elements surely share no byte: in order of stride, each step clears the dims before it."""
     extent = 1
     for step, size in sorted(zip(memory.stride(), memory.shape, strict=True)):
         if size > 1:
@@ -95,11 +100,12 @@ def _is_apart(memory: torch.Tensor) -> bool:
 
 
 def _validate_group(group: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Check targets whose spans touch, byte by byte: views that interleave (columns of one tensor) do not overlap."""
+    """Check targets whose spans overlap, byte by byte: views that interleave, as columns of one tensor, are fine."""
     if len(group) == 1 and _is_apart(group[0][1]):
         return
     start = min(_span(memory)[0] for _, memory in group)
     stop = max(_span(memory)[1] for _, memory in group)
+    # A map with one cell per byte of the span; each target marks its own bytes.
     taken = torch.zeros(stop - start, dtype=torch.uint8)
     for name, memory in group:
         cells = taken.as_strided(

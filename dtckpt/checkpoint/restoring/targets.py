@@ -1,4 +1,4 @@
-"""The target of a restore: a tree of tensors to be filled, walked side by side with the saved structure."""
+"""Restore into a target: match a tree of tensors with the saved structure, walking both side by side."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
-from dtckpt.checkpoint.leaves import Leaf, as_leaf, is_stateful, is_tensor
+from dtckpt.checkpoint.leaves import Leaf, as_leaf, is_stateful, is_tensor, mesh_of
+from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, new_memory
+from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.errors import ShapeMismatchError, TensorNotFoundError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.containers import fields_of, name_of
 from dtckpt.format.plain_values import is_plain, refusal
+from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
 
 
@@ -43,7 +46,7 @@ def _is_stateful(target: Any) -> bool:
 def _items_of(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
     """Return what a target that is a container holds, by key or by position; None for all else.
 
-    A container of a class of its own will do if it can be changed in place, which keeps its class.
+    A container of a class that is not Python's must be mutable: it is changed in place, which keeps its class.
     """
     if name_of(target) in ("namedtuple", "dataclass", "SimpleNamespace"):
         return fields_of(target)
@@ -52,30 +55,69 @@ def _items_of(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
     return None
 
 
-class Matcher:
-    """Walks target and saved structure side by side.
+def meshes_of_target(target: Any) -> set[Mesh]:
+    """Return the meshes that the tensors of a target lie on. Raises: as `tensors_of`."""
+    return {mesh for mesh in map(mesh_of, tensors_of(target)) if mesh is not None}
+
+
+def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions) -> RestorePlan:
+    """Match a target tree with a checkpoint, and plan to fill it.
+
+    Raises:
+        TensorNotFoundError: Target and checkpoint have different kinds of things at one place.
+        ShapeMismatchError: Sequences differ in length.
+        TreeError: The target holds something that cannot be filled.
+    """
+    names = new_names(checkpoint, options)
+    structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
+    matcher = _Matcher(checkpoint, is_renamed=bool(names))
+    renewed = matcher.visit(target, structure, ())
+
+    def finish() -> Any:
+        result = renewed()
+        for load in matcher.loads:
+            load()
+        return result
+
+    unused = {*checkpoint.tensors, *(path for path, _ in trees.values(structure))} - matcher.used
+    unexpected = sorted(names.get(name, name) if name in checkpoint.tensors else name for name in unused)
+    return RestorePlan(matcher.leaves, finish, names, sorted(matcher.missing), sorted(matcher.defaulted), unexpected)
+
+
+class _Matcher:
+    """Walks the target and the saved structure side by side.
+
+    The walk changes nothing. It collects the memory to be filled, and returns for every node a function that gives the
+    node's new value once the memory is filled. So a mismatch anywhere leaves the whole target as it was.
 
     Args:
         checkpoint: The checkpoint.
         is_renamed: Whether the structure has new names.
+
+    Attributes:
+        used: Names of tensors, and paths of plain values, of the checkpoint that the target takes.
+        missing: Paths of the target, but for plain values, that the checkpoint lacks.
+        defaulted: Paths of plain values of the target that the checkpoint lacks.
+        leaves: The memory to be filled, each with its tensor's name in the checkpoint.
+        loads: Give the stateful objects of the target their state, inner ones first.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, is_renamed: bool) -> None:
         self._checkpoint = checkpoint
         self._is_renamed = is_renamed
-        self.wanted: set[str] = set()
+        self.used: set[str] = set()
         self.missing: list[str] = []
         self.defaulted: list[str] = []
         self.leaves: list[tuple[str, Leaf]] = []
         self.loads: list[Callable[[], object]] = []
 
     def visit(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
-        """Plan one node; what it returns gives, after the reads, the node's new value."""
+        """Plan one node; return a function that gives the node's new value after the reads."""
         if is_tensor(target):
             if "tensor" not in node:
                 raise self._misfit(node, "tensor", path)
             name = node["tensor"]
-            self.wanted.add(name)
+            self.used.add(name)
             self.leaves.append((name, as_leaf(target, name)))
             return lambda: target
         if is_plain(target):
@@ -89,47 +131,47 @@ class Matcher:
         if items is None:
             raise refusal(target, "/".join(path), "restore into")
         if isinstance(target, tuple) and "tuple" in node:
-            items = target  # named tuples were saved by position once
+            items = target  # older versions saved named tuples by position
         if isinstance(items, Mapping):
             return self._visit_dict(target, items, dict(self._saved_items(node, "dict", path)), path)
         return self._visit_sequence(target, [child for _, child in self._saved_items(node, "sequence", path)], path)
 
     def _take(self, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
-        """Plan a node that the target holds no tensor for: its plain values, and new tensors."""
-        self.wanted.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
+        """Plan a node for which the target holds no tensors: take its plain values, and allocate its tensors."""
+        self.used.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
         names = trees.tensor_names(node)
         infos = {name: self._checkpoint.info(name) for name in names}
         self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
         new = {name: new_memory(name, info.shape, info.dtype) for name, info in infos.items()}
-        self.wanted.update(names)
+        self.used.update(names)
         self.leaves.extend((name, as_leaf(tensor, name)) for name, tensor in new.items())
         return lambda: trees.build(node, new.__getitem__)
 
-    def _saved_items(self, node: trees.Node, wanted: str, path: tuple[str, ...]) -> list[tuple[Any, trees.Node]]:
-        """Return the items of a saved container that is to fill a dict or a sequence."""
+    def _saved_items(self, node: trees.Node, kind: str, path: tuple[str, ...]) -> list[tuple[Any, trees.Node]]:
+        """Return the items of a saved container, which fill a target of a kind: ``dict`` or ``sequence``."""
         opened = trees.items_of(node)
         if opened is not None:
             base, items = opened
-            if (base == "dict") == (wanted == "dict"):
+            if (base == "dict") == (kind == "dict"):
                 return items
-            # A new name does not say which kind of container it leads through.
+            # A new name, as "a/0", does not tell whether "a" is a dict or a sequence.
             by_key = {str(key): child for key, child in items}
             positions = [str(position) for position in range(len(by_key))]
-            if self._is_renamed and (wanted == "dict" or set(by_key) == set(positions)):
-                return items if wanted == "dict" else [(position, by_key[position]) for position in positions]
-        raise self._misfit(node, wanted, path)
+            if self._is_renamed and (kind == "dict" or set(by_key) == set(positions)):
+                return items if kind == "dict" else [(position, by_key[position]) for position in positions]
+        raise self._misfit(node, kind, path)
 
     @staticmethod
-    def _misfit(node: trees.Node, wanted: str, path: tuple[str, ...]) -> TensorNotFoundError:
-        ((kind, content),) = node.items()
-        saved = content[0] if kind == "type" else kind
-        return TensorNotFoundError(f"the checkpoint has a {saved} at {'/'.join(path)!r}; the target wants a {wanted}")
+    def _misfit(node: trees.Node, kind: str, path: tuple[str, ...]) -> TensorNotFoundError:
+        ((tag, content),) = node.items()
+        saved = content[0] if tag == "type" else tag
+        return TensorNotFoundError(f"the checkpoint has a {saved} at {'/'.join(path)!r}; the target wants a {kind}")
 
     def _visit_dict(
         self, target: Any, items: Mapping[Any, Any], nodes: dict[Any, trees.Node], path: tuple[str, ...]
     ) -> Callable[[], Any]:
         if self._is_renamed:
-            # Nor which kind of key.
+            # Nor does a new name tell the type of a key: 0 or "0".
             by_text = {str(key): node for key, node in nodes.items()}
             nodes |= {key: by_text[str(key)] for key in items if str(key) in by_text}
         # A dict of optimizer state that is still empty is filled with what was saved.
@@ -148,7 +190,7 @@ class Matcher:
     def _visit_sequence(
         self, target: Sequence[Any], saved: Sequence[trees.Node], path: tuple[str, ...]
     ) -> Callable[[], Any]:
-        # So is a list.
+        # A list that is still empty is filled with what was saved, too.
         is_filled = not target and isinstance(target, MutableSequence)
         if not is_filled and len(target) != len(saved):
             raise ShapeMismatchError(

@@ -1,1 +1,1 @@
-"""Saves: what is planned, staged, written, merged and committed."""
+"""Save a checkpoint: plan, stage, write, merge, commit."""

@@ -1,9 +1,14 @@
-"""Choose a tensor's chunk grid from the boxes that it is held in.
+"""Choose a tensor's chunk grid from the boxes that clients hold.
 
-A chunk is written by one client, once, so the grid should have a line wherever a box ends. A regular grid does
-that when its step divides every box edge; the greatest common divisor of the edges is the coarsest such step.
-Nested uneven splits can make it tiny (50257 rows over 2x2: 1 row); then the grid follows the even split instead,
-and the few rows between box edge and grid line move to the chunk's owner before it is written.
+One client writes a chunk, once, so the grid should have a line at every edge of a box. A regular grid has one if its
+step divides the position of every edge; the greatest common divisor of the positions is the coarsest such step. Nested
+uneven splits can make it tiny (50257 rows over 2x2: 1 row). Then the grid follows the even split instead, and the few
+rows between a box edge and the next grid line are sent to the chunk's owner before it writes:
+
+    edges of the boxes   0        12565        25129        37693        50257
+    grid lines           0        12565        25130        37695        50257
+
+Row 25129 is held by client 2, but lies in the second chunk, which client 1 owns; so client 2 sends it to client 1.
 """
 
 from __future__ import annotations
@@ -15,9 +20,9 @@ from dtckpt.format.grid import ChunkGrid
 from dtckpt.layout.region import Region
 
 MAX_CHUNKS_PER_BOX = 8
-"""How many times finer than its boxes a grid may be before rows are moved instead, per dim."""
+"""How many times finer than its boxes a grid may be, per dim, before rows are sent instead."""
 ALWAYS_FINE = 64
-"""A dim cut into no more steps than this is never worth moving rows for."""
+"""For a dim that is cut into no more steps than this, rows are never sent."""
 
 
 def choose_grid(

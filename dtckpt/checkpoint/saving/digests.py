@@ -1,4 +1,4 @@
-"""Digests of what a client writes, taken beside the writing: storage is waited for, and cores are idle then."""
+"""Digest the chunks that a client writes, in a thread beside the writing: while storage works, cores are idle."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dtckpt.format.digest import Blocks, digest_chunk
 from dtckpt.format.dtypes import DTYPES
 
 MIN_NBYTES = 1 << 20
-"""Smaller chunks are digested at once: handing them to a thread would cost more."""
+"""Smaller chunks are digested in the writing thread: to hand them to another one would cost more."""
 WAITING_NBYTES = 32 << 20
-"""Elements made for a save that may wait to be digested."""
+"""Bound on the bytes of elements made for a save that wait to be digested."""
 _NICENESS = 5
-"""What is written goes first, so that storage has it early and digests are taken while that is waited for."""
+"""Of the digests' thread: writing goes first, so that storage gets the chunks early, and digests fill its waits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,23 +46,23 @@ class TensorDigests:
         """Digests of the blocks of all chunks that have several, in the order of the chunks."""
         return [digest for _, blocks in sorted(self.blocks_of.items()) for digest in blocks]
 
-    def put(self, number: int, found: _Found) -> None:
-        """Take the digests of one chunk."""
-        self.chunks[number], blocks, content = found
+    def put(self, number: int, digests: _ChunkResult) -> None:
+        """Add the digests of one chunk."""
+        self.chunks[number], blocks, content = digests
         if blocks:
             self.blocks_of[number] = blocks
         self.content ^= content
 
 
-_Found = tuple[int, list[int], int]
+_ChunkResult = tuple[int, list[int], int]
 _Result = TypeVar("_Result")
 
 
-class Digesting:
-    """Digests of all chunks that a client writes.
+class ChunkDigester:
+    """Digests all chunks that a client writes, and their content.
 
     Args:
-        thread: Where large chunks are digested; None: in the caller's.
+        thread: The pool of one thread that digests large chunks; None: the caller's thread digests all.
         with_content: Whether to digest the content, too.
     """
 
@@ -70,70 +70,77 @@ class Digesting:
         self._thread = thread
         self._with_content = with_content
         self._results: dict[int, TensorDigests] = {}
-        self._pending: list[tuple[TensorDigests, int, Future[_Found]]] = []
-        self._waiting: deque[tuple[Future[_Found], int]] = deque()
+        self._pending: list[tuple[TensorDigests, int, Future[_ChunkResult]]] = []
+        self._waiting: deque[tuple[Future[_ChunkResult], int]] = deque()
         self._waiting_nbytes = 0
         self._lock = threading.Lock()
 
     def add(
         self, position: int, plan: TensorPlan, number: int, elements: np.ndarray[Any, Any], *, is_kept: bool = False
     ) -> None:
-        """Take a chunk; its elements must not change before `results`. A tensor's chunks come in their order.
+        """Begin to digest a chunk. A tensor's chunks must come in their order.
 
-        Blocks: On the digests of chunks before, where elements that are not kept (see `TensorStoreWriter.write`) wait.
+        Blocks: On earlier chunks, if too many bytes of elements that are not kept wait for their digests.
+
+        Args:
+            position: Index of the tensor in the plan.
+            plan: The tensor's plan.
+            number: Number of the chunk.
+            elements: The chunk's elements, in the stored dtype; they must not change before `results` returns.
+            is_kept: Whether the elements stay in memory in any case; see `TensorStoreWriter.write`.
         """
         result = self._results.get(position) or self._results.setdefault(position, TensorDigests())
         if self._thread is None or elements.nbytes < MIN_NBYTES:
             result.put(number, self._digest(plan, number, elements))
             return
-        result.chunks[number] = 0  # keeps the place
-        found = self._thread.submit(self._digest, plan, number, elements)
-        self._pending.append((result, number, found))
+        result.chunks[number] = 0  # chunks stay in their order, whatever the order of the results
+        future = self._thread.submit(self._digest, plan, number, elements)
+        self._pending.append((result, number, future))
         if not is_kept:
-            self._bound(found, elements.nbytes)
+            self._bound(future, elements.nbytes)
 
-    def _bound(self, found: Future[_Found], nbytes: int) -> None:
-        """Wait for the oldest, so that not too many bytes stay in memory for their digests alone."""
-        self._waiting.append((found, nbytes))
+    def _bound(self, future: Future[_ChunkResult], nbytes: int) -> None:
+        """Wait for the oldest digests, so that not too many bytes stay in memory for their digests alone."""
+        self._waiting.append((future, nbytes))
         self._waiting_nbytes += nbytes
         while self._waiting_nbytes > WAITING_NBYTES:
             oldest, nbytes = self._waiting.popleft()
             oldest.result()
             self._waiting_nbytes -= nbytes
 
-    def _digest(self, plan: TensorPlan, number: int, elements: np.ndarray[Any, Any]) -> _Found:
+    def _digest(self, plan: TensorPlan, number: int, elements: np.ndarray[Any, Any]) -> _ChunkResult:
         (index, region), itemsize = plan.grid.chunk(number), DTYPES[plan.spec.stored_dtype].itemsize
         digest, blocks = digest_chunk(plan.spec.name, index, elements, Blocks.of(plan.grid, itemsize))
         return digest, blocks, content_share(elements, plan.grid.shape, region) if self._with_content else 0
 
     def then(self, work: Callable[[], _Result]) -> Callable[[], _Result]:
-        """Do more, when all chunks taken so far are digested; what is returned waits for it."""
+        """Run work after all chunks that were added so far; return a function that waits for its result."""
         return self._thread.submit(work).result if self._thread else work
 
     def results(self) -> dict[int, TensorDigests]:
-        """Return the digests by position of the tensor, once all are known. Two threads may ask."""
+        """Wait for all digests, and return them by index of the tensor. Thread-safe."""
         with self._lock:
-            for result, number, found in self._pending:
-                result.put(number, found.result())
+            for result, number, future in self._pending:
+                result.put(number, future.result())
             self._pending.clear()
         return self._results
 
 
 @contextmanager
-def digesting(*, beside: bool, with_content: bool) -> Iterator[Digesting]:
-    """Begin to digest, ``beside`` the caller's work in a thread or within it."""
-    if not beside:
-        yield Digesting(None, with_content=with_content)
+def chunk_digester(*, has_thread: bool, with_content: bool) -> Iterator[ChunkDigester]:
+    """Open a digester, for a context. With ``has_thread`` it digests large chunks in a thread of its own."""
+    if not has_thread:
+        yield ChunkDigester(None, with_content=with_content)
         return
     with Pool(1, "dtckpt-digests", _step_back) as thread:
         try:
-            yield Digesting(thread, with_content=with_content)
+            yield ChunkDigester(thread, with_content=with_content)
         except BaseException:
             thread.shutdown(wait=True, cancel_futures=True)
             raise
 
 
 def _step_back() -> None:
-    """Let this thread run when others need not."""
+    """Give this thread a lower priority than the others of the process."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux, of one thread

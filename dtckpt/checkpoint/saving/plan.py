@@ -1,8 +1,9 @@
-"""The global write plan of a save: every chunk of every tensor, and the one client that writes it.
+"""Plan a save: every chunk of every tensor, and the one client that writes it (its owner); pure.
 
-Each client computes the same plan from the layouts. Chunks that only one client holds are its own; copies are
-written once, by the least loaded of their holders, largest first. A chunk that no client holds whole gets an
-owner, and the other holders hand it their pieces.
+Each client computes the same plan from the layouts, without communicating. A chunk that only one client holds is
+written by that client. A chunk that several clients hold whole is written by the holder with the least to write;
+largest chunks are given out first. A chunk that no client holds whole is written by the holder of its largest piece,
+and the other holders send it their pieces.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 
 NO_CLIENT = -1
-"""Owner of a chunk that nobody holds."""
+"""The owner of a chunk that no client holds."""
 KEPT_STRUCTURES = 4
-"""Structures whose plan is kept for their next save."""
+"""Number of structures whose plans are kept for their next saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +44,17 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSpec:
-    """A tensor to be saved, as every client sees it. It equals only itself, so that it is a cheap key.
+    """A tensor to be saved, alike on every client. It equals only itself, so that it is a cheap key.
 
     Args:
         name: The tensor's name.
         shape: Global shape of the stored tensor.
         dtype: Element type.
         stored_dtype: Element type on storage.
-        holdings: Who holds what.
-        layout: Layout to be recorded, if there is one.
-        content: Content digest that the stored elements must come to, where it is known already.
-        codec: How chunks are compressed.
+        holdings: The boxes that clients hold.
+        layout: Layout to be recorded; None for a plain tensor, or a slice of a larger one.
+        content: Content digest that the stored elements must have, if it is known already.
+        codec: The compression of chunks.
     """
 
     name: str
@@ -68,7 +69,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a chunk and the client that provides it."""
+    """A part of a chunk, and the client that provides its elements."""
 
     region: Region
     client: int
@@ -79,9 +80,11 @@ class TensorPlan:
     """One tensor of the plan.
 
     Args:
+        spec: The tensor.
         path: Array path below the root of the key-value store.
-        owners: The writing client per chunk, row-major; `NO_CLIENT` where nobody holds the chunk.
-        pieces: For each chunk that its owner does not hold whole: where its parts come from.
+        grid: The chunks.
+        owners: The client that writes each chunk, row-major; `NO_CLIENT` if no client holds the chunk.
+        pieces: For each chunk that its owner does not hold whole, by number: its pieces.
     """
 
     spec: TensorSpec
@@ -97,7 +100,7 @@ class TensorPlan:
 
     @property
     def codec(self) -> str:
-        """How chunks are compressed."""
+        """The compression of chunks."""
         return self.spec.codec
 
     def owned_by(self, client: int) -> Iterator[int]:
@@ -112,14 +115,16 @@ class TensorPlan:
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """What all clients write. It may be kept for later saves, so nothing in it may be changed.
+    """The plan of a save: who writes which chunk. It may be kept for later saves, so nothing in it may be changed.
+
+    The chunks of all tensors, one tensor after the other, are numbered through; `chunks_of` returns such numbers.
 
     Args:
-        tensors: Sorted by name.
-        owners: Their owners, one tensor's after the other's.
-        digests: Per tensor, the digest of all that clients must see alike before any of them writes.
-        topic: The digest of all those.
-        loads: The bytes that each client writes.
+        tensors: The tensors, sorted by name.
+        owners: The owner of each chunk of all tensors.
+        digests: For each tensor, a digest of all facts on which clients must agree before any of them writes.
+        topic: A digest of these digests.
+        loads: Bytes that each client writes, by client.
     """
 
     tensors: tuple[TensorPlan, ...]
@@ -130,24 +135,24 @@ class SavePlan:
 
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
-        """Per tensor, how many chunks those before it have; last, how many all have."""
+        """For each tensor, the number of its first chunk among all chunks; last, the number of all chunks."""
         return np.cumsum([0, *(tensor.grid.num_chunks for tensor in self.tensors)], dtype=np.int64)
 
-    def places_of(self, client: int) -> npt.NDArray[np.int64]:
-        """Return where the chunks that a client writes stand among all of the plan, ascending."""
+    def chunks_of(self, client: int) -> npt.NDArray[np.int64]:
+        """Return the numbers, among all chunks of the plan, of those that a client writes; ascending."""
         return np.flatnonzero(self.owners == client)
 
-    def tensors_at(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the positions of the tensors that chunks belong to."""
-        return np.searchsorted(self.starts, places, side="right") - 1
+    def tensors_at(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return, for chunks by their numbers among all, the indices of the tensors that they belong to."""
+        return np.searchsorted(self.starts, chunks, side="right") - 1
 
     def owned_by(self, client: int) -> Iterator[tuple[int, TensorPlan, int]]:
-        """Yield position, plan and row-major chunk number of all that a client writes, as `places_of` counts it."""
-        places = self.places_of(client)
-        positions = self.tensors_at(places)
-        numbers = places - self.starts[positions]
-        for position, number in zip(positions.tolist(), numbers.tolist(), strict=True):
-            yield position, self.tensors[position], number
+        """Yield the chunks that a client writes: index and plan of the tensor, number of the chunk in the tensor."""
+        chunks = self.chunks_of(client)
+        indices = self.tensors_at(chunks)
+        numbers = chunks - self.starts[indices]
+        for index, number in zip(indices.tolist(), numbers.tolist(), strict=True):
+            yield index, self.tensors[index], number
 
     @cached_property
     def names_digest(self) -> int:
@@ -156,11 +161,14 @@ class SavePlan:
 
     @cached_property
     def has_moves(self) -> bool:
-        """Whether any chunk must be put together from several clients' pieces."""
+        """Whether any chunk is put together from pieces, so that the save has a round ``edges``."""
         return any(tensor.pieces for tensor in self.tensors)
 
     def moves(self, source: int, owner: int) -> Iterator[tuple[int, int, Region]]:
-        """Yield ``(tensor, chunk, region)`` of every piece that ``source`` hands to ``owner``, in a fixed order."""
+        """Yield index of the tensor, number of the chunk, and region of every piece that ``source`` sends to ``owner``.
+
+        The order is fixed: it is that of the elements in the file that the source writes.
+        """
         for position, tensor in enumerate(self.tensors):
             for number, pieces in tensor.pieces.items():
                 if tensor.owners[number] == owner != source:
@@ -178,7 +186,7 @@ class SavePlan:
 
 @lru_cache(maxsize=4096)
 def holdings_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Holding, ...]:
-    """Return who holds what of a tensor of ``shape`` under ``layout``; empty boxes are left out.
+    """Return the boxes of a tensor of ``shape`` under ``layout``, each with its holders; empty boxes are left out.
 
     Raises:
         LayoutError: A reduction is pending on the layout, so no client holds the tensor's values.
@@ -198,24 +206,24 @@ def holdings_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Holding, ...]:
 
 @lru_cache(maxsize=4096)
 def copies_of(clients: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Holding, ...]:
-    """Return who holds what of a tensor of which every client has a copy."""
+    """Return the one box of a tensor of which every client has a copy."""
     whole = Region.full(shape)
     return () if whole.is_empty else (Holding(whole, clients),)
 
 
 @lru_cache(maxsize=KEPT_STRUCTURES)
 def kept_plan(specs: tuple[TensorSpec, ...], max_chunk_nbytes: int) -> SavePlan:
-    """Return `plan_save` of these very specs, which is kept for when they are saved again."""
+    """Return `plan_save` of these specs; it is kept, and found again when the very same specs are saved again."""
     return plan_save(specs, max_chunk_nbytes)
 
 
 def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = b"") -> SavePlan:
-    """Plan who writes what.
+    """Plan which client writes which chunk. The same arguments give the same plan on every client.
 
     Args:
         specs: The tensors; entries of one name are slices of one tensor and must agree in shape and dtype.
         max_chunk_nbytes: Bound on a chunk's bytes; a box that cannot be cut evenly may exceed it.
-        salt: Whatever else clients must agree on; goes into `SavePlan.topic`.
+        salt: Further facts on which clients must agree; part of `SavePlan.topic`.
 
     Raises:
         TensorNameError: A name cannot be stored.
@@ -224,13 +232,13 @@ def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = 
     merged = _merge_slices(specs)
     paths = array_paths(merged)
     loads: dict[int, int] = {}
-    # Most tensors of a model are like others; what is alike in shape, dtype and holders is chunked alike.
-    known: dict[tuple[int, tuple[int, ...], str], _Draft] = {}
+    # Most tensors of a model are like others; those of the same shape, dtype and holders share a draft.
+    drafts_by_kind: dict[tuple[int, tuple[int, ...], str], _Draft] = {}
     drafts: list[_Draft] = []
     listed = [spec for _, spec in sorted(merged.items())]
     for spec in listed:
         key = id(spec.holdings), spec.shape, spec.stored_dtype
-        draft = known[key] = known.get(key) or _draft(spec, max_chunk_nbytes)
+        draft = drafts_by_kind[key] = drafts_by_kind.get(key) or _draft(spec, max_chunk_nbytes)
         for client, nbytes in draft.loads.items():
             loads[client] = loads.get(client, 0) + nbytes
         drafts.append(draft)
@@ -241,7 +249,9 @@ def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = 
         for position, draft in enumerate(drafts)
         for number, (nbytes, clients) in draft.shared.items()
     ]
-    # Per set of holders, those with the least load first; what a heap says is renewed when it comes to the top.
+    # For each set of holders a heap, with the least loaded client at the top. A client is in several heaps, so the
+    # loads in a heap get stale: an entry is renewed when it comes to the top. Loads only grow, so no other entry that
+    # is less loaded lies below it.
     heaps: dict[int, list[tuple[int, int]]] = {}
     for negative_nbytes, position, number, clients in sorted(shared):
         heap = heaps.get(id(clients)) or heaps.setdefault(id(clients), [(0, client) for client in clients])
@@ -287,12 +297,12 @@ def _merge_slices(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Draft:
-    """The plan of a tensor of some shape and holders, but for the chunks that several clients could write.
+    """The plan of a tensor of some shape and holders, without owners for the chunks that several clients could write.
 
     Args:
         grid: See `TensorPlan`, as for ``owners`` and ``pieces``.
-        shared: By chunk number: its bytes, and the clients of which one will be its owner.
-        loads: Bytes by client, of the chunks that have an owner.
+        shared: For each chunk without an owner yet, by number: its bytes, and the clients of which one will own it.
+        loads: Bytes of the chunks that have an owner, by client.
     """
 
     grid: ChunkGrid
@@ -303,7 +313,7 @@ class _Draft:
 
 
 def _draft(spec: TensorSpec, max_chunk_nbytes: int) -> _Draft:
-    """Plan one tensor, as far as others do not matter."""
+    """Plan one tensor, as far as the other tensors do not matter."""
     itemsize = validate_dtype(spec.stored_dtype).itemsize
     is_whole = sum(holding.region.numel for holding in spec.holdings) == math.prod(spec.shape)
     boxes = [holding.region for holding in spec.holdings]
@@ -334,7 +344,7 @@ def _draft(spec: TensorSpec, max_chunk_nbytes: int) -> _Draft:
         owner = max(parts, key=lambda part: part.region.numel).clients[0]
         owners[number] = owner
         loads[owner] = loads.get(owner, 0) + grid.region(grid.index(number)).numel * itemsize
-        # A piece that the owner holds itself stays at home.
+        # A piece that the owner holds itself is not sent.
         pieces[number] = tuple(
             Piece(part.region, owner if owner in part.clients else part.clients[0]) for part in parts
         )

@@ -1,4 +1,8 @@
-"""Replicas are compared by digests: which copies a client has that others have too, and what each comes to."""
+"""Compare replicas by digests: a client compares its own copies of a value, and the leader those of all clients.
+
+The digest of a copy of a box is made of the digests of its parts, one for each chunk that the box intersects. A client
+that writes a chunk digests it anyway, so its own copy costs nothing more.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,8 @@ class Copy:
     """One of a client's copies of a box.
 
     Args:
-        elements: What it holds; None, if it is not kept.
-        digests: Digests of its parts, by number of the chunk, as far as they were taken.
+        elements: The elements, an array of the box's shape; None if they were digested and not kept.
+        digests: Digests of its parts that are known already, by number of the chunk.
     """
 
     elements: np.ndarray[Any, Any] | None
@@ -32,7 +36,7 @@ class Copy:
 
 @lru_cache(maxsize=KEPT_STRUCTURES)
 def shared_boxes(plan: SavePlan, client: int) -> tuple[frozenset[Region], ...]:
-    """Return per tensor the boxes that a client and others hold."""
+    """Return, for each tensor of the plan, the boxes that both a client and others hold."""
     return tuple(
         frozenset(
             holding.region for holding in item.spec.holdings if len(holding.clients) > 1 and client in holding.clients
@@ -44,18 +48,25 @@ def shared_boxes(plan: SavePlan, client: int) -> tuple[frozenset[Region], ...]:
 def part_digests(
     plan: TensorPlan, box: Region, elements: np.ndarray[Any, Any], *, but: frozenset[int] = frozenset()
 ) -> dict[int, int]:
-    """Return the digests of a box's parts by number of the chunk that each lies in, ``but`` for some."""
-    cut, found = Blocks.of(plan.grid, elements.itemsize), {}
+    """Return the digests of a box's parts, by number of the chunk that each lies in.
+
+    Args:
+        plan: The tensor's plan.
+        box: The box.
+        elements: The box's elements, an array of its shape.
+        but: Chunks that are left out.
+    """
+    blocks, digests = Blocks.of(plan.grid, elements.itemsize), {}
     for index in plan.grid.meeting(box):
         number, part = plan.grid.number(index), plan.grid.region(index).intersect(box)
         if part is not None and number not in but:
             some = elements[part.relative_to(box).slices()] if box.ndim else elements
-            found[number], _ = digest_chunk(plan.spec.name, index, some, cut)
-    return found
+            digests[number], _ = digest_chunk(plan.spec.name, index, some, blocks)
+    return digests
 
 
-def known_numbers(plan: TensorPlan, client: int) -> frozenset[int]:
-    """Return the chunks that a client writes as they lie in its memory, and thus digests anyway."""
+def written_as_held(plan: TensorPlan, client: int) -> frozenset[int]:
+    """Return the chunks that a client writes as they lie in its memory, so that the write digests them."""
     if plan.spec.stored_dtype != plan.spec.dtype:
         return frozenset()
     return frozenset(number for number in plan.owned_by(client) if number not in plan.pieces)
@@ -67,13 +78,13 @@ def copy_digests(
     copies_of: Callable[[TensorPlan, Region], Sequence[Copy]],
     written: Mapping[int, TensorDigests],
 ) -> Iterator[checkpoint_pb2.CopyDigest]:
-    """Compare a client's copies, and yield the digests of the boxes that others hold, too.
+    """Compare a client's copies with each other, and yield the digests of the boxes that other clients hold, too.
 
     Args:
         plan: The plan of the save.
         client: This client.
-        copies_of: Gives all of its copies of one of its boxes; the first is the one that it writes.
-        written: Digests of what it wrote, by position of the tensor.
+        copies_of: Returns all of its copies of one of its boxes; the first is the one that it writes.
+        written: Digests of the chunks that it wrote, by index of the tensor.
 
     Raises:
         ReplicaMismatchError: Two of its copies differ.
@@ -81,7 +92,7 @@ def copy_digests(
     for position, item in enumerate(plan.tensors):
         # A chunk that was written as it lies in memory need not be digested again.
         is_same = item.spec.stored_dtype == item.spec.dtype and position in written
-        known = written[position].chunks if is_same else {}
+        chunk_digests = written[position].chunks if is_same else {}
         for box, holding in enumerate(item.spec.holdings):
             if client not in holding.clients:
                 continue
@@ -89,7 +100,8 @@ def copy_digests(
             if len(copies) == len(holding.clients) == 1:
                 continue
             digests = [
-                _copy_digest(item, holding.region, copy, {} if number else known) for number, copy in enumerate(copies)
+                _copy_digest(item, holding.region, copy, {} if number else chunk_digests)
+                for number, copy in enumerate(copies)
             ]
             if len(set(digests)) > 1:
                 raise ReplicaMismatchError(
@@ -101,9 +113,9 @@ def copy_digests(
 
 
 def _copy_digest(plan: TensorPlan, box: Region, copy: Copy, written: Mapping[int, int]) -> int:
-    """Return the digest of a copy of a box, made of those of its parts of the chunks."""
-    known = {**copy.digests, **{number: digest for number, digest in written.items() if number not in plan.pieces}}
+    """Return the digest of a copy of a box, made of the digests of its parts."""
+    by_chunk = {**copy.digests, **{number: digest for number, digest in written.items() if number not in plan.pieces}}
     if copy.elements is not None:
-        known |= part_digests(plan, box, copy.elements, but=frozenset(known))
-    digests = [known[plan.grid.number(index)] for index in plan.grid.meeting(box)]
+        by_chunk |= part_digests(plan, box, copy.elements, but=frozenset(by_chunk))
+    digests = [by_chunk[plan.grid.number(index)] for index in plan.grid.meeting(box)]
     return bytes_digest(np.array(digests, np.uint64).data)

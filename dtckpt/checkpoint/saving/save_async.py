@@ -1,4 +1,4 @@
-"""Saves that return when the state is in host memory; the rest is done in the background."""
+"""`save_async`: copy the state to host memory, return, and write and commit in the background."""
 
 from __future__ import annotations
 
@@ -7,34 +7,36 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.saving import save_handle
+from dtckpt.checkpoint.saving.attempt import SaveAttempt
 from dtckpt.checkpoint.saving.plan import SavePlan
-from dtckpt.checkpoint.saving.save import Attempt, State, state_of_tree
 from dtckpt.checkpoint.saving.save_handle import SaveHandle, SaveProgress, SaveStats
 from dtckpt.checkpoint.saving.staging import StagingMemory
+from dtckpt.checkpoint.saving.state import State, state_of_tree
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.storage.location import Location
 
 __all__ = ["SaveHandle", "SaveProgress", "SaveStats", "save_async", "start_save"]
 
-_memory = StagingMemory()
-"""Only the one save in flight uses it."""
+_staging_memory = StagingMemory()
+"""Used by the one save in flight only."""
 
 
 def save_async(
     path: str | Location, tree: Any, *, options: SaveOptions | None = None, step: int | None = None
 ) -> SaveHandle:
-    """Save a state tree in the background; returns when it is copied to host memory and all clients agree on it.
+    """Save a state tree in the background; return when it is copied to host memory and all clients agree on it.
 
-    Whatever happens to the tensors afterwards does not change what is saved. The host memory is kept for the next
-    save. Planning is part of the call, digests, writing and the commit are not.
+    Later changes of the tensors do not change the checkpoint. The host memory is kept for the next save. The call
+    plans and copies; digests, writing and the commit follow in the background.
 
     One save at a time is in flight in a process: a further `save_async` or `save`, or a restore over several clients,
-    waits for it. A failure that nobody looked at is raised by the next `save_async` or `save`. A process that exits
-    commits its save first; one that is killed leaves the old checkpoint or the new one. A process that is forked
-    knows nothing of the save, which goes on in its parent.
+    waits for it. If a save fails and nobody looks at its handle, the next `save_async` or `save` raises its error. A
+    process that exits commits its save first; a process that is killed leaves the old checkpoint or the new one. A
+    forked process does not take part in the save, which goes on in its parent.
 
     Collective: As `dtckpt.save`; the barrier ``save/begin`` in the call, the others in the background. Clients start
     saves and restores in the same order.
@@ -49,8 +51,8 @@ def save_async(
 
     Raises:
         CoordinationError: The save in flight did not end in time.
-        DtckptError: As for `dtckpt.save`, where it is found before anything is written; or what the last save failed
-            with, if nobody has looked.
+        DtckptError: An error of `dtckpt.save` that is found before anything is written; or the error of the last save,
+            if nobody has looked at it.
 
     >>> import tempfile, torch, dtckpt
     >>> path, weight = tempfile.mkdtemp() + "/step_1", torch.ones(3)
@@ -82,31 +84,32 @@ def start_save(
     then: Callable[[SaveHandle], object] = lambda _: None,
     step: int | None = None,
 ) -> SaveHandle:
-    """Run the save protocol, from the first barrier on in the background. Collective and errors: as `save_async`.
+    """Run the save protocol, in the background after its first round. Collective and errors: as `save_async`.
 
     Args:
         path: Where the checkpoint will be.
-        collect: Gives this client's side of the state; its errors reach all clients.
+        collect: Returns this client's description of the state; its errors reach all clients.
         options: See `SaveOptions`.
-        coordination: The way to the other clients.
+        coordination: The connection to the other clients.
         extra_files: Files, by name, that the leader adds to the checkpoint.
         then: Called in the background when the save has ended, well or not.
         step: As for `dtckpt.save`.
     """
     start = time.monotonic()
 
-    def stage(state: State, plan: SavePlan, client: int) -> State:
-        phases = attempt.rounds.phases
-        return _memory.stage(state, plan, client, with_copies=options.check_replicas, count=phases.count)
+    def stage(state: State, plan: SavePlan, collective: Collective) -> State:
+        return _staging_memory.stage(
+            state, plan, collective.client, with_copies=options.check_replicas, count=collective.phases.count
+        )
 
-    attempt = Attempt(path, collect, options, coordination, stage=stage, extra_files=extra_files, step=step)
-    with ExitStack() as holding:
+    attempt = SaveAttempt(path, collect, options, coordination, stage=stage, extra_files=extra_files, step=step)
+    with ExitStack() as stack:
         turn = save_handle.take_turn(options.timeout_s)
-        holding.callback(turn.release)
-        holding.enter_context(attempt.rounds.exclusive())
-        attempt.begin()
-        held = holding.pop_all()
+        stack.callback(turn.release)
+        stack.enter_context(attempt.collective.process_lock())
+        begun = attempt.begin()
+        locks = stack.pop_all()  # from here on the background thread releases them
     blocking_s = time.monotonic() - start
-    handle = SaveHandle(attempt.place.where, attempt.rounds.phases, timeout_s=options.timeout_s, blocking_s=blocking_s)
-    handle.launch(attempt.complete, held, then)
+    handle = SaveHandle(begun.where, attempt.collective.phases, timeout_s=options.timeout_s, blocking_s=blocking_s)
+    handle.launch(begun.complete, locks, then)
     return handle

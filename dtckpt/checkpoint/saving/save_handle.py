@@ -1,9 +1,9 @@
-"""The one save that goes on in the background of this process, and its handle.
+"""`SaveHandle`: the save that goes on in the background of this process; at most one at a time.
 
-One at a time: saves of one job are one after the other anyway, and their staging memory is the same.
+More would bring nothing: the saves of a job run one after the other anyway, and share one block of staging memory.
 
-A failure that nobody looked at is not lost: the next save raises it, inside its first round, so that all clients raise
-it together, also those where somebody did look. At exit it is logged.
+A failure that nobody looked at is not lost. The next save raises it inside its first round, so that all clients raise
+it together, also those where somebody did look. When the process exits, the failure is logged.
 """
 
 from __future__ import annotations
@@ -13,27 +13,24 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from dtckpt.checkpoint.saving.report import SaveReport
+from dtckpt.checkpoint.timing import Phases
 from dtckpt.comm import fork_guard
 from dtckpt.comm.background_threads import keep_reserve
 from dtckpt.errors import CoordinationError, SaveTimeoutError
 from dtckpt.format.manifest import PhaseCost
 from dtckpt.storage.location import Location
 
-if TYPE_CHECKING:
-    from dtckpt.checkpoint.saving.save import SaveReport
-    from dtckpt.checkpoint.timing import Phases
-
 logger = logging.getLogger("dtckpt.checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
 class SaveProgress:
-    """How far a save is on this client.
+    """The progress of a save on this client.
 
     Args:
-        phase: The round it is in: ``begin``, ``edges``, ``written``, ``merged``; then ``done`` or ``failed``.
+        phase: The round that it is in: ``begin``, ``edges``, ``written``, ``merged``; then ``done`` or ``failed``.
         nbytes_done: Bytes that were handed to storage.
         nbytes_total: Bytes that this client writes.
     """
@@ -45,11 +42,10 @@ class SaveProgress:
 
 @dataclass(frozen=True, slots=True)
 class SaveStats:
-    """What a save has cost on this client so far.
+    """The cost of a save on this client so far.
 
     Args:
-        phases: What each phase took so far; as in `dtckpt.checkpoint.saving.save.SaveReport`, and ``stage``: copying to
-            the staging memory.
+        phases: Cost of each phase so far; as in `SaveReport`, and ``stage``: the copy to the staging memory.
         blocking_s: Seconds until the call returned.
     """
 
@@ -62,8 +58,8 @@ class SaveHandle:
 
     Args:
         path: The checkpoint.
-        phases: What it takes.
-        timeout_s: Longest wait for the others, per round.
+        phases: The measured phases of the save.
+        timeout_s: Longest wait for the others, in seconds, per round.
         blocking_s: Seconds until the call returned.
     """
 
@@ -75,7 +71,7 @@ class SaveHandle:
         self._ended = threading.Event()
         self._report: SaveReport | None = None
         self._failure: BaseException | None = None
-        self._is_unseen = False
+        self._has_unseen_failure = False
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -84,11 +80,12 @@ class SaveHandle:
     def result(self, timeout_s: float | None = None) -> SaveReport:
         """Return the save's report when it is committed.
 
-        Blocks: On the save, at most ``timeout_s`` seconds; by default until it ends, which its own timeouts see to.
+        Blocks: On the save, at most ``timeout_s`` seconds; by default until it ends, which its own
+        timeouts ensure.
 
         Raises:
             SaveTimeoutError: The save takes longer; it goes on.
-            DtckptError: What the save failed with, the same on all clients; see `dtckpt.save`.
+            DtckptError: The error of the save, the same on all clients; see `dtckpt.save`.
             ForkedProcessError: This process was forked while the save was in flight; it goes on in the parent.
         """
         fork_guard.validate_process()
@@ -98,7 +95,7 @@ class SaveHandle:
                 f"the save of {self.path} did not end in {timeout_s:g} s and goes on: phase {progress.phase!r}, "
                 f"{progress.nbytes_done} of {progress.nbytes_total} bytes written; ask again later"
             )
-        self._is_unseen = False
+        self._has_unseen_failure = False
         if self._failure is not None:
             raise self._failure
         assert self._report is not None  # noqa: S101  (an ended save has one or the other)
@@ -113,49 +110,57 @@ class SaveHandle:
         """Whether the save has ended well."""
         return self._report is not None
 
-    def raise_if_unseen(self) -> None:
-        """Raise what the save failed with, if it has and nobody has looked yet."""
-        if self._is_unseen:
+    def raise_unseen_failure(self) -> None:
+        """Raise the save's error, if it failed and nobody has looked yet."""
+        if self._has_unseen_failure:
             self.result()
 
     @property
     def progress(self) -> SaveProgress:
-        """How far the save is."""
+        """The progress of the save."""
         phase = self._phases.round if not self.done() else "failed" if self._failure else "done"
         return SaveProgress(phase, *self._phases.progress)
 
     @property
     def stats(self) -> SaveStats:
-        """What the save has cost so far."""
+        """The cost of the save so far."""
         return SaveStats(self._phases.costs, self._blocking_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the save, and for what is tidied up after it; return whether it has ended.
+        """Wait for the save and for the call that follows it (see `launch`); return whether the save has ended.
 
         Raises:
-            ForkedProcessError: As `result`; nothing that the save failed with.
+            ForkedProcessError: As `result`. The save's own error is not raised.
         """
         fork_guard.validate_process()
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self.done()
 
-    def run(self, work: Callable[[], SaveReport]) -> None:
-        """Do the save's work in this thread, whatever it raises."""
+    def _run(self, work: Callable[[], SaveReport]) -> None:
+        """Do the save's work in this thread, and keep its report or its error."""
         try:
             self._report = work()
         except BaseException as error:
             error.add_note(f"This is what the save of {self.path} failed with, in the background.")
-            self._failure, self._is_unseen = error, True
+            self._failure, self._has_unseen_failure = error, True
         self._ended.set()
 
-    def launch(self, work: Callable[[], SaveReport], held: ExitStack, then: Callable[[SaveHandle], object]) -> None:
-        """Do the work in a thread of its own, then let go of what is ``held``, then call ``then``."""
+    def launch(self, work: Callable[[], SaveReport], locks: ExitStack, then: Callable[[SaveHandle], object]) -> None:
+        """Do the save's work in a thread of its own, then release the locks, then call ``then``.
+
+        Args:
+            work: Writes and commits.
+            locks: Released when the outcome is known here: the thread that saves next must see a failure.
+            then: Called with this handle, whether the save went well or not.
+        """
         global _latest  # noqa: PLW0603  (one save at a time in a process)
 
         def run() -> None:
-            with held:  # until the failure is noted: whoever has the turn next must see it
-                self.run(work)
+            nonlocal work
+            with locks:
+                self._run(work)
+                del work  # and with it the staged state, before the next save may stage its own
             then(self)
 
         keep_reserve()
@@ -165,12 +170,14 @@ class SaveHandle:
             self._thread.start()
         except BaseException:
             _latest = before
-            held.close()
+            locks.close()
             raise
 
 
 _turn = threading.Lock()
+"""Held while a save is in flight, from its call to its end in the background."""
 _latest: SaveHandle | None = None
+"""The save that was launched last, in flight or ended."""
 
 
 def take_turn(timeout_s: float) -> threading.Lock:
@@ -189,25 +196,25 @@ def take_turn(timeout_s: float) -> threading.Lock:
     return _turn
 
 
-def wait(timeout_s: float) -> None:
+def wait_until_free(timeout_s: float) -> None:
     """Wait until no save is in flight. Raises: as `take_turn`."""
     take_turn(timeout_s).release()
 
 
-def raise_unseen() -> None:
-    """Raise what the latest save failed with, if nobody has looked yet."""
+def raise_unseen_failure() -> None:
+    """Raise the error of the latest save, if it failed and nobody has looked yet."""
     if _latest is not None:
-        _latest.raise_if_unseen()
+        _latest.raise_unseen_failure()
 
 
 def _wait_at_exit() -> None:
-    """Let a save in flight commit before the process ends; a lost failure is at least told."""
+    """Let a save in flight commit before the process ends; log a failure that nobody looked at."""
     handle = _latest
-    if handle is None or fork_guard.is_forked():  # in a forked process: the save goes on in the parent only
+    if handle is None or fork_guard.is_forked():  # the save of a forked process goes on in its parent only
         return
     if not handle.wait(handle.timeout_s):
         logger.error("the process ends before the save of %s, which is given up", handle.path)
-    elif handle._is_unseen:
+    elif handle._has_unseen_failure:
         logger.error("the save of %s failed, and nobody asked for its result: %s", handle.path, handle._failure)
 
 

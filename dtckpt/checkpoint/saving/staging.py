@@ -1,9 +1,11 @@
-"""Staging: one host copy of what a client will write, in memory that is kept from one save to the next.
+"""Staging: copy the elements that a client will write to host memory, which is kept from one save to the next.
 
-Copies that others write are only compared: they are digested where they are, which is faster than to copy them.
+Replicas that other clients write are needed for the comparison only: they are digested where they are, which is faster
+than a copy.
 
-The memory is one block. A save of the same structure finds it ready, which matters: fresh memory costs a page fault
-per page, more than the copy itself. Tensors on a card are copied into page-locked memory, on a stream of their own.
+The staging memory is one block. A save of the same structure uses it again. That matters: new memory costs a page
+fault per page, more than the copy itself. Tensors on a card are copied into page-locked memory, on a stream of their
+own.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import torch
 
 from dtckpt.checkpoint.leaves import host_array, is_elsewhere
 from dtckpt.checkpoint.saving.plan import SavePlan, TensorPlan
-from dtckpt.checkpoint.saving.replica_check import Copy, known_numbers, part_digests, shared_boxes
-from dtckpt.checkpoint.saving.save import MemorySource, State
+from dtckpt.checkpoint.saving.replica_check import Copy, part_digests, shared_boxes, written_as_held
+from dtckpt.checkpoint.saving.state import MemorySource, State
 from dtckpt.comm import host_memory
 from dtckpt.layout.region import Region
 
@@ -27,7 +29,7 @@ Parts = list[tuple[Region, list[torch.Tensor]]]
 
 
 class StagingMemory:
-    """The block, and what was cut out of it for the save before."""
+    """The block of staging memory, and the tensors that it was cut into for the last save."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
@@ -39,22 +41,25 @@ class StagingMemory:
     def stage(
         self, state: State, plan: SavePlan, client: int, *, with_copies: bool, count: Callable[[int], object]
     ) -> State:
-        """Copy what a client will write, and with ``with_copies`` take the digest of every copy that it holds.
+        """Copy the elements that a client will write; with ``with_copies``, digest every copy of a value that it holds.
 
-        Copies on a card are copied to the host for that, and digested later.
+        Copies of values on a card are staged, to be digested later.
 
-        Blocks: On that; on a card, on the work that the current stream has still to do.
+        Blocks: On the copies and digests; for tensors on a card, on the work that the current stream has still to do.
 
         Args:
-            state: What is to be saved.
+            state: The state to be saved.
             plan: The plan of the save.
             client: This client.
-            with_copies: Whether copies that others have, too, are to be compared.
-            count: Told the bytes that were copied.
+            with_copies: Whether the save compares replicas.
+            count: Called with the bytes that were copied.
+
+        Returns:
+            The state in staging memory; the given one if its elements do not come from memory.
         """
         if not isinstance(state.source, MemorySource):
             return state
-        found: list[tuple[str, Region, list[torch.Tensor]]] = []
+        boxes: list[tuple[str, Region, list[torch.Tensor]]] = []
         noted: dict[tuple[str, Region], list[Copy]] = {}
         for item, shared in zip(plan.tensors, shared_boxes(plan, client), strict=True):
             name, written = item.spec.name, list(_written(item, client))
@@ -64,22 +69,24 @@ class StagingMemory:
                 if is_noted:
                     noted[name, box] = _noted(item, box, copies, client)
                 if is_compared and not is_noted:
-                    found.append((name, box, [copy.detach() for copy in copies]))
+                    boxes.append((name, box, [copy.detach() for copy in copies]))
                 else:
-                    found += [(name, region, [view]) for region, view in _wanted(box, copies[0].detach(), written)]
-        sources = [view for _, _, views in found for view in views]
+                    boxes += [
+                        (name, region, [view]) for region, view in _views_to_stage(box, copies[0].detach(), written)
+                    ]
+        sources = [view for _, _, views in boxes for view in views]
         targets = self._carve(sources)
         with torch.no_grad():
             _copy(targets, sources)
         parts: dict[str, Parts] = {}
         remaining = iter(targets)
-        for name, region, views in found:
+        for name, region, views in boxes:
             parts.setdefault(name, []).append((region, [next(remaining) for _ in views]))
         count(sum(target.nbytes for target in targets))
-        return State(state.specs, MemorySource(parts, noted), state.tree, state.max_pending_nbytes)
+        return State(state.specs, MemorySource(parts, noted), state.tree)
 
     def _carve(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return memory for the tensors."""
+        """Cut the block into buffers for the tensors; take a new block if it is too small, or much too large."""
         shapes = [(source.shape, source.dtype) for source in sources]
         card = next((source.device for source in sources if source.is_cuda and source.numel()), None)
         is_for_cards = card is not None
@@ -87,7 +94,7 @@ class StagingMemory:
         needed = sum(sizes)
         if not needed <= self._block.numel() <= 2 * needed or is_for_cards > self._is_for_cards:
             self._unlock()
-            # The old one goes before the new comes.
+            # The old block is freed before the new one is taken, so that there is never memory for both.
             self._pieces, self._shapes, self._block = [], [], torch.empty(0, dtype=torch.uint8)
             self._block, self._is_for_cards = host_memory.allocate((needed,), torch.uint8), is_for_cards
             self._unlock = host_memory.lock_pages(self._block, self, card) if card else lambda: None
@@ -103,16 +110,18 @@ class StagingMemory:
 
 
 def _noted(plan: TensorPlan, box: Region, copies: Sequence[torch.Tensor], client: int) -> list[Copy]:
-    """Take the digests of copies; those of what is written are taken then, and apply to the first copy."""
-    but = known_numbers(plan, client)
+    """Digest all copies of a box; of the first copy, the chunks that this client writes are digested at the write."""
+    but = written_as_held(plan, client)
     return [
         Copy(None, part_digests(plan, box, host_array(copy), but=frozenset() if number else but))
         for number, copy in enumerate(copies)
     ]
 
 
-def _wanted(box: Region, copy: torch.Tensor, written: Sequence[Region]) -> Iterator[tuple[Region, torch.Tensor]]:
-    """Yield what is to be staged of a box, of which some regions are written: all of it, or else those."""
+def _views_to_stage(
+    box: Region, copy: torch.Tensor, written: Sequence[Region]
+) -> Iterator[tuple[Region, torch.Tensor]]:
+    """Yield the regions of a box that are staged: the box itself if all of it is written, else the written regions."""
     inside = [region for region in written if box.contains(region)]
     if sum(region.numel for region in inside) == box.numel:
         yield box, copy
@@ -133,7 +142,7 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
     pairs = list(zip(targets, sources, strict=True))
     with ExitStack() as copying:
         for device in sorted({source.device for source in sources if source.is_cuda}, key=str):
-            # Beside the work that the current stream gets from now on, but after what it has already.
+            # SideStreams the work that the current stream gets from now on, but after what it has already.
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))
             copying.callback(stream.synchronize)

@@ -1,4 +1,4 @@
-"""Which tensors are rounded when they are stored."""
+"""`StoredDtypes`: the rules in which dtype each tensor is stored, and so which tensors are rounded to bfloat16."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dtckpt.format.dtypes import STORED_AS
 class StoredDtypes:
     """The rules of one save, in order: the first whose pattern matches a tensor's name decides.
 
-    Remembers which patterns matched a tensor that could be rounded, whether or not an earlier one won.
+    It remembers which patterns matched a tensor that could be rounded, also those for which an earlier one won.
 
     Args:
-        options: ``stored_dtypes`` and, for what those do not match, ``save_as_bf16``.
+        options: Their ``stored_dtypes`` and, for tensors that no pattern matches, ``save_as_bf16``.
     """
 
     def __init__(self, options: SaveOptions) -> None:
@@ -24,7 +24,13 @@ class StoredDtypes:
         self._unused = {pattern for pattern, _ in self._rules}
 
     def choose(self, name: str, dtype: str, *, save_as_bf16: bool) -> str:
-        """Return the dtype in which a tensor is stored, which may ask for bfloat16 itself."""
+        """Return the dtype in which a tensor is stored.
+
+        Args:
+            name: The tensor's name.
+            dtype: The tensor's dtype.
+            save_as_bf16: Whether the tensor itself asks for bfloat16.
+        """
         if dtype not in STORED_AS:
             return dtype
         matching = [(pattern, dtype) for pattern, dtype in self._rules if fnmatchcase(name, pattern)]
@@ -34,10 +40,10 @@ class StoredDtypes:
         return "bfloat16" if self._rounds_all or save_as_bf16 else dtype
 
     def validate_all_used(self) -> None:
-        """Refuse patterns that matched nothing: most likely a typo.
+        """Refuse patterns that matched no tensor, which most likely are typos.
 
         Raises:
-            ConfigError: There is one.
+            ConfigError: A pattern matched no tensor.
         """
         if self._unused:
             unused = [pattern for pattern, _ in self._rules if pattern in self._unused]

@@ -1,4 +1,8 @@
-"""What clients tell each other at the barriers of a save; do all save the same thing?"""
+"""The payloads of a save's votes: `Summary` in the first round, `Written` later; and the check that all clients agree.
+
+A barrier's payload is small, so a client sends digests of its tree, options and plan. The digests tell whether clients
+agree; 16 bits of digest per tensor, for the first tensors, tell which tensor they disagree on.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +18,22 @@ from dtckpt.format.manifest import PhaseCost, costs_from_proto, phases_to_proto
 
 MAX_PATH_CHARS = 250
 MAX_FINGERPRINTS = 600
-"""Tensors that are compared one by one, so that the odd one can be named; the rest are compared together."""
+"""Tensors that are compared one by one, so that an error can name the odd one; the plan's digest compares all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one client is about to save, small enough for a barrier's payload.
+    """A summary of one client's side of a save, small enough for a barrier's payload.
 
     Args:
-        path: The target, cut to its end.
-        whole_path: Digest of the whole of it.
-        token: The attempt's token, from the leader; else empty.
+        path: The target's path, cut to its end.
+        whole_path: Digest of the whole path.
+        token: The attempt's token, from the leader; empty from the others.
         names: Digest of all tensor names.
-        tree: Digest of structure and plain values.
+        tree: Digest of the tree's structure and plain values.
         options: Digest of the options.
         plan: Digest of the whole plan.
-        fingerprints: Four hex digits per tensor.
+        fingerprints: Four hex digits for each of the first `MAX_FINGERPRINTS` tensors.
     """
 
     path: str
@@ -46,7 +50,7 @@ class Summary:
         """Summarise a client's side of a save."""
         text = path.encode("utf-8", "backslashreplace")
         return cls(
-            # Odd bytes in file names become escapes: a payload is UTF-8, and has no room for longer paths.
+            # Bytes of a name that are no UTF-8 become escapes: a payload is UTF-8, with room for so much of a path.
             path=text.decode()[-MAX_PATH_CHARS:],
             whole_path=bytes_digest(text),
             token=token,
@@ -69,11 +73,11 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one client says when it has written its part, or read it, small enough for a barrier's payload.
+    """The vote of a client that has written its part of a save, or read its part of a restore.
 
     Args:
-        chunk_list: Digest of its chunk list's file; 0 where it has read.
-        costs: What its phases took so far.
+        chunk_list: Digest of the file of its chunk list; 0 in a restore.
+        costs: Cost of each phase so far, by name.
     """
 
     chunk_list: int
@@ -92,7 +96,11 @@ class Written:
 
 
 def validate_agreement(payloads: Mapping[int, bytes], plan: SavePlan) -> str:
-    """Check that all clients save the same; every client comes to the same result.
+    """Check that all clients save the same thing; every client comes to the same result.
+
+    Args:
+        payloads: The `Summary` of every client, as bytes.
+        plan: This client's plan, for the names of tensors.
 
     Returns:
         The attempt's token.

@@ -1,1 +1,1 @@
-"""Checkpoint calls under the names of tf.experimental.dtensor."""
+"""The checkpoint calls of ``tf.experimental.dtensor``, under its names."""

@@ -1,4 +1,4 @@
-"""`DTensorCheckpoint`: objects that are saved and restored together, as ``tf.experimental.dtensor`` spells it."""
+"""`DTensorCheckpoint`: save and restore objects together, with the calls of ``tf.experimental.dtensor``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any
 from dtckpt.checkpoint.leaves import Stateful, is_tensor, mesh_of, state_of_object
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
-from dtckpt.checkpoint.restoring.restore import Filling, plan_target, run_restore
-from dtckpt.checkpoint.saving.save import State, save_state, state_of
+from dtckpt.checkpoint.restoring.plan import RestorePlan
+from dtckpt.checkpoint.restoring.restore import run_restore
+from dtckpt.checkpoint.restoring.targets import plan_target
+from dtckpt.checkpoint.saving.save import save_state
+from dtckpt.checkpoint.saving.state import State, state_of_tensors
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.errors import ConfigError, MeshError, MeshTypeError, RestoreMismatchError, TreeError, capped
 from dtckpt.format import tree as trees
@@ -25,13 +28,13 @@ COUNTER = "save_counter"
 
 @dataclass(slots=True)
 class RestoreStatus:
-    """What a restore of a `DTensorCheckpoint` matched. The assertions return the status.
+    """The result of a restore of a `DTensorCheckpoint`. The assertions return the status.
 
     Args:
         path: The checkpoint; None if nothing was restored.
         missing: Names of tensors and values of the objects that the checkpoint lacks; they stayed as they were.
         unexpected: Names of tensors and values of the checkpoint that no object has; they were passed over.
-        is_settled: Whether what does not match is known to the caller.
+        is_settled: Whether all matched, or the caller has accepted the mismatch.
     """
 
     path: Location | None
@@ -40,23 +43,23 @@ class RestoreStatus:
     is_settled: bool = False
 
     def assert_consumed(self) -> RestoreStatus:
-        """Check that objects and checkpoint cover each other.
+        """Check that the checkpoint has everything that the objects have, and nothing else.
 
         Raises:
-            RestoreMismatchError: An `AssertionError`: they do not, or nothing was restored.
+            RestoreMismatchError: It has not, or nothing was restored. It is an `AssertionError`, too.
         """
         return self._check(self.missing, self.unexpected)
 
     def assert_existing_objects_matched(self) -> RestoreStatus:
-        """Check that the checkpoint has all that the objects have; it may have more.
+        """Check that the checkpoint has everything that the objects have; it may have more.
 
         Raises:
-            RestoreMismatchError: An `AssertionError`: it does not, or nothing was restored.
+            RestoreMismatchError: It has not, or nothing was restored. It is an `AssertionError`, too.
         """
         return self._check(self.missing, ())
 
     def expect_partial(self) -> RestoreStatus:
-        """Declare that what does not match is not to be missed."""
+        """Accept that the objects and the checkpoint do not match."""
         self.is_settled = True
         return self
 
@@ -73,7 +76,7 @@ class RestoreStatus:
         return self
 
     def describe(self, missing: Collection[str], unexpected: Collection[str]) -> str:
-        """Return what does not match, in words."""
+        """Return the mismatch in words."""
         parts = [
             f"it lacks {capped(map(repr, missing))}" if missing else "",
             f"no object has its {capped(map(repr, unexpected))}" if unexpected else "",
@@ -84,13 +87,14 @@ class RestoreStatus:
 class DTensorCheckpoint:
     """Objects on one mesh that are saved and restored together.
 
-    A restore that does not match in every part says so in its status and in the log, and until its caller has agreed
-    (``expect_partial()``, or an assertion that passes) the next save fails instead of losing what was passed over.
+    If objects and checkpoint do not match, the restore says so in its status and in the log. The next save would lose
+    the parts that were passed over; it fails until the caller has accepted the mismatch, by ``expect_partial()`` or an
+    assertion that passes.
 
     Args:
         mesh: The mesh that all DTensors are on; its clients take part.
         root: Objects by name: a dict, or an object with ``state_dict()`` and ``load_state_dict()``.
-        objects: More objects by name, which are attributes too: tensors, DTensors, variables, objects with
+        objects: Further objects by name, which become attributes: tensors, DTensors, variables, objects with
             ``state_dict()`` and ``load_state_dict()``, plain values, and dicts and lists of them.
 
     Raises:
@@ -131,7 +135,7 @@ class DTensorCheckpoint:
 
     @property
     def save_counter(self) -> int:
-        """How many saves there were; restored too."""
+        """Number of saves so far; it is saved and restored with the objects."""
         return self._counter
 
     def _children(self) -> Mapping[str, Any]:
@@ -146,7 +150,7 @@ class DTensorCheckpoint:
         return {**self._children(), **self._objects, COUNTER: counter}
 
     def save(self, prefix: str | Location, *, options: SaveOptions | None = None) -> str:
-        """Save all objects as the checkpoint ``<prefix>-<save_counter>``, and count.
+        """Save all objects as the checkpoint ``<prefix>-<n>``, where n is the save counter plus one; then count.
 
         Collective: Over the mesh's clients; barriers and further errors as for `dtckpt.save`.
 
@@ -154,8 +158,8 @@ class DTensorCheckpoint:
             The checkpoint's path.
 
         Raises:
-            RestoreMismatchError: The latest restore passed something over, and nobody has agreed to that.
-            CheckpointExistsError: That checkpoint is there, from a run that was not restored.
+            RestoreMismatchError: The latest restore passed something over, and the caller has not accepted that.
+            CheckpointExistsError: The checkpoint exists already, from a run that was not restored.
             MeshError: A tensor is on another mesh.
         """
         options = options or SaveOptions()
@@ -170,7 +174,7 @@ class DTensorCheckpoint:
                         f"tensor {name!r} is on another mesh; got {mesh_of(tensor)}, expected {self._mesh.to_string()}"
                     )
             entries = [(name, tensor, "") for name, tensor in leaves.items()]
-            return state_of(entries, options, clients=self._mesh.clients, tree=trees.dump(structure))
+            return state_of_tensors(entries, options, clients=self._mesh.clients, tree=trees.dump(structure))
 
         path = f"{prefix}-{counter}"
         save_state(path, collect, options=options, participants=self._mesh.clients)
@@ -190,34 +194,35 @@ class DTensorCheckpoint:
     def restore(self, path: str | Location | None, *, options: RestoreOptions | None = None) -> RestoreStatus:
         """Restore the objects, and the save counter, from a checkpoint in any layout.
 
-        Tensors are filled in place. What has another shape, kind or (with ``options.cast``) dtype fails.
+        Tensors are filled in place. A tensor of another shape, or of a dtype that ``options.cast`` does not allow, is
+        an error.
 
         Collective: Over the mesh's clients; barriers and errors as for `dtckpt.restore`.
 
         Args:
             path: The checkpoint; None does nothing.
-            options: See `RestoreOptions`; what is missing or unexpected is told by the status.
+            options: See `RestoreOptions`; missing and unexpected parts are no errors, they are in the status.
 
         Returns:
-            What was matched.
+            The status of the restore.
         """
         if path is None:
             return RestoreStatus(None, is_settled=True)
         options = replace(options or RestoreOptions(), allow_missing=True, allow_unexpected=True)
 
-        def plan(checkpoint: Checkpoint) -> Filling:
+        def plan(checkpoint: Checkpoint) -> RestorePlan:
             tree = self._tree(self._counter)
-            filling = plan_target(checkpoint, tree, options)
-            missing = tuple(sorted({*filling.missing, *filling.defaulted} - {COUNTER}))
-            unexpected = tuple(filling.unexpected)
+            matched = plan_target(checkpoint, tree, options)
+            missing = tuple(sorted({*matched.missing, *matched.defaulted} - {COUNTER}))
+            unexpected = tuple(matched.unexpected)
             status = RestoreStatus(checkpoint.path, missing, unexpected, is_settled=not missing + unexpected)
-            return replace(filling, finish=lambda: self._take(filling.finish(), status))
+            return replace(matched, finish=lambda: self._take(matched.finish(), status))
 
         status: RestoreStatus = run_restore(path, plan, options, current_coordination(), self._mesh.clients)
         return status
 
     def _take(self, tree: dict[str, Any], status: RestoreStatus) -> RestoreStatus:
-        """Give the restored values to their owners."""
+        """Give the restored values to the counter, the objects and the root, and keep the status."""
         self._counter = tree.pop(COUNTER)
         self._objects = {name: tree.pop(name) for name in self._objects}
         if isinstance(self._root, Stateful):

@@ -1,4 +1,7 @@
-"""The checkpoint calls that ``tf.experimental.dtensor`` has, under its names: flat sets of named tensors."""
+"""`sharded_save`, `name_based_save`, `name_based_restore`: save and restore flat sets of named tensors.
+
+These are the checkpoint calls of ``tf.experimental.dtensor``, under its names.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,11 @@ import torch
 from dtckpt.checkpoint.leaves import as_leaf
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
-from dtckpt.checkpoint.restoring.restore import Filling, empty, renamed_by, run_restore
-from dtckpt.checkpoint.saving.save import State, save_state, state_of
+from dtckpt.checkpoint.restoring.new_tensors import empty_dtensor
+from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
+from dtckpt.checkpoint.restoring.restore import run_restore
+from dtckpt.checkpoint.saving.save import save_state
+from dtckpt.checkpoint.saving.state import State, state_of_tensors
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.dtensor import DTensor
 from dtckpt.errors import LayoutTypeError, MeshError, MeshTypeError, TensorNameError, TensorNotFoundError, capped
@@ -35,9 +41,10 @@ def sharded_save(
     Args:
         mesh: The mesh that the DTensors are on.
         file_prefix: Directory of the checkpoint.
-        tensor_names: One name per tensor. A name may come several times with slices that do not overlap.
-        shape_and_slices: One string per tensor: ``""`` for a whole tensor, or its place in a larger one, as in
-            ``"4 5 0,2:-"`` (see `dtckpt.format.slices`). Parts that no slice covers cannot be read back.
+        tensor_names: One name per tensor. A name may occur several times with slices that do not overlap.
+        shape_and_slices: One string per tensor: ``""`` for a whole tensor; for a slice of a larger tensor, the larger
+            shape and the slice's position, as in ``"4 5 0,2:-"`` (see `dtckpt.format.slices`). Elements that no slice
+            covers cannot be read back.
         tensors: DTensors on ``mesh``, or plain tensors (a copy on every client).
         options: See `SaveOptions`.
 
@@ -60,7 +67,7 @@ def sharded_save(
         for name, tensor in zip(tensor_names, tensors, strict=True):
             _validate_tensor(name, tensor, mesh)
         entries = list(zip(tensor_names, tensors, shape_and_slices, strict=True))
-        return state_of(entries, options, clients=mesh.clients)
+        return state_of_tensors(entries, options, clients=mesh.clients)
 
     save_state(file_prefix, collect, options=options, participants=mesh.clients)
 
@@ -84,10 +91,20 @@ def name_based_restore(
     *,
     options: RestoreOptions | None = None,
 ) -> OrderedDict[str, DTensor]:
-    """Restore named tensors, each with the shape, dtype and layout of a template; templates are not changed.
+    """Restore named tensors as new ones, each with the shape, dtype and layout of its template.
 
-    Collective: Over the mesh's clients; barriers and errors as for `dtckpt.restore`. Tensors of the checkpoint that
-    have no template are passed over.
+    Templates are not changed. Tensors of the checkpoint that have no template are passed over.
+
+    Collective: Over the mesh's clients; barriers and errors as for `dtckpt.restore`.
+
+    Args:
+        mesh: The mesh that the templates are on.
+        checkpoint_prefix: The checkpoint.
+        name_tensor_dict: The templates by name.
+        options: See `RestoreOptions`.
+
+    Returns:
+        The new tensors by name, in the order of the templates.
 
     Raises:
         TensorNameError: There are no templates.
@@ -96,7 +113,7 @@ def name_based_restore(
     """
     _validate_mesh(mesh)
 
-    def plan(checkpoint: Checkpoint) -> Filling:
+    def plan(checkpoint: Checkpoint) -> RestorePlan:
         if not name_tensor_dict:
             raise TensorNameError("there is nothing to restore; got no templates")
         restored: OrderedDict[str, DTensor] = OrderedDict()
@@ -104,8 +121,8 @@ def name_based_restore(
             if not isinstance(template, DTensor):
                 raise LayoutTypeError(f"template {name!r} must be a DTensor; got {type(template).__name__}")
             _validate_tensor(name, template, mesh)
-            restored[name] = empty(tuple(template.shape), template.dtype, template.layout)
-        names = renamed_by(checkpoint, options or RestoreOptions())
+            restored[name] = empty_dtensor(tuple(template.shape), template.dtype, template.layout)
+        names = new_names(checkpoint, options or RestoreOptions())
         sources = {names.get(name, name): name for name in checkpoint.tensors}
         if missing := [name for name in restored if name not in sources]:
             raise TensorNotFoundError(
@@ -113,7 +130,7 @@ def name_based_restore(
                 name=missing[0],
             )
         leaves = [(sources[name], as_leaf(tensor, name)) for name, tensor in restored.items()]
-        return Filling(leaves, lambda: restored, names)
+        return RestorePlan(leaves, lambda: restored, names)
 
     restored: OrderedDict[str, DTensor] = run_restore(
         checkpoint_prefix, plan, options or RestoreOptions(), current_coordination(), mesh.clients

@@ -179,7 +179,7 @@ def manifests(draw):
 
 @given(manifests())
 def test_where_block_digests_stand(manifest):
-    starts, ends = block_digests._places(manifest)
+    starts, ends = block_digests._positions(manifest)
     found = {}
     for name, entry in manifest.arrays.items():
         for number, writer in enumerate(entry.writers.tolist()):

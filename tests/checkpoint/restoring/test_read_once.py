@@ -10,7 +10,7 @@ from support.states import cluster_mesh, tensor_of
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
-from dtckpt.checkpoint.restoring.read_once import reads, rows_layout
+from dtckpt.checkpoint.restoring.read_once import reads_per_byte, rows_layout
 from dtckpt.errors import ConfigError
 from dtckpt.storage import location
 
@@ -98,9 +98,11 @@ def test_how_often_bytes_are_read(tmp_path):
     dtckpt.save(tmp_path / "s", {"w": torch.zeros(512, 1024)})
     info = dtckpt.open_checkpoint(tmp_path / "s").info("w")
     mesh = cluster_mesh({"x": 4}, 4, 0)
-    found = {spec: reads(info, Layout(list(spec), mesh)) for spec in itertools.permutations(["x", "unsharded"])}
+    found = {
+        spec: reads_per_byte(info, Layout(list(spec), mesh)) for spec in itertools.permutations(["x", "unsharded"])
+    }
     assert found == {("x", "unsharded"): 1.0, ("unsharded", "x"): 4.0}
-    assert reads(info, Layout(["unsharded", "unsharded"], mesh)) == 4.0
+    assert reads_per_byte(info, Layout(["unsharded", "unsharded"], mesh)) == 4.0
 
 
 def test_what_is_this_machines_storage(tmp_path, monkeypatch):

@@ -8,8 +8,7 @@ import torch
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh, errors
-from dtckpt.checkpoint.saving import save as saving
-from dtckpt.checkpoint.saving import write
+from dtckpt.checkpoint.saving import attempt, merge
 from dtckpt.checkpoint.saving.plan import Holding, TensorSpec, plan_save
 from dtckpt.checkpoint.saving.votes import MAX_FINGERPRINTS, Summary
 from dtckpt.coordination.api import MAX_PAYLOAD_BYTES
@@ -18,14 +17,14 @@ from dtckpt.storage import commit_by_rename, local_folder, zarr_tensorstore
 
 OLD, NEW = {"w": torch.zeros(64, 4), "step": 1}, {"w": torch.ones(64, 4), "step": 2}
 STEPS = {
-    "planning": (saving, "kept_plan"),
+    "planning": (attempt, "kept_plan"),
     "the directory": (commit_by_rename, "begin"),
     "a write": (zarr_tensorstore.TensorStoreWriter, "write"),
     "the writes' end": (zarr_tensorstore.TensorStoreWriter, "commit"),
     "a write's sync": (local_folder.LocalFolder, "sync"),
     "the chunk list": (local_folder.LocalFolder, "write"),
-    "merging": (write, "merge"),
-    "tidying": (saving, "remove_working_files"),
+    "merging": (merge, "merge"),
+    "tidying": (attempt, "remove_working_files"),
     "the commit": (commit_by_rename, "commit"),
     "syncing": (commit_by_rename, "sync_all"),
     "renaming": (commit_by_rename, "_replace"),

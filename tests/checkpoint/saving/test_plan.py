@@ -61,7 +61,7 @@ def test_the_plan_knows_the_place_of_every_chunk(drawn):
         owned = [
             (position, number) for position, item, number in plan.owned_by(client) if item is plan.tensors[position]
         ]
-        assert owned == [chunks[place] for place in plan.places_of(client)]
+        assert owned == [chunks[place] for place in plan.chunks_of(client)]
         assert owned == [(at, number) for at, item in enumerate(plan.tensors) for number in item.owned_by(client)]
 
 

@@ -14,9 +14,9 @@ from support.states import MESH_MAKERS, bits_of, needs_card, tensor_of
 
 import dtckpt
 from dtckpt import SaveOptions, abstract_mesh, errors
-from dtckpt.checkpoint.saving import save as saving
 from dtckpt.checkpoint.saving import staging
 from dtckpt.checkpoint.saving.plan import plan_save
+from dtckpt.checkpoint.saving.state import state_of_tree
 from dtckpt.comm.torch_device import device_of
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
@@ -110,7 +110,7 @@ def test_memory_is_kept_between_saves_of_one_structure(tmp_path):
     coordination = current_coordination()
     blocks, staged = [], []
     for size in (1000, 1000, 1500, 100):
-        state = saving.state_of_tree({"w": torch.ones(size)}, SaveOptions(), coordination)
+        state = state_of_tree({"w": torch.ones(size)}, SaveOptions(), coordination)
         memory.stage(state, plan(state.specs, 1 << 20), 0, with_copies=False, count=staged.append)
         blocks.append((memory._block.data_ptr(), memory._block.numel()))
     assert staged == [4000, 4000, 6000, 400]
@@ -125,7 +125,7 @@ def test_memory_for_what_lies_on_a_card_is_page_locked_and_kept(card):
     blocks = []
     for generation in range(3):
         values = torch.arange(1 << 20, device=card) * generation
-        state = saving.state_of_tree({"w": values}, SaveOptions(), coordination)
+        state = state_of_tree({"w": values}, SaveOptions(), coordination)
         plan = plan_save(state.specs, 1 << 20)
         staged = memory.stage(state, plan, 0, with_copies=False, count=lambda _: None)
         ((_, (copy,)),) = staged.source.parts("w")

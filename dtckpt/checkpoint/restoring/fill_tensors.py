@@ -1,0 +1,128 @@
+"""Fill the tensors of a restore: read into host memory directly, and copy from there to devices and to replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtckpt.checkpoint.gc_pause import gc_paused
+from dtckpt.checkpoint.leaves import host_array, own_array
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.restoring.read_once import SharedTensor, read_shared
+from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf, TiedLeaf
+from dtckpt.checkpoint.timing import Phases
+from dtckpt.comm import host_memory
+from dtckpt.dtensor.components import same_bits
+from dtckpt.errors import ReplicaMismatchError
+from dtckpt.layout.region import Region
+
+GC_PAUSE_NBYTES = 256 << 20
+"""Reads of no more bytes soon end; the cycle collector pauses for them."""
+
+
+def fill_tensors(
+    checkpoint: Checkpoint,
+    leaves: Sequence[NamedLeaf],
+    tied: Sequence[TiedLeaf],
+    shared: Sequence[SharedTensor],
+    phases: Phases,
+) -> None:
+    """Read tensors into their memory. Collective: As `read_shared`, if any are shared.
+
+    Args:
+        checkpoint: The checkpoint.
+        leaves: The tensors to be filled.
+        tied: Other names of the same memory; their stored values must equal those that fill it.
+        shared: Those of the tensors that this client reads together with others.
+        phases: Counts the bytes.
+
+    Raises:
+        ReplicaMismatchError: Tied tensors were saved with different values.
+        CheckpointCorruptError: Stored bytes are not the bytes that were saved.
+        DtckptError: As for `Checkpoint.read_all` and `read_shared`.
+    """
+    read = partial(checkpoint.read_all, count=phases.count)
+    with torch.no_grad():
+        read_shared(checkpoint, shared, phases)
+        is_shared = {id(tensor.leaf) for tensor in shared}
+        with gc_paused():
+            reads = _Reads.of([(name, leaf) for name, leaf in leaves if id(leaf) not in is_shared])
+        with gc_paused() if reads.nbytes <= GC_PAUSE_NBYTES else nullcontext():
+            read(reads.direct)
+        for name, region, target in reads.staged:
+            # One tensor at a time, so that the host needs memory for one only.
+            host = host_memory.allocate(target.shape, target.dtype)
+            read([(name, [(region, host_array(host))])])
+            _move(host, [target], phases)
+        for first, copies in reads.copied:
+            _move(first, copies, phases)
+    _validate_tied(read, tied)
+
+
+@dataclass(slots=True, eq=False)
+class _Reads:
+    """How the distinct regions of this client are filled: each is read once, further copies are made from the first.
+
+    Args:
+        direct: By tensor, the regions that are read straight into the memory of their tensor.
+        nbytes: Bytes of those.
+        staged: Regions whose memory is not the host's: read into host memory, then copied.
+        copied: Filled memory, and the further copies of its region on this client.
+    """
+
+    direct: list[tuple[str, list[tuple[Region, np.ndarray[Any, Any]]]]] = field(default_factory=list)
+    nbytes: int = 0
+    staged: list[tuple[str, Region, torch.Tensor]] = field(default_factory=list)
+    copied: list[tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, leaves: Sequence[NamedLeaf]) -> _Reads:
+        """Return the reads that fill some tensors."""
+        reads = cls()
+        for name, leaf in leaves:
+            buffers = []
+            for region, (first, *copies) in leaf.distinct_parts():
+                buffer = own_array(first)
+                if buffer is None:
+                    reads.staged.append((name, region, first))
+                else:
+                    buffers.append((region, buffer))
+                    reads.nbytes += buffer.nbytes
+                if copies:
+                    reads.copied.append((first, copies))
+            reads.direct.append((name, buffers))
+        return reads
+
+
+def read_nbytes(checkpoint: Checkpoint, leaves: Sequence[NamedLeaf]) -> int:
+    """Return the bytes that this client reads from storage if it reads all regions of some tensors itself."""
+    return sum(
+        checkpoint.info(name).read_nbytes(region) for name, leaf in leaves for region, _ in leaf.distinct_parts()
+    )
+
+
+def _move(source: torch.Tensor, targets: Sequence[torch.Tensor], phases: Phases) -> None:
+    """Copy filled memory to other memory, measured as phase ``move``."""
+    with phases.measure("move"):
+        for target in targets:
+            target.copy_(source)
+            phases.count(target.nbytes)
+
+
+def _validate_tied(read: Callable[..., object], tied: Sequence[TiedLeaf]) -> None:
+    """Check that tensors that share their memory were saved with equal values, bit by bit."""
+    for name, other, leaf in tied:
+        for region, copies in leaf.distinct_parts():
+            stored = torch.empty(copies[0].shape, dtype=copies[0].dtype)
+            read([(name, [(region, host_array(stored))])])
+            if not same_bits(stored, copies[0]):
+                raise ReplicaMismatchError(
+                    f"tensors {name!r} and {other!r} share memory in the target, but were saved with different values; "
+                    "give them memory of their own"
+                )

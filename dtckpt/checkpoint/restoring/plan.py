@@ -1,0 +1,117 @@
+"""The plan of a restore on one client: which memory is filled from which stored tensor, and what remains to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtckpt.checkpoint.leaves import Leaf
+from dtckpt.checkpoint.options import RestoreOptions
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.restoring.renaming import renamed
+from dtckpt.checkpoint.restoring.report import Cast, Reshaped, RestoreReport
+from dtckpt.errors import DTypeError, ShapeMismatchError, TensorNotFoundError, UnexpectedTensorError, capped
+from dtckpt.format.dtypes import is_convertible, is_lossless
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RestorePlan:
+    """The tensors that a restore fills, and how it ends.
+
+    Args:
+        leaves: The memory to be filled, each with the tensor's name in the checkpoint.
+        finish: Called when all is filled; returns the result of the restore.
+        renamed: New name by name in the checkpoint.
+        missing: As in `RestoreReport`.
+        defaulted: As in `RestoreReport`.
+        unexpected: As in `RestoreReport`.
+    """
+
+    leaves: Sequence[tuple[str, Leaf]]
+    finish: Callable[[], Any] = field(repr=False)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    missing: Sequence[str] = ()
+    defaulted: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+
+    def report(self, checkpoint: Checkpoint) -> RestoreReport:
+        """Return the report of the restore, as it will be when all goes well; its phases are not measured yet."""
+        restored: list[str] = []
+        reshaped: list[Reshaped] = []
+        cast: list[Cast] = []
+        for source, leaf in self.leaves:
+            name, kind = self.renamed.get(source, source), checkpoint.entry(source).kind
+            restored.append(name)
+            if kind.grid.shape != leaf.shape:
+                reshaped.append(Reshaped(name, kind.grid.shape, leaf.shape))
+            if kind.dtype != leaf.dtype:
+                cast.append(Cast(name, kind.dtype, leaf.dtype))
+        return RestoreReport(
+            path=checkpoint.path,
+            restored=tuple(restored),
+            missing=tuple(self.missing),
+            defaulted=tuple(self.defaulted),
+            unexpected=tuple(self.unexpected),
+            reshaped=tuple(reshaped),
+            cast=tuple(cast),
+            renamed=dict(self.renamed),
+        )
+
+
+def new_names(checkpoint: Checkpoint, options: RestoreOptions) -> dict[str, str]:
+    """Return the new names of the checkpoint's tensors and values that ``options.rename`` renames."""
+    if options.rename is None:
+        return {}
+    return renamed(options.rename, [*checkpoint.tensors, *checkpoint.values])
+
+
+def validate_report(report: RestoreReport, options: RestoreOptions) -> None:
+    """Refuse a restore that the options do not allow, by its report.
+
+    Raises:
+        TensorNotFoundError: The checkpoint lacks something that the target asks for.
+        UnexpectedTensorError: The checkpoint holds something that the target does not ask for.
+        ShapeMismatchError: A tensor's shape differs.
+        DTypeError: A conversion is impossible, or not allowed.
+    """
+    missing = sorted((*report.missing, *report.defaulted))
+    if missing and not options.allow_missing:
+        raise TensorNotFoundError(
+            f"checkpoint {report.path} has nothing at {capped(map(repr, missing))}; "
+            "RestoreOptions(allow_missing=True) leaves the target as it is there",
+            name=missing[0],
+        )
+    if report.unexpected and not options.allow_unexpected:
+        raise UnexpectedTensorError(
+            f"checkpoint {report.path} holds what the target does not ask for: "
+            f"{capped(map(repr, report.unexpected))}; RestoreOptions(allow_unexpected=True) passes over it",
+            names=report.unexpected,
+        )
+    if report.reshaped:
+        first, *more = report.reshaped
+        raise ShapeMismatchError(
+            f"tensor {first.name!r} has another shape; got {first.target} in the target, expected {first.saved}"
+            f"{_others(more)}"
+        )
+    impossible = [cast for cast in report.cast if not is_convertible(cast.saved, cast.target)]
+    if impossible:
+        raise DTypeError(
+            f"tensor {impossible[0].name!r} cannot be converted; got {impossible[0].target} in the target, saved as "
+            f"{impossible[0].saved}{_others(impossible[1:])}; restore it as {impossible[0].saved} and convert it then"
+        )
+    refused = [
+        cast
+        for cast in report.cast
+        if options.cast == "exact" or (options.cast == "lossless" and not is_lossless(cast.saved, cast.target))
+    ]
+    if refused:
+        raise DTypeError(
+            f"tensor {refused[0].name!r} would be converted; got {refused[0].target} in the target, saved as "
+            f"{refused[0].saved}{_others(refused[1:])}; conversions allowed now: {options.cast}; "
+            "RestoreOptions(cast='any') allows all"
+        )
+
+
+def _others(tensors: Sequence[Reshaped | Cast]) -> str:
+    return f" (and so have {capped(repr(tensor.name) for tensor in tensors)})" if tensors else ""

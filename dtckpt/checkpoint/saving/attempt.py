@@ -1,0 +1,315 @@
+"""One attempt at a save, as one client goes through it: plan and agree, stage, write, merge, commit.
+
+`SaveAttempt.begin` ends when all clients agree on what is saved, and returns a `BegunSave`; `BegunSave.complete` does
+the rest, also in another thread. The drawing in `dtckpt.checkpoint.collective` shows both.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.saving import save_handle
+from dtckpt.checkpoint.saving.merge import merge_clients, remove_working_files
+from dtckpt.checkpoint.saving.plan import SavePlan, kept_plan
+from dtckpt.checkpoint.saving.report import SaveReport
+from dtckpt.checkpoint.saving.state import MemorySource, State
+from dtckpt.checkpoint.saving.votes import Summary, Written, validate_agreement
+from dtckpt.checkpoint.saving.write import ClientWriter
+from dtckpt.checkpoint.timing import Phases, find_slow
+from dtckpt.coordination.api import Coordination
+from dtckpt.errors import CheckpointError
+from dtckpt.format.manifest import Manifest
+from dtckpt.storage import commit
+from dtckpt.storage.failures import taken_over_error, translate_errors
+from dtckpt.storage.location import Location, location_of
+from dtckpt.storage.zarr_files import validate_kind
+
+logger = logging.getLogger("dtckpt.checkpoint")
+
+Stage = Callable[[State, SavePlan, Collective], State]
+"""Copies a client's planned state, so that later changes of its tensors do not reach the copy."""
+
+
+class SaveAttempt:
+    """A save that has not begun yet.
+
+    The caller holds ``collective.process_lock()`` from `begin` to the end of `BegunSave.complete`. An attempt that
+    fails in either leaves nothing under construction.
+
+    Args:
+        path: Where the checkpoint will be.
+        collect: Returns this client's description of the state; its errors reach all clients.
+        options: See `SaveOptions`.
+        coordination: The connection to the other clients.
+        participants: The clients that save; default: all of the job.
+        stage: Copies the state before `begin` returns; default: the state stays in the tensors' own memory.
+        extra_files: Files, by name, that the leader adds to the checkpoint; ``collect`` may still change them.
+        step: Which save this is; see `dtckpt.save`.
+    """
+
+    def __init__(
+        self,
+        path: str | Location,
+        collect: Callable[[], State],
+        options: SaveOptions,
+        coordination: Coordination,
+        participants: Sequence[int] | None = None,
+        *,
+        stage: Stage | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
+        step: int | None = None,
+    ) -> None:
+        self.collective = Collective(coordination, "save", options.timeout_s, participants)
+        self._path = path
+        self._collect = collect
+        self._options = options
+        self._member = coordination.member
+        self._stage = stage
+        self._extra_files = {} if extra_files is None else extra_files
+        self._step = step
+
+    def begin(self) -> BegunSave:
+        """Plan, agree with the other clients on what is saved, and stage. Collective: barrier ``save/begin``."""
+        collective, phases = self.collective, self.collective.phases
+        phases.begin(self._path, is_shown=self._options.progress and collective.client == 0)
+        construction = _Construction(phases)
+        with construction.removed_on_failure():
+            planned, payloads = collective.run_first_round(
+                "begin",
+                lambda: self._plan(construction),
+                step=self._step,
+                phase="plan",
+                meanwhile=self._stage_state,
+            )
+            token = validate_agreement(payloads, planned.plan)
+            if planned.staging_failure is not None:
+                # The others are past this round; they learn of the failure in their next one.
+                collective.run_round(planned.next_round, planned.raise_staging_failure)
+            return BegunSave(
+                path=self._path,
+                options=self._options,
+                job=self._member.job,
+                extra_files=self._extra_files,
+                collective=collective,
+                planned=planned,
+                token=token,
+                construction=construction,
+            )
+
+    def _plan(self, construction: _Construction) -> tuple[_Planned, bytes]:
+        """Describe and plan the state; on the leader, begin to build. Return the plan, and the vote's payload."""
+        save_handle.raise_unseen_failure()
+        # Resolved here: a save in the background keeps its path when the process changes its working directory.
+        place = commit.commit_target_of(location_of(self._path))
+        state = self._collect()
+        plan = kept_plan(state.specs, self._options.chunk_nbytes)
+        token = ""
+        if self.collective.is_leader:
+            validate_kind(self._options.kvstore, place.folder, (spec.codec for spec in state.specs))
+            place.check_target(overwrite=self._options.overwrite)
+            member = self._member
+            token = construction.lead(place, f"{member.attempt}-{member.incarnation:x}-{secrets.token_hex(4)}")
+        self.collective.phases.expect("write", plan.loads.get(self.collective.client, 0))
+        agreed = replace(self._options, progress=False)  # one client alone may show its progress
+        summary = Summary.of(str(place.where), token, plan, state.tree, agreed)
+        return _Planned(place, state, plan), summary.to_bytes()
+
+    def _stage_state(self, planned: _Planned) -> _Planned:
+        """Stage the state while the others are waited for: the copy hides the wait.
+
+        A state that is not staged is read later, by threads on streams of their own; so the work that fills it on
+        cards must have ended.
+        """
+        try:
+            if self._stage is not None:
+                with self.collective.phases.measure("stage"):
+                    return replace(planned, state=self._stage(planned.state, planned.plan, self.collective))
+            if isinstance(planned.state.source, MemorySource):
+                planned.state.source.synchronize()
+        except Exception as error:
+            return replace(planned, staging_failure=error)
+        return planned
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planned:
+    """The result of a client's part of the first round.
+
+    Args:
+        place: Where the checkpoint will be.
+        state: This client's state.
+        plan: What all clients write.
+        staging_failure: The error of this client's staging; the first round does not depend on it.
+    """
+
+    place: commit.CommitTarget
+    state: State
+    plan: SavePlan
+    staging_failure: Exception | None = None
+
+    @property
+    def next_round(self) -> str:
+        """Name of the round after the first."""
+        return "edges" if self.plan.has_moves else "written"
+
+    def raise_staging_failure(self) -> None:
+        """Raise the error of the staging, as this client's part of a round."""
+        assert self.staging_failure is not None  # noqa: S101  (else nobody calls this)
+        raise self.staging_failure
+
+
+class _Construction:
+    """The attempt that one client has under construction on storage; a failure removes it.
+
+    Its attributes are set one after the other, as the save goes on, because the save may fail after each.
+
+    Args:
+        phases: Ended by a failure.
+    """
+
+    def __init__(self, phases: Phases) -> None:
+        self.led: commit.CommitAttempt | None = None
+        """On the leader: the attempt that it began."""
+        self.joined: commit.CommitAttempt | None = None
+        """The attempt as this client writes to it."""
+        self.alive = ExitStack()
+        """On the leader: shows that the attempt lives, until it is closed."""
+        self._phases = phases
+
+    def lead(self, place: commit.CommitTarget, token: str) -> str:
+        """Begin the attempt; return the token that the other clients join it by."""
+        self.led = place.begin(token)
+        self.alive.enter_context(self.led.keep_alive())
+        return self.led.token
+
+    def join(self, place: commit.CommitTarget, token: str) -> commit.CommitAttempt:
+        """Return the attempt that the leader has begun."""
+        self.joined = place.join(token)
+        return self.joined
+
+    @contextmanager
+    def removed_on_failure(self) -> Iterator[None]:
+        """Remove what is under construction if the work inside fails."""
+        try:
+            yield
+        except BaseException as error:
+            self._phases.end(error)
+            if self.led is not None:
+                self.led.abandon()
+            if self.joined is not None:
+                # The leader may have taken the folder away while this client wrote, which made it again.
+                self.joined.sweep()
+            self.alive.close()
+            raise
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BegunSave:
+    """A save on which all clients have agreed; `complete` writes and commits it.
+
+    It does not refer to the caller's tensors if the state was staged.
+
+    Args:
+        path: The path that the caller gave.
+        options: See `SaveOptions`.
+        job: Name of the job.
+        extra_files: Files, by name, that the leader adds to the checkpoint.
+        collective: The operation, after its first round.
+        planned: This client's state, the plan and the place.
+        token: Names the leader's attempt.
+        construction: What this client has under construction.
+    """
+
+    path: str | Location
+    options: SaveOptions
+    job: str
+    extra_files: Mapping[str, bytes]
+    collective: Collective
+    planned: _Planned
+    token: str
+    construction: _Construction
+
+    @property
+    def where(self) -> Location:
+        """Where the checkpoint will be, also if the process changes its working directory meanwhile."""
+        return self.planned.place.where
+
+    def complete(self) -> SaveReport:
+        """Write and commit. Collective: barriers ``save/edges`` (where needed), ``save/written``, ``save/merged``."""
+        construction, collective, plan = self.construction, self.collective, self.planned.plan
+        with construction.removed_on_failure(), construction.alive:
+            writer = ClientWriter(
+                plan,
+                construction.join(self.planned.place, self.token),
+                client=collective.client,
+                clients=collective.participants,
+                source=self.planned.state.source,
+                options=self.options,
+                count=collective.phases.count,
+            )
+            if plan.has_moves:
+                collective.run_round("edges", lambda: self._hand_over(writer))
+            payloads = collective.run_round("written", lambda: self._write(writer), phase="write")
+            collective.run_round("merged", lambda: self._merge_and_commit(payloads), phase="merge")
+            collective.phases.end()
+            return SaveReport(self.where, plan.nbytes, collective.phases.costs)
+
+    @contextmanager
+    def _takeover_explained(self) -> Iterator[None]:
+        """If the work inside fails because a newer attempt took this one's folder away, say so instead."""
+        try:
+            yield
+        except CheckpointError as error:
+            joined = self.construction.joined
+            if joined is not None and joined.is_taken_over():
+                raise taken_over_error(self.where) from error
+            raise
+
+    def _hand_over(self, writer: ClientWriter) -> None:
+        with self._takeover_explained():
+            writer.hand_over()
+
+    def _write(self, writer: ClientWriter) -> bytes:
+        with self._takeover_explained():
+            digest = writer.write()
+        return Written(digest, self.collective.phases.costs).to_bytes()
+
+    def _merge_and_commit(self, payloads: Mapping[int, bytes]) -> None:
+        """On the leader, make one checkpoint of what all clients wrote; on the others, do nothing.
+
+        Args:
+            payloads: What each client said when it had written its part.
+        """
+        led = self.construction.led
+        if led is None:
+            return
+        options, state, plan = self.options, self.planned.state, self.planned.plan
+        written = {client: Written.from_bytes(data) for client, data in payloads.items()}
+        costs = {client: part.costs for client, part in written.items()}
+        if slow := find_slow(costs):
+            logger.warning("save of %s: %s", self.path, slow)
+        manifest = Manifest(
+            kvstore=options.kvstore,
+            arrays={},
+            tree=state.tree,
+            job=self.job,
+            num_clients=len(self.collective.participants),
+            attempt=self.token,
+            costs=costs,
+        )
+        chunk_lists = {client: part.chunk_list for client, part in written.items()}
+        with self._takeover_explained():
+            for name, data in self.extra_files.items():
+                with translate_errors(f"write {name}", led.folder):
+                    led.folder.write(name, data)
+                    if options.fsync:
+                        led.folder.sync([name])
+            merge_clients(plan, led.folder, chunk_lists, manifest, is_durable=options.fsync)
+            remove_working_files(led.folder, sorted(written), has_moves=plan.has_moves)
+        led.commit(overwrite=options.overwrite, is_durable=options.fsync)

@@ -1,0 +1,149 @@
+"""Merge the chunks that the clients wrote into one checkpoint with a manifest; done by the leader of a save.
+
+The leader trusts no client: it compares each chunk list with the digest that its client announced, its length with the
+plan, and the digests of copies with each other. Any difference fails the save before the manifest exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from dtckpt._proto import checkpoint_pb2
+from dtckpt.checkpoint.gc_pause import gc_paused
+from dtckpt.checkpoint.saving.documents import documents_of_share, plan_documents
+from dtckpt.checkpoint.saving.plan import NO_CLIENT, SavePlan
+from dtckpt.checkpoint.saving.write import CHUNKS_NAME, EDGES_PREFIX
+from dtckpt.errors import CheckpointCorruptError, ReplicaMismatchError, capped
+from dtckpt.format.content import content_digest
+from dtckpt.format.digest import bytes_digest
+from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.manifest import MANIFEST_NAME, ArrayEntry, ArrayKind, Manifest
+from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.folder import Folder
+from dtckpt.storage.zarr_tensorstore import DATABASE_NAME, client_folder, key_of, merge, sync_merged
+
+
+def merge_clients(
+    plan: SavePlan,
+    root: Folder,
+    announced: Mapping[int, int],
+    manifest: Manifest,
+    *,
+    is_durable: bool,
+) -> Manifest:
+    """Merge the clients' stores and chunk lists, and write the manifest. Called by the leader.
+
+    Args:
+        plan: The plan of the save.
+        root: The folder under construction.
+        announced: Digest of every client's chunk list, by client.
+        manifest: The manifest without its arrays.
+        is_durable: Whether to fsync.
+
+    Returns:
+        The complete manifest, as written.
+
+    Raises:
+        CheckpointCorruptError: A client did not write as planned, or a tensor does not hold what it must.
+        ReplicaMismatchError: Copies of one value differ between clients.
+        StorageError: Storage refused.
+    """
+    with gc_paused():
+        entries = {entry.name: entry for entry in _entries(plan, root, announced)}
+        complete = manifest.with_arrays(entries, plan_documents(plan)[1])
+    merge(manifest.kvstore, root, _last_keys(plan, sorted(announced)))
+    with translate_errors("write the manifest", root):
+        root.write(MANIFEST_NAME, complete.to_bytes())
+    if is_durable:
+        sync_merged(manifest.kvstore, root)
+    return complete
+
+
+def _last_keys(plan: SavePlan, clients: Sequence[int]) -> dict[int, str]:
+    """Return, by client, the key that it writes last; clients that write nothing are left out."""
+    keys: dict[int, str] = {}
+    for position, client in enumerate(clients):
+        for key, _ in documents_of_share(plan, position, len(clients))[-1:]:
+            keys[client] = key
+        last = plan.chunks_of(client)[-1:]
+        for index in plan.tensors_at(last).tolist():
+            tensor = plan.tensors[index]
+            keys[client] = key_of(tensor.path, tensor.grid.index(int(last[0] - plan.starts[index])))
+    return keys
+
+
+def _entries(plan: SavePlan, root: Folder, announced: Mapping[int, int]) -> Iterator[ArrayEntry]:
+    """Yield the manifest's entry of every tensor, from the plan and the clients' chunk lists."""
+    owners = set(np.unique(plan.owners).tolist())
+    if absent := sorted(owners - {NO_CLIENT} - set(announced)):
+        raise CheckpointCorruptError(f"clients {capped(absent)} wrote nothing; nothing was committed, save again")
+    digests = np.zeros(plan.owners.size, np.uint64)
+    contents = np.zeros(len(plan.tensors), np.uint64)
+    has_content = True
+    copies: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for client, expected in sorted(announced.items()):
+        chunk_list = _chunk_list(root / client_folder(client), client, expected)
+        chunks = plan.chunks_of(client)
+        tensors = np.unique(plan.tensors_at(chunks))
+        if chunk_list.plan != plan.topic or len(chunk_list.digests) != chunks.size:
+            raise CheckpointCorruptError(f"client {client} did not write as planned; nothing was committed, save again")
+        digests[chunks] = np.array(chunk_list.digests, np.uint64)
+        if len(chunk_list.contents) == tensors.size:
+            # A tensor's content is the exclusive or of the shares of its chunks, whoever wrote them.
+            contents[tensors] ^= np.array(chunk_list.contents, np.uint64)
+        else:
+            has_content = False
+        for copy in chunk_list.copies:
+            copies.setdefault((copy.tensor, copy.box), {}).setdefault(copy.digest, []).append(client)
+    _validate_copies(plan, copies)
+    kinds: dict[tuple[Any, ...], ArrayKind] = {}
+    for item, bounds, share in zip(plan.tensors, pairwise(plan.starts.tolist()), contents.tolist(), strict=True):
+        itemsize = DTYPES[item.spec.stored_dtype].itemsize
+        content = content_digest(share, item.grid.shape, itemsize) if has_content else None
+        if content is not None and item.spec.content not in (None, content):
+            raise CheckpointCorruptError(
+                f"tensor {item.spec.name!r} would not hold what it held before; got content {content:016x}, expected "
+                f"{item.spec.content:016x}; nothing was committed"
+            )
+        missing = frozenset(item.missing if NO_CLIENT in owners else ())
+        spec = item.spec
+        facts = spec.dtype, spec.stored_dtype, item.grid, item.owners.tobytes(), spec.layout, missing, spec.codec
+        # Most tensors of a model are like others; the manifest describes each kind once.
+        kind = kinds.get(facts)
+        if kind is None:
+            kind = kinds[facts] = ArrayKind(*facts[:3], item.owners, *facts[4:])
+        yield ArrayEntry(spec.name, item.path, kind, digests[slice(*bounds)], content)
+
+
+def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[int, Sequence[int]]]) -> None:
+    for (position, box), by_digest in sorted(copies.items()):
+        if len(by_digest) > 1:
+            spec = plan.tensors[position].spec
+            sides = " differs from ".join(f"that of clients {capped(clients)}" for clients in by_digest.values())
+            raise ReplicaMismatchError(
+                f"copies of {spec.holdings[box].region} of tensor {spec.name!r} must be equal: {sides}; "
+                "nothing was committed"
+            )
+
+
+def _chunk_list(folder: Folder, client: int, expected: int) -> checkpoint_pb2.ClientChunks:
+    with translate_errors(f"read the chunk list of client {client}", folder):
+        data = folder.read(CHUNKS_NAME)
+    if bytes_digest(data) != expected:
+        raise CheckpointCorruptError(
+            f"the chunk list of client {client} is not the one that it announced; nothing was committed, save again"
+        )
+    return checkpoint_pb2.ClientChunks.FromString(data)
+
+
+def remove_working_files(root: Folder, clients: Sequence[int], *, has_moves: bool) -> None:
+    """Remove the files that clients left for each other, once they are merged; no reader needs them."""
+    with translate_errors("remove working files", root):
+        for client in clients:
+            folder = root / client_folder(client)
+            # The merged database refers to the client's data files, not to the client's own database.
+            folder.remove([CHUNKS_NAME, DATABASE_NAME, *(folder.names(EDGES_PREFIX) if has_moves else ())])

@@ -1,0 +1,36 @@
+"""`SaveReport`: what a save cost on one client, phase by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dtckpt.format.manifest import PhaseCost
+from dtckpt.storage.location import Location
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """The result of a save, as one client measured it.
+
+    Args:
+        path: The checkpoint.
+        nbytes: Bytes of tensor data in it, those of all clients.
+        phases: Cost of each phase on this client, by name: ``plan``; ``edges`` (handing over pieces of chunks that
+            shards of several clients share, where there are such chunks); ``write`` (with digests); ``merge`` (on the
+            leader, with the commit); and ``barrier``, the wait for the others, which is in no other phase.
+    """
+
+    path: Location
+    nbytes: int
+    phases: Mapping[str, PhaseCost]
+
+    @property
+    def client_nbytes(self) -> int:
+        """Bytes that this client wrote."""
+        return self.phases["write"].nbytes
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all phases."""
+        return sum(phase.seconds for phase in self.phases.values())

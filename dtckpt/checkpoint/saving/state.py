@@ -1,0 +1,162 @@
+"""Describe the state that a save writes: its tensors for the plan, and this client's elements for the writer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtckpt.checkpoint.gc_pause import gc_paused
+from dtckpt.checkpoint.leaves import as_leaf, host_array, is_tensor, state_of_object, validate_mode
+from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorPlan, TensorSpec, copies_of, holdings_of
+from dtckpt.checkpoint.saving.replica_check import Copy
+from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
+from dtckpt.checkpoint.saving.write import Source
+from dtckpt.coordination.api import Coordination
+from dtckpt.errors import SliceError
+from dtckpt.format import tree as trees
+from dtckpt.format.codecs import NO_CODEC
+from dtckpt.format.slices import parse_slice_spec
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.region import Region
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class State:
+    """One client's description of the state that a save writes.
+
+    Args:
+        specs: The tensors, the same on all clients.
+        source: Where this client's elements come from.
+        tree: Structure of the state tree and its plain values, as JSON.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    source: Source
+    tree: bytes = b""
+
+
+def state_of_tree(tree: Any, options: SaveOptions, coordination: Coordination) -> State:
+    """Describe a state tree for a save over all clients of the job."""
+    leaves, structure = trees.flatten(tree, is_tensor, state_of_object)
+    entries = [(name, value, "") for name, value in leaves.items()]
+    return state_of_tensors(
+        entries, options, clients=range(coordination.member.num_clients), tree=trees.dump(structure)
+    )
+
+
+def state_of_tensors(
+    entries: Sequence[tuple[str, torch.Tensor, str]],
+    options: SaveOptions,
+    *,
+    clients: Sequence[int],
+    tree: bytes = b"",
+) -> State:
+    """Describe named tensors for a save.
+
+    Args:
+        entries: ``(name, tensor, slice string)``; the slice string is empty for a whole tensor.
+        options: See `SaveOptions`.
+        clients: The clients that hold a copy of the plain tensors.
+        tree: Structure of the state tree and its plain values, as JSON.
+    """
+    validate_mode()
+    with gc_paused():
+        leaves = [as_leaf(tensor, name) for name, tensor, _ in entries]
+        structure = tuple(
+            (name, leaf.shape, leaf.dtype, leaf.save_as_bf16, leaf.layout, slice_text)
+            for (name, _, slice_text), leaf in zip(entries, leaves, strict=True)
+        )
+        parts: dict[str, list[tuple[Region, list[torch.Tensor]]]] = {}
+        for (name, _, slice_text), leaf in zip(entries, leaves, strict=True):
+            boxes = leaf.distinct_parts()
+            if slice_text:
+                start = parse_slice_spec(slice_text, leaf.shape).region.offset
+                boxes = [(region.translate(start), copies) for region, copies in boxes]
+            parts.setdefault(name, []).extend(boxes)
+        # Only the options that the specs depend on: saves that differ in others then share their specs and their plan.
+        spec_options = SaveOptions(
+            save_as_bf16=options.save_as_bf16, stored_dtypes=options.stored_dtypes, codec=options.codec
+        )
+        specs = _specs(structure, spec_options, tuple(clients))
+    return State(specs, MemorySource(parts), tree)
+
+
+_Described = tuple[str, tuple[int, ...], str, bool, Layout | None, str]
+"""A tensor to be saved: name, shape, dtype, whether it asks for bfloat16, layout, slice string."""
+
+
+@lru_cache(maxsize=KEPT_STRUCTURES)
+def _specs(structure: tuple[_Described, ...], options: SaveOptions, clients: tuple[int, ...]) -> tuple[TensorSpec, ...]:
+    """Return the specs of the tensors: the very same objects for the same structure, so that its kept plan is found."""
+    specs: list[TensorSpec] = []
+    rules, codec = StoredDtypes(options), options.codec or NO_CODEC
+    for name, shape, dtype, save_as_bf16, layout, slice_text in structure:
+        in_whole = parse_slice_spec(slice_text, shape)
+        stored = rules.choose(name, dtype, save_as_bf16=save_as_bf16)
+        holdings = copies_of(clients, shape) if layout is None else holdings_of(layout, shape)
+        if slice_text:
+            holdings = tuple(Holding(item.region.translate(in_whole.region.offset), item.clients) for item in holdings)
+        # A layout says nothing of a larger tensor that this one is a slice of.
+        kept = layout if in_whole.full_shape == shape else None
+        specs.append(TensorSpec(name, in_whole.full_shape, dtype, stored, holdings, kept, codec=codec))
+    rules.validate_all_used()
+    return tuple(specs)
+
+
+class MemorySource:
+    """Elements from tensors in this client's memory.
+
+    Args:
+        parts: By tensor name, the boxes that this client holds, and the local copies of each.
+        noted: By tensor name and box, all copies of the boxes whose copies were digested and not staged as a whole.
+    """
+
+    max_pending_nbytes = None
+
+    def __init__(
+        self,
+        parts: Mapping[str, Sequence[tuple[Region, list[torch.Tensor]]]],
+        noted: Mapping[tuple[str, Region], Sequence[Copy]] | None = None,
+    ) -> None:
+        self._parts = parts
+        self._noted = noted or {}
+        self._host: dict[int, np.ndarray[Any, Any]] = {}
+
+    def synchronize(self) -> None:
+        """Wait for the work of the current streams on cards: other threads read the tensors on streams of their own."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            tensors = (copy for boxes in self._parts.values() for _, copies in boxes for copy in copies)
+            for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()
+
+    def parts(self, name: str) -> Sequence[tuple[Region, list[torch.Tensor]]]:
+        """Return the boxes of a tensor and the local copies of each."""
+        return self._parts.get(name, ())
+
+    def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
+        """Return a view of the elements of a region inside one of the boxes."""
+        for box, copies in self.parts(plan.spec.name):
+            if box == region:
+                return self._host_array(copies[0])
+            if box.contains(region):
+                return self._host_array(copies[0])[region.relative_to(box).slices()]
+        raise SliceError(f"this client does not hold {region} of tensor {plan.spec.name!r}")
+
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
+        """Return all local copies of a box."""
+        if (noted := self._noted.get((plan.spec.name, region))) is not None:
+            return noted
+        tensors = next(copies for box, copies in self.parts(plan.spec.name) if box == region)
+        return [Copy(self._host_array(tensor)) for tensor in tensors]
+
+    def _host_array(self, memory: torch.Tensor) -> np.ndarray[Any, Any]:
+        # A tensor on a card is copied to the host once, not once per chunk.
+        if id(memory) not in self._host:
+            self._host[id(memory)] = host_array(memory)
+        return self._host[id(memory)]
