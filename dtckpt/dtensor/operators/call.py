@@ -71,6 +71,10 @@ class Call:
     def __contains__(self, name: str) -> bool:
         return name in self._bound
 
+    def get(self, name: str) -> Any:
+        """Return an argument by its name, None if this overload has no such argument."""
+        return self._bound.get(name)
+
     @cached_property
     def tensors(self) -> list[DTensor]:
         """The tensors among the arguments, those in lists too, in the order in which they were passed."""

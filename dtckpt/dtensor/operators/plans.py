@@ -95,9 +95,9 @@ class RulePlan:
         self._is_view = signature.is_view
         self._examples = _viewed(call) if self._is_view else []
         self._is_in_place = bool(signature.written)
-        self._is_copying, self._may_copy = rule.is_copying, rule.local is not None
-        self._sized = [(_place_of(call, name), self._sizes_of(call, result)) for name, result in rule.sized]
-        self._offsets = self._offsets_of(call) if rule.is_located else None
+        self._is_copying, self._may_copy = rule.makes_copy, rule.local is not None
+        self._sized = [(_place_of(call, name), self._sizes_of(call, result)) for name, result in rule.local_size_args]
+        self._offsets = self._offsets_of(call) if rule.takes_offsets else None
         self._places = self._places_of(call)
         self._is_one = [str(one.type) for one in call.func._schema.returns] == ["Tensor"]
 

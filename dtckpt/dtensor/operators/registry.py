@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
 from dtckpt.dtensor.operators.call import Call, Operator
-from dtckpt.dtensor.operators.rule import Rule, pointwise
+from dtckpt.dtensor.operators.rule import Rule
+from dtckpt.dtensor.operators.rule_builders import pointwise
 
 Builder = Callable[[Call], Rule | None]
 """Makes the rule of a call; None if there is none for such arguments."""
@@ -47,6 +48,19 @@ def composite(*operators: Operator) -> Callable[[_F], _F]:
         return function
 
     return register
+
+
+def functional_overloads(*names: str) -> Iterator[Operator]:
+    """Yield the overloads of operators that write to no argument.
+
+    Args:
+        names: Names of operators, without ``aten::``.
+    """
+    for name in names:
+        packet = getattr(torch.ops.aten, name)
+        for overload in map(packet.__getattr__, packet.overloads()):
+            if not overload._schema.is_mutable:
+                yield overload
 
 
 def builder_of(func: Operator) -> Builder | None:

@@ -95,14 +95,14 @@ def _candidates(
         counts = [mesh.dim_size(other) for other, one in chosen.items() if one.factor == factor]
         if _may_split(rule, factor, (*counts, mesh.dim_size(axis))):
             reduction = rule.contracted.get(factor)
-            yield _Candidate(factor, reduction, () if reduction is None else tuple(rule.added))
+            yield _Candidate(factor, reduction, () if reduction is None else tuple(rule.counted_once))
 
 
 def _may_split(rule: Rule, factor: int, counts: tuple[int, ...]) -> bool:
     """Whether axes of these sizes may split a factor."""
     if factor in rule.whole:
         return False
-    split = [dims for number, dims in enumerate(rule.results) if number not in rule.alike]
+    split = [dims for number, dims in enumerate(rule.results) if number not in rule.replicated_results]
     if factor not in rule.contracted and not all(any(factor in dim for dim in dims) for dims in split):
         return False
     if not any(factor in dim for dims in rule.operands for dim in dims):
@@ -111,9 +111,9 @@ def _may_split(rule: Rule, factor: int, counts: tuple[int, ...]) -> bool:
     if any(_major(rule, dim) != factor for dim in dims):
         return False
     is_even = rule.sizes[factor] % math.prod(counts) == 0
-    if factor in rule.even or any(len(dim) > 1 for dim in dims):
+    if any(len(dim) > 1 for dim in dims):
         return is_even
-    return factor not in rule.filled or is_even or is_filled(rule.sizes[factor], counts)
+    return factor not in rule.nonempty_pieces or is_even or is_filled(rule.sizes[factor], counts)
 
 
 def _major(rule: Rule, dim: tuple[int, ...]) -> int | None:
@@ -147,7 +147,7 @@ def _keeps_first(rule: Rule, candidate: _Candidate, held: _Held) -> bool:
     """Whether the first operand stays as it is and is what the result is."""
     dim = _dim_of(candidate.factor, rule.results[0])
     result = candidate.reduction if dim is None else dim
-    return held == result and (0 in rule.unread or _wanted(rule, candidate, 0) == held)
+    return held == result and (0 in rule.shape_only_operands or _wanted(rule, candidate, 0) == held)
 
 
 def _cost(rule: Rule, candidate: _Candidate, size: int, held: Sequence[_Held], nbytes: Sequence[int]) -> float:
@@ -162,12 +162,12 @@ def _cost(rule: Rule, candidate: _Candidate, size: int, held: Sequence[_Held], n
     """
     cost = 0.0
     for operand, source in enumerate(held):
-        if operand in rule.unseen:
+        if operand in rule.any_layout_operands:
             continue
         wanted = _wanted(rule, candidate, operand)
-        if operand in rule.staying and source != wanted:
+        if operand in rule.costly_to_move and source != wanted:
             cost += 2 * move_cost(source, None, size, nbytes[operand])
-        elif operand not in rule.unread:
+        elif operand not in rule.shape_only_operands:
             cost += move_cost(source, wanted, size, nbytes[operand])
         elif source != wanted:
             cost += 1.0
@@ -208,8 +208,10 @@ def _choice(
     for number, (dims, layout) in enumerate(zip(rule.operands, layouts, strict=True)):
         partial = {axis: str(one.reduction) for axis, one in chosen.items() if number in one.group}
         wanted = _layout(dims, axes_of, mesh, partial)
-        is_there = _lie_alike(wanted, layout) or (number in rule.unread and wanted.split_axes == layout.split_axes)
-        is_there |= number in rule.unseen
+        is_there = _lie_alike(wanted, layout) or (
+            number in rule.shape_only_operands and wanted.split_axes == layout.split_axes
+        )
+        is_there |= number in rule.any_layout_operands
         operands.append(None if is_there else wanted)
     made = [_layout(dims, axes_of, mesh, _pending(dims, chosen)) for dims in rule.results]
     # What lies as the first operand has its very layout, with all that it says besides.

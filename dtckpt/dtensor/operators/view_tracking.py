@@ -98,7 +98,7 @@ _OF_PLACES = frozenset({torch.ops.aten.select.int, torch.ops.aten.slice.Tensor})
 """Views of some places along a dim."""
 
 
-def places_in(call: Call, shape: Sequence[int]) -> range:
+def viewed_indices(call: Call, shape: Sequence[int]) -> range:
     """Return the places along its dim that such a view of a tensor of this shape has."""
     size = shape[call["dim"]]
     if call.func is torch.ops.aten.slice.Tensor:
@@ -107,7 +107,7 @@ def places_in(call: Call, shape: Sequence[int]) -> range:
     return range(place, place + 1)
 
 
-def meeting(places: range, offset: int, count: int) -> tuple[slice, slice]:
+def intersect(places: range, offset: int, count: int) -> tuple[slice, slice]:
     """Return which of the places are in a piece of a dim, and where in the piece these are."""
     first, last = (min(max(0, -((places.start - end) // places.step)), len(places)) for end in (offset, offset + count))
     if first >= last:
@@ -132,7 +132,7 @@ def _write_places(tensor: DTensor, view: View) -> None:
     part(source)
     for device, piece, given in zip(layout.mesh.local_device_ids(), source.components, values, strict=True):
         region = layout.region(device, shape)
-        there, here = meeting(places_in(call, shape), region.offset[len(before)], region.shape[len(before)])
+        there, here = intersect(viewed_indices(call, shape), region.offset[len(before)], region.shape[len(before)])
         wide = given.unsqueeze(len(before)) if is_one else given
         piece[(*before, here)] = wide[(*before, there)]
 

@@ -103,8 +103,8 @@ def _attention(call: Call) -> Rule | None:
         call.operands(**operands),
         results,
         whole=heads.unsplit(are_queries_free=are_queries_free),
-        filled=frozenset({*heads.batch, *heads.heads, *heads.queries}),
-        alike=frozenset(range(2, len(results))),
+        nonempty_pieces=frozenset({*heads.batch, *heads.heads, *heads.queries}),
+        replicated_results=frozenset(range(2, len(results))),
     )
 
 
@@ -155,5 +155,5 @@ def _attention_backward(call: Call) -> Rule | None:
         operands,
         gradients,
         whole=heads.unsplit(are_queries_free=False),
-        filled=frozenset({*heads.batch, *heads.heads}),
+        nonempty_pieces=frozenset({*heads.batch, *heads.heads}),
     )

@@ -11,8 +11,8 @@ import torch
 
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.registry import composite, rule
-from dtckpt.dtensor.operators.rule import Dims, Factors, Passes, Rule
-from dtckpt.dtensor.operators.rule_builders import result_shapes
+from dtckpt.dtensor.operators.rule import LINEAR, Dims, Factors, Passes, Rule
+from dtckpt.dtensor.operators.rule_builders import batched, result_shapes
 
 _aten = torch.ops.aten
 
@@ -67,7 +67,7 @@ class _Channels:
             (result,),
             contracted=dict.fromkeys(contracted, "sum"),
             whole=frozenset(range(len(self.factors.sizes))) - free,
-            filled=frozenset(free),
+            nonempty_pieces=frozenset(free),
             passes=passes,
             **more,
         )
@@ -89,7 +89,7 @@ def _convolution(call: Call) -> Rule | None:
         result,
         contracted=channels.into,
         passes={"sum": linear, "avg": linear},
-        added=frozenset({2} if bias else ()),
+        counted_once=frozenset({2} if bias else ()),
         local=_with_own_groups(images[1], groups),
     )
 
@@ -135,14 +135,14 @@ def _one_gradient(call: Call) -> Rule | None:
         channels.images(images),
         channels.weight(weight, is_transposed=is_transposed),
     )
-    unread = 1 if is_of_images else 2
-    linear = ((0,), (3 - unread,))
+    skipped = 1 if is_of_images else 2
+    linear = ((0,), (3 - skipped,))
     return channels.rule(
         operands,
-        operands[unread],
+        operands[skipped],
         contracted=channels.out if is_of_images else channels.batch,
         passes={"sum": linear, "avg": linear},
-        unread=frozenset({unread}),
+        shape_only_operands=frozenset({skipped}),
         local=_gradient_with_own_groups(images[1], groups),
     )
 
@@ -156,3 +156,12 @@ def _gradient_with_own_groups(num_channels: int, groups: int) -> Any:
         return _aten.convolution_backward.default(grad, images, *args[:-2], own, args[-1])
 
     return run
+
+
+@rule(_aten.im2col.default, _aten.col2im.default)
+def _columns(call: Call) -> Rule | None:
+    """``fold`` and ``unfold``: the batch may be split; linear."""
+    (shape,) = call.shapes
+    # Columns have as many dims with a batch as images have without one.
+    is_batch = len(shape) == (4 if call.func is _aten.im2col.default else 3)
+    return batched(call, [len(shape) - 1], passes=LINEAR) if is_batch else None

@@ -26,6 +26,6 @@ def _transform(call: Call) -> Rule | None:
         (dims,),
         (results,),
         whole=frozenset(range(len(factors.sizes))) - frozenset(free),
-        filled=frozenset(free),
+        nonempty_pieces=frozenset(free),
         passes=LINEAR,
     )

@@ -15,7 +15,8 @@ from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_
 from dtckpt.dtensor.operators.operands import brought, part, replicated_layout, write
 from dtckpt.dtensor.operators.plans import absent, on_meta, written_to
 from dtckpt.dtensor.operators.registry import PLANNERS, builder_of
-from dtckpt.dtensor.operators.rule import Rule, pointwise
+from dtckpt.dtensor.operators.rule import Rule
+from dtckpt.dtensor.operators.rule_builders import pointwise
 from dtckpt.dtensor.operators.strategy import Choice, choose
 from dtckpt.dtensor.operators.tensor_spec import global_stride, spec, wrapped
 from dtckpt.dtensor.tensor import DTensor

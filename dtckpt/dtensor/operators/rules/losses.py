@@ -10,7 +10,8 @@ import torch
 from dtckpt.dtensor.operators.call import Call, Operator, signature_of
 from dtckpt.dtensor.operators.composite_helpers import accumulated
 from dtckpt.dtensor.operators.registry import rule
-from dtckpt.dtensor.operators.rule import LINEAR, Rule, pointwise
+from dtckpt.dtensor.operators.rule import LINEAR, Rule
+from dtckpt.dtensor.operators.rule_builders import pointwise
 
 _aten = torch.ops.aten
 

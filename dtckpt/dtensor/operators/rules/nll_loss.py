@@ -73,7 +73,7 @@ def _pick_rule(call: Call) -> Rule:
         contracted={picked: "sum"},
         passes=LINEAR,
         local=_pick,
-        is_located=True,
+        takes_offsets=True,
     )
 
 
@@ -88,9 +88,9 @@ def _put_rule(call: Call) -> Rule:
         (dims, others, others),
         (dims,),
         passes={"sum": ((1,),), "avg": ((1,),)},
-        unread=frozenset({0}),
+        shape_only_operands=frozenset({0}),
         local=_put,
-        is_located=True,
+        takes_offsets=True,
     )
 
 

@@ -11,9 +11,9 @@ from dtckpt.dtensor import random
 from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in
 from dtckpt.dtensor.operators.operands import brought, part, write
 from dtckpt.dtensor.operators.plans import WholePlan, on_meta, written_to
-from dtckpt.dtensor.operators.registry import composite, rule
-from dtckpt.dtensor.operators.rule import LINEAR, Rule, pointwise
-from dtckpt.dtensor.operators.rules.batched import functional_overloads
+from dtckpt.dtensor.operators.registry import composite, functional_overloads, rule
+from dtckpt.dtensor.operators.rule import Rule
+from dtckpt.dtensor.operators.rule_builders import pointwise
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import RandomParameterError
 from dtckpt.layout.layout import Layout
@@ -153,28 +153,7 @@ def _normal_around(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     return refill(torch.empty_like(like), "normal", generator) * std + mean
 
 
-# --- dropout ------------------------------------------------------------------------------------------------------
-
-
-@composite(_aten.native_dropout.default)
-def _dropout(input: Any, p: Any, train: Any) -> Any:  # noqa: A002
-    mask = torch.empty_like(input, dtype=torch.bool)
-    if train is False or p == 0:
-        return input.clone(), mask.fill_(True)
-    refill(mask, "bernoulli", p=1 - p)
-    return input * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-
-
-@composite(_aten._fused_dropout.default)
-def _kept(input: Any, p: Any, generator: Any = None) -> Any:  # noqa: A002
-    """Here ``p`` is the chance of what stays."""
-    mask = refill(torch.empty_like(input, dtype=torch.uint8), "bernoulli", generator, p=p)
-    return input * mask * (1 / p if p else 0.0), mask
-
-
-@rule(_aten.native_dropout_backward.default, _aten._masked_scale.default)
-def _dropout_backward(call: Call) -> Rule | None:
-    return pointwise(call.shapes, LINEAR)
+# --- random slopes ------------------------------------------------------------------------------------------------
 
 
 @composite(*functional_overloads("rrelu_with_noise_functional"))

@@ -10,8 +10,7 @@ from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.composite_helpers import accumulated, cast, is_split, settled
 from dtckpt.dtensor.operators.registry import composite, rule
 from dtckpt.dtensor.operators.rule import Rule
-from dtckpt.dtensor.operators.rules.reductions import over_dims
-from dtckpt.dtensor.operators.rules.scan_sort import along
+from dtckpt.dtensor.operators.rule_builders import along_dim, reduce_dims
 from dtckpt.dtensor.tensor import DTensor
 
 _aten = torch.ops.aten
@@ -20,19 +19,19 @@ _aten = torch.ops.aten
 @rule(_aten._softmax.default, _aten._log_softmax.default, _aten._safe_softmax.default)
 def _forward(call: Call) -> Rule | None:
     """The dim is whole."""
-    return along(call)
+    return along_dim(call)
 
 
 @rule(_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
 def _backward(call: Call) -> Rule | None:
     """The dim is whole; gradient and result lie alike."""
-    return along(call, num_operands=2)
+    return along_dim(call, num_operands=2)
 
 
 @rule(_aten.logsumexp.default)
 def _logsumexp_rule(call: Call) -> Rule | None:
     """The dims that go are whole."""
-    return over_dims(call, call["dim"], is_kept=call["keepdim"]) if call["dim"] else None
+    return reduce_dims(call, call["dim"], keepdim=call["keepdim"]) if call["dim"] else None
 
 
 def _is_along_split(tensor: DTensor, dim: int) -> bool:

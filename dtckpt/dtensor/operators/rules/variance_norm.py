@@ -12,7 +12,7 @@ from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.composite_helpers import accumulated, cast, is_split, settled
 from dtckpt.dtensor.operators.registry import composite, rule
 from dtckpt.dtensor.operators.rule import Rule
-from dtckpt.dtensor.operators.rules.reductions import named, over_dims, reduced_dims
+from dtckpt.dtensor.operators.rule_builders import reduce_dims, reduced_dims
 from dtckpt.dtensor.tensor import DTensor
 
 _aten = torch.ops.aten
@@ -29,19 +29,19 @@ _NORMS = (
 @rule(*_NORMS)
 def _norm_rule(call: Call) -> Rule | None:
     """The dims that go are whole."""
-    return over_dims(call, named(call, "dim"), is_kept=bool(named(call, "keepdim")))
+    return reduce_dims(call, call.get("dim"), keepdim=bool(call.get("keepdim")))
 
 
 @rule(_aten.var.correction, _aten.std.correction)
 def _one(call: Call) -> Rule | None:
     """The dims that go are whole."""
-    return over_dims(call, call["dim"], is_kept=call["keepdim"], local=_quietly(call, 1))
+    return reduce_dims(call, call["dim"], keepdim=call["keepdim"], local=_quietly(call, 1))
 
 
 @rule(_aten.var_mean.correction, _aten.std_mean.correction)
 def _two(call: Call) -> Rule | None:
     """The dims that go are whole."""
-    return over_dims(call, call["dim"], is_kept=call["keepdim"], num_results=2, local=_quietly(call, 2))
+    return reduce_dims(call, call["dim"], keepdim=call["keepdim"], num_results=2, local=_quietly(call, 2))
 
 
 def _quietly(call: Call, num_results: int) -> Callable[..., Any]:
