@@ -137,7 +137,7 @@ class DTensor(torch.Tensor):
         from dtckpt.dtensor import autograd
         from dtckpt.dtensor.operators import plain_tensors
 
-        gradient = plain_tensors.adopted(found, self.device_mesh)
+        gradient = plain_tensors.gradient_to_dtensor(found, self.device_mesh)
         wanted = autograd.gradient_layout(self._layout)
         if gradient._layout != wanted:
             gradient = autograd.redistribute(gradient, wanted)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dtckpt.dtensor import autograd, factories
-from dtckpt.dtensor.operators.operands import part
+from dtckpt.dtensor.operators.operands import unshare
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.dtensor.tensorflow_names import MeshLike
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError
@@ -125,7 +125,7 @@ def _placed(number: int, value: Any, wanted: Placements, is_checked: bool, is_re
 
 def _parts(tensor: DTensor, gradient: Placements) -> Sequence[torch.Tensor]:
     """Return a tensor's components, to which may be written; on a client outside the mesh, one without elements."""
-    part(tensor)
+    unshare(tensor)
     layout = (
         autograd.gradient_layout(tensor.layout)
         if gradient is None

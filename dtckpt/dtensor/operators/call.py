@@ -127,22 +127,22 @@ def numbers_in(values: Sequence[Any]) -> Iterator[Any]:
             yield from numbers_in(value)
 
 
-def substituted(value: Any, tensors: Iterator[Any]) -> Any:
+def _replace(value: Any, tensors: Iterator[Any]) -> Any:
     """Return an argument with its tensors exchanged for the next of an iterator."""
     if isinstance(value, torch.Tensor):
         return next(tensors)
     if isinstance(value, list | tuple):
-        return [substituted(item, tensors) for item in value]
+        return [_replace(item, tensors) for item in value]
     return value
 
 
-def with_tensors(
+def replace_tensors(
     args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return arguments with their tensors exchanged for others, in the order of `tensors_in`."""
     following = iter(tensors)
-    positional = [substituted(value, following) for value in args]
-    return positional, {name: substituted(value, following) for name, value in kwargs.items()}
+    positional = [_replace(value, following) for value in args]
+    return positional, {name: _replace(value, following) for name, value in kwargs.items()}
 
 
 @cache  # bounded by the number of operators

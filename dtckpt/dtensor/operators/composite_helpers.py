@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.autograd import gradient_layout
-from dtckpt.dtensor.operators.operands import brought
+from dtckpt.dtensor.operators.operands import to_layouts
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
@@ -19,25 +19,25 @@ def is_split(tensor: Any, dims: Iterable[int]) -> bool:
     return any(axes[dim] for dim in dims if -len(axes) <= dim < len(axes))
 
 
-def is_whole(*tensors: Any) -> bool:
+def are_replicated(*tensors: Any) -> bool:
     """Whether every device holds all of the tensors; None counts as held."""
     return all(tensor is None or tensor._layout.is_fully_replicated() for tensor in tensors)
 
 
-def settled(tensor: Any) -> Any:
+def reduce_pending(tensor: Any) -> Any:
     """Return a tensor without pending reductions, else as it lies: what is used twice is reduced once.
 
     Collective: Over the mesh's clients, if reductions are pending.
     """
-    return settled_all([tensor])[0]
+    return reduce_pending_all([tensor])[0]
 
 
-def settled_all(tensors: Sequence[Any]) -> list[Any]:
-    """Return tensors, each as `settled`, all reduced together. Collective: As there."""
-    return brought(tensors, [gradient_layout(one._layout) if one._layout.has_partial else None for one in tensors])
+def reduce_pending_all(tensors: Sequence[Any]) -> list[Any]:
+    """Return tensors, each as `reduce_pending`, all reduced together. Collective: As there."""
+    return to_layouts(tensors, [gradient_layout(one._layout) if one._layout.has_partial else None for one in tensors])
 
 
-def accumulated(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to add up in."""
     return torch.float32 if dtype in _HALVES else dtype
 

@@ -30,6 +30,6 @@ def kernel(signature: str) -> Callable[[_F], _F]:
     return register
 
 
-def operator(name: str) -> Operator:
+def custom_op(name: str) -> Operator:
     """Return the operator of this name."""
     return getattr(torch.ops.dtckpt, name).default

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators import plans, rules
-from dtckpt.dtensor.operators.call import Call, Operator, functional_of, signature_of, tensors_in, with_tensors
-from dtckpt.dtensor.operators.operands import replicated
-from dtckpt.dtensor.operators.plain_tensors import adopt
+from dtckpt.dtensor.operators.call import Call, Operator, functional_of, replace_tensors, signature_of, tensors_in
+from dtckpt.dtensor.operators.operands import to_replicated
+from dtckpt.dtensor.operators.plain_tensors import to_dtensors
 from dtckpt.dtensor.operators.registry import COMPOSITES, PLANNERS, builder_of
 from dtckpt.dtensor.operators.rule_builders import UnknownShapeError
-from dtckpt.dtensor.operators.strategy import choose
+from dtckpt.dtensor.operators.strategy import choose_layouts
 from dtckpt.dtensor.operators.tensor_spec import spec_of
 from dtckpt.dtensor.tensor import DTensor, described
 from dtckpt.errors import ClientFailedError, DtckptError, LayoutError, capped
@@ -49,25 +49,25 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """
     key: list[Any] = [id(func)]  # operators live as long as the process
     tensors: list[DTensor] = []
-    is_plain = _describe(args, key, tensors)
+    is_plain = _add_to_key(args, key, tensors)
     for name, value in kwargs.items():
         key.append(name)
-        is_plain |= _describe((value,), key, tensors)
+        is_plain |= _add_to_key((value,), key, tensors)
     if is_plain:
-        return _with_plain(func, args, kwargs)
+        return _run_with_plain_tensors(func, args, kwargs)
     known = tuple(key)
     plan = _PLANS.get(known)
     try:
         if plan is None:
-            return _first(known, func, args, kwargs, tensors)
+            return _plan_and_run(known, func, args, kwargs, tensors)
         plan.calls += 1
         return plan.run(args, kwargs, tensors)
     except Exception as error:
-        _tell(error, func, tensors)
+        _report_error(error, func, tensors)
         raise
 
 
-def _tell(error: Exception, func: Operator, tensors: Sequence[DTensor]) -> None:
+def _report_error(error: Exception, func: Operator, tensors: Sequence[DTensor]) -> None:
     """Tell the other clients of an error that only this one may have, as for one index out of range, once.
 
     Blocks: As `redistribution.tell`.
@@ -81,7 +81,7 @@ def _tell(error: Exception, func: Operator, tensors: Sequence[DTensor]) -> None:
         execute.tell(failure, [tensors[0].device_mesh])
 
 
-def _describe(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> bool:
+def _add_to_key(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> bool:
     """Add to the key what makes a difference to the plan, and collect the DTensors; tell whether one is plain."""
     is_plain = False
     for value in values:
@@ -98,7 +98,7 @@ def _describe(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> 
                 key.append(_INFINITE)
         elif isinstance(value, list | tuple):
             key.append(len(value))
-            is_plain |= _describe(value, key, tensors)
+            is_plain |= _add_to_key(value, key, tensors)
         elif isinstance(value, torch.Tensor):
             is_plain = True
         else:
@@ -106,16 +106,16 @@ def _describe(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> 
     return is_plain
 
 
-def _with_plain(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _run_with_plain_tensors(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator with plain tensors beside DTensors: they count as held by every device."""
     found = list(tensors_in((*args, *kwargs.values())))
     mesh = _common_mesh(func, [one for one in found if isinstance(one, DTensor)])
-    adopted = adopt(found, mesh)
-    made = dispatch(func, *with_tensors(args, kwargs, adopted))
+    adopted = to_dtensors(found, mesh)
+    made = dispatch(func, *replace_tensors(args, kwargs, adopted))
     written = list(tensors_in([Call(func, tuple(args), kwargs)[name] for name in signature_of(func).written]))
     for plain, ours in zip(found, adopted, strict=True):
         if not isinstance(plain, DTensor) and any(plain is one for one in written) and ours.components:
-            plain.resize_(ours.shape).copy_(replicated([ours])[0].components[0])
+            plain.resize_(ours.shape).copy_(to_replicated([ours])[0].components[0])
     return made
 
 
@@ -134,13 +134,13 @@ def _common_mesh(func: Operator, tensors: Sequence[DTensor]) -> Any:
     return next(iter(meshes))
 
 
-def _first(
+def _plan_and_run(
     key: tuple[Any, ...], func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
 ) -> Any:
     """Run a call for which there is no plan yet."""
     _common_mesh(func, tensors)
     call = Call(func, tuple(args), kwargs)
-    function = COMPOSITES.get(func) or _implicit(func)
+    function = COMPOSITES.get(func) or _decomposition_of(func)
     plan: plans.Plan | None = None
     if function is not None and func not in PLANNERS:
         plan = plans.CompositePlan(func, function)
@@ -159,7 +159,7 @@ def _first(
     return made
 
 
-def _implicit(func: Operator) -> Any:
+def _decomposition_of(func: Operator) -> Any:
     """Return what makes others of an operator that comes undone only in inference mode, unless it has a rule."""
     key = "CompositeImplicitAutograd"
     is_made = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
@@ -175,7 +175,7 @@ def plan_of(call: Call) -> plans.Plan:
     signature = signature_of(func)
     functional = functional_of(func) if signature.written else None
     if torch.Tag.inplace_view in func.tags and functional is not None:
-        return plans.ReshapingPlan(call, functional)
+        return plans.InplaceViewPlan(call, functional)
     is_in_place = bool(signature.written) and signature.written[0] == signature.names[0]
     # What is written to ``out`` must reach it, wherever the rule would have it.
     builder = None if signature.written and not is_in_place else builder_of(func)
@@ -189,15 +189,15 @@ def plan_of(call: Call) -> plans.Plan:
         sizes = [tensor.numel() * tensor.element_size() for tensor in call.tensors]
         shapes = (found.shape(number) for number in range(len(found.results)))
         made = sum(torch.Size(shape).numel() for shape in shapes) * max(t.element_size() for t in call.tensors)
-        choice = choose(found, plans.layouts_of(call.tensors), sizes, made, is_fixed=is_in_place)
-        if choice is not None and not _resizes(call, found, is_in_place):
+        choice = choose_layouts(found, plans.layouts_of(call.tensors), sizes, made, is_fixed=is_in_place)
+        if choice is not None and not _changes_shape(call, found, is_in_place):
             return plans.RulePlan(call, found, choice)
     if functional is not None:
-        return plans.WritingPlan(call, functional)
-    return plans.WholePlan(call)
+        return plans.WriteResultPlan(call, functional)
+    return plans.ReplicationPlan(call)
 
 
-def _resizes(call: Call, found: Any, is_in_place: bool) -> bool:
+def _changes_shape(call: Call, found: Any, is_in_place: bool) -> bool:
     """Whether an operator in place has a result of another shape than its operand's."""
     return is_in_place and found.shape(0) != tuple(call.tensors[0].shape)
 

@@ -9,13 +9,13 @@ from functools import lru_cache
 import torch
 
 from dtckpt.dtensor import autograd
-from dtckpt.dtensor.operators.tensor_spec import Spec, contiguous_stride, spec, wrapped
+from dtckpt.dtensor.operators.tensor_spec import Spec, contiguous_stride, intern_spec, wrap_components
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 
 
-def brought(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> list[DTensor]:
+def to_layouts(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> list[DTensor]:
     """Return tensors in other layouts (None: as they are), moved together.
 
     Collective: Over the mesh's clients, unless nothing moves between them.
@@ -28,8 +28,8 @@ def brought(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> lis
     result = list(tensors)
     for number in changing:
         layout = layouts[number]
-        if layout is not None and _is_relabelled(tensors[number]._layout, layout):
-            result[number] = wrapped(tensors[number].components, _spec_in(tensors[number], layout))
+        if layout is not None and _differs_in_name_only(tensors[number]._layout, layout):
+            result[number] = wrap_components(tensors[number].components, _spec_in(tensors[number], layout))
     changing = [number for number in changing if result[number] is tensors[number]]
     if changing:
         with torch.no_grad():
@@ -41,11 +41,11 @@ def brought(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> lis
 
 
 def _spec_in(tensor: DTensor, layout: Layout) -> Spec:
-    return spec(layout, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return intern_spec(layout, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 @lru_cache(maxsize=4096)
-def _differ_in_name(source: Layout, target: Layout) -> bool:
+def _have_same_pieces(source: Layout, target: Layout) -> bool:
     """Whether two layouts on one mesh have the same pieces, because axes of one device alone are used otherwise."""
     sizes = source.mesh.axis_sizes
 
@@ -58,19 +58,19 @@ def _differ_in_name(source: Layout, target: Layout) -> bool:
     return split(source) == split(target) and pending(source) == pending(target)
 
 
-def _is_relabelled(source: Layout, target: Layout) -> bool:
+def _differs_in_name_only(source: Layout, target: Layout) -> bool:
     has_small = 1 in source.mesh.shape
-    return has_small and source.mesh is target.mesh and _differ_in_name(source, target)
+    return has_small and source.mesh is target.mesh and _have_same_pieces(source, target)
 
 
-def replicated(tensors: Sequence[DTensor], *, is_copied: bool = False) -> list[DTensor]:
+def to_replicated(tensors: Sequence[DTensor], *, is_copied: bool = False) -> list[DTensor]:
     """Return tensors that every device holds whole, each with its own strides.
 
     Args:
         tensors: Of one mesh.
         is_copied: Return new memory in any case.
     """
-    whole = brought(tensors, [replicated_layout(tensor.device_mesh, tensor.ndim) for tensor in tensors])
+    whole = to_layouts(tensors, [replicated_layout(tensor.device_mesh, tensor.ndim) for tensor in tensors])
     return [
         made if made is tensor and not is_copied else _with_strides(made, tensor)
         for made, tensor in zip(whole, tensors, strict=True)
@@ -97,7 +97,7 @@ def replicated_layout(mesh: Mesh, ndim: int) -> Layout:
     return autograd.from_placements(mesh, None, ndim)
 
 
-def part(tensor: DTensor) -> None:
+def unshare(tensor: DTensor) -> None:
     """Give components that share memory, as copies that were packed from one tensor, memory of their own.
 
     Called before each of them is written to, or something shares its memory, through which it may be.
@@ -114,13 +114,13 @@ def part(tensor: DTensor) -> None:
     tensor._components = tuple(parted)
 
 
-def write(source: DTensor, target: DTensor) -> None:
-    """Write values to a tensor of the same shape, in its memory and layout. Collective: As `brought`."""
+def write_into(source: DTensor, target: DTensor) -> None:
+    """Write values to a tensor of the same shape, in its memory and layout. Collective: As `to_layouts`."""
     if source.dtype != target.dtype and target.layout.partial:
         components = [component.to(target.dtype) for component in source.components]
         source = DTensor(components, source.layout, source.shape, target.dtype, device=source.device)
-    (moved,) = brought([source], [target._layout])
-    part(target)
+    (moved,) = to_layouts([source], [target._layout])
+    unshare(target)
     for there, value in zip(target.components, moved.components, strict=True):
         there.copy_(value)
 

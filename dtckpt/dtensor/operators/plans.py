@@ -10,11 +10,18 @@ from typing import Any, Protocol
 import torch
 
 from dtckpt.dtensor.operators import view_tracking
-from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in, with_tensors
-from dtckpt.dtensor.operators.operands import brought, no_dispatch, part, replicated, replicated_layout, write
+from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, signature_of, tensors_in
+from dtckpt.dtensor.operators.operands import (
+    no_dispatch,
+    replicated_layout,
+    to_layouts,
+    to_replicated,
+    unshare,
+    write_into,
+)
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.strategy import Choice
-from dtckpt.dtensor.operators.tensor_spec import Spec, global_stride, spec, wrapped
+from dtckpt.dtensor.operators.tensor_spec import Spec, global_stride, intern_spec, wrap_components
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError
 from dtckpt.layout.layout import Layout
@@ -22,38 +29,38 @@ from dtckpt.layout.layout import Layout
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
-_UPDATED = ("running_mean", "running_var")
+_UNDECLARED_WRITES = ("running_mean", "running_var")
 """What operators write to though their signatures do not say so."""
 
-_is_trusted: ContextVar[bool] = ContextVar("is_trusted", default=False)
-_trusting: set[object] = set()
+_trusts: ContextVar[bool] = ContextVar("is_trusted", default=False)
+_trusting_blocks: set[object] = set()
 """Blocks in which every thread trusts: autograd has threads of its own for what lies on cards."""
 
 
 @contextmanager
-def trusted() -> Iterator[None]:
+def trust_plain_tensors() -> Iterator[None]:
     """Take plain tensors beside DTensors for the same on every client, in a context, without comparing them."""
-    token = _is_trusted.set(True)
+    token = _trusts.set(True)
     try:
         yield
     finally:
-        _is_trusted.reset(token)
+        _trusts.reset(token)
 
 
 @contextmanager
-def trusted_by_all_threads() -> Iterator[None]:
-    """As `trusted`, for all threads."""
+def trust_plain_tensors_in_all_threads() -> Iterator[None]:
+    """As `trust_plain_tensors`, for all threads."""
     block = object()
-    _trusting.add(block)
+    _trusting_blocks.add(block)
     try:
         yield
     finally:
-        _trusting.remove(block)
+        _trusting_blocks.remove(block)
 
 
-def is_trusted() -> bool:
+def are_plain_tensors_trusted() -> bool:
     """Whether plain tensors are taken for the same on every client."""
-    return bool(_trusting) or _is_trusted.get()
+    return bool(_trusting_blocks) or _trusts.get()
 
 
 class Plan(Protocol):
@@ -93,10 +100,12 @@ class RulePlan:
         self._specs: list[Spec | None] = [None] * len(rule.results)
         self._moves = any(layout is not None for layout in choice.operands)
         self._is_view = signature.is_view
-        self._examples = _viewed(call) if self._is_view else []
+        self._examples = _views_on_meta(call) if self._is_view else []
         self._is_in_place = bool(signature.written)
         self._is_copying, self._may_copy = rule.makes_copy, rule.local is not None
-        self._sized = [(_place_of(call, name), self._sizes_of(call, result)) for name, result in rule.local_size_args]
+        self._sized = [
+            (_argument_key(call, name), self._sizes_of(call, result)) for name, result in rule.local_size_args
+        ]
         self._offsets = self._offsets_of(call) if rule.takes_offsets else None
         self._places = self._places_of(call)
         self._is_one = [str(one.type) for one in call.func._schema.returns] == ["Tensor"]
@@ -124,17 +133,21 @@ class RulePlan:
 
     def _run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         if self._is_view:
-            part(tensors[0])
+            unshare(tensors[0])
         if self._is_in_place:
             for written in tensors_in(args[:1]):
-                part(written)
-        moved = brought(tensors, self._operands) if self._moves else tensors
+                unshare(written)
+        moved = to_layouts(tensors, self._operands) if self._moves else tensors
         parts = [tensor.components for tensor in moved]
         if not parts[0]:
-            return args[0] if self._is_in_place else absent(self.func, args, kwargs, tensors, self._results)
+            return (
+                args[0]
+                if self._is_in_place
+                else results_without_devices(self.func, args, kwargs, tensors, self._results)
+            )
         made = []
         for number in range(len(parts[0])):
-            local_args, local_kwargs = with_tensors(args, kwargs, [part[number] for part in parts])
+            local_args, local_kwargs = replace_tensors(args, kwargs, [part[number] for part in parts])
             for place, sizes in self._sized:
                 (local_args if isinstance(place, int) else local_kwargs)[place] = sizes[number]  # type: ignore[index]
             if self._offsets is not None:
@@ -150,7 +163,7 @@ class RulePlan:
     def _after_writing(self, args: Args, kwargs: Kwargs) -> Any:
         """Have what was written reach what it is a view of; return what the operator returns."""
         del kwargs
-        return written_to(args[0])
+        return finish_write(args[0])
 
     def _offsets_of(self, call: Call) -> list[list[tuple[int, ...]]]:
         """Return where the operands' pieces begin, by local device and operand."""
@@ -175,41 +188,41 @@ class RulePlan:
         if known is None or known.dtype is not components[0].dtype:
             shape = self._shapes[number]
             stride = global_stride(self._examples[number] if self._examples else components[0], shape)
-            known = self._specs[number] = spec(self._results[number], shape, stride, components[0].dtype)
-        return wrapped(components, known)
+            known = self._specs[number] = intern_spec(self._results[number], shape, stride, components[0].dtype)
+        return wrap_components(components, known)
 
     def _note_views(self, results: Any, call: Call, source: DTensor) -> None:
         is_own = source._view is None and self._operands[0] is None and not self._is_copying
         for number, result in enumerate([results] if isinstance(results, DTensor) else results):
-            is_shared = is_own and (not self._may_copy or _share(result.components[0], source.components[0]))
+            is_shared = is_own and (not self._may_copy or _share_memory(result.components[0], source.components[0]))
             if is_shared:
-                result._writes = view_tracking.writes_to(source)
+                result._writes = view_tracking.write_counter(source)
             else:
-                view_tracking.remember(result, source, call, None if result is results else number)
+                view_tracking.track_view(result, source, call, None if result is results else number)
 
 
-def _viewed(call: Call) -> list[torch.Tensor]:
+def _views_on_meta(call: Call) -> list[torch.Tensor]:
     """Return results on no device: a piece's strides may leave open which dim comes first, and the whole's do not."""
     try:
-        return list(tensors_in([on_meta(call.func, call.args, call.kwargs, call.tensors)]))
+        return list(tensors_in([run_on_meta(call.func, call.args, call.kwargs, call.tensors)]))
     except RuntimeError:
         return []  # a view that the whole's strides would not allow, and the pieces' do
 
 
-def _place_of(call: Call, name: str) -> int | str:
+def _argument_key(call: Call, name: str) -> int | str:
     """Return where an argument stands: its position, or its name."""
     number = signature_of(call.func).names.index(name)
     return number if number < len(call.args) else name
 
 
-def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors share memory, as far as they have any."""
     if one.is_meta or one.data_ptr() == other.data_ptr() or not one.numel():
         return True
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def written_to(tensor: Any) -> Any:
+def finish_write(tensor: Any) -> Any:
     """Have what was written to a tensor, or to each of a list, reach what it is a view of."""
     for one in tensors_in([tensor]):
         if one._view is not None:
@@ -219,19 +232,19 @@ def written_to(tensor: Any) -> Any:
     return tensor
 
 
-def on_meta(func: Operator, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
+def run_on_meta(func: Operator, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
     """Return the operator's result as to shapes and dtypes; raises what it raises for such arguments."""
     made = [
         torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
         for tensor in tensors
     ]
-    meta_args, meta_kwargs = with_tensors(args, kwargs, made)
+    meta_args, meta_kwargs = replace_tensors(args, kwargs, made)
     if "device" in meta_kwargs:
         meta_kwargs["device"] = torch.device("meta")
     return func(*meta_args, **meta_kwargs)
 
 
-def absent(
+def results_without_devices(
     func: Operator, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor], layouts: Sequence[Layout] = ()
 ) -> Any:
     """Return an operator's results on a client that has no device in the mesh.
@@ -251,7 +264,7 @@ def absent(
         layout = next(known, None) or replicated_layout(tensors[0].device_mesh, one.ndim)
         return DTensor([], layout, one.shape, one.dtype, device=tensors[0].device)
 
-    made = on_meta(func, args, kwargs, tensors)
+    made = run_on_meta(func, args, kwargs, tensors)
     return wrap(made) if isinstance(made, torch.Tensor) else type(made)(map(wrap, made))
 
 
@@ -268,11 +281,11 @@ class CompositePlan:
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         del tensors
-        with trusted():
+        with trust_plain_tensors():
             return self.function(*args, **kwargs)
 
 
-class WritingPlan:
+class WriteResultPlan:
     """Compute what an operator writes, and write it to its first argument or to ``out``, in the layout that it has."""
 
     route = "rule"
@@ -299,8 +312,8 @@ class WritingPlan:
             if not torch.can_cast(value.dtype, target.dtype):
                 raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
             with torch.no_grad():
-                write(value, target)
-            written_to(target)
+                write_into(value, target)
+            finish_write(target)
         count = len(self.func._schema.returns)
         if count and isinstance(call[self._written[0]], torch.Tensor):
             return targets[0] if count == 1 else tuple(targets[:count])
@@ -314,7 +327,7 @@ class WritingPlan:
         """
         is_out = self._written[0] != signature_of(self.func).names[0]
         if not is_out:
-            on_meta(self.func, args, kwargs, tensors)  # which may say it better
+            run_on_meta(self.func, args, kwargs, tensors)  # which may say it better
         if not is_out or target.numel() or target.dtype != value.dtype:
             raise LayoutError(
                 f"operator {self.func} writes to a DTensor of shape {tuple(target.shape)}, and shape stays; got a "
@@ -325,7 +338,7 @@ class WritingPlan:
         target._components, target._layout, target._spec, target._view = value.components, value._layout, None, None
 
 
-class WholePlan:
+class ReplicationPlan:
     """Have every device that holds a piece work on the whole of all operands.
 
     Args:
@@ -344,28 +357,28 @@ class WholePlan:
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         call = Call(self.func, tuple(args), kwargs)
-        names = [name for name in _UPDATED if name in self._signature.names]
+        names = [name for name in _UNDECLARED_WRITES if name in self._signature.names]
         written = list(tensors_in([call[name] for name in (*self._signature.written, *names)]))
         for tensor in written or (tensors[:1] if self._signature.is_view else ()):
-            part(tensor)
-        whole = replicated(tensors)
+            unshare(tensor)
+        whole = to_replicated(tensors)
         for number, tensor in enumerate(tensors):
             if whole[number] is not tensor and any(tensor is one for one in written):
-                whole[number] = replicated([tensor], is_copied=True)[0]
+                whole[number] = to_replicated([tensor], is_copied=True)[0]
         if not whole[0].components:
             if self._signature.written:
                 return call[self._signature.written[0]]
-            return absent(self.func, args, kwargs, tensors)
+            return results_without_devices(self.func, args, kwargs, tensors)
         made = []
         for number in range(len(whole[0].components)):
             parts = [tensor.components[number] for tensor in whole]
-            local_args, local_kwargs = with_tensors(args, kwargs, parts)
+            local_args, local_kwargs = replace_tensors(args, kwargs, parts)
             made.append(self._local(*local_args, **local_kwargs))
         for tensor, copy in zip(tensors, whole, strict=True):
             if any(tensor is one for one in written):
                 if copy is not tensor:
-                    write(copy, tensor)
-                written_to(tensor)
+                    write_into(copy, tensor)
+                finish_write(tensor)
         return self._wrapped(made, call, tensors, whole)
 
     def _wrapped(self, made: Sequence[Any], call: Call, tensors: Sequence[DTensor], whole: Sequence[DTensor]) -> Any:
@@ -399,21 +412,21 @@ class WholePlan:
         layout = replicated_layout(tensors[0].device_mesh, len(shape))
         stride = tuple(first.stride()) if first.layout is torch.strided else ()
         made = (
-            wrapped(components, spec(layout, shape, stride, first.dtype))
+            wrap_components(components, intern_spec(layout, shape, stride, first.dtype))
             if first.layout is torch.strided
             else DTensor(components, layout, shape, first.dtype)
         )
         if self._signature.is_view and first.layout is torch.strided:
             source, copy = tensors[0], whole[0]
             is_own = copy is source and source._view is None
-            if is_own and _share(first, copy.components[0]):
-                made._writes = view_tracking.writes_to(source)
+            if is_own and _share_memory(first, copy.components[0]):
+                made._writes = view_tracking.write_counter(source)
             else:
-                view_tracking.remember(made, source, call, place)
+                view_tracking.track_view(made, source, call, place)
         return made
 
 
-class ReshapingPlan:
+class InplaceViewPlan:
     """Change in place how a tensor's own sizes and strides read its values, as ``squeeze_`` does."""
 
     route = "rule"

@@ -20,7 +20,7 @@ _BELOW = torch._C._dispatch_keyset_full_after(EARLY_KEY)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def taken_early(*operators: Operator) -> Callable[[_F], _F]:
+def before_autograd(*operators: Operator) -> Callable[[_F], _F]:
     """Register a function for calls with a DTensor among the arguments.
 
     It gets the operator, the dispatch keys with which it goes on (``operator.redispatch(keys, ...)``), and arguments.

@@ -65,17 +65,17 @@ def functional_overloads(*names: str) -> Iterator[Operator]:
 
 def builder_of(func: Operator) -> Builder | None:
     """Return what makes an operator's rules; None if nothing does."""
-    return RULES.get(func) or (_by_element if _is_by_element(func) else None)
+    return RULES.get(func) or (_pointwise_rule if _is_tagged_pointwise(func) else None)
 
 
-def _is_by_element(func: Operator) -> bool:
+def _is_tagged_pointwise(func: Operator) -> bool:
     """Whether PyTorch says of an operator that each element of the results depends on one of each operand."""
     is_marked = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
     returns = func._schema.returns
     return is_marked and not func._schema.is_mutable and all(str(one.type) == "Tensor" for one in returns)
 
 
-def _by_element(call: Call) -> Rule | None:
+def _pointwise_rule(call: Call) -> Rule | None:
     found = pointwise(call.shapes)
     count = len(call.func._schema.returns)
     return None if found is None else replace(found, results=found.results * count)

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Call, Operator, tensors_in
-from dtckpt.dtensor.operators.plans import on_meta
+from dtckpt.dtensor.operators.plans import run_on_meta
 from dtckpt.dtensor.operators.rule import BILINEAR, Dims, Factors, Passes, Rule
 
 # --- elements -----------------------------------------------------------------------------------------------------
@@ -440,7 +440,7 @@ def result_shapes(call: Call) -> list[tuple[int, ...]]:
         UnknownShapeError: They depend on values, or the operator has no kernel for meta tensors.
     """
     try:
-        results = on_meta(call.func, call.args, call.kwargs, call.tensors)
+        results = run_on_meta(call.func, call.args, call.kwargs, call.tensors)
     except NotImplementedError as error:
         raise UnknownShapeError from error
     return [tuple(result.shape) for result in tensors_in([results])]

@@ -38,7 +38,7 @@ class _Candidate:
     group: tuple[int, ...] = ()
 
 
-def choose(
+def choose_layouts(
     rule: Rule, layouts: Sequence[Layout], nbytes: Sequence[int], result_nbytes: int, *, is_fixed: bool = False
 ) -> Choice | None:
     """Return the cheapest layouts for a rule, axis by axis of the mesh.
@@ -54,7 +54,7 @@ def choose(
         is_fixed: The first operand stays as it is and the result gets its layout, as in place; None if that cannot be.
     """
     mesh = layouts[0].mesh
-    now = [_by_axis(layout) for layout in layouts]
+    now = [_uses_by_axis(layout) for layout in layouts]
     chosen: dict[str, _Candidate] = {}
     for axis, size in mesh.axis_sizes.items():
         best: tuple[float, int] | None = None
@@ -71,19 +71,19 @@ def choose(
     return _choice(rule, layouts, nbytes, chosen, is_fixed)
 
 
-_Held = int | str | None
+_AxisUse = int | str | None
 """What an axis does to an operand: splits this dim, leaves this reduction pending, or nothing."""
 
 
-def _by_axis(layout: Layout) -> dict[str, _Held]:
-    held: dict[str, _Held] = dict(layout.partial)
+def _uses_by_axis(layout: Layout) -> dict[str, _AxisUse]:
+    held: dict[str, _AxisUse] = dict(layout.partial)
     for dim, axes in enumerate(layout.split_axes):
         held.update(dict.fromkeys(axes, dim))
     return held
 
 
 def _candidates(
-    rule: Rule, axis: str, now: Sequence[dict[str, _Held]], chosen: dict[str, _Candidate], mesh: Mesh
+    rule: Rule, axis: str, now: Sequence[dict[str, _AxisUse]], chosen: dict[str, _Candidate], mesh: Mesh
 ) -> Iterator[_Candidate]:
     reductions = dict.fromkeys(held[axis] for held in now if isinstance(held.get(axis), str))
     for reduction in reductions:
@@ -93,12 +93,12 @@ def _candidates(
     yield _Candidate()
     for factor in range(len(rule.sizes)):
         counts = [mesh.dim_size(other) for other, one in chosen.items() if one.factor == factor]
-        if _may_split(rule, factor, (*counts, mesh.dim_size(axis))):
+        if _may_shard(rule, factor, (*counts, mesh.dim_size(axis))):
             reduction = rule.contracted.get(factor)
             yield _Candidate(factor, reduction, () if reduction is None else tuple(rule.counted_once))
 
 
-def _may_split(rule: Rule, factor: int, counts: tuple[int, ...]) -> bool:
+def _may_shard(rule: Rule, factor: int, counts: tuple[int, ...]) -> bool:
     """Whether axes of these sizes may split a factor."""
     if factor in rule.whole:
         return False
@@ -108,21 +108,21 @@ def _may_split(rule: Rule, factor: int, counts: tuple[int, ...]) -> bool:
     if not any(factor in dim for dims in rule.operands for dim in dims):
         return False
     dims = [dim for dims in (*rule.operands, *rule.results) for dim in dims if factor in dim]
-    if any(_major(rule, dim) != factor for dim in dims):
+    if any(_major_factor(rule, dim) != factor for dim in dims):
         return False
     is_even = rule.sizes[factor] % math.prod(counts) == 0
     if any(len(dim) > 1 for dim in dims):
         return is_even
-    return factor not in rule.nonempty_pieces or is_even or is_filled(rule.sizes[factor], counts)
+    return factor not in rule.nonempty_pieces or is_even or has_no_empty_piece(rule.sizes[factor], counts)
 
 
-def _major(rule: Rule, dim: tuple[int, ...]) -> int | None:
+def _major_factor(rule: Rule, dim: tuple[int, ...]) -> int | None:
     """Return the first factor of a dim that is more than one element; an axis that splits the dim splits this one."""
     return next((factor for factor in dim if rule.sizes[factor] != 1), dim[0] if dim else None)
 
 
 @lru_cache(maxsize=4096)
-def is_filled(size: int, counts: tuple[int, ...]) -> bool:
+def has_no_empty_piece(size: int, counts: tuple[int, ...]) -> bool:
     """Whether no piece is empty, in whatever order axes of these sizes split a factor."""
     pieces = {size}
     for count in sorted(counts, reverse=True):
@@ -131,7 +131,7 @@ def is_filled(size: int, counts: tuple[int, ...]) -> bool:
     return 0 not in pieces
 
 
-def _wanted(rule: Rule, candidate: _Candidate, operand: int) -> _Held:
+def _use_by(rule: Rule, candidate: _Candidate, operand: int) -> _AxisUse:
     """Return what an axis does to an operand if a candidate is taken."""
     if operand in candidate.group:
         return candidate.reduction
@@ -143,14 +143,14 @@ def _dim_of(factor: int | None, dims: Dims) -> int | None:
     return None if factor is None else next((dim for dim, factors in enumerate(dims) if factor in factors), None)
 
 
-def _keeps_first(rule: Rule, candidate: _Candidate, held: _Held) -> bool:
+def _keeps_first(rule: Rule, candidate: _Candidate, held: _AxisUse) -> bool:
     """Whether the first operand stays as it is and is what the result is."""
     dim = _dim_of(candidate.factor, rule.results[0])
     result = candidate.reduction if dim is None else dim
-    return held == result and (0 in rule.shape_only_operands or _wanted(rule, candidate, 0) == held)
+    return held == result and (0 in rule.shape_only_operands or _use_by(rule, candidate, 0) == held)
 
 
-def _cost(rule: Rule, candidate: _Candidate, size: int, held: Sequence[_Held], nbytes: Sequence[int]) -> float:
+def _cost(rule: Rule, candidate: _Candidate, size: int, held: Sequence[_AxisUse], nbytes: Sequence[int]) -> float:
     """Return the cost of a candidate for an axis, given what the axis does to the operands.
 
     Args:
@@ -164,7 +164,7 @@ def _cost(rule: Rule, candidate: _Candidate, size: int, held: Sequence[_Held], n
     for operand, source in enumerate(held):
         if operand in rule.any_layout_operands:
             continue
-        wanted = _wanted(rule, candidate, operand)
+        wanted = _use_by(rule, candidate, operand)
         if operand in rule.costly_to_move and source != wanted:
             cost += 2 * move_cost(source, None, size, nbytes[operand])
         elif operand not in rule.shape_only_operands:
@@ -174,20 +174,20 @@ def _cost(rule: Rule, candidate: _Candidate, size: int, held: Sequence[_Held], n
     if candidate.reduction is not None:
         # What waited before may go on waiting, as in a copy: at the least it will be scattered.
         target = None if candidate.factor is not None else 0
-        nbytes_waiting = math.ceil(nbytes[-1] * _waiting(rule, candidate.factor))
+        nbytes_waiting = math.ceil(nbytes[-1] * _pending_fraction(rule, candidate.factor))
         # Along one device nothing need be done for it ever, which is better than a change of the operands.
         cost += move_cost(candidate.reduction, target, size, nbytes_waiting) if size > 1 else 0.5
     return cost
 
 
-def _waiting(rule: Rule, factor: int | None) -> float:
+def _pending_fraction(rule: Rule, factor: int | None) -> float:
     """Return the part of the results' elements that waits for a reduction when an axis splits a factor."""
     sizes = [math.prod(rule.shape(number)) for number in range(len(rule.results))]
     waits = [size for size, dims in zip(sizes, rule.results, strict=True) if _dim_of(factor, dims) is None]
     return sum(waits) / max(sum(sizes), 1)
 
 
-def move_cost(source: _Held, target: _Held, size: int, nbytes: int) -> float:
+def move_cost(source: _AxisUse, target: _AxisUse, size: int, nbytes: int) -> float:
     """Return what each device receives, in bytes, when an axis changes what it does to a tensor."""
     if source == target or source is None:
         return 0.0
@@ -203,30 +203,30 @@ def _choice(
     rule: Rule, layouts: Sequence[Layout], nbytes: Sequence[int], chosen: dict[str, _Candidate], is_fixed: bool
 ) -> Choice | None:
     mesh = layouts[0].mesh
-    axes_of = {factor: _ordered(rule, factor, layouts, nbytes, chosen) for factor in range(len(rule.sizes))}
+    axes_of = {factor: _axis_order(rule, factor, layouts, nbytes, chosen) for factor in range(len(rule.sizes))}
     operands: list[Layout | None] = []
     for number, (dims, layout) in enumerate(zip(rule.operands, layouts, strict=True)):
         partial = {axis: str(one.reduction) for axis, one in chosen.items() if number in one.group}
         wanted = _layout(dims, axes_of, mesh, partial)
-        is_there = _lie_alike(wanted, layout) or (
+        is_there = _is_same_layout(wanted, layout) or (
             number in rule.shape_only_operands and wanted.split_axes == layout.split_axes
         )
         is_there |= number in rule.any_layout_operands
         operands.append(None if is_there else wanted)
-    made = [_layout(dims, axes_of, mesh, _pending(dims, chosen)) for dims in rule.results]
+    made = [_layout(dims, axes_of, mesh, _pending_of(dims, chosen)) for dims in rule.results]
     # What lies as the first operand has its very layout, with all that it says besides.
-    results = tuple(layouts[0] if _lie_alike(one, layouts[0]) else one for one in made)
+    results = tuple(layouts[0] if _is_same_layout(one, layouts[0]) else one for one in made)
     if is_fixed and (operands[0] is not None or results[0] != layouts[0]):
         return None
     return Choice(tuple(operands), results)
 
 
-def _lie_alike(one: Layout, other: Layout) -> bool:
+def _is_same_layout(one: Layout, other: Layout) -> bool:
     """Whether two layouts on one mesh say the same of where values are, whatever their types."""
     return one.split_axes == other.split_axes and one.partial == other.partial
 
 
-def _pending(dims: Dims, chosen: dict[str, _Candidate]) -> dict[str, str]:
+def _pending_of(dims: Dims, chosen: dict[str, _Candidate]) -> dict[str, str]:
     """Return what a result of these dims waits for, by axis."""
     return {
         axis: one.reduction
@@ -235,7 +235,7 @@ def _pending(dims: Dims, chosen: dict[str, _Candidate]) -> dict[str, str]:
     }
 
 
-def _ordered(
+def _axis_order(
     rule: Rule, factor: int, layouts: Sequence[Layout], nbytes: Sequence[int], chosen: dict[str, _Candidate]
 ) -> tuple[str, ...]:
     """Return the axes that split a factor, major first: as the largest operand has them already."""
@@ -253,11 +253,11 @@ def _ordered(
 
 def _layout(dims: Dims, axes_of: dict[int, tuple[str, ...]], mesh: Mesh, partial: dict[str, str]) -> Layout:
     specs = [tuple(axis for factor in dim for axis in axes_of[factor]) for dim in dims]
-    return _known_layout(id(mesh), mesh, tuple(specs), tuple(partial.items()))
+    return _cached_layout(id(mesh), mesh, tuple(specs), tuple(partial.items()))
 
 
 @lru_cache(maxsize=8192)
-def _known_layout(
+def _cached_layout(
     identity: int, mesh: Mesh, specs: tuple[tuple[str, ...], ...], partial: tuple[tuple[str, str], ...]
 ) -> Layout:
     # Equal meshes may be seen from different clients of one process.

@@ -29,7 +29,7 @@ class Spec:
 _SPECS: dict[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], Spec] = {}
 
 
-def spec(layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Spec:
+def intern_spec(layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Spec:
     """Return the spec; layouts are told apart by identity, since equal meshes may be seen from different clients."""
     key = id(layout), shape, stride, dtype
     found = _SPECS.get(key)
@@ -45,11 +45,11 @@ def spec_of(tensor: DTensor) -> Spec:
     """Return a tensor's spec."""
     known: Spec | None = tensor._spec
     if known is None or known.layout is not tensor._layout:
-        known = tensor._spec = spec(tensor._layout, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        known = tensor._spec = intern_spec(tensor._layout, tuple(tensor.shape), tensor.stride(), tensor.dtype)
     return known
 
 
-def wrapped(components: Sequence[torch.Tensor], described: Spec, device: torch.device | None = None) -> DTensor:
+def wrap_components(components: Sequence[torch.Tensor], described: Spec, device: torch.device | None = None) -> DTensor:
     """Return the DTensor of components that a spec describes."""
     made: DTensor = torch.Tensor._make_wrapper_subclass(
         DTensor,

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators.call import Call, Operator, tensors_in, with_tensors
-from dtckpt.dtensor.operators.operands import brought, part, replicated, write
-from dtckpt.dtensor.operators.tensor_spec import spec_of, wrapped
+from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, tensors_in
+from dtckpt.dtensor.operators.operands import to_layouts, to_replicated, unshare, write_into
+from dtckpt.dtensor.operators.tensor_spec import spec_of, wrap_components
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.layout import UNSHARDED, Layout
 
@@ -47,16 +47,16 @@ class View:
     def refresh(self, tensor: DTensor) -> None:
         """Make the view, ``tensor``, again if the source was written to since. Collective: As its operator."""
         _ = self.source.components  # which may have to be made again itself
-        (count,) = writes_to(self.source)
+        (count,) = write_counter(self.source)
         if count != self.count:
             with torch.no_grad():
                 again = self.of(self.source)
                 again._view = None  # it is up to date, and must not be made again itself
-                tensor._components = brought([again], [tensor._layout])[0].components
+                tensor._components = to_layouts([again], [tensor._layout])[0].components
             self.count = count
 
 
-def writes_to(tensor: DTensor) -> list[int]:
+def write_counter(tensor: DTensor) -> list[int]:
     """Return how often a tensor, and all that share values with it, were written to: one list of theirs, of one number.
 
     PyTorch's versions will not do: what is written to ``tensor.data``, or in inference mode, does not count there.
@@ -66,18 +66,18 @@ def writes_to(tensor: DTensor) -> list[int]:
     return tensor._writes
 
 
-def remember(view: DTensor, source: DTensor, call: Any, number: int | None) -> None:
+def track_view(view: DTensor, source: DTensor, call: Any, number: int | None) -> None:
     """Note how a view was made."""
-    view._writes = writes_to(source)
+    view._writes = write_counter(source)
     view._view = View(alias_of(source), call.func, call.args, call.kwargs, number, view._writes[0])
 
 
 def alias_of(tensor: DTensor) -> DTensor:
     """Return another DTensor with the same memory and layout, which follows what the tensor does."""
-    part(tensor)
-    alias = wrapped(tensor.components, spec_of(tensor), tensor.device)
+    unshare(tensor)
+    alias = wrap_components(tensor.components, spec_of(tensor), tensor.device)
     alias._view = None if tensor._view is None else replace(tensor._view)
-    alias._writes = writes_to(tensor)
+    alias._writes = write_counter(tensor)
     return alias
 
 
@@ -86,15 +86,15 @@ def write_through(tensor: DTensor) -> None:
     view = tensor._view
     assert view is not None  # noqa: S101  (else nobody calls this)
     with torch.no_grad():
-        if view.func in _OF_PLACES and view.source.ndim:
-            _write_places(tensor, view)
+        if view.func in _INDEX_VIEWS and view.source.ndim:
+            _write_indices(tensor, view)
         else:
-            _write_whole(tensor, view)
+            _write_replicated(tensor, view)
     if view.source._view is not None:
         write_through(view.source)
 
 
-_OF_PLACES = frozenset({torch.ops.aten.select.int, torch.ops.aten.slice.Tensor})
+_INDEX_VIEWS = frozenset({torch.ops.aten.select.int, torch.ops.aten.slice.Tensor})
 """Views of some places along a dim."""
 
 
@@ -116,7 +116,7 @@ def intersect(places: range, offset: int, count: int) -> tuple[slice, slice]:
     return slice(first, last), slice(here.start - offset, here[-1] - offset + 1, here.step)
 
 
-def _write_places(tensor: DTensor, view: View) -> None:
+def _write_indices(tensor: DTensor, view: View) -> None:
     """Have each device write what its piece of the source has of the view's places."""
     source, call = view.source, Call(view.func, view.args, view.kwargs)
     layout, shape = source._layout, tuple(source.shape)
@@ -126,10 +126,10 @@ def _write_places(tensor: DTensor, view: View) -> None:
     specs[len(before) : len(before) + 1] = [] if is_one else [UNSHARDED]
     # What was written has yet to reach the source, so that the view must not be made again from that.
     tensor._view = None
-    (value,) = brought([tensor], [Layout(specs, layout.mesh, layout.partial)])
+    (value,) = to_layouts([tensor], [Layout(specs, layout.mesh, layout.partial)])
     values = value.components
     tensor._view = view
-    part(source)
+    unshare(source)
     for device, piece, given in zip(layout.mesh.local_device_ids(), source.components, values, strict=True):
         region = layout.region(device, shape)
         there, here = intersect(viewed_indices(call, shape), region.offset[len(before)], region.shape[len(before)])
@@ -137,18 +137,18 @@ def _write_places(tensor: DTensor, view: View) -> None:
         piece[(*before, here)] = wide[(*before, there)]
 
 
-def _write_whole(tensor: DTensor, view: View) -> None:
+def _write_replicated(tensor: DTensor, view: View) -> None:
     """Have each device write all of the view to all of the source, and keep its piece."""
-    (whole,) = replicated([view.source], is_copied=True)
+    (whole,) = to_replicated([view.source], is_copied=True)
     # What was written has yet to reach the source, so that the view must not be made again from that.
     tensor._view = None
-    (value,) = replicated([tensor])
+    (value,) = to_replicated([tensor])
     values = value.components
     tensor._view = view
     others = list(tensors_in((*view.args[1:], *view.kwargs.values())))
     for number, component in enumerate(whole.components):
-        local = [other.components[number] for other in replicated(others)]
-        args, kwargs = with_tensors(view.args[1:], view.kwargs, local)
+        local = [other.components[number] for other in to_replicated(others)]
+        args, kwargs = replace_tensors(view.args[1:], view.kwargs, local)
         made = view.func(component, *args, **kwargs)
         (made if view.number is None else made[view.number]).copy_(values[number])
-    write(whole, view.source)
+    write_into(whole, view.source)

@@ -13,7 +13,7 @@ import torch
 from dtckpt.dtensor import random
 from dtckpt.dtensor.operators.call import Call, Operator
 from dtckpt.dtensor.operators.operands import replicated_layout
-from dtckpt.dtensor.operators.plans import on_meta
+from dtckpt.dtensor.operators.plans import run_on_meta
 from dtckpt.dtensor.operators.registry import composite
 from dtckpt.dtensor.operators.rules.random import refill
 from dtckpt.dtensor.tensor import DTensor
@@ -62,7 +62,7 @@ def _forward(func: Operator) -> None:
         weights, _ = _weights(call, _repeated(call["key"], count))
         number = random.agreed_key(weights.device_mesh)
         out = torch.matmul(weights * _kept(weights, call, number), _repeated(call["value"], count))
-        results: list[Any] = list(on_meta(func, args, kwargs, call.tensors))
+        results: list[Any] = list(run_on_meta(func, args, kwargs, call.tensors))
         seeds = [place for place, one in enumerate(func._schema.returns) if one.name in {"rng_state", "philox_seed"}]
         for place, meta in enumerate(results):
             if isinstance(meta, torch.Tensor):

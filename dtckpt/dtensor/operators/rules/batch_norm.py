@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators.composite_helpers import accumulated, cast, is_whole, settled
+from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype, are_replicated, cast, reduce_pending
 from dtckpt.dtensor.operators.registry import composite
 from dtckpt.dtensor.operators.rules.variance_norm import moments
 from dtckpt.dtensor.tensor import DTensor
@@ -29,7 +29,7 @@ def _normalise(
     tensor: Any, weight: Any, bias: Any, running: tuple[Any, Any], is_training: bool, momentum: float, eps: float
 ) -> tuple[Any, Any, Any]:
     """Return the normalised tensor, mean and reciprocal deviation (empty if not training); update what runs along."""
-    wide = settled(cast(tensor, accumulated(tensor.dtype)))
+    wide = reduce_pending(cast(tensor, accumulation_dtype(tensor.dtype)))
     channels = [tensor.shape[1]]
     if is_training:
         mean, squares = moments(wide, _others(tensor))
@@ -59,7 +59,7 @@ def _empty(tensor: Any, dtype: torch.dtype | None = None) -> Any:
 
 def _is_ours(*tensors: Any) -> bool:
     """Whether something is split or pending, and there is something to take statistics of."""
-    return not is_whole(*tensors) and tensors[0].ndim >= 2 and tensors[0].numel() > 0
+    return not are_replicated(*tensors) and tensors[0].ndim >= 2 and tensors[0].numel() > 0
 
 
 @composite(_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
@@ -139,13 +139,13 @@ def _backward(
     """Any dims; gradients of weight and bias are sums over the whole batch."""
     if not _is_ours(input, grad_out, weight, running_mean, running_var, save_mean, save_invstd):
         return NotImplemented
-    wide = accumulated(input.dtype)
-    gradient = settled(cast(grad_out, wide))
+    wide = accumulation_dtype(input.dtype)
+    gradient = reduce_pending(cast(grad_out, wide))
     mean = save_mean if train else cast(running_mean, wide)
     rstd = _along_channels(save_invstd if train else torch.rsqrt(cast(running_var, wide) + eps), input)
-    normal = (settled(cast(input, wide)) - _along_channels(mean, input)) * rstd
-    total = settled(torch.sum(gradient, _others(input), keepdim=True))
-    slope = settled(torch.sum(gradient * normal, _others(input), keepdim=True))
+    normal = (reduce_pending(cast(input, wide)) - _along_channels(mean, input)) * rstd
+    total = reduce_pending(torch.sum(gradient, _others(input), keepdim=True))
+    slope = reduce_pending(torch.sum(gradient * normal, _others(input), keepdim=True))
     scale = rstd if weight is None else rstd * _along_channels(weight, input)
     if train:
         count = input.numel() // input.shape[1]

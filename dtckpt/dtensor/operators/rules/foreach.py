@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in, with_tensors
-from dtckpt.dtensor.operators.operands import brought, part, replicated_layout, write
-from dtckpt.dtensor.operators.plans import absent, on_meta, written_to
+from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, signature_of, tensors_in
+from dtckpt.dtensor.operators.operands import replicated_layout, to_layouts, unshare, write_into
+from dtckpt.dtensor.operators.plans import finish_write, results_without_devices, run_on_meta
 from dtckpt.dtensor.operators.registry import PLANNERS, builder_of
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.rule_builders import pointwise
-from dtckpt.dtensor.operators.strategy import Choice, choose
-from dtckpt.dtensor.operators.tensor_spec import global_stride, spec, wrapped
+from dtckpt.dtensor.operators.strategy import Choice, choose_layouts
+from dtckpt.dtensor.operators.tensor_spec import global_stride, intern_spec, wrap_components
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.layout import Layout
 
@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class _Column:
+class _Row:
     """What stands at one index of the lists: where among all tensors of the call, and what is to become of it."""
 
     places: tuple[int, ...]
@@ -34,7 +34,7 @@ class _Column:
     shape: tuple[int, ...]
 
 
-class ListsPlan:
+class ForeachPlan:
     """Bring the tensors of each index together, call the operator once on each device, write back what had to move."""
 
     route = "rule"
@@ -46,7 +46,7 @@ class ListsPlan:
         self.func = call.func
         self._is_in_place = bool(signature.written)
         self._mesh = call.tensors[0].device_mesh
-        self._columns = tuple(_columns(call, is_fixed=self._is_in_place))
+        self._columns = tuple(_rows(call, is_fixed=self._is_in_place))
         wanted: list[Layout | None] = [
             None if tensor.layout.is_fully_replicated() else replicated_layout(self._mesh, tensor.ndim)
             for tensor in call.tensors
@@ -66,19 +66,19 @@ class ListsPlan:
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         for place in self._written:
-            part(tensors[place])
-        moved = brought(tensors, self._wanted) if self._moves else tensors
+            unshare(tensors[place])
+        moved = to_layouts(tensors, self._wanted) if self._moves else tensors
         parts = [tensor.components for tensor in moved]
         made = []
         for number in range(len(parts[0])):
-            local_args, local_kwargs = with_tensors(args, kwargs, [part[number] for part in parts])
+            local_args, local_kwargs = replace_tensors(args, kwargs, [part[number] for part in parts])
             made.append(self.func(*local_args, **local_kwargs))
         if not self._is_in_place:
             return self._wrapped(made, args, kwargs, tensors)
         for place in self._written:
             if moved[place] is not tensors[place]:
-                write(moved[place], tensors[place])
-            written_to(tensors[place])
+                write_into(moved[place], tensors[place])
+            finish_write(tensors[place])
         return None
 
     def _wrapped(
@@ -86,13 +86,15 @@ class ListsPlan:
     ) -> list[DTensor]:
         if not made:
             layouts = [column.choice.results[0] for column in self._columns]
-            return list(absent(self.func, args, kwargs, tensors, layouts))
+            return list(results_without_devices(self.func, args, kwargs, tensors, layouts))
         results = []
         for number, column in enumerate(self._columns):
             components = [one[number] for one in made]
             stride = global_stride(components[0], column.shape)
             results.append(
-                wrapped(components, spec(column.choice.results[0], column.shape, stride, components[0].dtype))
+                wrap_components(
+                    components, intern_spec(column.choice.results[0], column.shape, stride, components[0].dtype)
+                )
             )
         return results
 
@@ -102,7 +104,7 @@ def _given_names(call: Call) -> tuple[str, ...]:
     return (*signature_of(call.func).names[: len(call.args)], *call.kwargs)
 
 
-def _columns(call: Call, *, is_fixed: bool) -> list[_Column]:
+def _rows(call: Call, *, is_fixed: bool) -> list[_Row]:
     """Return what stands at each index of those arguments that are lists of tensors."""
     place = 0
     lists: list[list[int]] = []
@@ -116,18 +118,18 @@ def _columns(call: Call, *, is_fixed: bool) -> list[_Column]:
         tensors = [call.tensors[one] for one in places]
         rule = _rule_of(call, tensors)
         if rule is None or (is_fixed and rule.shape(0) != tuple(tensors[0].shape)):
-            on_meta(call.func, call.args, call.kwargs, call.tensors)  # which says what is wrong
+            run_on_meta(call.func, call.args, call.kwargs, call.tensors)  # which says what is wrong
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise RuntimeError(f"{call.func}: tensors of shapes {shapes} stand at one index, and cannot be broadcast")
-        choice = _choice(rule.exact_for(call, tensors), tensors, is_fixed=is_fixed)
-        found.append(_Column(tuple(places), choice, rule.shape(0)))
+        choice = _choose_layouts(rule.exact_for(call, tensors), tensors, is_fixed=is_fixed)
+        found.append(_Row(tuple(places), choice, rule.shape(0)))
     return found
 
 
-def _choice(rule: Rule, tensors: Sequence[DTensor], *, is_fixed: bool) -> Choice:
+def _choose_layouts(rule: Rule, tensors: Sequence[DTensor], *, is_fixed: bool) -> Choice:
     layouts = [tensor._layout for tensor in tensors]
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    found = choose(rule, layouts, sizes, max(sizes), is_fixed=is_fixed)
+    found = choose_layouts(rule, layouts, sizes, max(sizes), is_fixed=is_fixed)
     if found is not None:
         return found
     whole = [replicated_layout(layouts[0].mesh, tensor.ndim) for tensor in tensors]
@@ -138,7 +140,7 @@ def _choice(rule: Rule, tensors: Sequence[DTensor], *, is_fixed: bool) -> Choice
 def _rule_of(call: Call, tensors: Sequence[DTensor]) -> Rule | None:
     """Return the rule of the operator on single tensors, else that of any operator on elements."""
     found = None
-    single = _single(call.func)
+    single = _single_tensor_operator(call.func)
     builder = None if single is None else builder_of(single)
     if builder is not None:
         found = builder(Call(single, tuple(tensors), {}))
@@ -147,7 +149,7 @@ def _rule_of(call: Call, tensors: Sequence[DTensor]) -> Rule | None:
     return found
 
 
-def _single(func: Operator) -> Operator | None:
+def _single_tensor_operator(func: Operator) -> Operator | None:
     """Return the operator on single tensors that does what one does with lists."""
     name, _, overload = func.name().removeprefix("aten::").partition(".")
     if not name.startswith("_foreach_"):
@@ -159,16 +161,16 @@ def _single(func: Operator) -> Operator | None:
     return None
 
 
-_NOT_BY_ELEMENT = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
+_NOT_POINTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
 
 
 def _register() -> None:
     for name in torch._C._dispatch_get_all_op_names():
         base, _, overload = name.removeprefix("aten::").partition(".")
-        is_by_index = base.startswith("_foreach_") and base not in _NOT_BY_ELEMENT
+        is_by_index = base.startswith("_foreach_") and base not in _NOT_POINTWISE
         is_step = base.startswith(("_fused_ada", "_fused_sgd"))
         if name.startswith("aten::") and "out" not in overload and (is_by_index or (is_step and base.endswith("_"))):
-            PLANNERS[getattr(getattr(_aten, base), overload or "default")] = ListsPlan
+            PLANNERS[getattr(getattr(_aten, base), overload or "default")] = ForeachPlan
 
 
 _register()

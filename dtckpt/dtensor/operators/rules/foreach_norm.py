@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators.composite_helpers import settled, settled_all
-from dtckpt.dtensor.operators.operands import brought, part, replicated, replicated_layout, write
-from dtckpt.dtensor.operators.plans import written_to
+from dtckpt.dtensor.operators.composite_helpers import reduce_pending, reduce_pending_all
+from dtckpt.dtensor.operators.operands import replicated_layout, to_layouts, to_replicated, unshare, write_into
+from dtckpt.dtensor.operators.plans import finish_write
 from dtckpt.dtensor.operators.registry import composite
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.layout import UNSHARDED, Layout
@@ -30,7 +30,7 @@ def _foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | Non
     order = float(ord)
     if order == 0 or order < 0:
         return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
-    whole = settled_all(tensors)
+    whole = reduce_pending_all(tensors)
     mesh = whole[0].device_mesh
     if any(not tensor.is_floating_point() for tensor in whole) or not whole[0].components:
         return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
@@ -46,7 +46,7 @@ def _foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | Non
             terms.append(norms if math.isinf(order) else norms**order)
         layout = Layout([UNSHARDED], mesh, dict.fromkeys(axes, "max" if math.isinf(order) else "sum"))
         made = DTensor(terms, layout, (len(numbers),), torch.float64)
-        (total,) = brought([made], [replicated_layout(mesh, 1)])
+        (total,) = to_layouts([made], [replicated_layout(mesh, 1)])
         scalars = [one if math.isinf(order) else one ** (1 / order) for one in total.components]
         for place, number in enumerate(numbers):
             kind = dtype or whole[number].dtype
@@ -67,10 +67,10 @@ def _norms(parts: Sequence[torch.Tensor], order: float, dtype: torch.dtype | Non
 def _unscale(gradients: Sequence[Any], found_inf: Any, inv_scale: Any) -> None:
     """What one device finds in its pieces, all get to know."""
     for tensor in gradients:
-        part(tensor)
-    whole = settled_all(gradients)
+        unshare(tensor)
+    whole = reduce_pending_all(gradients)
     mesh = found_inf.device_mesh
-    (scale,) = replicated([inv_scale])
+    (scale,) = to_replicated([inv_scale])
     found = []
     for device, own in enumerate(scale.components):
         found.append(torch.zeros(found_inf.shape, dtype=found_inf.dtype, device=own.device))
@@ -78,8 +78,8 @@ def _unscale(gradients: Sequence[Any], found_inf: Any, inv_scale: Any) -> None:
         _aten._amp_foreach_non_finite_check_and_unscale_.default(parts, found[-1], own)
     waiting = Layout([UNSHARDED] * found_inf.ndim, mesh, dict.fromkeys(mesh.dim_names, "max"))
     made = DTensor(found, waiting, found_inf.shape, found_inf.dtype, device=found_inf.device)
-    found_inf.copy_(torch.maximum(found_inf, settled(made)))
+    found_inf.copy_(torch.maximum(found_inf, reduce_pending(made)))
     for tensor, one in zip(gradients, whole, strict=True):
         if one is not tensor:
-            write(one, tensor)
-        written_to(tensor)
+            write_into(one, tensor)
+        finish_write(tensor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.operands import replicated
+from dtckpt.dtensor.operators.operands import to_replicated
 from dtckpt.dtensor.operators.registry import composite, functional_overloads, rule
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.rule_builders import batched
@@ -47,5 +47,5 @@ def _solve(call: Call) -> Rule | None:
 @composite(_aten._linalg_check_errors.default)
 def _check_errors(info, api_name, *, is_matrix):  # type: ignore[no-untyped-def]
     """All clients get the error codes of all matrices, and raise together."""
-    for component in replicated([info])[0].components[:1]:
+    for component in to_replicated([info])[0].components[:1]:
         _aten._linalg_check_errors.default(component, api_name, is_matrix=is_matrix)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Call, Operator, signature_of
-from dtckpt.dtensor.operators.composite_helpers import accumulated
+from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype
 from dtckpt.dtensor.operators.registry import rule
 from dtckpt.dtensor.operators.rule import LINEAR, Rule
 from dtckpt.dtensor.operators.rule_builders import pointwise
@@ -36,7 +36,7 @@ def _forward(call: Call) -> Rule | None:
 
     def local(*args: Any, **kwargs: Any) -> torch.Tensor:
         loss = func(*_reduced_by(func, NONE, args, kwargs), **kwargs)
-        return (loss.sum(dtype=accumulated(loss.dtype)) / count).to(loss.dtype)  # type: ignore[no-any-return]
+        return (loss.sum(dtype=accumulation_dtype(loss.dtype)) / count).to(loss.dtype)  # type: ignore[no-any-return]
 
     return Rule(each.sizes, each.operands, ((),), contracted=dict.fromkeys(range(len(each.sizes)), "sum"), local=local)
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.composite_helpers import is_split, settled
-from dtckpt.dtensor.operators.custom_ops import kernel, operator
+from dtckpt.dtensor.operators.composite_helpers import is_split, reduce_pending
+from dtckpt.dtensor.operators.custom_ops import custom_op, kernel
 from dtckpt.dtensor.operators.registry import composite, rule
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.rule_builders import reduce_dims, reduced_dims, same_dims
@@ -45,7 +45,7 @@ def _positions(
     return positions.expand(component.shape)
 
 
-@rule(operator("positions"))
+@rule(custom_op("positions"))
 def _positions_rule(call: Call) -> Rule:
     """All dims may be split; values are not read."""
     shape_only = frozenset({0})
@@ -62,16 +62,16 @@ def _best(tensor: Any, dim: int | None, *, keepdim: bool, is_largest: bool) -> t
     if reduced is None or not tensor.ndim or not is_split(tensor, reduced) or not tensor.numel():
         return None
     dims = sorted(reduced)
-    tensor = settled(tensor)
-    best = settled((torch.amax if is_largest else torch.amin)(tensor, dims, keepdim=True))
+    tensor = reduce_pending(tensor)
+    best = reduce_pending((torch.amax if is_largest else torch.amin)(tensor, dims, keepdim=True))
     is_best = tensor == best
     if tensor.is_floating_point():
         is_best = torch.logical_or(is_best, torch.isnan(tensor))  # NaN beats all numbers
-    positions = operator("positions")(tensor, dim if dim is None else dims[0], list(tensor.shape))
+    positions = custom_op("positions")(tensor, dim if dim is None else dims[0], list(tensor.shape))
     beyond = torch.iinfo(torch.int64).max
     first = torch.amin(torch.masked_fill(positions, torch.logical_not(is_best), beyond), dims, keepdim=keepdim)
     shape = [size for one, size in enumerate(tensor.shape) if one not in reduced]
-    return best if keepdim else best.view(shape), settled(first)
+    return best if keepdim else best.view(shape), reduce_pending(first)
 
 
 def _register(of_dim: Any, of_all: Any, *, is_largest: bool) -> None:
@@ -98,7 +98,7 @@ def _aminmax(self: DTensor, *, dim: int | None = None, keepdim: bool = False) ->
     dims = [] if dim is None else [dim]
     if not self.ndim or not is_split(self, reduced_dims(dim, self.ndim) or ()):
         return NotImplemented
-    self = settled(self)
+    self = reduce_pending(self)
     return torch.amin(self, dims, keepdim), torch.amax(self, dims, keepdim)
 
 

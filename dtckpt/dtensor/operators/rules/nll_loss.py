@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.composite_helpers import accumulated, cast, is_whole, settled
-from dtckpt.dtensor.operators.custom_ops import kernel, operator
+from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype, are_replicated, cast, reduce_pending
+from dtckpt.dtensor.operators.custom_ops import custom_op, kernel
 from dtckpt.dtensor.operators.registry import composite, rule
 from dtckpt.dtensor.operators.rule import LINEAR, Factors, Rule
 from dtckpt.dtensor.operators.rules.losses import MEAN, NONE
@@ -59,7 +59,7 @@ def _here(index: torch.Tensor, offset: int, size: int) -> tuple[torch.Tensor, to
     return there, place.clamp(0, max(size - 1, 0))
 
 
-@rule(operator("pick"))
+@rule(custom_op("pick"))
 def _pick_rule(call: Call) -> Rule:
     """The dim may be split, the result waits for a sum; of a tensor of one dim every element is picked for."""
     shape, index_shape = call.shapes
@@ -77,7 +77,7 @@ def _pick_rule(call: Call) -> Rule:
     )
 
 
-@rule(operator("put"))
+@rule(custom_op("put"))
 def _put_rule(call: Call) -> Rule:
     """The dim may be split; values are linear."""
     dim, factors = call["dim"], Factors()
@@ -103,23 +103,25 @@ def _weights(scores: Any, target: Any, weight: Any, ignore_index: int) -> tuple[
     ignored = torch.eq(target, ignore_index)
     target = torch.masked_fill(target, ignored, -1)
     if weight is None:
-        return target, cast(torch.logical_not(ignored), accumulated(scores.dtype))
+        return target, cast(torch.logical_not(ignored), accumulation_dtype(scores.dtype))
     dim = _class_dim(scores)
-    return target, settled(operator("pick")(cast(weight, accumulated(scores.dtype)), target, 0, scores.shape[dim]))
+    return target, reduce_pending(
+        custom_op("pick")(cast(weight, accumulation_dtype(scores.dtype)), target, 0, scores.shape[dim])
+    )
 
 
 @composite(_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 def _forward(self: DTensor, target: DTensor, weight: DTensor | None, reduction: int, ignore_index: int) -> Any:
     """The class dim and the others may be split; nothing of the scores is moved."""
-    if is_whole(self, target, weight) or not self.numel():
+    if are_replicated(self, target, weight) or not self.numel():
         return NotImplemented
     dim = _class_dim(self)
     index, counts = _weights(self, target, weight, ignore_index)
-    picked = settled(operator("pick")(settled(self), index, dim, self.shape[dim]))
+    picked = reduce_pending(custom_op("pick")(reduce_pending(self), index, dim, self.shape[dim]))
     losses = torch.neg(picked * counts)
     if reduction == NONE:
         return cast(losses, self.dtype), _aten.new_zeros(losses, [], dtype=self.dtype)
-    total, loss = settled(torch.sum(counts)), torch.sum(losses)
+    total, loss = reduce_pending(torch.sum(counts)), torch.sum(losses)
     if reduction == MEAN:
         loss = loss / total
     return cast(loss, self.dtype), cast(total, self.dtype)
@@ -136,10 +138,10 @@ def _backward(
     total_weight: DTensor,
 ) -> Any:
     """As the forward pass; the gradient lies as the scores do."""
-    if is_whole(grad_output, self, target, weight) or not self.numel():
+    if are_replicated(grad_output, self, target, weight) or not self.numel():
         return NotImplemented
     index, counts = _weights(self, target, weight, ignore_index)
-    gradient = settled(grad_output)
+    gradient = reduce_pending(grad_output)
     if reduction == MEAN:
         gradient = gradient / total_weight
-    return operator("put")(self, torch.neg(counts * gradient), index, _class_dim(self))
+    return custom_op("put")(self, torch.neg(counts * gradient), index, _class_dim(self))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.composite_helpers import accumulated, cast, settled
+from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype, cast, reduce_pending
 from dtckpt.dtensor.operators.registry import composite, rule
 from dtckpt.dtensor.operators.rule import Dims, Factors, Rule
 from dtckpt.dtensor.operators.rules.variance_norm import moments, split_dims
@@ -73,7 +73,7 @@ def _layer_norm(input: DTensor, normalized_shape: Any, weight: Any, bias: Any, e
     dims = split_dims(input, range(-len(normalized_shape), 0))
     if dims is None:
         return NotImplemented
-    wide = settled(cast(input, accumulated(input.dtype)))
+    wide = reduce_pending(cast(input, accumulation_dtype(input.dtype)))
     mean, squares = moments(wide, dims)
     rstd = torch.rsqrt(squares / math.prod(normalized_shape) + eps)
     made = (wide - mean) * rstd
@@ -86,7 +86,7 @@ def _layer_norm(input: DTensor, normalized_shape: Any, weight: Any, bias: Any, e
 def _dtype_of_statistics(tensor: Any, weight: Any) -> torch.dtype:
     """Return the dtype in which PyTorch keeps mean and deviation."""
     if tensor.is_cuda:
-        return accumulated(tensor.dtype)
+        return accumulation_dtype(tensor.dtype)
     return tensor.dtype if weight is None else weight.dtype  # type: ignore[no-any-return]
 
 
@@ -105,9 +105,9 @@ def _layer_norm_backward(
     dims = split_dims(input, range(-len(normalized_shape), 0))
     if dims is None:
         return NotImplemented
-    wide = accumulated(input.dtype)
-    gradient = settled(cast(grad_out, wide))
-    normal = (settled(cast(input, wide)) - mean) * rstd
+    wide = accumulation_dtype(input.dtype)
+    gradient = reduce_pending(cast(grad_out, wide))
+    normal = (reduce_pending(cast(input, wide)) - mean) * rstd
     scaled = gradient if weight is None else gradient * weight
     projected = scaled - torch.mean(scaled, dims, keepdim=True)
     made = (projected - normal * torch.mean(scaled * normal, dims, keepdim=True)) * rstd
@@ -130,7 +130,7 @@ def _rms_norm(input: DTensor, normalized_shape: Any, weight: Any, eps: float | N
     dims = split_dims(input, range(-len(normalized_shape), 0))
     if dims is None:
         return NotImplemented
-    wide = settled(cast(input, accumulated(input.dtype)))
+    wide = reduce_pending(cast(input, accumulation_dtype(input.dtype)))
     rstd = torch.rsqrt(
         torch.mean(wide * wide, dims, keepdim=True) + (torch.finfo(input.dtype).eps if eps is None else eps)
     )
@@ -151,9 +151,9 @@ def _rms_norm_backward(
     dims = split_dims(input, range(-len(normalized_shape), 0))
     if dims is None:
         return NotImplemented
-    wide = accumulated(input.dtype)
-    gradient = settled(cast(grad_out, wide))
-    normal = settled(cast(input, wide)) * rstd
+    wide = accumulation_dtype(input.dtype)
+    gradient = reduce_pending(cast(grad_out, wide))
+    normal = reduce_pending(cast(input, wide)) * rstd
     scaled = gradient if weight is None else gradient * weight
     made = (scaled - normal * torch.mean(scaled * normal, dims, keepdim=True)) * rstd
     return (

@@ -9,8 +9,8 @@ import torch
 
 from dtckpt.dtensor import random
 from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in
-from dtckpt.dtensor.operators.operands import brought, part, write
-from dtckpt.dtensor.operators.plans import WholePlan, on_meta, written_to
+from dtckpt.dtensor.operators.operands import to_layouts, unshare, write_into
+from dtckpt.dtensor.operators.plans import ReplicationPlan, finish_write, run_on_meta
 from dtckpt.dtensor.operators.registry import composite, functional_overloads, rule
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.rule_builders import pointwise
@@ -39,19 +39,19 @@ def refill(
     layout, mesh, shape = tensor._layout, tensor.device_mesh, tuple(tensor.shape)
     key = random.agreed_key(mesh, generator) if known_key is None else known_key
     base = Layout(layout.sharding_specs, mesh) if layout.has_partial else layout
-    part(tensor)
+    unshare(tensor)
     components = [torch.empty_like(one) for one in tensor.components] if layout.has_partial else tensor.components
     limit = params.pop("p", None)
     limits: Any = [limit] * len(components)
     if isinstance(limit, DTensor):
-        limits = brought([limit], [base])[0].components
+        limits = to_layouts([limit], [base])[0].components
     for device, component, own in zip(mesh.local_device_ids(), components, limits, strict=True):
         if own is not None:
             params["p"] = own
         random.fill(kind, component, base.region(device, shape), shape, key, **params)
     if layout.has_partial:
-        write(DTensor(components, base, shape, tensor.dtype, device=tensor.device), tensor)
-    written_to(tensor)
+        write_into(DTensor(components, base, shape, tensor.dtype, device=tensor.device), tensor)
+    finish_write(tensor)
     return tensor
 
 
@@ -203,7 +203,7 @@ def _whole(func: Operator) -> Callable[..., Any]:
             own = None if device.type == "meta" else torch.Generator(device).manual_seed(key)
             return func(*parts, generator=own)
 
-        return WholePlan(call, local).run([call[name] for name in names], {}, call.tensors)
+        return ReplicationPlan(call, local).run([call[name] for name in names], {}, call.tensors)
 
     return composite(func)(run)
 
@@ -227,7 +227,7 @@ def _multinomial(weights: Any, num_samples: int, replacement: bool = False, *, g
     """
     if replacement and num_samples > 1:
         return _multinomial_of_whole(weights, num_samples, replacement, generator=generator)
-    on_meta(_aten.multinomial.default, (weights, num_samples, replacement), {}, [weights])
+    run_on_meta(_aten.multinomial.default, (weights, num_samples, replacement), {}, [weights])
     if not bool(((weights >= 0) & (weights < float("inf"))).all()):
         raise RandomParameterError("probability tensor contains either `inf`, `nan` or element < 0")
     if not bool((weights.sum(-1) > 0).all()):

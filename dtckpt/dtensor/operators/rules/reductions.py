@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.composite_helpers import accumulated
+from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype
 from dtckpt.dtensor.operators.registry import rule
 from dtckpt.dtensor.operators.rule import LINEAR, MONOTONE, Rule
 from dtckpt.dtensor.operators.rule_builders import reduce_dims, reduced_dims
@@ -46,7 +46,7 @@ def _mean(call: Call) -> Rule | None:
     def local(component: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if math.prod(component.shape[one] for one in reduced if shape) == count:
             return func(component, *args, **kwargs)  # type: ignore[no-any-return]
-        total = component.sum(sorted(reduced), keepdim, dtype=accumulated(dtype))
+        total = component.sum(sorted(reduced), keepdim, dtype=accumulation_dtype(dtype))
         return (total / count).to(dtype)
 
     return reduce_dims(call, dim, keepdim=keepdim, reduction="sum", passes=LINEAR, local=local)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.composite_helpers import accumulated, cast, is_split, settled
+from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype, cast, is_split, reduce_pending
 from dtckpt.dtensor.operators.registry import composite, rule
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.rule_builders import along_dim, reduce_dims
@@ -41,8 +41,8 @@ def _is_along_split(tensor: DTensor, dim: int) -> bool:
 
 def _shifted(tensor: DTensor, dims: list[int]) -> tuple[Any, Any]:
     """Return a tensor less its largest elements along dims, in a dtype to add up in, and these."""
-    tensor = settled(cast(tensor, accumulated(tensor.dtype)))
-    largest = settled(torch.amax(tensor, dims, keepdim=True))
+    tensor = reduce_pending(cast(tensor, accumulation_dtype(tensor.dtype)))
+    largest = reduce_pending(torch.amax(tensor, dims, keepdim=True))
     return tensor - largest, largest
 
 
@@ -59,7 +59,7 @@ def _log_softmax(self: DTensor, dim: int, half_to_float: bool) -> Any:
     if not _is_along_split(self, dim):
         return NotImplemented
     shifted, _ = _shifted(self, [dim])
-    total = settled(torch.sum(torch.exp(shifted), [dim], keepdim=True))
+    total = reduce_pending(torch.sum(torch.exp(shifted), [dim], keepdim=True))
     return _rounded(shifted - torch.log(total), self, half_to_float)
 
 
@@ -73,8 +73,8 @@ def _safe_softmax(self: DTensor, dim: int, dtype: torch.dtype | None = None) -> 
     """Rows without a finite element give zeros."""
     if not _is_along_split(self, dim):
         return NotImplemented
-    scores = settled(self if dtype is None else cast(self, dtype))
-    largest = settled(torch.amax(scores, [dim], keepdim=True))
+    scores = reduce_pending(self if dtype is None else cast(self, dtype))
+    largest = reduce_pending(torch.amax(scores, [dim], keepdim=True))
     return torch.masked_fill(_aten._softmax(scores, dim, False), largest == -torch.inf, 0.0)
 
 
@@ -82,8 +82,8 @@ def _safe_softmax(self: DTensor, dim: int, dtype: torch.dtype | None = None) -> 
 def _softmax_backward(grad_output: DTensor, output: DTensor, dim: int, input_dtype: torch.dtype) -> Any:
     if not _is_along_split(output, dim):
         return NotImplemented
-    scaled = settled(grad_output) * output
-    total = torch.sum(scaled, [dim], keepdim=True, dtype=accumulated(scaled.dtype))
+    scaled = reduce_pending(grad_output) * output
+    total = torch.sum(scaled, [dim], keepdim=True, dtype=accumulation_dtype(scaled.dtype))
     return cast(scaled - output * total, input_dtype)
 
 
@@ -91,8 +91,8 @@ def _softmax_backward(grad_output: DTensor, output: DTensor, dim: int, input_dty
 def _log_softmax_backward(grad_output: DTensor, output: DTensor, dim: int, input_dtype: torch.dtype) -> Any:
     if not _is_along_split(output, dim):
         return NotImplemented
-    grad_output = settled(grad_output)
-    total = torch.sum(grad_output, [dim], keepdim=True, dtype=accumulated(grad_output.dtype))
+    grad_output = reduce_pending(grad_output)
+    total = torch.sum(grad_output, [dim], keepdim=True, dtype=accumulation_dtype(grad_output.dtype))
     return cast(grad_output - torch.exp(output) * total, input_dtype)
 
 
@@ -100,8 +100,8 @@ def _log_softmax_backward(grad_output: DTensor, output: DTensor, dim: int, input
 def _logsumexp(self: DTensor, dim: list[int], keepdim: bool = False) -> Any:
     if not any(_is_along_split(self, one) for one in dim) or not self.is_floating_point():
         return NotImplemented
-    wide = settled(cast(self, accumulated(self.dtype)))
-    largest = settled(torch.amax(wide, dim, keepdim=True))
+    wide = reduce_pending(cast(self, accumulation_dtype(self.dtype)))
+    largest = reduce_pending(torch.amax(wide, dim, keepdim=True))
     largest = torch.masked_fill(largest, torch.isinf(largest), 0.0)
     total = torch.log(torch.sum(torch.exp(wide - largest), dim, keepdim=True)) + largest
     if keepdim:

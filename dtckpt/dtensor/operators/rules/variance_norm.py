@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.composite_helpers import accumulated, cast, is_split, settled
+from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype, cast, is_split, reduce_pending
 from dtckpt.dtensor.operators.registry import composite, rule
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.rule_builders import reduce_dims, reduced_dims
@@ -71,9 +71,9 @@ def moments(tensor: Any, dims: list[int]) -> tuple[Any, Any]:
         tensor: Without pending reductions, in the dtype to add up in.
         dims: That are kept, of size 1.
     """
-    mean = settled(torch.mean(tensor, dims, keepdim=True))
+    mean = reduce_pending(torch.mean(tensor, dims, keepdim=True))
     centred = tensor - mean
-    return mean, settled(torch.sum(centred * centred, dims, keepdim=True))
+    return mean, reduce_pending(torch.sum(centred * centred, dims, keepdim=True))
 
 
 def _register(of_one: Any, of_two: Any, finish: Callable[[Any], Any]) -> None:
@@ -81,7 +81,7 @@ def _register(of_one: Any, of_two: Any, finish: Callable[[Any], Any]) -> None:
         dims = split_dims(tensor, dim)
         if dims is None or not tensor.is_floating_point():
             return NotImplemented
-        mean, squares = moments(settled(cast(tensor, accumulated(tensor.dtype))), dims)
+        mean, squares = moments(reduce_pending(cast(tensor, accumulation_dtype(tensor.dtype))), dims)
         degrees = math.prod(tensor.shape[one] for one in dims) - (1 if correction is None else correction)
         kept = [1 if one in dims else size for one, size in enumerate(tensor.shape) if is_kept or one not in dims]
         both = finish(squares / max(0.0, float(degrees))), mean
@@ -108,7 +108,7 @@ def _norm(self: DTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *
     if dims is None:
         return NotImplemented
     tensor = self if dtype is None else cast(self, dtype)
-    size = torch.abs(settled(cast(tensor, accumulated(tensor.dtype))))
+    size = torch.abs(reduce_pending(cast(tensor, accumulation_dtype(tensor.dtype))))
     if math.isinf(ord):
         found = (torch.amax if ord > 0 else torch.amin)(size, dims, keepdim)
     elif ord == 0:

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators.call import Operator, tensors_in, with_tensors
-from dtckpt.dtensor.operators.plain_tensors import adopted
-from dtckpt.dtensor.operators.pre_autograd import taken_early
+from dtckpt.dtensor.operators.call import Operator, replace_tensors, tensors_in
+from dtckpt.dtensor.operators.plain_tensors import gradient_to_dtensor
+from dtckpt.dtensor.operators.pre_autograd import before_autograd
 from dtckpt.dtensor.tensor import DTensor
 
 _aten = torch.ops.aten
 
 
-@taken_early(
+@before_autograd(
     _aten.copysign.Tensor,
     _aten.max_pool2d_with_indices_backward.default,
     _aten.nextafter.default,
@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 def _with_gradients_adopted(operator: Operator, keys: Any, *args: Any, **kwargs: Any) -> Any:
     """Bring plain gradients to the mesh of the tensor that they are the gradient of."""
     given = map(_adopting, tensors_in((*args, *kwargs.values())))
-    local_args, local_kwargs = with_tensors(args, kwargs, list(given))
+    local_args, local_kwargs = replace_tensors(args, kwargs, list(given))
     return operator.redispatch(keys, *local_args, **local_kwargs)
 
 
@@ -39,5 +39,5 @@ def _adopting(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     mesh = tensor.device_mesh
     alias = tensor.view_as(tensor)
-    alias.register_hook(lambda gradient: adopted(gradient, mesh))  # type: ignore[no-untyped-call]  # as torch left it
+    alias.register_hook(lambda gradient: gradient_to_dtensor(gradient, mesh))  # type: ignore[no-untyped-call]  # as torch left it
     return alias
