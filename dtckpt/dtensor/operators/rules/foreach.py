@@ -46,7 +46,7 @@ class ForeachPlan:
         self.func = call.func
         self._is_in_place = bool(signature.written)
         self._mesh = call.tensors[0].device_mesh
-        self._columns = tuple(_rows(call, is_fixed=self._is_in_place))
+        self._columns = tuple(_rows(call, is_in_place=self._is_in_place))
         wanted: list[Layout | None] = [
             None if tensor.layout.is_fully_replicated() else replicated_layout(self._mesh, tensor.ndim)
             for tensor in call.tensors
@@ -104,7 +104,7 @@ def _given_names(call: Call) -> tuple[str, ...]:
     return (*signature_of(call.func).names[: len(call.args)], *call.kwargs)
 
 
-def _rows(call: Call, *, is_fixed: bool) -> list[_Row]:
+def _rows(call: Call, *, is_in_place: bool) -> list[_Row]:
     """Return what stands at each index of those arguments that are lists of tensors."""
     place = 0
     lists: list[list[int]] = []
@@ -117,19 +117,19 @@ def _rows(call: Call, *, is_fixed: bool) -> list[_Row]:
     for places in zip(*lists, strict=True):
         tensors = [call.tensors[one] for one in places]
         rule = _rule_of(call, tensors)
-        if rule is None or (is_fixed and rule.shape(0) != tuple(tensors[0].shape)):
+        if rule is None or (is_in_place and rule.shape(0) != tuple(tensors[0].shape)):
             run_on_meta(call.func, call.args, call.kwargs, call.tensors)  # which says what is wrong
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise RuntimeError(f"{call.func}: tensors of shapes {shapes} stand at one index, and cannot be broadcast")
-        choice = _choose_layouts(rule.exact_for(call, tensors), tensors, is_fixed=is_fixed)
+        choice = _choose_layouts(rule.exact_for(call, tensors), tensors, is_in_place=is_in_place)
         found.append(_Row(tuple(places), choice, rule.shape(0)))
     return found
 
 
-def _choose_layouts(rule: Rule, tensors: Sequence[DTensor], *, is_fixed: bool) -> Choice:
+def _choose_layouts(rule: Rule, tensors: Sequence[DTensor], *, is_in_place: bool) -> Choice:
     layouts = [tensor._layout for tensor in tensors]
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    found = choose_layouts(rule, layouts, sizes, max(sizes), is_fixed=is_fixed)
+    found = choose_layouts(rule, layouts, sizes, max(sizes), is_in_place=is_in_place)
     if found is not None:
         return found
     whole = [replicated_layout(layouts[0].mesh, tensor.ndim) for tensor in tensors]
