@@ -1,8 +1,8 @@
 """View tracking: keep a view equal to its source where the two share no memory.
 
 A view of a DTensor shares memory with its source if its components are views of the source's components. Some cannot
-be: to flatten a matrix that is split by columns, values have to move between devices first. Such a
-view has components of its own and a `View`, which records how it was made::
+be: to flatten a matrix that is split by columns, values have to move between devices first. Such a view has components
+of its own and a `View`, which records how it was made::
 
     source  --- view operator, values moved --->  view           view._view = View(source, operator, args, count)
        |                                            |

@@ -1,4 +1,8 @@
-"""Softmax and its kin: along a split dim, by the global maximum and the global sum, without gathering anything."""
+"""``softmax``, ``log_softmax``, ``logsumexp``, and their gradients.
+
+By rule where the dim is whole. Where it is split, each device computes the exponentials of its component; a maximum
+and a sum over the devices do the rest, and nothing is gathered.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +22,19 @@ _aten = torch.ops.aten
 
 @rule(_aten._softmax.default, _aten._log_softmax.default, _aten._safe_softmax.default)
 def _forward(call: Call) -> Rule | None:
-    """The dim is whole."""
+    """The dim must be whole."""
     return along_dim(call)
 
 
 @rule(_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
 def _backward(call: Call) -> Rule | None:
-    """The dim is whole; gradient and result lie alike."""
+    """The dim must be whole; gradient and result have one layout."""
     return along_dim(call, num_operands=2)
 
 
 @rule(_aten.logsumexp.default)
 def _logsumexp_rule(call: Call) -> Rule | None:
-    """The dims that go are whole."""
+    """The dims that are reduced must be whole."""
     return reduce_dims(call, call["dim"], keepdim=call["keepdim"]) if call["dim"] else None
 
 
@@ -40,7 +44,7 @@ def _is_along_split(tensor: DTensor, dim: int) -> bool:
 
 
 def _shifted(tensor: DTensor, dims: list[int]) -> tuple[Any, Any]:
-    """Return a tensor less its largest elements along dims, in a dtype to add up in, and these."""
+    """Return a tensor minus its maxima along dims, so that exponentials do not overflow, and the maxima."""
     tensor = reduce_pending(cast(tensor, accumulation_dtype(tensor.dtype)))
     largest = reduce_pending(torch.amax(tensor, dims, keepdim=True))
     return tensor - largest, largest
@@ -64,13 +68,13 @@ def _log_softmax(self: DTensor, dim: int, half_to_float: bool) -> Any:
 
 
 def _rounded(result: Any, like: DTensor, is_wide: bool) -> Any:
-    """Return a result in the dtype of the operand, unless it is to stay in a wider one."""
+    """Return a result in the operand's dtype, unless the caller wants the wider one."""
     return result if is_wide else cast(result, like.dtype)
 
 
 @composite(_aten._safe_softmax.default)
 def _safe_softmax(self: DTensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """Rows without a finite element give zeros."""
+    """The dim may be split, as in ``softmax``; rows of negative infinities give zeros."""
     if not _is_along_split(self, dim):
         return NotImplemented
     scores = reduce_pending(self if dtype is None else cast(self, dtype))
@@ -106,5 +110,5 @@ def _logsumexp(self: DTensor, dim: list[int], keepdim: bool = False) -> Any:
     total = torch.log(torch.sum(torch.exp(wide - largest), dim, keepdim=True)) + largest
     if keepdim:
         return cast(total, self.dtype)
-    gone = {one % self.ndim for one in dim}
-    return cast(total.view([size for one, size in enumerate(self.shape) if one not in gone]), self.dtype)
+    reduced = {one % self.ndim for one in dim}
+    return cast(total.view([size for one, size in enumerate(self.shape) if one not in reduced]), self.dtype)
