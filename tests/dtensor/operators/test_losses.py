@@ -96,6 +96,8 @@ ROWS = [
     _row("layer_norm", lambda t, w, b: F.layer_norm(t, (3,), w, b), _CUBE, _n(3), _n(3)),
     _row("layer_norm of two dims", lambda t, w, b: F.layer_norm(t, (6, 3), w, b), _CUBE, _n(6, 3), _n(6, 3)),
     _row("layer_norm without weights", lambda t: F.layer_norm(t, (3,)), _CUBE),
+    _row("layer_norm, weights frozen", lambda t, w, b: F.layer_norm(t, (3,), w.detach(), b), _CUBE, _n(3), _n(3)),
+    _row("layer_norm, input frozen", lambda t, w, b: F.layer_norm(t.detach(), (3,), w, b), _CUBE, _n(3), _n(3)),
     _row("layer_norm of few", lambda t: F.layer_norm(t, (2,)), _n(2)),
     _row("layer_norm of all dims", lambda t, w: F.layer_norm(t, (5, 6, 3), w), _CUBE, _n(5, 6, 3)),
     _row("rms_norm", lambda t, w: F.rms_norm(t, (3,), w), _CUBE, _n(3)),

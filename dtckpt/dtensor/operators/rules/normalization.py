@@ -64,15 +64,15 @@ def _backward(call: Call) -> Rule:
         "weight": layer.trailing,
         "bias": layer.trailing,
     }
-    gradients = [
+    gradients = tuple(
         dims
         for dims, is_needed in zip((layer.dims, layer.trailing, layer.trailing), call["output_mask"], strict=False)
         if is_needed
-    ]
+    )
     return Rule(
         layer.factors.sizes,
         call.operands(**by_name),
-        tuple(dims for dims, is_needed in zip(gradients, call["output_mask"], strict=False) if is_needed),
+        gradients,
         contracted=dict.fromkeys(layer.lead, "sum"),
         whole=layer.whole,
     )
