@@ -297,9 +297,9 @@ def batched_images(
 
 def num_space_dims(func: Operator) -> int:
     """Return the number of dims of space, which the names of operators on images tell: 2 for ``avg_pool2d``."""
-    found = re.search(r"(\d)d(?:_|$)", func._schema.name)
-    assert found is not None  # noqa: S101  (such operators alone are asked for)
-    return int(found[1])
+    match = re.search(r"(\d)d(?:_|$)", func._schema.name)
+    assert match is not None  # noqa: S101  (callers pass such operators only)
+    return int(match[1])
 
 
 # --- labels -------------------------------------------------------------------------------------------------------
@@ -356,7 +356,8 @@ def from_labels(
             if name is not None and not (name in labels.broadcast and size == 1):
                 sizes.setdefault(name, set()).add(size)
     factors = Factors()
-    numbers = {name: factors.new(next(iter(found))) for name, found in sizes.items() if len(found) == 1}
+    # A label gets its factor only if all its dims have one size; broadcast dims of size 1 do not count.
+    numbers = {name: factors.new(next(iter(of_name))) for name, of_name in sizes.items() if len(of_name) == 1}
 
     def factors_of(name: Hashable | None, size: int) -> tuple[int, ...]:
         if name in numbers and factors.sizes[numbers[name]] == size:

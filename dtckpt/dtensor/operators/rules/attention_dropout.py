@@ -110,7 +110,7 @@ def _backward(func: Operator, gradient: str) -> None:
 
 
 def _summed(gradient: Any, count: int) -> Any:
-    """Return the gradients of keys or values, from those of their heads as `_repeated` made them."""
+    """Return the gradients of keys or values, from the gradients of what `_repeated` returned for them."""
     batch, heads, length, size = gradient.shape
     return gradient.reshape(batch, heads // count, count, length, size).sum(2) if count > 1 else gradient
 

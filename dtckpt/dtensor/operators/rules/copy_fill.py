@@ -56,10 +56,10 @@ def _assign(call: Call) -> Rule | None:
     lead = len(target) - len(value)
     if lead < 0 or any(size not in {1, target[lead + dim]} for dim, size in enumerate(value)):
         return None
-    given: Dims = tuple(dims[lead + dim] if size == target[lead + dim] else () for dim, size in enumerate(value))
+    value_dims: Dims = tuple(dims[lead + dim] if size == target[lead + dim] else () for dim, size in enumerate(value))
     target_dtype, value_dtype = (tensor.dtype for tensor in call.tensors)
     both: Passes = any_reduction(0, 1) if _may_convert_terms(value_dtype, target_dtype) else {}
-    return Rule(factors.sizes, (dims, given), (dims,), passes=both, shape_only_operands=frozenset({0}))
+    return Rule(factors.sizes, (dims, value_dims), (dims,), passes=both, shape_only_operands=frozenset({0}))
 
 
 @rule(

@@ -29,7 +29,7 @@ def _positions(
     """Return, for every element, its global index along a dim; in the flattened tensor if ``dim`` is None.
 
     Args:
-        component: A device's piece.
+        component: A device's component.
         dim: A dim, or None.
         shape: Global shape.
         offsets: Where the component begins.
