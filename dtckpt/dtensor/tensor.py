@@ -134,7 +134,7 @@ class DTensor(torch.Tensor):
             return None
         if isinstance(stored, DTensor) and stored._layout is self._layout and not self._layout.partial:
             return stored
-        gradient = plain_tensors.adopted(stored, self.device_mesh)
+        gradient = plain_tensors.gradient_to_dtensor(stored, self.device_mesh)
         layout = gradient_layout(self._layout)
         if gradient._layout != layout:
             gradient = redistribute(gradient, layout)

@@ -1,4 +1,7 @@
-"""Programs that view, write and reshape tensors which share memory: the same steps on DTensors and on plain tensors."""
+"""Random programs (Hypothesis) that view, write to and reshape tensors that share memory.
+
+Each step runs on a DTensor and on the plain tensor with the same values; after each step both must be equal.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the tensors of a trial lie: one way of distributing all arguments of a call, in one process."""
+"""Arrangements: ways to distribute all tensor arguments of one call on a mesh, in one process."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Placed:
         return abstract_mesh(dict(self.axes))
 
     def distribute(self, tensor: torch.Tensor, position: int) -> DTensor:
-        wanted = [possible(each, tensor) for each in self.cycle[position % len(self.cycle)]]
-        return in_terms(tensor.detach(), Layout.from_placements(self.mesh, wanted, tensor.ndim))
+        wanted = [possible_placement(each, tensor) for each in self.cycle[position % len(self.cycle)]]
+        return distribute_terms(tensor.detach(), Layout.from_placements(self.mesh, wanted, tensor.ndim))
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
@@ -74,7 +74,7 @@ class Placed:
         return whole
 
 
-def possible(placement: Placement, tensor: torch.Tensor) -> Placement:
+def possible_placement(placement: Placement, tensor: torch.Tensor) -> Placement:
     """Return the placement, or Replicate where a tensor of that rank or dtype cannot have it."""
     if isinstance(placement, Shard):
         return Shard(placement.dim % tensor.ndim) if tensor.ndim else Replicate()
@@ -83,7 +83,7 @@ def possible(placement: Placement, tensor: torch.Tensor) -> Placement:
     return placement
 
 
-def in_terms(whole: torch.Tensor, layout: Layout) -> DTensor:
+def distribute_terms(whole: torch.Tensor, layout: Layout) -> DTensor:
     """Return a DTensor of the values of ``whole``; where reductions are pending the terms' sum is exact.
 
     The terms differ in sign, so that an operator which is applied to terms, though it is not linear, shows.
@@ -131,7 +131,7 @@ ARRANGEMENTS: tuple[Placed, ...] = (
 """In an order in which any few that follow each other differ much."""
 
 
-def torchs() -> Sequence[Arrangement]:
+def torch_arrangements() -> Sequence[Arrangement]:
     """Return arrangements of PyTorch's own DTensors on one device, of which a process group is made."""
     import torch.distributed as dist
     from torch.distributed import tensor as theirs

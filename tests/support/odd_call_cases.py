@@ -1,4 +1,4 @@
-"""Calls that one client makes otherwise than the others; runs in client processes."""
+"""Calls in which one client passes other arguments than the rest; for client processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What client processes do with gradients, mapped functions and plain tensors; returns what they have seen.
+"""Functions that client processes run, on gradients, mapped functions and plain tensors; each returns its observations.
 
-Apart from the tests, so that a client need not import what custom operators and optimizers do: the compiler.
+They are apart from the tests so that a client need not import custom operators and optimizers: these import the
+compiler.
 """
 
 import copy

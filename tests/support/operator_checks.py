@@ -1,4 +1,4 @@
-"""Check calls on DTensors against plain tensors: what they give, how that lies, what had to move for it."""
+"""Compare calls on DTensors with calls on plain tensors: values, layouts of results, and which tensors moved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtckpt import Layout, Mesh, Partial, Placement, Replicate, Shard, abstract_
 from dtckpt.dtensor import DTensor, redistribute
 from dtckpt.dtensor.operators import dispatch
 
-from .arrangements import in_terms
+from .arrangements import distribute_terms
 
 LINE = abstract_mesh({"x": 4})
 GRID = abstract_mesh({"x": 2, "y": 2})
@@ -31,10 +31,10 @@ def distributed(tensor: torch.Tensor, placed: Placed, mesh: Mesh | None = None) 
     """Return a DTensor on `LINE` for one placement, on `GRID` for two; of Partial ones the sum is the value."""
     placements = placed if isinstance(placed, tuple) else (placed,)
     mesh = mesh or (LINE if len(placements) == 1 else GRID)
-    return in_terms(tensor.detach(), Layout.from_placements(mesh, placements, tensor.ndim))
+    return distribute_terms(tensor.detach(), Layout.from_placements(mesh, placements, tensor.ndim))
 
 
-def some_placements(
+def sample_placements(
     tensors: Sequence[torch.Tensor], mesh: Mesh, count: int, seed: int = 3
 ) -> Iterator[list[tuple[Placement, ...]]]:
     """Yield some of the ways to place tensors on a mesh, sums pending included."""
@@ -81,7 +81,7 @@ def check(
     for tensor in (*ours, *plain):
         tensor.requires_grad_(has_gradients and tensor.is_floating_point())
     dispatch.clear()
-    with moves() as found:
+    with record_redistributions() as found:
         result = function(*ours)
     assert most is None or max((numel for numel, _, _ in found), default=0) <= most, found
     made, wanted = tree_leaves(result), tree_leaves(function(*plain))
@@ -93,18 +93,20 @@ def check(
     results = [(one, other) for one, other in pairs if isinstance(other, torch.Tensor) and other.requires_grad]
     if results:
         seeds = [torch.randn_like(other.detach()) for _, other in results]
-        given = [distributed(seed, _in_sums(one.placements)) for seed, (one, _) in zip(seeds, results, strict=True)]
+        given = [
+            distributed(seed, _with_sums_only(one.placements)) for seed, (one, _) in zip(seeds, results, strict=True)
+        ]
         inputs = [(one, other) for one, other in zip(ours, plain, strict=True) if other.requires_grad]
         _compare(
             torch.autograd.grad([one for one, _ in results], [one for one, _ in inputs], given, allow_unused=True),
             torch.autograd.grad([one for _, one in results], [one for _, one in inputs], seeds, allow_unused=True),
             tolerance,
         )
-    assert may_replicate or not replicated()
+    assert may_replicate or not replicated_operators()
     return result
 
 
-def _in_sums(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+def _with_sums_only(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """Return placements that a gradient can have: it waits for nothing but a sum."""
     return tuple(R if isinstance(one, Partial) and one != P else one for one in placements)
 
@@ -120,13 +122,13 @@ def _compare(made: Sequence[Any], wanted: Sequence[Any], tolerance: float) -> No
             assert one == other
 
 
-def replicated() -> set[str]:
+def replicated_operators() -> set[str]:
     """Return the operators that ran on whole tensors since counts were cleared."""
     return {func.name() for (func, route), count in dispatch.counts().items() if route == "replication" and count}
 
 
 @contextlib.contextmanager
-def moves() -> Iterator[list[tuple[int, tuple[Placement, ...], tuple[Placement, ...]]]]:
+def record_redistributions() -> Iterator[list[tuple[int, tuple[Placement, ...], tuple[Placement, ...]]]]:
     """Collect what is redistributed in a context: number of elements, from where, to where."""
     found = []
     move = redistribute.redistribute_all

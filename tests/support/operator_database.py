@@ -1,4 +1,4 @@
-"""Every operator of PyTorch's database on DTensors: what comes out, against what plain tensors give."""
+"""Run every operator of PyTorch's OpInfo database on DTensors, and compare the results with those of plain tensors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Outcome:
     text: str = ""
 
 
-class Wrong(Exception):
+class WrongResult(Exception):
     """A result is not what plain tensors give."""
 
     def __init__(self, verdict: str, text: str) -> None:
@@ -87,7 +87,7 @@ class Form:
     name: str
     call: Callable[..., Any]
     run: Callable[[Form, Sample, Arrangement, Any], Any]
-    """Calls it on the sample as an arrangement has it; the last argument is what `given_to` makes."""
+    """Calls it on the sample as an arrangement has it; the last argument is what `extra_input_of` makes."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def differentiable(results: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(results)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
-def given_to(form: Form, sample: Sample) -> Any:
+def extra_input_of(form: Form, sample: Sample) -> Any:
     """Return what a trial is given beside the sample: gradients to begin with, or results as templates."""
     first, args, kwargs = sample.with_tensors(
         lambda tensor, _: tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -197,7 +197,7 @@ def reference(name: str, form: Form, sample: Sample) -> Expected | None:
         warnings.simplefilter("ignore")
         try:
             seed_everything(SEED)
-            given = given_to(form, sample)
+            given = extra_input_of(form, sample)
             if form.direction == BACKWARD and not given:
                 return None
             results = run(form, sample, Plain(), given, seed=SEED)
@@ -214,7 +214,7 @@ def is_determined(name: str) -> bool:
         results = [reference_results(form, sample, seed) for seed in (1, 2, 3)]
         try:
             compare(results[1:], results[:1] * 2, Plain())
-        except Wrong:
+        except WrongResult:
             return False
     return name not in UNDETERMINED
 
@@ -244,7 +244,7 @@ def verdict_of(form: Form, sample: Sample, arrangement: Arrangement, expected: E
             warnings.simplefilter("ignore")
             got = run(form, sample, arrangement, expected.given, SEED)
             compare(got, expected.results, arrangement, by_value=expected.is_determined)
-    except Wrong as wrong:
+    except WrongResult as wrong:
         return wrong.verdict, str(wrong)
     except Exception as error:
         return ERROR, f"{type(error).__name__}: {error}"[:MAX_TEXT]
@@ -255,30 +255,30 @@ def verdict_of(form: Form, sample: Sample, arrangement: Arrangement, expected: E
 
 
 def compare(got: Any, expected: Any, arrangement: Arrangement, *, by_value: bool = True) -> None:
-    """Raise `Wrong` if results differ, beyond the order in which numbers are added up."""
+    """Raise `WrongResult` if results differ, beyond the order in which numbers are added up."""
     leaves, wanted = tree_flatten(got)[0], tree_flatten(expected)[0]
     if len(leaves) != len(wanted):
-        raise Wrong("wrong kind", f"{len(leaves)} results, expected {len(wanted)}")
+        raise WrongResult("wrong kind", f"{len(leaves)} results, expected {len(wanted)}")
     for place, (leaf, want) in enumerate(zip(leaves, wanted, strict=True)):
         if isinstance(want, torch.Tensor):
             _compare_tensors(leaf, want, arrangement, f"result {place}", by_value=by_value)
         elif type(leaf) is not type(want):
-            raise Wrong("wrong kind", f"result {place} is {_kind(leaf)}, expected {_kind(want)}")
+            raise WrongResult("wrong kind", f"result {place} is {_kind(leaf)}, expected {_kind(want)}")
         elif by_value and not _are_equal(leaf, want):
-            raise Wrong("wrong value", f"result {place} is {leaf!r}, expected {want!r}")
+            raise WrongResult("wrong value", f"result {place} is {leaf!r}, expected {want!r}")
 
 
 def _compare_tensors(leaf: Any, want: torch.Tensor, arrangement: Arrangement, what: str, *, by_value: bool) -> None:
     if not isinstance(leaf, torch.Tensor):
-        raise Wrong("wrong kind", f"{what} is {_kind(leaf)}, expected {_kind(want)}")
+        raise WrongResult("wrong kind", f"{what} is {_kind(leaf)}, expected {_kind(want)}")
     try:
         whole = arrangement.whole(leaf.detach())
     except TypeError as error:
-        raise Wrong("wrong kind", f"{what}: {error}") from None
+        raise WrongResult("wrong kind", f"{what}: {error}") from None
     if whole.shape != want.shape:
-        raise Wrong("wrong shape", f"{what} is of {tuple(whole.shape)}, expected {tuple(want.shape)}")
+        raise WrongResult("wrong shape", f"{what} is of {tuple(whole.shape)}, expected {tuple(want.shape)}")
     if whole.dtype != want.dtype:
-        raise Wrong("wrong dtype", f"{what} is of {whole.dtype}, expected {want.dtype}")
+        raise WrongResult("wrong dtype", f"{what} is of {whole.dtype}, expected {want.dtype}")
     if by_value:
         _compare_values(whole, want.detach(), what)
 
@@ -293,7 +293,7 @@ def _compare_values(whole: torch.Tensor, want: torch.Tensor, what: str) -> None:
     try:
         torch.testing.assert_close(whole, want, rtol=relative, atol=relative / 5 * largest, equal_nan=True)
     except AssertionError as error:
-        raise Wrong("wrong value", f"{what}: " + " ".join(str(error).split())[:MAX_TEXT]) from None
+        raise WrongResult("wrong value", f"{what}: " + " ".join(str(error).split())[:MAX_TEXT]) from None
 
 
 def _are_equal(leaf: Any, want: Any) -> bool:

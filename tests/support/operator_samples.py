@@ -1,4 +1,4 @@
-"""PyTorch's own database of operators, and which of its samples are tried."""
+"""PyTorch's OpInfo database of operators, and the samples of it that the tests try."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of every operator of PyTorch's database on DTensors (``python -m support.operator_survey``)."""
+"""Survey of every operator of PyTorch's OpInfo database on DTensors: ``python -m support.operator_survey``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from .arrangements import ARRANGEMENTS, Arrangement, Plain, torchs
+from .arrangements import ARRANGEMENTS, Arrangement, Plain, torch_arrangements
 from .operator_database import BACKWARD, DIRECTIONS, ERROR, FORWARD, FULL, QUICK, RIGHT, Outcome, Scale, outcomes_of
 from .operator_samples import operators
 
 OPERATOR_TIMEOUT_S = 60
 SLOWEST = 15
-RUNTIMES = {"dtckpt": lambda: ARRANGEMENTS, "plain": lambda: (Plain(),), "torch": torchs}
+RUNTIMES = {"dtckpt": lambda: ARRANGEMENTS, "plain": lambda: (Plain(),), "torch": torch_arrangements}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Calls and optimizer steps that must give what plain tensors do, on a mesh that may span several clients."""
+"""Calls and optimizer steps that must equal those on plain tensors, on a mesh that may span several clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from dtckpt.dtensor import Shard, distribute_module, distribute_tensor
 
-from .silent_faults import S0, S1, SUM, WHOLE, Call, alike, faults_of, line, numbers
+from .silent_faults import S0, S1, SUM, WHOLE, Call, are_equal, faults_of, line, numbers
 
 _LAST = Shard(2)
 _OPTIMIZERS: dict[str, Any] = {
@@ -23,7 +23,7 @@ _OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def orders() -> Iterator[Call]:
+def sorts() -> Iterator[Call]:
     for each in (S0, S1, SUM):
         for dim in (0, 1):
             for name, function in {
@@ -54,7 +54,7 @@ def batch_norms() -> Iterator[Call]:
             )
 
 
-def products() -> Iterator[Call]:
+def einsums() -> Iterator[Call]:
     pair = numbers(5, 3, 2), numbers(5, 2, 3, seed=2)
     for placements in ((S0, WHOLE), (S1, _LAST), (_LAST, S1), (SUM, S0)):
         for text in ("bij,bjk->bik", "bij,bji->b", "bij,cjk->bcik"):
@@ -66,7 +66,7 @@ def products() -> Iterator[Call]:
             )
 
 
-def undone() -> Iterator[Call]:
+def kept_composites() -> Iterator[Call]:
     """Composites that read or write memory past dispatch, or ask for PyTorch's layout."""
 
     def rank(matrix: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def infinities() -> Iterator[Call]:
 
 def faults_of_calls() -> list[str]:
     """Return what is wrong, in all clients' order of the calls."""
-    groups = (orders(), batch_norms(), products(), undone(), infinities())
+    groups = (sorts(), batch_norms(), einsums(), kept_composites(), infinities())
     return [fault for group in groups for call in group for fault in faults_of(call)]
 
 
@@ -133,7 +133,7 @@ def faults_of_steps() -> list[str]:
                 model(rows).pow(2).sum().backward()
                 steps.step()
         for (label, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
-            if not alike(one.full_tensor().detach(), other):
+            if not are_equal(one.full_tensor().detach(), other):
                 found.append(f"{name}: {label}")
     return found
 

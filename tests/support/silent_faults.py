@@ -1,4 +1,4 @@
-"""Calls in which another runtime is silently wrong, on a mesh that may span several clients."""
+"""Calls that another runtime computes wrongly without an error, on a mesh that may span several clients."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def faults_of(call: Call) -> list[str]:
     return [
         f"{call.name}, result {place}: got {one}, expected {want}"
         for place, (one, want) in enumerate(zip(map(plain, got), map(plain, wanted), strict=True))
-        if not alike(one, want)
+        if not are_equal(one, want)
     ]
 
 
@@ -80,7 +80,7 @@ def plain(value: Any) -> Any:
     return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 
-def alike(one: Any, want: Any) -> bool:
+def are_equal(one: Any, want: Any) -> bool:
     if want is None:
         return one is None
     if not isinstance(want, torch.Tensor):
@@ -137,7 +137,7 @@ def convolutions() -> list[Call]:
     return calls
 
 
-def products() -> list[Call]:
+def matmuls() -> list[Call]:
     vector, matrix = numbers(5), numbers(5, 6, seed=2)
     calls = []
     for one in (S0, WHOLE, SUM):
@@ -372,7 +372,7 @@ GROUPS: dict[str, Callable[[], list[Call]]] = {
     for each in (
         losses,
         convolutions,
-        products,
+        matmuls,
         quantiles,
         in_place,
         histograms,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dtckpt.dtensor.operators.plans import trusted_by_all_threads
+from dtckpt.dtensor.operators.plans import trust_plain_tensors_in_all_threads
 
 
 @contextmanager
@@ -15,5 +15,5 @@ def implicit_replication() -> Iterator[None]:
     Outside of such a block they count as replicated too, but clients compare their values first. Blocks may be nested,
     and hold for all threads, as PyTorch's do.
     """
-    with trusted_by_all_threads():
+    with trust_plain_tensors_in_all_threads():
         yield

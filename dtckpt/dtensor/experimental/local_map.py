@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from dtckpt.dtensor import factories
 from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
 from dtckpt.dtensor.local_tensors import from_components, to_components
-from dtckpt.dtensor.operators.operands import part
+from dtckpt.dtensor.operators.operands import unshare
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.dtensor.tensorflow_names import MeshLike
@@ -133,7 +133,7 @@ def _with_placements(number: int, value: Any, placements: Placements, is_checked
 
 def _parts(tensor: DTensor, gradient: Placements) -> Sequence[torch.Tensor]:
     """Return a tensor's components, which may be written to; on a client outside the mesh, one without elements."""
-    part(tensor)
+    unshare(tensor)
     layout = (
         gradient_layout(tensor.layout) if gradient is None else cached_layout(tensor.device_mesh, gradient, tensor.ndim)
     )

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators import dispatch, registry
-from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in, with_tensors
-from dtckpt.dtensor.operators.operands import part
-from dtckpt.dtensor.operators.plans import Plan, RulePlan, WholePlan, on_meta, written_to
+from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, signature_of, tensors_in
+from dtckpt.dtensor.operators.operands import unshare
+from dtckpt.dtensor.operators.plans import Plan, ReplicationPlan, RulePlan, finish_write, run_on_meta
 from dtckpt.dtensor.operators.rule import Factors, Rule
-from dtckpt.dtensor.operators.strategy import Choice, is_filled, move_cost
+from dtckpt.dtensor.operators.strategy import Choice, has_no_empty_piece, move_cost
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, OperatorError
 from dtckpt.layout.layout import Layout
@@ -139,9 +139,9 @@ def _floats_in(values: Sequence[Any]) -> list[float | complex]:
 def _plan(call: Call, function: Function) -> Plan:
     tensors = call.tensors
     specs = [OperandSpec(one.shape, one.dtype, one.device_mesh, one.placements) for one in tensors]
-    args, kwargs = with_tensors(call.args, call.kwargs, specs)
+    args, kwargs = replace_tensors(call.args, call.kwargs, specs)
     signature = signature_of(call.func)
-    output = on_meta(call.func, call.args, call.kwargs, tensors)
+    output = run_on_meta(call.func, call.args, call.kwargs, tensors)
     results = list(tensors_in([output]))
     ranks = [one.ndim for one in results], [one.ndim for one in tensors]
     rows = [_row(call, pair, ranks) for pair in function(*args, **kwargs)]
@@ -149,7 +149,7 @@ def _plan(call: Call, function: Function) -> Plan:
     rows.append(([Replicate()] * len(results), [Replicate()] * len(tensors)))
     choice = _Operation(tensors, results, written).choice(rows)
     if choice is None:
-        return WholePlan(call)
+        return ReplicationPlan(call)
     factors = Factors()
     dims = tuple(factors.dims(tuple(one.shape)) for one in results)
     return _RowPlan(call, Rule(factors.sizes, (), dims), choice)
@@ -160,7 +160,7 @@ class _RowPlan(RulePlan):
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         for tensor in self._written(args, kwargs):
-            part(tensor)
+            unshare(tensor)
         return super()._run(args, kwargs, tensors)
 
     def _written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor]:
@@ -168,7 +168,7 @@ class _RowPlan(RulePlan):
         return list(tensors_in([call[name] for name in signature_of(self.func).written]))
 
     def _after_writing(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        targets = [written_to(tensor) for tensor in self._written(args, kwargs)]
+        targets = [finish_write(tensor) for tensor in self._written(args, kwargs)]
         returned = len(self._results)
         return tuple(targets[:returned]) if returned > 1 else targets[0] if returned else None
 
@@ -264,7 +264,7 @@ class _Operation:
                 new = row[side][number]
                 if isinstance(new, Shard):
                     before = [mesh.size(other) for other, one in enumerate(chosen) if one[side][number] == new]
-                    if not is_filled(tensor.shape[new.dim], (*before, mesh.size(axis))):
+                    if not has_no_empty_piece(tensor.shape[new.dim], (*before, mesh.size(axis))):
                         return False
         return True
 

@@ -1,4 +1,4 @@
-"""Calls of operators: what the schema says of them, and the tensors among their arguments."""
+"""Calls of operators: arguments by name, the tensors among them, and facts of the operator's schema."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Operator = Any
 
 @dataclass(frozen=True)
 class Signature:
-    """What an operator's schema says.
+    """Facts of an operator's schema.
 
     Args:
-        names: Of the arguments.
-        defaults: By name.
-        written: Names of arguments that the operator writes to.
-        is_view: Whether results share memory with an argument without being it.
+        names: Names of the arguments.
+        defaults: Default values of the arguments, by name.
+        written: Names of the arguments that the operator writes to.
+        is_view: Whether the operator returns views of an argument.
     """
 
     names: tuple[str, ...]
@@ -34,14 +34,14 @@ class Signature:
 
 @cache  # bounded by the number of operators
 def signature_of(func: Operator) -> Signature:
-    """Return what an operator's schema says."""
+    """Return the facts of an operator's schema."""
     arguments = func._schema.arguments
     returns = func._schema.returns
     return Signature(
         names=tuple(argument.name for argument in arguments),
         defaults={argument.name: argument.default_value for argument in arguments},
         written=tuple(one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write),
-        # PyTorch writes to outputs through unsafe views, which its schema calls copies.
+        # The schema of ``_unsafe_view`` promises a copy, but PyTorch writes to its results to reach the source.
         is_view=func is torch.ops.aten._unsafe_view.default
         or any(one.alias_info is not None and not one.alias_info.is_write for one in returns),
     )
@@ -49,10 +49,10 @@ def signature_of(func: Operator) -> Signature:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operator with at least one DTensor; plain tensors are DTensors already.
+    """A call of an operator with at least one DTensor and no plain tensor.
 
-    Rules read shapes, dtypes and arguments that are no tensors. They must not read floats, but
-    for whether they are zero or not finite: plans are kept by the types of these alone.
+    Rules read shapes, dtypes and arguments that are no tensors. Of a float they may only read whether it is zero or not
+    finite: all other floats share one plan.
     """
 
     func: Operator
@@ -71,6 +71,10 @@ class Call:
     def __contains__(self, name: str) -> bool:
         return name in self._bound
 
+    def get(self, name: str) -> Any:
+        """Return an argument by its name, None if this overload has no such argument."""
+        return self._bound.get(name)
+
     @cached_property
     def tensors(self) -> list[DTensor]:
         """The tensors among the arguments, those in lists too, in the order in which they were passed."""
@@ -80,13 +84,15 @@ class Call:
     def keeps_zeros(self) -> bool:
         """Whether zero, times or divided by any of the numbers among the arguments, is zero."""
         is_division = "div" in self.func.name()
-        found = numbers_in((*self.args, *self.kwargs.values()))
-        return all(number - number == 0 and (number != 0 or not is_division) for number in found)
+        numbers = numbers_in((*self.args, *self.kwargs.values()))
+        # The difference of an infinity or a NaN with itself is NaN.
+        return all(number - number == 0 and (number != 0 or not is_division) for number in numbers)
 
     def operands(self, /, **by_name: Any) -> tuple[Any, ...]:
-        """Return what is given per argument (per tensor of a list: a sequence), in the order of `tensors`.
+        """Return values that are given by argument name in the order of `tensors`; for an argument that is None, none.
 
-        Arguments that are None in this call are left out.
+        Args:
+            by_name: A value for every tensor argument; for a list of tensors, a sequence of values.
         """
         ordered: list[Any] = []
         names = (*signature_of(self.func).names[: len(self.args)], *self.kwargs)
@@ -95,8 +101,8 @@ class Call:
             if isinstance(value, torch.Tensor):
                 ordered.append(by_name[name])
             elif isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value):
-                there = by_name[name]
-                ordered += [one for one, item in zip(there, value, strict=True) if isinstance(item, torch.Tensor)]
+                values = by_name[name]
+                ordered += [one for one, item in zip(values, value, strict=True) if isinstance(item, torch.Tensor)]
         return tuple(ordered)
 
     @property
@@ -123,27 +129,27 @@ def numbers_in(values: Sequence[Any]) -> Iterator[Any]:
             yield from numbers_in(value)
 
 
-def substituted(value: Any, tensors: Iterator[Any]) -> Any:
-    """Return an argument with its tensors exchanged for the next of an iterator."""
+def _replace(value: Any, tensors: Iterator[Any]) -> Any:
+    """Return an argument with each of its tensors replaced by the next one of an iterator."""
     if isinstance(value, torch.Tensor):
         return next(tensors)
     if isinstance(value, list | tuple):
-        return [substituted(item, tensors) for item in value]
+        return [_replace(item, tensors) for item in value]
     return value
 
 
-def with_tensors(
+def replace_tensors(
     args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments with their tensors exchanged for others, in the order of `tensors_in`."""
-    following = iter(tensors)
-    positional = [substituted(value, following) for value in args]
-    return positional, {name: substituted(value, following) for name, value in kwargs.items()}
+    """Return arguments with their tensors replaced by others, in the order of `tensors_in`."""
+    remaining = iter(tensors)
+    positional = [_replace(value, remaining) for value in args]
+    return positional, {name: _replace(value, remaining) for name, value in kwargs.items()}
 
 
 @cache  # bounded by the number of operators
 def functional_of(func: Operator) -> Operator | None:
-    """Return the operator that computes what another one writes to an argument; None if none does."""
+    """Return the functional variant of an operator that writes to an argument: ``add`` for ``add_``; else None."""
     schema = func._schema
     base = schema.name.removeprefix("aten::")
     if not schema.name.startswith("aten::"):
@@ -153,10 +159,10 @@ def functional_of(func: Operator) -> Operator | None:
     packet = getattr(torch.ops.aten, name, None)
     if packet is None or (name == base and not writes_out):
         return None
-    wanted = [(one.name, str(one.type)) for one in schema.arguments if not one.is_out]
+    inputs = [(one.name, str(one.type)) for one in schema.arguments if not one.is_out]
     for overload in packet.overloads():
-        found = getattr(packet, overload)
-        arguments = [(one.name, str(one.type)) for one in found._schema.arguments]
-        if arguments == wanted and not found._schema.is_mutable:
-            return found
+        candidate = getattr(packet, overload)
+        arguments = [(one.name, str(one.type)) for one in candidate._schema.arguments]
+        if arguments == inputs and not candidate._schema.is_mutable:
+            return candidate
     return None

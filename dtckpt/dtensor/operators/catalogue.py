@@ -1,9 +1,9 @@
-"""The catalogue of operators: ``python -m dtckpt.dtensor.operators.catalogue > docs/operators.md``."""
+"""The generator of docs/operators.md: ``python -m dtckpt.dtensor.operators.catalogue > docs/operators.md``."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,21 @@ from dtckpt.dtensor.operators.registry import COMPOSITES, PLANNERS, RULES, build
 _IMPLICIT = "CompositeImplicitAutograd"
 _HEAD = f"""# Operators on DTensors
 
-Made by `python -m dtckpt.dtensor.operators.catalogue > docs/operators.md`, of {torch.__version__.split("+")[0]}.
+`python -m dtckpt.dtensor.operators.catalogue > docs/operators.md` writes this page, here from PyTorch \
+{torch.__version__.split("+")[0]}.
 
-Every operator of PyTorch works on DTensors. *Rule*: each device works on its pieces. *Decomposition*: other operators
-do it. *Replication*: each device works on the whole of all operands. A rule or a decomposition may decline arguments
-that it does not fit; then operands are replicated. `dtckpt.dtensor.debug.operator_statistics()` says what a program's
-operators did. Variants in place and with `out` follow the operator here. What PyTorch itself makes of other operators,
-as `matmul`, is not listed: those others are. Terms of a sum go on waiting through what is linear in it, also where a
-tensor that it is multiplied by is not finite: see `departures.md`.
+Every operator of PyTorch works on DTensors, in one of three ways:
+
+* *Rule*: each device runs the operator on its components. *Module* is where the rule stands, in
+  `dtckpt/dtensor/operators/rules/`.
+* *Decomposition*: other operators, which have rules, do its work.
+* *Replication*: each device runs the operator on all of every operand.
+
+A rule or a decomposition may decline arguments that it does not fit; then the operands are replicated.
+`dtckpt.dtensor.debug.operator_statistics()` counts which way a program's operators took. In-place and `out` variants
+take the way of the operator listed here. Operators that PyTorch itself decomposes, as `matmul`, are not listed; those
+that it decomposes them to are. A pending sum passes through an operator that is linear in it, even if another operand
+is not finite: see `departures.md`.
 """
 
 
@@ -33,19 +40,19 @@ class Entry:
 
     Args:
         route: ``rule``, ``decomposition`` or ``replication``.
-        family: The module where that is said.
-        name: The operator.
-        summary: What is said of it.
+        name: The operator, with its overload.
+        module: Name of the module that has the rule or the decomposition; empty for replication.
+        summary: What that module says of the operator.
     """
 
     route: str
-    family: str
     name: str
+    module: str
     summary: str
 
 
 def entries() -> Iterator[Entry]:
-    """Yield an entry for every functional operator of ATen that reaches DTensors."""
+    """Yield an entry for every operator of ATen that writes to no argument and that DTensors get to see."""
     for name in torch._C._dispatch_get_all_op_names():
         packet, _, overload = name.removeprefix("aten::").partition(".")
         if not name.startswith("aten::") or not hasattr(torch.ops.aten, packet):
@@ -63,50 +70,53 @@ def _takes_tensors(func: Operator) -> bool:
 
 
 def _entry(func: Operator) -> Entry | None:
-    """Return an operator's entry; None if PyTorch makes others of it before it comes here."""
+    """Return an operator's entry; None if PyTorch decomposes it before DTensors see it."""
     name = str(func).removeprefix("aten.")
-    said = PLANNERS.get(func) or RULES.get(func)
-    if said is not None:
-        return Entry("rule", _family(said), name, _summary(said))
+    planner = PLANNERS.get(func) or RULES.get(func)
+    if planner is not None:
+        return Entry("rule", name, _module(planner), _summary(planner))
     if func in COMPOSITES:
-        return Entry("decomposition", _family(COMPOSITES[func]), name, _summary(COMPOSITES[func]))
+        return Entry("decomposition", name, _module(COMPOSITES[func]), _summary(COMPOSITES[func]))
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _IMPLICIT):
         return None
     if builder_of(func) is not None:
-        return Entry("rule", "table", name, "Element by element, operands broadcast.")
-    return Entry("replication", "", name, "")
+        return Entry(
+            "rule", name, "any", "PyTorch tags it as pointwise: all dims may be split, operands are broadcast."
+        )
+    return Entry("replication", name, "", "")
 
 
-def _family(said: Callable[..., Any]) -> str:
-    return str(said.__module__).rpartition(".")[2]
+def _module(function: Callable[..., Any]) -> str:
+    return str(function.__module__).rpartition(".")[2]
 
 
-def _summary(said: Callable[..., Any]) -> str:
+def _summary(function: Callable[..., Any]) -> str:
     """Return the first line of a function's docstring, else that of its module."""
-    text = said.__doc__ or sys.modules[said.__module__].__doc__ or ""
+    text = function.__doc__ or sys.modules[function.__module__].__doc__ or ""
     return text.strip().partition("\n")[0]
 
 
 def catalogue() -> str:
-    """Return the catalogue as Markdown."""
-    every = sorted(set(entries()))
+    """Return the catalogue as Markdown: a table by route, with a line for every operator."""
+    all_entries = sorted(set(entries()))
     lines = [_HEAD]
     for route in ("rule", "decomposition", "replication"):
-        mine = [entry for entry in every if entry.route == route]
-        lines += [f"## By {route}: {len(mine)} operators", ""]
-        if route == "replication":
-            lines += [", ".join(f"`{entry.name}`" for entry in mine), ""]
-            continue
-        groups: dict[tuple[str, str], list[str]] = {}
-        for entry in mine:
-            groups.setdefault((entry.family, entry.summary), []).append(entry.name)
-        lines += ["| family | operators | how |", "|---|---|---|"]
-        lines += [
-            f"| {family} | {', '.join(f'`{name}`' for name in names)} | {summary.replace('|', chr(92) + '|')} |"
-            for (family, summary), names in groups.items()
-        ]
+        of_route = [entry for entry in all_entries if entry.route == route]
+        lines += [f"## By {route}: {len(of_route)} operators, overloads counted", ""]
+        overloads: dict[tuple[str, ...], list[str]] = {}
+        for entry in of_route:
+            name, _, overload = entry.name.partition(".")
+            details = () if route == "replication" else (entry.module, entry.summary.replace("|", "\\|"))
+            overloads.setdefault((name, *details), []).append(overload)
+        head = ["operator", "overloads", *([] if route == "replication" else ["module", "how"])]
+        lines += [_row(head), _row(["---"] * len(head))]
+        lines += [_row([f"`{name}`", ", ".join(of_name), *details]) for (name, *details), of_name in overloads.items()]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What composites ask of DTensors, and do with them, beside calling operators."""
+"""Helpers for composites: is a dim split, reduce what is pending, the dtype to accumulate in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.derived_layouts import gradient_layout
-from dtckpt.dtensor.operators.operands import brought
+from dtckpt.dtensor.operators.operands import to_layouts
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
@@ -19,31 +19,33 @@ def is_split(tensor: Any, dims: Iterable[int]) -> bool:
     return any(axes[dim] for dim in dims if -len(axes) <= dim < len(axes))
 
 
-def is_whole(*tensors: Any) -> bool:
-    """Whether every device holds all of the tensors; None counts as held."""
+def are_replicated(*tensors: Any) -> bool:
+    """Whether all of these tensors are replicated; None, for an argument that was not passed, counts as replicated."""
     return all(tensor is None or tensor._layout.is_fully_replicated() for tensor in tensors)
 
 
-def settled(tensor: Any) -> Any:
-    """Return a tensor without pending reductions, else as it lies: what is used twice is reduced once.
+def reduce_pending(tensor: Any) -> Any:
+    """Return a tensor with its pending reductions carried out, and otherwise in its layout.
+
+    A composite that uses a tensor twice calls this first, else each use would reduce it.
 
     Collective: Over the mesh's clients, if reductions are pending.
     """
-    return settled_all([tensor])[0]
+    return reduce_pending_all([tensor])[0]
 
 
-def settled_all(tensors: Sequence[Any]) -> list[Any]:
-    """Return tensors, each as `settled`, all reduced together. Collective: As there."""
-    return brought(tensors, [gradient_layout(one._layout) if one._layout.has_partial else None for one in tensors])
+def reduce_pending_all(tensors: Sequence[Any]) -> list[Any]:
+    """Return tensors, each as by `reduce_pending`, in one exchange. Collective: As there."""
+    return to_layouts(tensors, [gradient_layout(one._layout) if one._layout.has_partial else None for one in tensors])
 
 
-def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to add up in."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which to add up elements of a dtype: float32 for float16 and bfloat16."""
     return torch.float32 if dtype in _HALVES else dtype
 
 
 def cast(tensor: Any, dtype: torch.dtype) -> Any:
-    """Return a tensor in a dtype; itself, if it has that."""
+    """Return a tensor in a dtype: the tensor itself if it has that dtype."""
     if tensor.dtype == dtype:
         return tensor
     return torch.ops.aten._to_copy.default(tensor, dtype=dtype)

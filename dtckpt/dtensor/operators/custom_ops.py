@@ -1,4 +1,8 @@
-"""Operators of our own, ``torch.ops.dtckpt``: what composites need and PyTorch has no operator for."""
+"""Custom operators, ``torch.ops.dtckpt``: kernels that composites need and PyTorch does not have.
+
+`rules.minmax` defines ``positions``, `rules.nll_loss` defines ``pick`` and ``put``; each gets a rule as any operator
+does.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def kernel(signature: str) -> Callable[[_F], _F]:
-    """Make an operator of a function of plain tensors; run by rule it may be told where pieces begin, as ``offsets``.
+    """Define an operator by a function of plain tensors.
+
+    Its rule may name the same function as ``local``, to have it called with ``offsets``.
 
     Args:
-        signature: In the language of PyTorch's schemas.
+        signature: PyTorch's schema of the operator, such as ``"pick(Tensor self, int dim) -> Tensor"``.
     """
     _LIBRARY.define(signature)
     name = signature.partition("(")[0]
@@ -30,6 +36,6 @@ def kernel(signature: str) -> Callable[[_F], _F]:
     return register
 
 
-def operator(name: str) -> Operator:
-    """Return the operator of this name."""
+def custom_op(name: str) -> Operator:
+    """Return the custom operator of this name."""
     return getattr(torch.ops.dtckpt, name).default

@@ -1,4 +1,19 @@
-"""Operators on DTensors: find the plan of a call, or make it, and run it."""
+"""Dispatch of operators on DTensors: find the plan of a call by its key, or make one, and run it.
+
+::
+
+    torch.add(a, b)  ->  DTensor.__torch_dispatch__  ->  dispatch
+                                                           |  key: operator, specs of DTensors, other arguments
+                                              known key    |    new key
+                                   +-----------------------+------------------------+
+                                   |                                                | 1. composite, unless it declines
+                                   v                                                | 2. rule, if there is one that fits
+                               plan.run  <------------------- _PLANS[key] = plan <--+ 3. replication
+
+The first run of a kind of call chooses layouts, which is slow; all later ones cost a look-up. So a plan may depend on
+nothing but the key. Of a float the key has the type, and whether it is zero or not finite: a learning rate that
+changes at every step makes no new plans, and rules must not read the number.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +26,12 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators import plans, rules
-from dtckpt.dtensor.operators.call import Call, Operator, functional_of, signature_of, tensors_in, with_tensors
-from dtckpt.dtensor.operators.operands import replicated
-from dtckpt.dtensor.operators.plain_tensors import adopt
+from dtckpt.dtensor.operators.call import Call, Operator, functional_of, replace_tensors, signature_of, tensors_in
+from dtckpt.dtensor.operators.operands import to_replicated
+from dtckpt.dtensor.operators.plain_tensors import to_dtensors
 from dtckpt.dtensor.operators.registry import COMPOSITES, PLANNERS, builder_of
 from dtckpt.dtensor.operators.rule_builders import UnknownShapeError
-from dtckpt.dtensor.operators.strategy import choose
+from dtckpt.dtensor.operators.strategy import choose_layouts
 from dtckpt.dtensor.operators.tensor_spec import spec_of
 from dtckpt.dtensor.tensor import DTensor, described
 from dtckpt.errors import ClientFailedError, DtckptError, LayoutError, capped
@@ -27,67 +42,75 @@ assert rules  # noqa: S101  (importing them fills the table)
 _LOG = logging.getLogger("dtckpt.dtensor.operators")
 
 _BOUND = 1 << 14
+"""Number of plans at which all are forgotten."""
 
 _ZERO = object()
 _INFINITE = object()
-"""In keys: the number before is zero, or is not finite, which is all that plans may know of one that is not whole."""
+"""Marks in keys, after the type of a float: it is zero, or not finite."""
 
 _PLANS: dict[tuple[Any, ...], plans.Plan] = {}
 
 COUNTS: Counter[tuple[Operator, str]] = Counter()
-"""Calls by operator and route; those for which there was a plan are added by `counts`."""
+"""First calls by operator and route; `counts` adds the calls that reused a plan, which the plans count themselves."""
 
 
 def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator, at least one of whose arguments is a DTensor.
 
-    Collective: Over the mesh's clients, unless operands and results stay as they lie.
+    Collective: Over the mesh's clients, unless operands and results keep their layouts.
+
+    Args:
+        func: The operator.
+        args: Positional arguments.
+        kwargs: Arguments by name.
 
     Raises:
-        LayoutError: DTensors are on different meshes, or an operator would change the shape of what it writes to.
+        LayoutError: DTensors are on different meshes, or an operator would change the shape of a tensor it writes to.
         ReplicaMismatchError: A plain tensor beside DTensors differs between clients.
     """
-    key: list[Any] = [id(func)]  # operators live as long as the process
+    key: list[Any] = [id(func)]  # Operators live as long as the process, and an int hashes faster.
     tensors: list[DTensor] = []
-    is_plain = _describe(args, key, tensors)
+    is_plain = _add_to_key(args, key, tensors)
     for name, value in kwargs.items():
         key.append(name)
-        is_plain |= _describe((value,), key, tensors)
+        is_plain |= _add_to_key((value,), key, tensors)
     if is_plain:
-        return _with_plain(func, args, kwargs)
-    known = tuple(key)
-    plan = _PLANS.get(known)
+        return _run_with_plain_tensors(func, args, kwargs)
+    plan_key = tuple(key)
+    plan = _PLANS.get(plan_key)
     try:
         if plan is None:
-            return _first(known, func, args, kwargs, tensors)
+            return _plan_and_run(plan_key, func, args, kwargs, tensors)
         plan.calls += 1
         return plan.run(args, kwargs, tensors)
     except Exception as error:
-        _tell(error, func, tensors)
+        _report_error(error, func, tensors)
         raise
 
 
-def _tell(error: Exception, func: Operator, tensors: Sequence[DTensor]) -> None:
-    """Tell the other clients of an error that only this one may have, as for one index out of range, once.
+def _report_error(error: Exception, func: Operator, tensors: Sequence[DTensor]) -> None:
+    """Report an error to the other clients, which may not have it, as an index out of range on one client alone.
 
-    Blocks: As `redistribution.tell`.
+    Without the report they would wait in their next exchange until a timeout.
+
+    Blocks: As `redistribution.execute.report_error`.
     """
-    # Errors of ours come of exchanges, so that all clients have them, or are told where they arise.
+    # Errors of this library are raised on all clients, or reported where they are raised.
     if isinstance(error, DtckptError) or hasattr(error, "is_told"):
         return
-    error.is_told = True  # type: ignore[attr-defined]  # by the innermost of the operators that this goes through
+    error.is_told = True  # type: ignore[attr-defined]  # The operators that called this one must not report it again.
     failure = ClientFailedError(f"operator {func}: {type(error).__name__}: {error}")
-    with suppress(DtckptError, RuntimeError):  # nobody is there to be told
+    with suppress(DtckptError, RuntimeError):  # The other clients may be gone: the error itself matters more.
         execute.report_error(failure, [tensors[0].device_mesh])
 
 
-def _describe(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> bool:
-    """Add to the key what makes a difference to the plan, and collect the DTensors; tell whether one is plain."""
+def _add_to_key(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> bool:
+    """Add to the key what a plan may depend on, and collect the DTensors; return whether there is a plain tensor."""
     is_plain = False
     for value in values:
         if isinstance(value, DTensor):
             if value._view is not None or value._pending is not None:
-                _ = value.components  # which are there then
+                _ = value.components  # Refreshes a tracked view, and finishes a pending redistribution.
             key.append(value._spec or spec_of(value))
             tensors.append(value)
         elif isinstance(value, float | complex):
@@ -98,7 +121,7 @@ def _describe(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> 
                 key.append(_INFINITE)
         elif isinstance(value, list | tuple):
             key.append(len(value))
-            is_plain |= _describe(value, key, tensors)
+            is_plain |= _add_to_key(value, key, tensors)
         elif isinstance(value, torch.Tensor):
             is_plain = True
         else:
@@ -106,20 +129,21 @@ def _describe(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> 
     return is_plain
 
 
-def _with_plain(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator with plain tensors beside DTensors: they count as held by every device."""
-    found = list(tensors_in((*args, *kwargs.values())))
-    mesh = _common_mesh(func, [one for one in found if isinstance(one, DTensor)])
-    adopted = adopt(found, mesh)
-    made = dispatch(func, *with_tensors(args, kwargs, adopted))
+def _run_with_plain_tensors(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator with plain tensors beside DTensors: they count as replicated."""
+    tensors = list(tensors_in((*args, *kwargs.values())))
+    mesh = _common_mesh(func, [tensor for tensor in tensors if isinstance(tensor, DTensor)])
+    dtensors = to_dtensors(tensors, mesh)
+    result = dispatch(func, *replace_tensors(args, kwargs, dtensors))
     written = list(tensors_in([Call(func, tuple(args), kwargs)[name] for name in signature_of(func).written]))
-    for plain, ours in zip(found, adopted, strict=True):
-        if not isinstance(plain, DTensor) and any(plain is one for one in written) and ours.components:
-            plain.resize_(ours.shape).copy_(replicated([ours])[0].components[0])
-    return made
+    for tensor, dtensor in zip(tensors, dtensors, strict=True):
+        if not isinstance(tensor, DTensor) and any(tensor is one for one in written) and dtensor.components:
+            tensor.resize_(dtensor.shape).copy_(to_replicated([dtensor])[0].components[0])
+    return result
 
 
 def _common_mesh(func: Operator, tensors: Sequence[DTensor]) -> Any:
+    """Return the mesh of all tensors; raise, on all clients of them all, if there are several."""
     meshes = {tensor.device_mesh: None for tensor in tensors}
     if len(meshes) > 1:
         layouts = dict.fromkeys(described(tensor.layout) for tensor in tensors)
@@ -134,40 +158,43 @@ def _common_mesh(func: Operator, tensors: Sequence[DTensor]) -> Any:
     return next(iter(meshes))
 
 
-def _first(
+def _plan_and_run(
     key: tuple[Any, ...], func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
 ) -> Any:
-    """Run a call for which there is no plan yet."""
+    """Make a plan for a call that has none, run it, and keep it: a plan that fails is not kept."""
     _common_mesh(func, tensors)
     call = Call(func, tuple(args), kwargs)
-    function = COMPOSITES.get(func) or _implicit(func)
+    function = COMPOSITES.get(func) or _decomposition_of(func)
     plan: plans.Plan | None = None
     if function is not None and func not in PLANNERS:
         plan = plans.CompositePlan(func, function)
-        made = plan.run(args, kwargs, tensors)
-        if made is NotImplemented:
+        result = plan.run(args, kwargs, tensors)
+        if result is NotImplemented:
             plan = None
     if plan is None:
         plan = plan_of(call)
-        made = plan.run(args, kwargs, tensors)
+        result = plan.run(args, kwargs, tensors)
     COUNTS[func, plan.route] += 1
     if plan.route == "replication" and COUNTS[func, plan.route] == 1:
         _LOG.info("operator %s has no rule for such operands: every device computes all of it", func)
     if len(_PLANS) >= _BOUND:
         clear_plans()
     _PLANS[key] = plan
-    return made
+    return result
 
 
-def _implicit(func: Operator) -> Any:
-    """Return what makes others of an operator that comes undone only in inference mode, unless it has a rule."""
+def _decomposition_of(func: Operator) -> Any:
+    """Return PyTorch's own decomposition of an operator; None if it has none, or has a rule here.
+
+    Outside inference mode autograd decomposes such operators, and they do not come here.
+    """
     key = "CompositeImplicitAutograd"
-    is_made = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-    return func.decompose if is_made and builder_of(func) is None else None
+    has_decomposition = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    return func.decompose if has_decomposition and builder_of(func) is None else None
 
 
 def plan_of(call: Call) -> plans.Plan:
-    """Return what to do for a call that no composite does."""
+    """Return the plan of a call that no composite takes: by a planner, a rule, or replication."""
     func = call.func
     if func in PLANNERS:
         planned: plans.Plan = PLANNERS[func](call)
@@ -175,35 +202,32 @@ def plan_of(call: Call) -> plans.Plan:
     signature = signature_of(func)
     functional = functional_of(func) if signature.written else None
     if torch.Tag.inplace_view in func.tags and functional is not None:
-        return plans.ReshapingPlan(call, functional)
+        return plans.InplaceViewPlan(call, functional)
     is_in_place = bool(signature.written) and signature.written[0] == signature.names[0]
-    # What is written to ``out`` must reach it, wherever the rule would have it.
+    # A rule chooses the layout of its result; an ``out`` tensor has one. `WriteResultPlan` moves the result there.
     builder = None if signature.written and not is_in_place else builder_of(func)
     if builder is None and functional is not None and is_in_place:
         builder = builder_of(functional)
-    found = None
+    rule = None
     with suppress(UnknownShapeError):
-        found = builder(call) if builder is not None else None
-    if found is not None:
-        found = found.exact_for(call, call.tensors)
-        sizes = [tensor.numel() * tensor.element_size() for tensor in call.tensors]
-        shapes = (found.shape(number) for number in range(len(found.results)))
-        made = sum(torch.Size(shape).numel() for shape in shapes) * max(t.element_size() for t in call.tensors)
-        choice = choose(found, plans.layouts_of(call.tensors), sizes, made, is_fixed=is_in_place)
-        if choice is not None and not _resizes(call, found, is_in_place):
-            return plans.RulePlan(call, found, choice)
+        rule = builder(call) if builder is not None else None
+    if rule is not None:
+        rule = rule.exact_for(call, call.tensors)
+        nbytes = [tensor.numel() * tensor.element_size() for tensor in call.tensors]
+        shapes = (rule.shape(number) for number in range(len(rule.results)))
+        # The dtypes of results are not known here: that of the widest operand stands for them.
+        result_nbytes = sum(torch.Size(shape).numel() for shape in shapes) * max(t.element_size() for t in call.tensors)
+        layouts = [tensor._layout for tensor in call.tensors]
+        choice = choose_layouts(rule, layouts, nbytes, result_nbytes, is_in_place=is_in_place)
+        if choice is not None and not (is_in_place and rule.shape(0) != tuple(call.tensors[0].shape)):
+            return plans.RulePlan(call, rule, choice)
     if functional is not None:
-        return plans.WritingPlan(call, functional)
-    return plans.WholePlan(call)
-
-
-def _resizes(call: Call, found: Any, is_in_place: bool) -> bool:
-    """Whether an operator in place has a result of another shape than its operand's."""
-    return is_in_place and found.shape(0) != tuple(call.tensors[0].shape)
+        return plans.WriteResultPlan(call, functional)
+    return plans.ReplicationPlan(call)
 
 
 def counts() -> Counter[tuple[Operator, str]]:
-    """Return how often each operator ran by each route."""
+    """Return how often each operator ran by each route, since `clear_counts`."""
     for plan in _PLANS.values():
         if plan.calls:
             COUNTS[plan.func, plan.route] += plan.calls
@@ -218,7 +242,7 @@ def clear_plans() -> None:
 
 
 def clear_counts() -> None:
-    """Forget how often operators ran by which route."""
+    """Set all counts to zero."""
     counts()
     COUNTS.clear()
 

@@ -1,4 +1,4 @@
-"""Bring operands into the layouts that an operator wants, below autograd."""
+"""Redistribution of operands, below autograd: to given layouts, to all devices, and back into a tensor's memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from functools import lru_cache
 import torch
 
 from dtckpt.dtensor import derived_layouts, redistribute
-from dtckpt.dtensor.operators.tensor_spec import Spec, contiguous_stride, spec, wrapped
+from dtckpt.dtensor.operators.tensor_spec import Spec, contiguous_stride, intern_spec, wrap_components
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 
 
-def brought(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> list[DTensor]:
-    """Return tensors in other layouts (None: as they are), moved together.
+def to_layouts(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> list[DTensor]:
+    """Return tensors in other layouts, redistributed in one exchange.
 
     Collective: Over the mesh's clients, unless nothing moves between them.
+
+    Args:
+        tensors: The tensors.
+        layouts: The layout of each; None for one that stays as it is.
     """
     changing = [
         number
@@ -28,25 +32,25 @@ def brought(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> lis
     result = list(tensors)
     for number in changing:
         layout = layouts[number]
-        if layout is not None and _is_relabelled(tensors[number]._layout, layout):
-            result[number] = wrapped(tensors[number].components, _spec_in(tensors[number], layout))
+        if layout is not None and _differs_in_name_only(tensors[number]._layout, layout):
+            result[number] = wrap_components(tensors[number].components, _spec_in(tensors[number], layout))
     changing = [number for number in changing if result[number] is tensors[number]]
     if changing:
         with torch.no_grad():
             chosen = [tensors[number] for number in changing]
-            wanted = [layout for layout in (layouts[number] for number in changing) if layout is not None]
-            for number, moved in zip(changing, redistribute.redistribute_all(chosen, wanted), strict=True):
+            targets = [layout for layout in (layouts[number] for number in changing) if layout is not None]
+            for number, moved in zip(changing, redistribute.redistribute_all(chosen, targets), strict=True):
                 result[number] = moved
     return result
 
 
 def _spec_in(tensor: DTensor, layout: Layout) -> Spec:
-    return spec(layout, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return intern_spec(layout, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 @lru_cache(maxsize=4096)
-def _differ_in_name(source: Layout, target: Layout) -> bool:
-    """Whether two layouts on one mesh have the same pieces, because axes of one device alone are used otherwise."""
+def _have_same_pieces(source: Layout, target: Layout) -> bool:
+    """Whether two layouts on one mesh have the same components, as they differ only in axes of one device."""
     sizes = source.mesh.axis_sizes
 
     def split(layout: Layout) -> list[tuple[str, ...]]:
@@ -58,73 +62,79 @@ def _differ_in_name(source: Layout, target: Layout) -> bool:
     return split(source) == split(target) and pending(source) == pending(target)
 
 
-def _is_relabelled(source: Layout, target: Layout) -> bool:
+def _differs_in_name_only(source: Layout, target: Layout) -> bool:
     has_small = 1 in source.mesh.shape
-    return has_small and source.mesh is target.mesh and _differ_in_name(source, target)
+    return has_small and source.mesh is target.mesh and _have_same_pieces(source, target)
 
 
-def replicated(tensors: Sequence[DTensor], *, is_copied: bool = False) -> list[DTensor]:
-    """Return tensors that every device holds whole, each with its own strides.
+def to_replicated(tensors: Sequence[DTensor], *, is_copied: bool = False) -> list[DTensor]:
+    """Return tensors replicated, each with the strides of the given one.
+
+    Collective: As `to_layouts`.
 
     Args:
-        tensors: Of one mesh.
-        is_copied: Return new memory in any case.
+        tensors: Tensors on one mesh.
+        is_copied: Whether to copy a tensor that is replicated already.
     """
-    whole = brought(tensors, [replicated_layout(tensor.device_mesh, tensor.ndim) for tensor in tensors])
+    whole = to_layouts(tensors, [replicated_layout(tensor.device_mesh, tensor.ndim) for tensor in tensors])
     return [
-        made if made is tensor and not is_copied else _with_strides(made, tensor)
-        for made, tensor in zip(whole, tensors, strict=True)
+        copy if copy is tensor and not is_copied else _with_strides(copy, tensor)
+        for copy, tensor in zip(whole, tensors, strict=True)
     ]
 
 
-def _with_strides(made: DTensor, like: DTensor) -> DTensor:
-    """Return a copy with the strides of another tensor; of one with memory of its own and such strides, itself."""
+def _with_strides(tensor: DTensor, like: DTensor) -> DTensor:
+    """Return a copy of a tensor with the strides of another; the tensor itself if it is new and has such strides."""
     stride = tuple(like.stride())
-    if made is not like and stride == contiguous_stride(like.shape):
-        return made
+    if tensor is not like and stride == contiguous_stride(like.shape):
+        return tensor
     components = []
-    for component in made.components:
-        if 0 in stride:  # elements that share memory cannot be written one by one
+    for component in tensor.components:
+        if 0 in stride:  # Elements share memory: one cannot be written without the others.
             components.append(component.clone())
             continue
         copy = torch.empty_strided(component.shape, stride, dtype=component.dtype, device=component.device)
         components.append(copy.copy_(component))
-    return DTensor(components, made.layout, made.shape, made.dtype, device=made.device)
+    return DTensor(components, tensor.layout, tensor.shape, tensor.dtype, device=tensor.device)
 
 
 def replicated_layout(mesh: Mesh, ndim: int) -> Layout:
-    """Return the layout of a tensor that every device holds whole."""
+    """Return the layout of a replicated tensor of so many dims."""
     return derived_layouts.cached_layout(mesh, None, ndim)
 
 
-def part(tensor: DTensor) -> None:
-    """Give components that share memory, as copies that were packed from one tensor, memory of their own.
+def unshare(tensor: DTensor) -> None:
+    """Give components that share memory with each other, as those packed from one tensor do, memory of their own.
 
-    Called before each of them is written to, or something shares its memory, through which it may be.
+    Call it before components are written to: each device writes, and shared memory would be written several times. Call
+    it also before a view shares memory with components: somebody may write through the view.
     """
     if len(tensor.components) < 2:
         return
-    known: set[int] = set()
-    parted = []
+    addresses: set[int] = set()
+    components = []
     for component in tensor.components:
-        is_there = component.layout is torch.strided and component.numel() and not component.is_meta
-        place = component.data_ptr() if is_there else 0
-        parted.append(component.clone() if place in known else component)
-        known.add(place or -1)
-    tensor._components = tuple(parted)
+        has_memory = component.layout is torch.strided and component.numel() and not component.is_meta
+        address = component.data_ptr() if has_memory else 0
+        components.append(component.clone() if address in addresses else component)
+        addresses.add(address or -1)
+    tensor._components = tuple(components)
 
 
-def write(source: DTensor, target: DTensor) -> None:
-    """Write values to a tensor of the same shape, in its memory and layout. Collective: As `brought`."""
+def write_into(source: DTensor, target: DTensor) -> None:
+    """Write the values of a tensor into another of the same shape, whose memory and layout stay.
+
+    Collective: As `to_layouts`.
+    """
     if source.dtype != target.dtype and target.layout.partial:
         components = [component.to(target.dtype) for component in source.components]
         source = DTensor(components, source.layout, source.shape, target.dtype, device=source.device)
-    (moved,) = brought([source], [target._layout])
-    part(target)
-    for there, value in zip(target.components, moved.components, strict=True):
-        there.copy_(value)
+    (moved,) = to_layouts([source], [target._layout])
+    unshare(target)
+    for component, value in zip(target.components, moved.components, strict=True):
+        component.copy_(value)
 
 
 def no_dispatch() -> AbstractContextManager[None]:
-    """Have operators act on the wrappers alone, which have sizes and strides and no values."""
+    """Return a context in which operators change sizes and strides of DTensors only, and no components."""
     return torch._C._DisableTorchDispatch()

@@ -1,4 +1,4 @@
-"""Plain tensors beside DTensors: they count as replicated, once the clients have found theirs to be the same."""
+"""Plain tensors beside DTensors: they count as replicated, if all clients have the same values."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ import torch
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor import components as packing
 from dtckpt.dtensor.operators.operands import replicated_layout
-from dtckpt.dtensor.operators.plans import is_trusted, trusted
+from dtckpt.dtensor.operators.plans import are_plain_tensors_trusted, trust_plain_tensors
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.mesh import Mesh
 
 
-def adopt(tensors: Sequence[torch.Tensor], mesh: Mesh) -> list[Any]:
-    """Return tensors with the plain ones as DTensors that every device of the mesh holds.
+def to_dtensors(tensors: Sequence[torch.Tensor], mesh: Mesh) -> list[Any]:
+    """Return tensors with the plain ones as replicated DTensors.
 
-    Collective: Over the mesh's clients, which compare digests of plain tensors that have more than one element,
-    unless those are known to agree (see `dtckpt.dtensor.operators.plans.trusted`).
+    Collective: Over the mesh's clients, which compare digests of plain tensors that have more than one element, except
+    under `dtckpt.dtensor.operators.plans.trust_plain_tensors`.
+
+    Args:
+        tensors: DTensors, which it returns as they are, and plain tensors.
+        mesh: The mesh of the new DTensors.
 
     Raises:
-        ReplicaMismatchError: They differ.
+        ReplicaMismatchError: The values of a plain tensor differ between clients.
     """
-    adopted = []
+    dtensors = []
     for tensor in tensors:
         if isinstance(tensor, DTensor):
-            adopted.append(tensor)
+            dtensors.append(tensor)
             continue
         names = mesh.local_devices()
         components = [
@@ -37,16 +41,16 @@ def adopt(tensors: Sequence[torch.Tensor], mesh: Mesh) -> list[Any]:
             for number, name in enumerate(names)
         ]
         layout = replicated_layout(mesh, tensor.ndim)
-        if tensor.numel() > 1 and mesh.num_clients > 1 and not is_trusted() and not tensor.is_meta:
+        if tensor.numel() > 1 and mesh.num_clients > 1 and not are_plain_tensors_trusted() and not tensor.is_meta:
             packing.pack(components, layout, tensor.shape, run_check=True)
-        adopted.append(DTensor(components, layout, tensor.shape, tensor.dtype, device=tensor.device))
-    return adopted
+        dtensors.append(DTensor(components, layout, tensor.shape, tensor.dtype, device=tensor.device))
+    return dtensors
 
 
-def adopted(gradient: torch.Tensor, mesh: Mesh) -> DTensor:
-    """Return a gradient of zeros that PyTorch may have made as a plain tensor, as a DTensor on the mesh."""
+def gradient_to_dtensor(gradient: torch.Tensor, mesh: Mesh) -> DTensor:
+    """Return a gradient as a DTensor: PyTorch makes some gradients of zeros from the shape alone, as plain tensors."""
     if isinstance(gradient, DTensor):
         return gradient
-    with trusted():
-        made: DTensor = adopt([gradient.clone()], mesh)[0]
-    return made
+    with trust_plain_tensors():
+        dtensor: DTensor = to_dtensors([gradient.clone()], mesh)[0]
+    return dtensor

@@ -1,4 +1,13 @@
-"""Plans: what is done for a call, decided once per operator, specs and arguments, and then kept."""
+"""Plans: how to run an operator on DTensors. `dispatch` makes one per kind of call, and reuses it.
+
+=====================  =============================================================================================
+`RulePlan`             redistribute the operands, run the operator on components
+`WriteResultPlan`      compute the result by the functional operator, write it to the first argument or to ``out``
+`CompositePlan`        call a function that does the operator's work by other operators
+`ReplicationPlan`      run the operator on all of every operand
+`InplaceViewPlan`      give a tensor other sizes and strides in place: ``squeeze_``, ``t_``
+=====================  =============================================================================================
+"""
 
 from __future__ import annotations
 
@@ -10,11 +19,18 @@ from typing import Any, Protocol
 import torch
 
 from dtckpt.dtensor.operators import view_tracking
-from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in, with_tensors
-from dtckpt.dtensor.operators.operands import brought, no_dispatch, part, replicated, replicated_layout, write
+from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, signature_of, tensors_in
+from dtckpt.dtensor.operators.operands import (
+    no_dispatch,
+    replicated_layout,
+    to_layouts,
+    to_replicated,
+    unshare,
+    write_into,
+)
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.strategy import Choice
-from dtckpt.dtensor.operators.tensor_spec import Spec, global_stride, spec, wrapped
+from dtckpt.dtensor.operators.tensor_spec import Spec, global_stride, intern_spec, wrap_components
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError
 from dtckpt.layout.layout import Layout
@@ -22,63 +38,74 @@ from dtckpt.layout.layout import Layout
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
-_UPDATED = ("running_mean", "running_var")
-"""What operators write to though their signatures do not say so."""
+_UNDECLARED_WRITES = ("running_mean", "running_var")
+"""Arguments that operators write to although their schemas do not say so: those of batch normalization."""
 
-_is_trusted: ContextVar[bool] = ContextVar("is_trusted", default=False)
-_trusting: set[object] = set()
-"""Blocks in which every thread trusts: autograd has threads of its own for what lies on cards."""
+_trusts: ContextVar[bool] = ContextVar("trusts_plain_tensors", default=False)
+_trusting_blocks: set[object] = set()
+"""Open blocks of `trust_plain_tensors_in_all_threads`: autograd runs a card's backward pass in a thread of its own."""
 
 
 @contextmanager
-def trusted() -> Iterator[None]:
-    """Take plain tensors beside DTensors for the same on every client, in a context, without comparing them."""
-    token = _is_trusted.set(True)
+def trust_plain_tensors() -> Iterator[None]:
+    """Within this block, do not compare plain tensors between clients: those beside DTensors are taken to be equal."""
+    token = _trusts.set(True)
     try:
         yield
     finally:
-        _is_trusted.reset(token)
+        _trusts.reset(token)
 
 
 @contextmanager
-def trusted_by_all_threads() -> Iterator[None]:
-    """As `trusted`, for all threads."""
+def trust_plain_tensors_in_all_threads() -> Iterator[None]:
+    """As `trust_plain_tensors`, in all threads."""
     block = object()
-    _trusting.add(block)
+    _trusting_blocks.add(block)
     try:
         yield
     finally:
-        _trusting.remove(block)
+        _trusting_blocks.remove(block)
 
 
-def is_trusted() -> bool:
-    """Whether plain tensors are taken for the same on every client."""
-    return bool(_trusting) or _is_trusted.get()
+def are_plain_tensors_trusted() -> bool:
+    """Whether this thread takes plain tensors to be equal on all clients, without comparing them."""
+    return bool(_trusting_blocks) or _trusts.get()
 
 
 class Plan(Protocol):
-    """What is done for a call."""
+    """How to run the calls of one operator with one kind of arguments; `dispatch` keeps it by the call's key."""
 
     route: str
     """``rule``, ``decomposition`` or ``replication``."""
     func: Operator
-    """What it was made for."""
+    """The operator."""
     calls: int
-    """How often it was run again."""
+    """How often `dispatch` reused the plan; it adds these calls to the statistics later."""
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """Return the operator's result.
 
+        Collective: Over the mesh's clients, unless operands and results stay in their layouts.
+
         Args:
-            args: The arguments; no tensor among them is plain.
+            args: Positional arguments; every tensor among them is a DTensor.
             kwargs: Arguments by name.
-            tensors: The tensors among the arguments, in order.
+            tensors: The tensors among all arguments, in order.
         """
         ...
 
 
 class RulePlan:
-    """Bring the operands into the chosen layouts, and have each device work on its pieces."""
+    """Redistribute the operands to the chosen layouts, then run the operator on each device's component.
+
+    ::
+
+        operands (DTensors)  ->  to_layouts  ->  per local device: local(components)  ->  results (DTensors)
+                                 only if         with the local sizes and offsets
+                                 `_moves`        that the rule asks for
+
+    Invariant: ``__init__`` computes everything that depends only on the kind of the call; `run` adds the tensors.
+    """
 
     route = "rule"
     calls = 0
@@ -86,131 +113,160 @@ class RulePlan:
     def __init__(self, call: Call, rule: Rule, choice: Choice) -> None:
         signature = signature_of(call.func)
         self.func = call.func
-        self._local: Callable[..., Any] = rule.local or call.func._op  # which its Python wrapper but calls
+        # ``_op`` is what the Python wrapper of the operator calls; without the wrapper a call is faster.
+        self._local: Callable[..., Any] = rule.local or call.func._op
         self._operands = choice.operands
         self._results = choice.results
         self._shapes = [rule.shape(number) for number in range(len(rule.results))]
         self._specs: list[Spec | None] = [None] * len(rule.results)
         self._moves = any(layout is not None for layout in choice.operands)
         self._is_view = signature.is_view
-        self._examples = _viewed(call) if self._is_view else []
+        self._views = _views_on_meta(call) if self._is_view else []
         self._is_in_place = bool(signature.written)
-        self._is_copying, self._may_copy = rule.is_copying, rule.local is not None
-        self._sized = [(_place_of(call, name), self._sizes_of(call, result)) for name, result in rule.sized]
-        self._offsets = self._offsets_of(call) if rule.is_located else None
-        self._places = self._places_of(call)
-        self._is_one = [str(one.type) for one in call.func._schema.returns] == ["Tensor"]
+        self._makes_copy, self._may_copy = rule.makes_copy, rule.local is not None
+        self._local_sizes = [
+            (_argument_key(call, name), self._component_shapes(call, result)) for name, result in rule.local_size_args
+        ]
+        self._offsets = self._offsets_by_device(call) if rule.takes_offsets else None
+        self._tensor_positions = self._positions_if_simple(call)
+        self._returns_one_tensor = [str(one.type) for one in call.func._schema.returns] == ["Tensor"]
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
-        if self._places is not None and len(tensors[0]._components) == 1:
-            local = list(args)
-            for place in self._places:
-                local[place] = local[place]._components[0]
-            made = self._local(*local, **kwargs)
-            return self._wrap(0, (made,)) if self._is_one else self._wrapped((made,))
+        # The fast path: one local device, and the components of the operands as they are.
+        if self._tensor_positions is not None and len(tensors[0]._components) == 1:
+            local_args = list(args)
+            for position in self._tensor_positions:
+                local_args[position] = local_args[position]._components[0]
+            output = self._local(*local_args, **kwargs)
+            return self._wrap(0, (output,)) if self._returns_one_tensor else self._wrap_all((output,))
         return self._run(args, kwargs, tensors)
 
-    def _places_of(self, call: Call) -> tuple[int, ...] | None:
-        """Return where the tensors stand if all that there is to do is to run the operator on components."""
-        places = tuple(place for place, value in enumerate(call.args) if isinstance(value, torch.Tensor))
-        has_more = self._moves or self._is_view or self._is_in_place or self._sized or self._offsets is not None
-        return places if not has_more and len(places) == len(call.tensors) else None
+    def _positions_if_simple(self, call: Call) -> tuple[int, ...] | None:
+        """Return the positions of the tensors if the plan only runs the operator on components, else None."""
+        positions = tuple(position for position, value in enumerate(call.args) if isinstance(value, torch.Tensor))
+        does_more = self._moves or self._is_view or self._is_in_place or self._local_sizes or self._offsets is not None
+        # Tensors in lists, or passed by name, are not among the positions.
+        return positions if not does_more and len(positions) == len(call.tensors) else None
 
-    def _sizes_of(self, call: Call, result: int) -> list[list[int]]:
-        """Return the shape of every local piece of a result."""
+    def _component_shapes(self, call: Call, result: int) -> list[list[int]]:
+        """Return the shape of a result's component on every local device."""
         devices = call.tensors[0]._layout.mesh.local_device_ids()
         return [list(self._results[result].region(device, self._shapes[result]).shape) for device in devices]
 
     def _run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         if self._is_view:
-            part(tensors[0])
+            unshare(tensors[0])
         if self._is_in_place:
-            for written in tensors_in(args[:1]):
-                part(written)
-        moved = brought(tensors, self._operands) if self._moves else tensors
-        parts = [tensor.components for tensor in moved]
-        if not parts[0]:
-            return args[0] if self._is_in_place else absent(self.func, args, kwargs, tensors, self._results)
-        made = []
-        for number in range(len(parts[0])):
-            local_args, local_kwargs = with_tensors(args, kwargs, [part[number] for part in parts])
-            for place, sizes in self._sized:
-                (local_args if isinstance(place, int) else local_kwargs)[place] = sizes[number]  # type: ignore[index]
+            for target in tensors_in(args[:1]):
+                unshare(target)
+        operands = to_layouts(tensors, self._operands) if self._moves else tensors
+        components = [operand.components for operand in operands]
+        if not components[0]:
+            if self._is_in_place:
+                return args[0]
+            return results_without_devices(self.func, args, kwargs, tensors, self._results)
+        outputs = []
+        for device in range(len(components[0])):
+            local_args, local_kwargs = replace_tensors(args, kwargs, [of_operand[device] for of_operand in components])
+            for key, shapes in self._local_sizes:
+                (local_args if isinstance(key, int) else local_kwargs)[key] = shapes[device]  # type: ignore[index]
             if self._offsets is not None:
-                local_kwargs["offsets"] = self._offsets[number]
-            made.append(self._local(*local_args, **local_kwargs))
+                local_kwargs["offsets"] = self._offsets[device]
+            outputs.append(self._local(*local_args, **local_kwargs))
         if self._is_in_place:
             return self._after_writing(args, kwargs)
-        results = self._wrapped(made)
+        results = self._wrap_all(outputs)
         if self._is_view:
-            self._note_views(results, Call(self.func, tuple(args), kwargs), tensors[0])
+            self._track_views(results, Call(self.func, tuple(args), kwargs), tensors[0])
         return results
 
     def _after_writing(self, args: Args, kwargs: Kwargs) -> Any:
-        """Have what was written reach what it is a view of; return what the operator returns."""
+        """Finish the write to the first argument; return what the operator returns."""
         del kwargs
-        return written_to(args[0])
+        return finish_write(args[0])
 
-    def _offsets_of(self, call: Call) -> list[list[tuple[int, ...]]]:
-        """Return where the operands' pieces begin, by local device and operand."""
-        layouts = [wanted or tensor._layout for wanted, tensor in zip(self._operands, call.tensors, strict=True)]
+    def _offsets_by_device(self, call: Call) -> list[list[tuple[int, ...]]]:
+        """Return the global index at which components begin, by local device and operand."""
+        layouts = [target or tensor._layout for target, tensor in zip(self._operands, call.tensors, strict=True)]
         devices = call.tensors[0]._layout.mesh.local_device_ids()
-        placed = list(zip(layouts, call.shapes, strict=True))
-        return [[layout.region(device, shape).offset for layout, shape in placed] for device in devices]
+        operands = list(zip(layouts, call.shapes, strict=True))
+        return [[layout.region(device, shape).offset for layout, shape in operands] for device in devices]
 
-    def _wrapped(self, made: Sequence[Any]) -> Any:
-        first = made[0]
+    def _wrap_all(self, outputs: Sequence[Any]) -> Any:
+        """Return the results as DTensors.
+
+        Args:
+            outputs: What the operator returned on every local device.
+        """
+        first = outputs[0]
         if isinstance(first, torch.Tensor):
-            return self._wrap(0, made)
+            return self._wrap(0, outputs)
         numbers = iter(range(len(self._results)))
-        found = [
-            self._wrap(next(numbers), [one[place] for one in made]) if isinstance(item, torch.Tensor) else item
-            for place, item in enumerate(first)
+        results = [
+            self._wrap(next(numbers), [output[position] for output in outputs])
+            if isinstance(item, torch.Tensor)
+            else item
+            for position, item in enumerate(first)
         ]
-        return found if isinstance(first, list) else tuple(found)
+        return results if isinstance(first, list) else tuple(results)
 
     def _wrap(self, number: int, components: Sequence[torch.Tensor]) -> DTensor:
-        known = self._specs[number]
-        if known is None or known.dtype is not components[0].dtype:
+        result_spec = self._specs[number]
+        # The dtype of a result may depend on the default dtype, which is not part of the plan's key.
+        if result_spec is None or result_spec.dtype is not components[0].dtype:
             shape = self._shapes[number]
-            stride = global_stride(self._examples[number] if self._examples else components[0], shape)
-            known = self._specs[number] = spec(self._results[number], shape, stride, components[0].dtype)
-        return wrapped(components, known)
+            stride = global_stride(self._views[number] if self._views else components[0], shape)
+            result_spec = intern_spec(self._results[number], shape, stride, components[0].dtype)
+            self._specs[number] = result_spec
+        return wrap_components(components, result_spec)
 
-    def _note_views(self, results: Any, call: Call, source: DTensor) -> None:
-        is_own = source._view is None and self._operands[0] is None and not self._is_copying
+    def _track_views(self, results: Any, call: Call, source: DTensor) -> None:
+        """Have views share writes with their source: by memory if they share it, else by `view_tracking`."""
+        has_own_memory = source._view is None and self._operands[0] is None and not self._makes_copy
         for number, result in enumerate([results] if isinstance(results, DTensor) else results):
-            is_shared = is_own and (not self._may_copy or _share(result.components[0], source.components[0]))
+            # A function that runs instead of the operator, as ``reshape``, may have had to copy.
+            is_shared = has_own_memory and (
+                not self._may_copy or _share_memory(result.components[0], source.components[0])
+            )
             if is_shared:
-                result._writes = view_tracking.writes_to(source)
+                result._writes = view_tracking.write_counter(source)
             else:
-                view_tracking.remember(result, source, call, None if result is results else number)
+                view_tracking.track_view(result, source, call, None if result is results else number)
 
 
-def _viewed(call: Call) -> list[torch.Tensor]:
-    """Return results on no device: a piece's strides may leave open which dim comes first, and the whole's do not."""
+def _views_on_meta(call: Call) -> list[torch.Tensor]:
+    """Return the results as meta tensors, for their strides; none where only components can be viewed so.
+
+    The strides of a component may not tell which dim comes first, as where a size is 1; those of the global tensor do.
+    """
     try:
-        return list(tensors_in([on_meta(call.func, call.args, call.kwargs, call.tensors)]))
+        return list(tensors_in([run_on_meta(call.func, call.args, call.kwargs, call.tensors)]))
     except RuntimeError:
-        return []  # a view that the whole's strides would not allow, and the pieces' do
+        return []  # The global tensor's strides do not allow the view; those of the components do.
 
 
-def _place_of(call: Call, name: str) -> int | str:
-    """Return where an argument stands: its position, or its name."""
+def _argument_key(call: Call, name: str) -> int | str:
+    """Return the position of an argument, or its name if the caller may only pass it by name."""
     number = signature_of(call.func).names.index(name)
     return number if number < len(call.args) else name
 
 
-def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors share memory, as far as they have any."""
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share memory; tensors without memory count as sharing."""
     if one.is_meta or one.data_ptr() == other.data_ptr() or not one.numel():
         return True
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def written_to(tensor: Any) -> Any:
-    """Have what was written to a tensor, or to each of a list, reach what it is a view of."""
+def finish_write(tensor: Any) -> Any:
+    """Make a write to components visible to views and sources, and return the tensor.
+
+    Collective: Over the mesh's clients, if the tensor is a view whose values had to move.
+
+    Args:
+        tensor: The DTensor, or a list of DTensors, that was written to.
+    """
     for one in tensors_in([tensor]):
         if one._view is not None:
             view_tracking.write_through(one)
@@ -219,44 +275,51 @@ def written_to(tensor: Any) -> Any:
     return tensor
 
 
-def on_meta(func: Operator, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
-    """Return the operator's result as to shapes and dtypes; raises what it raises for such arguments."""
-    made = [
+def run_on_meta(func: Operator, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
+    """Run an operator on meta tensors: return results with shapes and dtypes; raise what it raises for such arguments.
+
+    Args:
+        func: The operator.
+        args: Positional arguments.
+        kwargs: Arguments by name.
+        tensors: The tensors among all arguments, in order.
+    """
+    on_meta = [
         torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
         for tensor in tensors
     ]
-    meta_args, meta_kwargs = with_tensors(args, kwargs, made)
+    meta_args, meta_kwargs = replace_tensors(args, kwargs, on_meta)
     if "device" in meta_kwargs:
         meta_kwargs["device"] = torch.device("meta")
     return func(*meta_args, **meta_kwargs)
 
 
-def absent(
+def results_without_devices(
     func: Operator, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor], layouts: Sequence[Layout] = ()
 ) -> Any:
-    """Return an operator's results on a client that has no device in the mesh.
+    """Return an operator's results on a client that has no device in the mesh: DTensors without components.
 
     Args:
         func: The operator.
-        args: Its arguments.
+        args: Positional arguments.
         kwargs: Arguments by name.
-        tensors: The tensors among the arguments.
-        layouts: Of the results that are tensors; replicated, if there are none.
+        tensors: The tensors among all arguments, in order.
+        layouts: Layouts of the results that are tensors; those beyond the last are replicated.
     """
-    known = iter(layouts)
+    remaining = iter(layouts)
 
-    def wrap(one: Any) -> Any:
-        if not isinstance(one, torch.Tensor):
-            return one
-        layout = next(known, None) or replicated_layout(tensors[0].device_mesh, one.ndim)
-        return DTensor([], layout, one.shape, one.dtype, device=tensors[0].device)
+    def wrap(result: Any) -> Any:
+        if not isinstance(result, torch.Tensor):
+            return result
+        layout = next(remaining, None) or replicated_layout(tensors[0].device_mesh, result.ndim)
+        return DTensor([], layout, result.shape, result.dtype, device=tensors[0].device)
 
-    made = on_meta(func, args, kwargs, tensors)
-    return wrap(made) if isinstance(made, torch.Tensor) else type(made)(map(wrap, made))
+    results = run_on_meta(func, args, kwargs, tensors)
+    return wrap(results) if isinstance(results, torch.Tensor) else type(results)(map(wrap, results))
 
 
 class CompositePlan:
-    """Do what the operator does by others."""
+    """Call a function that does the operator's work by other operators; see `registry.composite`."""
 
     route = "decomposition"
     calls = 0
@@ -268,12 +331,15 @@ class CompositePlan:
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         del tensors
-        with trusted():
+        with trust_plain_tensors():
             return self.function(*args, **kwargs)
 
 
-class WritingPlan:
-    """Compute what an operator writes, and write it to its first argument or to ``out``, in the layout that it has."""
+class WriteResultPlan:
+    """Compute an operator's result, and write it to the first argument or to ``out``, whose layout stays.
+
+    It serves all operators with ``out``, and those in place whose rule does not let the first argument keep its layout.
+    """
 
     route = "rule"
     calls = 0
@@ -284,37 +350,39 @@ class WritingPlan:
         self._functional = functional
         self._written = signature.written
         arguments = functional._schema.arguments
-        self._given = [one.name for one in arguments if not one.kwarg_only]
-        self._named = [one.name for one in arguments if one.kwarg_only]
+        self._positional = [one.name for one in arguments if not one.kwarg_only]
+        self._by_name = [one.name for one in arguments if one.kwarg_only]
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         call = Call(self.func, tuple(args), kwargs)
         targets = list(tensors_in([call[name] for name in self._written]))
-        made = self._functional(*(call[name] for name in self._given), **{name: call[name] for name in self._named})
-        for target, value in zip(targets, tensors_in([made]), strict=True):
+        result = self._functional(
+            *(call[name] for name in self._positional), **{name: call[name] for name in self._by_name}
+        )
+        for target, value in zip(targets, tensors_in([result]), strict=True):
             if tuple(value.shape) != tuple(target.shape):
                 self._resize(target, value, args, kwargs, tensors)
                 continue
             if not torch.can_cast(value.dtype, target.dtype):
                 raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
             with torch.no_grad():
-                write(value, target)
-            written_to(target)
+                write_into(value, target)
+            finish_write(target)
         count = len(self.func._schema.returns)
         if count and isinstance(call[self._written[0]], torch.Tensor):
             return targets[0] if count == 1 else tuple(targets[:count])
         return call[self._written[0]] if count else None
 
     def _resize(self, target: DTensor, value: DTensor, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> None:
-        """Give a tensor of no elements, passed as ``out``, shape, layout and values of the result.
+        """Give an empty ``out`` tensor the shape, layout and values of the result.
 
         Raises:
-            LayoutError: It has elements, or is not for results alone.
+            LayoutError: The tensor has elements, or is not passed as ``out``.
         """
         is_out = self._written[0] != signature_of(self.func).names[0]
         if not is_out:
-            on_meta(self.func, args, kwargs, tensors)  # which may say it better
+            run_on_meta(self.func, args, kwargs, tensors)  # PyTorch's own error, if it has one
         if not is_out or target.numel() or target.dtype != value.dtype:
             raise LayoutError(
                 f"operator {self.func} writes to a DTensor of shape {tuple(target.shape)}, and shape stays; got a "
@@ -325,12 +393,12 @@ class WritingPlan:
         target._components, target._layout, target._spec, target._view = value.components, value._layout, None, None
 
 
-class WholePlan:
-    """Have every device that holds a piece work on the whole of all operands.
+class ReplicationPlan:
+    """Replicate all operands, and run the operator on all of them on every device that holds a component.
 
     Args:
         call: The call.
-        local: What each device runs instead of the operator, with the same arguments.
+        local: Function that each device runs instead of the operator, with the same arguments.
     """
 
     route = "replication"
@@ -344,77 +412,84 @@ class WholePlan:
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         call = Call(self.func, tuple(args), kwargs)
-        names = [name for name in _UPDATED if name in self._signature.names]
-        written = list(tensors_in([call[name] for name in (*self._signature.written, *names)]))
-        for tensor in written or (tensors[:1] if self._signature.is_view else ()):
-            part(tensor)
-        whole = replicated(tensors)
+        names = [name for name in _UNDECLARED_WRITES if name in self._signature.names]
+        targets = list(tensors_in([call[name] for name in (*self._signature.written, *names)]))
+        for tensor in targets or (tensors[:1] if self._signature.is_view else ()):
+            unshare(tensor)
+        operands = to_replicated(tensors)
         for number, tensor in enumerate(tensors):
-            if whole[number] is not tensor and any(tensor is one for one in written):
-                whole[number] = replicated([tensor], is_copied=True)[0]
-        if not whole[0].components:
+            if operands[number] is not tensor and any(tensor is target for target in targets):
+                operands[number] = to_replicated([tensor], is_copied=True)[0]
+        if not operands[0].components:
             if self._signature.written:
                 return call[self._signature.written[0]]
-            return absent(self.func, args, kwargs, tensors)
-        made = []
-        for number in range(len(whole[0].components)):
-            parts = [tensor.components[number] for tensor in whole]
-            local_args, local_kwargs = with_tensors(args, kwargs, parts)
-            made.append(self._local(*local_args, **local_kwargs))
-        for tensor, copy in zip(tensors, whole, strict=True):
-            if any(tensor is one for one in written):
-                if copy is not tensor:
-                    write(copy, tensor)
-                written_to(tensor)
-        return self._wrapped(made, call, tensors, whole)
+            return results_without_devices(self.func, args, kwargs, tensors)
+        outputs = []
+        for device in range(len(operands[0].components)):
+            components = [operand.components[device] for operand in operands]
+            local_args, local_kwargs = replace_tensors(args, kwargs, components)
+            outputs.append(self._local(*local_args, **local_kwargs))
+        for tensor, operand in zip(tensors, operands, strict=True):
+            if any(tensor is target for target in targets):
+                if operand is not tensor:
+                    write_into(operand, tensor)
+                finish_write(tensor)
+        return self._wrap_all(outputs, call, tensors, operands)
 
-    def _wrapped(self, made: Sequence[Any], call: Call, tensors: Sequence[DTensor], whole: Sequence[DTensor]) -> Any:
-        """Return results: those that are an argument as that, those that share its memory as views of it."""
-        first = made[0]
+    def _wrap_all(
+        self, outputs: Sequence[Any], call: Call, tensors: Sequence[DTensor], operands: Sequence[DTensor]
+    ) -> Any:
+        """Return the results as DTensors.
+
+        Args:
+            outputs: What the operator returned on every local device.
+            call: The call.
+            tensors: The tensors among its arguments.
+            operands: These tensors, replicated.
+        """
+        first = outputs[0]
         if isinstance(first, torch.Tensor):
-            return self._wrap(made, None, call, tensors, whole)
+            return self._wrap(outputs, None, call, tensors, operands)
         if isinstance(first, list | tuple):
-            found = [
-                self._wrap([one[place] for one in made], place, call, tensors, whole)
+            results = [
+                self._wrap([output[number] for output in outputs], number, call, tensors, operands)
                 if isinstance(item, torch.Tensor)
                 else item
-                for place, item in enumerate(first)
+                for number, item in enumerate(first)
             ]
-            return found if isinstance(first, list) else tuple(found)
+            return results if isinstance(first, list) else tuple(results)
         return first
 
     def _wrap(
         self,
         components: Sequence[torch.Tensor],
-        place: int | None,
+        number: int | None,
         call: Call,
         tensors: Sequence[DTensor],
-        whole: Sequence[DTensor],
+        operands: Sequence[DTensor],
     ) -> DTensor:
+        """Return one result: an argument if it is that argument, a tracked view if it is a view of one."""
         first = components[0]
-        for tensor, copy in zip(tensors, whole, strict=True):
-            if first is copy.components[0]:
+        for tensor, operand in zip(tensors, operands, strict=True):
+            if first is operand.components[0]:
                 return tensor
         shape = tuple(first.shape)
         layout = replicated_layout(tensors[0].device_mesh, len(shape))
-        stride = tuple(first.stride()) if first.layout is torch.strided else ()
-        made = (
-            wrapped(components, spec(layout, shape, stride, first.dtype))
-            if first.layout is torch.strided
-            else DTensor(components, layout, shape, first.dtype)
-        )
-        if self._signature.is_view and first.layout is torch.strided:
-            source, copy = tensors[0], whole[0]
-            is_own = copy is source and source._view is None
-            if is_own and _share(first, copy.components[0]):
-                made._writes = view_tracking.writes_to(source)
+        if first.layout is not torch.strided:
+            return DTensor(components, layout, shape, first.dtype)
+        result = wrap_components(components, intern_spec(layout, shape, tuple(first.stride()), first.dtype))
+        if self._signature.is_view:
+            source, operand = tensors[0], operands[0]
+            has_own_memory = operand is source and source._view is None
+            if has_own_memory and _share_memory(first, operand.components[0]):
+                result._writes = view_tracking.write_counter(source)
             else:
-                view_tracking.remember(made, source, call, place)
-        return made
+                view_tracking.track_view(result, source, call, number)
+        return result
 
 
-class ReshapingPlan:
-    """Change in place how a tensor's own sizes and strides read its values, as ``squeeze_`` does."""
+class InplaceViewPlan:
+    """Give a tensor in place the sizes and strides of a view of it, as ``squeeze_`` and ``t_`` do."""
 
     route = "rule"
     calls = 0
@@ -426,15 +501,11 @@ class ReshapingPlan:
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         tensor = tensors[0]
+        # The view is one of an alias: the tensor itself becomes the view, and must not be its own source.
         with torch.no_grad():
-            made = self._functional(view_tracking.alias_of(tensor), *args[1:], **kwargs)
+            view = self._functional(view_tracking.alias_of(tensor), *args[1:], **kwargs)
         with no_dispatch():
             self.func(*args, **kwargs)
-        tensor._components, tensor._layout, tensor._spec = made.components, made._layout, None
-        tensor._view, tensor._writes = made._view, made._writes
+        tensor._components, tensor._layout, tensor._spec = view.components, view._layout, None
+        tensor._view, tensor._writes = view._view, view._writes
         return tensor
-
-
-def layouts_of(tensors: Sequence[DTensor]) -> list[Layout]:
-    """Return the tensors' layouts."""
-    return [tensor._layout for tensor in tensors]

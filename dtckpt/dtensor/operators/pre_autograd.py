@@ -1,6 +1,11 @@
-"""Operators that are taken before autograd, and before PyTorch makes others of them: what is done then, it may follow.
+"""Kernels that run before autograd, and before PyTorch decomposes an operator: autograd follows what they call.
 
-The kernels are for a dispatch key that DTensors alone have; operators without one fall through to the next key.
+::
+
+    torch operator  ->  early key of DTensors (this module)  ->  autograd, decomposition  ->  `dispatch`
+                        without a kernel: falls through
+
+DTensors alone have the dispatch key, so plain tensors pay nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +25,11 @@ _BELOW = torch._C._dispatch_keyset_full_after(EARLY_KEY)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def taken_early(*operators: Operator) -> Callable[[_F], _F]:
-    """Register a function for calls with a DTensor among the arguments.
+def before_autograd(*operators: Operator) -> Callable[[_F], _F]:
+    """Register a function that runs calls of operators with a DTensor among the arguments, before autograd.
 
-    It gets the operator, the dispatch keys with which it goes on (``operator.redispatch(keys, ...)``), and arguments.
+    The function gets the operator, the dispatch keys that remain, and the arguments. ``operator.redispatch(keys, ...)``
+    goes on as if the function were not there.
     """
 
     def register(function: _F) -> _F:

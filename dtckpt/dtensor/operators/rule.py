@@ -1,15 +1,27 @@
-"""Factor rules: how the dims of an operator's operands and results belong together.
+"""Sharding rules: which dims of an operator's operands and results belong together.
 
-Every dim is a list of factors, major first; a dim of size 1 that is broadcast has none. A factor that stands in
-operands and results may be sharded: what each device then computes from its pieces is its piece of the result. From
-this follows everything else, see `dtckpt.dtensor.operators.strategy`. Source of the notion: factor rules of OpenXLA
-Shardy.
+A rule names *factors*. A factor is a direction in which the operator does independent work; every dim of an operand or
+a result is a list of factors, major first. Matrix multiplication has three::
+
+    mm:  (m, k) x (k, n) -> (m, n)        factors 0 = m, 1 = k, 2 = n
+
+         operands = (((0,), (1,)), ((1,), (2,)))
+         results = (((0,), (2,)),)
+         contracted = {1: "sum"}
+
+A mesh axis may shard a factor. It then splits every dim that has the factor, and each device runs the operator on its
+components: if an axis shards ``m``, each device computes its rows of the result. A result that lacks the sharded
+factor, as here ``k``, is the pending reduction (`Partial`) of what the devices compute.
+
+A dim with several factors is their product, as in ``view`` from (a, b) to (a * b). A dim of size 1 that is broadcast
+has no factor. `dtckpt.dtensor.operators.strategy` chooses from a rule which axis shards which factor;
+`dtckpt.dtensor.operators.rule_builders` lists the ways to write one. The notion is that of OpenXLA Shardy's rules.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,45 +32,70 @@ from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.placement import REDUCE_OPS
 
 Dims = tuple[tuple[int, ...], ...]
-"""The factors of every dim of a tensor, by their numbers."""
+"""The factors of every dim of a tensor, by number."""
 
 Passes = Mapping[str, tuple[tuple[int, ...], ...]]
-"""By reduction: groups of operands that may wait for it together, so that the results wait for it instead."""
+"""Reductions that may stay pending through the operator: by reduction, groups of operands.
+
+If all operands of one group are pending, the operator runs on the terms, and the results are pending instead. The sum
+of two tensors has ``{"sum": ((0, 1),)}``: both or none. Their product has ``{"sum": ((0,), (1,))}``: one of them.
+"""
 
 BILINEAR: Passes = {"sum": ((0,), (1,)), "avg": ((0,), (1,))}
-"""Linear in the first operand, and in the second."""
+"""The operator is linear in the first operand, and in the second: ``mm``, ``mul``."""
 
 LINEAR: Passes = {"sum": ((0,),), "avg": ((0,),)}
-"""Linear in the first operand."""
+"""The operator is linear in the first operand: ``neg``, ``cumsum``."""
 
 MONOTONE: Passes = {"max": ((0,),), "min": ((0,),)}
-"""The first operand's order is that of the result."""
+"""The operator keeps the order of the first operand's elements: ``exp``, ``relu``."""
+
+
+def any_reduction(*operands: int) -> Passes:
+    """Return the passes of an operator that only moves elements of these operands, or puts zeros beside them: ``cat``.
+
+    Args:
+        operands: Their numbers; by default the first operand.
+    """
+    return dict.fromkeys(REDUCE_OPS, (operands or (0,),))
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How an operator's dims belong together, and what each device computes.
+    """How an operator's dims belong together, and what each device runs on its components.
+
+    Operands are the tensors among the arguments, numbered in the order in which the caller passes them; results are the
+    tensors that the operator returns.
 
     Args:
-        sizes: Size of every factor.
-        operands: Factors of the dims of every operand, in the order of the arguments.
-        results: Factors of the dims of every result that is a tensor.
-        contracted: Reduction that the results which do not have a factor wait for when it is sharded.
-        whole: Factors that no axis may split.
-        filled: Factors that an axis may split only if no piece is empty.
-        even: Factors that an axis may split only in pieces of one size.
-        passes: See `Passes`.
-        added: Operands that are added to what is contracted: they wait for the reduction too, and so count once.
-        alike: Results that are the same on every device, though they have no dim of what is split.
-        unread: Operands whose values make no difference.
-        unseen: Operands of which shapes of pieces make none either.
-        staying: Operands that are likely to be large: moving one counts as gathering it and its gradient.
-        sized: Arguments that spell a result's shape: name, and number of the result.
-        local: What each device runs instead of the operator, with the same arguments. It is kept with the plan, so it
-            must not hold the call, and with it its tensors.
-        is_located: Whether ``local`` is told as ``offsets``, per operand, where the device's piece begins.
-        is_copying: Whether ``local`` never shares memory with the operand, though the operator does. Where pieces are
-            empty nobody could tell.
+        sizes: Global size of every factor. ``mm`` of (4, 6) and (6, 2): ``(4, 6, 2)``.
+        operands: Factors of every operand's dims. ``mm``: ``(((0,), (1,)), ((1,), (2,)))``.
+        results: Factors of every result's dims. ``mm``: ``(((0,), (2,)),)``.
+        contracted: Factors that a result may lack although an axis shards them, with the reduction that the result then
+            waits for. ``mm``: ``{1: "sum"}``; ``amax``: ``"max"`` for the dims that it reduces.
+        whole: Factors that no axis may shard. ``sort``: that of the dim along which it sorts.
+        nonempty_pieces: Factors that an axis may shard only if every device gets at least one element, because the
+            kernel refuses empty tensors. ``convolution``: the batch.
+        passes: Reductions that may stay pending through the operator, see `Passes`. ``neg``: `LINEAR`.
+        counted_once: Operands that are added to a contraction. While the contraction is pending they must be pending
+            too, else each device would add them once. ``addmm``: the first operand.
+        replicated_results: Results that every device computes alike, although they lack the sharded factors. Flash
+            attention: the seed of its dropout.
+        shape_only_operands: Operands of which the operator reads the shape and no value, so they may be pending in any
+            way. ``zeros_like``: the first operand.
+        any_layout_operands: Operands of which the operator reads neither values nor the shape of components, so they
+            stay in any layout. ``new_zeros`` with another shape: the first operand.
+        costly_to_move: Operands that are likely to be large, as tables are. If such an operand has to move, its cost is
+            that of gathering it and its gradient. ``embedding``: the table.
+        local_size_args: Arguments that spell a result's shape, each with that result's number: every device passes
+            the shape of its component instead. ``view``: ``(("size", 0),)``.
+        local: Function that each device runs instead of the operator, with the same arguments. The plan keeps it, so it
+            must not hold the call, and with it the call's tensors. ``mean``: the sum of the component over the global
+            count.
+        takes_offsets: Whether ``local`` takes ``offsets``: for every operand, the global index at which the device's
+            component begins. ``triu``: it shifts the diagonal.
+        makes_copy: Whether ``local`` returns new memory although the operator returns a view. Empty components do not
+            show it, so the rule has to say it. ``_conj``: components are conjugated at once.
     """
 
     sizes: tuple[int, ...]
@@ -66,37 +103,41 @@ class Rule:
     results: tuple[Dims, ...]
     contracted: Mapping[int, str] = field(default_factory=dict)
     whole: frozenset[int] = frozenset()
-    filled: frozenset[int] = frozenset()
-    even: frozenset[int] = frozenset()
+    nonempty_pieces: frozenset[int] = frozenset()
     passes: Passes = field(default_factory=dict)
-    added: frozenset[int] = frozenset()
-    alike: frozenset[int] = frozenset()
-    unread: frozenset[int] = frozenset()
-    unseen: frozenset[int] = frozenset()
-    staying: frozenset[int] = frozenset()
-    sized: tuple[tuple[str, int], ...] = ()
+    counted_once: frozenset[int] = frozenset()
+    replicated_results: frozenset[int] = frozenset()
+    shape_only_operands: frozenset[int] = frozenset()
+    any_layout_operands: frozenset[int] = frozenset()
+    costly_to_move: frozenset[int] = frozenset()
+    local_size_args: tuple[tuple[str, int], ...] = ()
     local: Callable[..., Any] | None = None
-    is_located: bool = False
-    is_copying: bool = False
+    takes_offsets: bool = False
+    makes_copy: bool = False
 
     def exact_for(self, call: Call, tensors: Iterable[DTensor]) -> Rule:
-        """Return the rule for operands, some of which may wait for reductions, of a call.
+        """Return this rule without the passes that would change the values of a call.
 
-        An average of integers is rounded, and a sum of short ones wraps around, before anything is computed with it.
-        Terms of a sum may be zero, or differ in sign, and so become NaN times infinity, where the sum does not. What
-        lets every reduction pass does not compute: it moves elements.
+        Args:
+            call: The call.
+            tensors: Its operands; those with pending reductions matter.
         """
-        waiting = [tensor.dtype for tensor in tensors if tensor._layout.has_partial]
-        if not waiting or self.passes.keys() >= set(REDUCE_OPS):
+        pending = [tensor.dtype for tensor in tensors if tensor._layout.has_partial]
+        # Where every reduction passes, the operator moves elements and computes nothing.
+        if not pending or self.passes.keys() >= set(REDUCE_OPS):
             return self
-        whole = [dtype for dtype in waiting if not (dtype.is_floating_point or dtype.is_complex)]
+        # Terms of a finite sum may be zero, or cancel each other; times infinity they are NaN, and the sum is not.
         if not call.keeps_zeros:
-            return replace(self, passes={op: groups for op, groups in self.passes.items() if op in {"max", "min"}})
-        if not whole:
+            return self._with_passes({"max", "min"} & self.passes.keys())
+        integers = [dtype for dtype in pending if not (dtype.is_floating_point or dtype.is_complex)]
+        if not integers:
             return self
-        is_short = any(dtype.itemsize < torch.int64.itemsize for dtype in whole)
-        inexact = {"avg", "sum", "product"} if is_short else {"avg"}
-        return replace(self, passes={op: groups for op, groups in self.passes.items() if op not in inexact})
+        # An average of integers is rounded, and a sum of short ones wraps around, before the operator sees it.
+        is_short = any(dtype.itemsize < torch.int64.itemsize for dtype in integers)
+        return self._with_passes(self.passes.keys() - ({"avg", "sum", "product"} if is_short else {"avg"}))
+
+    def _with_passes(self, reductions: Collection[str]) -> Rule:
+        return replace(self, passes={op: groups for op, groups in self.passes.items() if op in reductions})
 
     def shape(self, result: int) -> tuple[int, ...]:
         """Return the global shape of a result."""
@@ -104,13 +145,14 @@ class Rule:
 
 
 class Factors:
-    """Numbers the factors of a rule that is being made."""
+    """Hands out the numbers of a new rule's factors, and collects their sizes."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """The sizes of all factors so far, as `Rule.sizes`."""
         return tuple(self._sizes)
 
     def new(self, size: int) -> int:
@@ -119,70 +161,5 @@ class Factors:
         return len(self._sizes) - 1
 
     def dims(self, shape: Sequence[int]) -> Dims:
-        """Return dims of one new factor each."""
+        """Return dims of this shape with one new factor each."""
         return tuple((self.new(size),) for size in shape)
-
-
-def einsum(
-    text: str,
-    *shapes: Sequence[int],
-    whole: str = "",
-    passes: Passes | None = None,
-    contracted: str = "sum",
-    local: Callable[..., Any] | None = None,
-) -> Rule | None:
-    """Return the rule that a text spells, such as ``"mk,kn->mn"``; None if the shapes do not fit it.
-
-    A letter is a factor; one that no result has is contracted. ``"..."`` stands for the same leading dims everywhere.
-
-    Args:
-        text: Operands and results.
-        shapes: Shape of every operand; those of results follow.
-        whole: Letters of factors that no axis may split.
-        passes: Default `BILINEAR`.
-        contracted: Reduction of contracted factors.
-        local: See `Rule`.
-    """
-    left, _, right = text.partition("->")
-    operands, results = left.split(","), right.split(",")
-    paired = zip(shapes, operands, strict=True)
-    lead = max((len(shape) - len(letters) + 3 for shape, letters in paired if "..." in letters), default=0)
-    names = "".join(chr(0x100 + number) for number in range(lead))
-    operands = [letters.replace("...", names) for letters in operands]
-    results = [letters.replace("...", names) for letters in results]
-    sizes: dict[str, int] = {}
-    for letters, shape in zip(operands, shapes, strict=True):
-        if len(letters) != len(shape):
-            return None
-        for letter, size in zip(letters, shape, strict=True):
-            if sizes.setdefault(letter, size) != size:
-                return None
-    numbers = {letter: number for number, letter in enumerate(sizes)}
-    kept = set("".join(results))
-    return Rule(
-        sizes=tuple(sizes.values()),
-        operands=tuple(tuple((numbers[letter],) for letter in letters) for letters in operands),
-        results=tuple(tuple((numbers[letter],) for letter in letters) for letters in results),
-        contracted={numbers[letter]: contracted for letter in sizes if letter not in kept and letter not in whole},
-        whole=frozenset(numbers[letter] for letter in whole if letter in numbers),
-        passes=BILINEAR if passes is None else passes,
-        local=local,
-    )
-
-
-def pointwise(shapes: Sequence[Sequence[int]], passes: Passes | None = None) -> Rule | None:
-    """Return the rule of an operator that works on elements, operands broadcast; None if they cannot be."""
-    rank = max(map(len, shapes), default=0)
-    padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
-    sizes = []
-    for column in zip(*padded, strict=True):
-        wide = [size for size in column if size != 1]
-        if len(set(wide)) > 1:
-            return None
-        sizes.append(wide[0] if wide else 1)
-    operands = tuple(
-        tuple((dim,) if size == sizes[dim] else () for dim, size in enumerate(shape) if dim >= rank - len(own))
-        for own, shape in zip(shapes, padded, strict=True)
-    )
-    result = tuple((dim,) for dim in range(rank))
-    return Rule(tuple(sizes), operands, (result,), passes=passes or {})

@@ -1,5 +1,6 @@
-"""Specs: layout, global shape, strides and dtype of a DTensor as one value that is made once, so that looking up what
-to do for a call compares identities.
+"""Specs: layout, global shape, strides and dtype of a DTensor in one shared object.
+
+Equal specs are the same object, so the look-up of a plan by its key compares identities, which is fast.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _BOUND = 1 << 16
 
 
 class Spec:
-    """What a DTensor is, values apart. There is one object per layout object, shape, strides and dtype."""
+    """A DTensor without its values. Make one by `intern_spec`: equal specs must be the same object."""
 
     __slots__ = ("dtype", "layout", "shape", "stride")
 
@@ -29,29 +30,38 @@ class Spec:
 _SPECS: dict[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], Spec] = {}
 
 
-def spec(layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Spec:
-    """Return the spec; layouts are told apart by identity, since equal meshes may be seen from different clients."""
+def intern_spec(layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Spec:
+    """Return the one spec of these properties.
+
+    Layouts are compared by identity: one process may hold equal meshes that are seen from different clients.
+    """
     key = id(layout), shape, stride, dtype
-    found = _SPECS.get(key)
-    if found is None:
+    known = _SPECS.get(key)
+    if known is None:
         if len(_SPECS) >= _BOUND:
             _SPECS.clear()
-        # A spec holds its layout, so that no other layout gets its identity while it is known.
-        found = _SPECS[key] = Spec(layout, shape, stride, dtype)
-    return found
+        # The spec keeps its layout alive, so no other layout gets its id while the spec is in the table.
+        known = _SPECS[key] = Spec(layout, shape, stride, dtype)
+    return known
 
 
 def spec_of(tensor: DTensor) -> Spec:
     """Return a tensor's spec."""
     known: Spec | None = tensor._spec
     if known is None or known.layout is not tensor._layout:
-        known = tensor._spec = spec(tensor._layout, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        known = tensor._spec = intern_spec(tensor._layout, tuple(tensor.shape), tensor.stride(), tensor.dtype)
     return known
 
 
-def wrapped(components: Sequence[torch.Tensor], described: Spec, device: torch.device | None = None) -> DTensor:
-    """Return the DTensor of components that a spec describes."""
-    made: DTensor = torch.Tensor._make_wrapper_subclass(
+def wrap_components(components: Sequence[torch.Tensor], described: Spec, device: torch.device | None = None) -> DTensor:
+    """Return the DTensor that has these components and this spec.
+
+    Args:
+        components: One tensor per local device.
+        described: The spec.
+        device: Device type of a DTensor without components.
+    """
+    tensor: DTensor = torch.Tensor._make_wrapper_subclass(
         DTensor,
         described.shape,
         strides=described.stride,
@@ -59,10 +69,10 @@ def wrapped(components: Sequence[torch.Tensor], described: Spec, device: torch.d
         device=components[0].device if components else device or torch.device("cpu"),
         _extra_dispatch_keys=KEYS,
     )
-    made._components = tuple(components)
-    made._layout = described.layout
-    made._spec = described
-    return made
+    tensor._components = tuple(components)
+    tensor._layout = described.layout
+    tensor._spec = described
+    return tensor
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -75,7 +85,10 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def global_stride(component: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return dense strides for a global shape, dims in memory in the order of a component's; expanded dims stay so."""
+    """Return dense strides for a global shape, with the dims in memory in the order that a component has them.
+
+    An expanded dim, of stride 0, stays expanded.
+    """
     if component.is_contiguous() or component.numel() == 0 or component.layout is not torch.strided:
         return contiguous_stride(shape)
     steps = component.stride()

@@ -1,7 +1,19 @@
-"""Views whose components are no views of their source's: the values had to move first.
+"""View tracking: keep a view equal to its source where the two share no memory.
 
-Such a view remembers how it was made. It is made again when the source has been written to since, and what is written
-to the view is written to the source; so it shares values with the source as any view does.
+A view of a DTensor shares memory with its source if its components are views of the source's components. Some cannot
+be: to flatten a matrix that is split by columns, values have to move between devices first. Such a view has components
+of its own and a `View`, which records how it was made::
+
+    source  --- view operator, values moved --->  view           view._view = View(source, operator, args, count)
+       |                                            |
+       |  write to the source: its write            |  write to the view: `write_through`
+       |  counter goes up                           |  writes the same values to the source
+       v                                            v
+    the view reads its components: the counter     the source has the new values, and the counter
+    differs from ``count``, so `View.refresh`      goes up for the other views
+    runs the operator again
+
+Invariant: a source and all its views, tracked or not, share one write counter (`write_counter`).
 """
 
 from __future__ import annotations
@@ -12,24 +24,24 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators.call import Call, Operator, tensors_in, with_tensors
-from dtckpt.dtensor.operators.operands import brought, part, replicated, write
-from dtckpt.dtensor.operators.tensor_spec import spec_of, wrapped
+from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, tensors_in
+from dtckpt.dtensor.operators.operands import to_layouts, to_replicated, unshare, write_into
+from dtckpt.dtensor.operators.tensor_spec import spec_of, wrap_components
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.layout import UNSHARDED, Layout
 
 
 @dataclass(slots=True)
 class View:
-    """How a view was made.
+    """How a view was made from its source.
 
     Args:
-        source: Another DTensor that is what the tensor was when it was viewed; that one may be reshaped in place.
-        func: The operator.
-        args: Its arguments, ``source`` first.
+        source: An alias of the source as it was then; the source itself may be reshaped in place later.
+        func: The view operator.
+        args: Its positional arguments, the source first.
         kwargs: Its arguments by name.
-        number: Which of the results the view is; None if there is one.
-        count: Of writes to the source when the components were made.
+        number: Which of the operator's results the view is; None if it returns one tensor.
+        count: State of the write counter when the view's components were computed.
     """
 
     source: DTensor
@@ -40,115 +52,147 @@ class View:
     count: int
 
     def of(self, tensor: Any, args: tuple[Any, ...] | None = None) -> Any:
-        """Return the view of another tensor."""
-        made = self.func(tensor, *(args or self.args)[1:], **self.kwargs)
-        return made if self.number is None else made[self.number]
+        """Return the same view of another tensor."""
+        results = self.func(tensor, *(args or self.args)[1:], **self.kwargs)
+        return results if self.number is None else results[self.number]
 
     def refresh(self, tensor: DTensor) -> None:
-        """Make the view, ``tensor``, again if the source was written to since. Collective: As its operator."""
-        _ = self.source.components  # which may have to be made again itself
-        (count,) = writes_to(self.source)
+        """Compute the components of the view again if somebody wrote to the source since.
+
+        Collective: As the view operator.
+
+        Args:
+            tensor: The view.
+        """
+        _ = self.source.components  # The source may be a tracked view itself: this refreshes it first.
+        (count,) = write_counter(self.source)
         if count != self.count:
             with torch.no_grad():
                 again = self.of(self.source)
-                again._view = None  # it is up to date, and must not be made again itself
-                tensor._components = brought([again], [tensor._layout])[0].components
+                again._view = None  # It is up to date, and must not be refreshed itself.
+                tensor._components = to_layouts([again], [tensor._layout])[0].components
             self.count = count
 
 
-def writes_to(tensor: DTensor) -> list[int]:
-    """Return how often a tensor, and all that share values with it, were written to: one list of theirs, of one number.
+def write_counter(tensor: DTensor) -> list[int]:
+    """Return the write counter of a tensor: a list of one number, the same object for all that share values with it.
 
-    PyTorch's versions will not do: what is written to ``tensor.data``, or in inference mode, does not count there.
+    PyTorch's version counters do not serve: they miss writes to ``tensor.data``, and writes in inference mode.
     """
     if tensor._writes is None:
         tensor._writes = [0]
     return tensor._writes
 
 
-def remember(view: DTensor, source: DTensor, call: Any, number: int | None) -> None:
-    """Note how a view was made."""
-    view._writes = writes_to(source)
+def track_view(view: DTensor, source: DTensor, call: Any, number: int | None) -> None:
+    """Record how a view was made, so that it follows its source.
+
+    Args:
+        view: The view, with components of its own.
+        source: The tensor that it is a view of.
+        call: The call of the view operator.
+        number: Which of the call's results the view is; None if there is one.
+    """
+    view._writes = write_counter(source)
     view._view = View(alias_of(source), call.func, call.args, call.kwargs, number, view._writes[0])
 
 
 def alias_of(tensor: DTensor) -> DTensor:
-    """Return another DTensor with the same memory and layout, which follows what the tensor does."""
-    part(tensor)
-    alias = wrapped(tensor.components, spec_of(tensor), tensor.device)
+    """Return another DTensor with the same memory, layout and write counter."""
+    unshare(tensor)
+    alias = wrap_components(tensor.components, spec_of(tensor), tensor.device)
     alias._view = None if tensor._view is None else replace(tensor._view)
-    alias._writes = writes_to(tensor)
+    alias._writes = write_counter(tensor)
     return alias
 
 
 def write_through(tensor: DTensor) -> None:
-    """Write a view's values to its source. Collective: Over the mesh's clients, unless all hold everything."""
+    """Write the values of a tracked view to its source, and to that one's source, and so on.
+
+    Collective: Over the mesh's clients, unless all devices hold everything.
+    """
     view = tensor._view
-    assert view is not None  # noqa: S101  (else nobody calls this)
+    assert view is not None  # noqa: S101  (callers have asked)
     with torch.no_grad():
-        if view.func in _OF_PLACES and view.source.ndim:
-            _write_places(tensor, view)
+        if view.func in _INDEX_VIEWS and view.source.ndim:
+            _write_indices(tensor, view)
         else:
-            _write_whole(tensor, view)
+            _write_replicated(tensor, view)
     if view.source._view is not None:
         write_through(view.source)
 
 
-_OF_PLACES = frozenset({torch.ops.aten.select.int, torch.ops.aten.slice.Tensor})
-"""Views of some places along a dim."""
+_INDEX_VIEWS = frozenset({torch.ops.aten.select.int, torch.ops.aten.slice.Tensor})
+"""View operators that take some indices along one dim."""
 
 
-def places_in(call: Call, shape: Sequence[int]) -> range:
-    """Return the places along its dim that such a view of a tensor of this shape has."""
+def viewed_indices(call: Call, shape: Sequence[int]) -> range:
+    """Return the indices along its dim that an operator of `_INDEX_VIEWS` takes from a tensor of this shape."""
     size = shape[call["dim"]]
     if call.func is torch.ops.aten.slice.Tensor:
         return range(size)[call["start"] : call["end"] : call["step"]]
-    place = range(size)[call["index"]]
-    return range(place, place + 1)
+    index = range(size)[call["index"]]
+    return range(index, index + 1)
 
 
-def meeting(places: range, offset: int, count: int) -> tuple[slice, slice]:
-    """Return which of the places are in a piece of a dim, and where in the piece these are."""
-    first, last = (min(max(0, -((places.start - end) // places.step)), len(places)) for end in (offset, offset + count))
+def intersect(indices: range, offset: int, count: int) -> tuple[slice, slice]:
+    """Return where indices of a dim and one component of that dim meet: as slices of each.
+
+    With indices 1, 4, 7, 10 and the component of the indices 3 to 7, the two meet in 4 and 7: these are the second and
+    third of the indices, ``1:3``, and stand in the component at ``1:5:3``.
+
+    Args:
+        indices: Global indices, ascending.
+        offset: Global index at which the component begins.
+        count: Size of the component's dim.
+    """
+    first, last = (
+        min(max(0, -((indices.start - end) // indices.step)), len(indices)) for end in (offset, offset + count)
+    )
     if first >= last:
         return slice(0, 0), slice(0, 0)
-    here = places[first:last]
-    return slice(first, last), slice(here.start - offset, here[-1] - offset + 1, here.step)
+    common = indices[first:last]
+    return slice(first, last), slice(common.start - offset, common[-1] - offset + 1, common.step)
 
 
-def _write_places(tensor: DTensor, view: View) -> None:
-    """Have each device write what its piece of the source has of the view's places."""
+def _write_indices(tensor: DTensor, view: View) -> None:
+    """Write a view of some indices along a dim: each device writes those that its component of the source has.
+
+    The view is moved to the source's layout, but whole along that dim; so no device needs more of the source.
+    """
     source, call = view.source, Call(view.func, view.args, view.kwargs)
     layout, shape = source._layout, tuple(source.shape)
     before = (slice(None),) * (call["dim"] % len(shape))
     specs: list[Any] = list(layout.sharding_specs)
-    is_one = view.func is torch.ops.aten.select.int
-    specs[len(before) : len(before) + 1] = [] if is_one else [UNSHARDED]
-    # What was written has yet to reach the source, so that the view must not be made again from that.
+    is_select = view.func is torch.ops.aten.select.int
+    specs[len(before) : len(before) + 1] = [] if is_select else [UNSHARDED]
+    # The source does not have the new values yet: a refresh from it would undo them, so there is none meanwhile.
     tensor._view = None
-    (value,) = brought([tensor], [Layout(specs, layout.mesh, layout.partial)])
-    values = value.components
+    (moved,) = to_layouts([tensor], [Layout(specs, layout.mesh, layout.partial)])
+    values = moved.components
     tensor._view = view
-    part(source)
-    for device, piece, given in zip(layout.mesh.local_device_ids(), source.components, values, strict=True):
+    unshare(source)
+    for device, component, value in zip(layout.mesh.local_device_ids(), source.components, values, strict=True):
         region = layout.region(device, shape)
-        there, here = meeting(places_in(call, shape), region.offset[len(before)], region.shape[len(before)])
-        wide = given.unsqueeze(len(before)) if is_one else given
-        piece[(*before, here)] = wide[(*before, there)]
+        in_view, in_component = intersect(
+            viewed_indices(call, shape), region.offset[len(before)], region.shape[len(before)]
+        )
+        with_dim = value.unsqueeze(len(before)) if is_select else value
+        component[(*before, in_component)] = with_dim[(*before, in_view)]
 
 
-def _write_whole(tensor: DTensor, view: View) -> None:
-    """Have each device write all of the view to all of the source, and keep its piece."""
-    (whole,) = replicated([view.source], is_copied=True)
-    # What was written has yet to reach the source, so that the view must not be made again from that.
+def _write_replicated(tensor: DTensor, view: View) -> None:
+    """Write a view of any kind: every device writes all of it to all of the source, and keeps its component."""
+    (source,) = to_replicated([view.source], is_copied=True)
+    # As in `_write_indices`: no refresh before the source has the new values.
     tensor._view = None
-    (value,) = replicated([tensor])
-    values = value.components
+    (moved,) = to_replicated([tensor])
+    values = moved.components
     tensor._view = view
     others = list(tensors_in((*view.args[1:], *view.kwargs.values())))
-    for number, component in enumerate(whole.components):
-        local = [other.components[number] for other in replicated(others)]
-        args, kwargs = with_tensors(view.args[1:], view.kwargs, local)
-        made = view.func(component, *args, **kwargs)
-        (made if view.number is None else made[view.number]).copy_(values[number])
-    write(whole, view.source)
+    for number, component in enumerate(source.components):
+        local_others = [other.components[number] for other in to_replicated(others)]
+        args, kwargs = replace_tensors(view.args[1:], view.kwargs, local_others)
+        results = view.func(component, *args, **kwargs)
+        (results if view.number is None else results[view.number]).copy_(values[number])
+    write_into(source, view.source)

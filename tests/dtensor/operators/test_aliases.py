@@ -8,7 +8,7 @@ import torch.nn.functional as functional
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.alias_programs import run_program, run_programs_on_clients, write_to_conjugate
-from support.operator_checks import moves
+from support.operator_checks import record_redistributions
 
 from dtckpt import UNSHARDED, Layout, Partial, Replicate, Shard, abstract_mesh, pack
 from dtckpt.dtensor import distribute_tensor
@@ -148,7 +148,7 @@ ASSIGNED = {
 def test_writes_to_some_rows_move_no_others(name, placements):
     whole = torch.arange(600 * 300.0).reshape(600, 300)
     ours = distribute_tensor(whole, LINE, placements)
-    with moves() as found:
+    with record_redistributions() as found:
         ASSIGNED[name](ours)
     assert max((numel for numel, _, _ in found), default=0) <= 3 * 300
     ASSIGNED[name](whole)

@@ -1,7 +1,9 @@
 """The catalogue of operators, and the statistics of those that ran."""
 
 import logging
+import pkgutil
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from support.states import needs_newer_torch
@@ -9,7 +11,7 @@ from support.states import needs_newer_torch
 from dtckpt import Shard, abstract_mesh
 from dtckpt.dtensor import distribute_tensor
 from dtckpt.dtensor.debug import clear_operator_statistics, operator_statistics
-from dtckpt.dtensor.operators import dispatch
+from dtckpt.dtensor.operators import dispatch, rules
 from dtckpt.dtensor.operators.catalogue import catalogue, entries
 from dtckpt.dtensor.operators.registry import COMPOSITES, RULES
 
@@ -21,6 +23,15 @@ def test_the_document_says_what_the_table_does():
     assert DOCUMENT.read_text() == catalogue(), (
         "run python -m dtckpt.dtensor.operators.catalogue > docs/operators.md again"
     )
+
+
+def test_every_line_of_the_document_can_be_read():
+    assert max(map(len, DOCUMENT.read_text().splitlines())) <= 200
+
+
+def test_every_module_of_rules_is_imported():
+    names = {module.name for module in pkgutil.iter_modules(rules.__path__)}
+    assert names == {name for name, value in vars(rules).items() if isinstance(value, ModuleType)}
 
 
 def test_every_functional_operator_of_the_table_has_its_entry():

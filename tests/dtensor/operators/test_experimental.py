@@ -13,7 +13,7 @@ from dtckpt import UNSHARDED, DTensor, Layout, Partial, Replicate, Shard, abstra
 from dtckpt.dtensor import distribute_tensor, experimental
 from dtckpt.dtensor.experimental import local_map, register_sharding
 from dtckpt.dtensor.operators import dispatch, registry
-from dtckpt.dtensor.operators.plans import is_trusted
+from dtckpt.dtensor.operators.plans import are_plain_tensors_trusted
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError, OperatorError, ReplicaMismatchError
 
 LINE = abstract_mesh({"x": 4})
@@ -281,12 +281,12 @@ def test_shardings_that_do_not_fit_are_refused(registering):
 
 def test_all_threads_trust():
     seen = []
-    thread = threading.Thread(target=lambda: seen.append(is_trusted()))
+    thread = threading.Thread(target=lambda: seen.append(are_plain_tensors_trusted()))
     with experimental.implicit_replication(), experimental.implicit_replication():
         thread.start()
         thread.join()
     assert seen == [True]
-    assert not is_trusted()
+    assert not are_plain_tensors_trusted()
 
 
 @pytest.mark.processes

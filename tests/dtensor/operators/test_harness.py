@@ -9,7 +9,7 @@ from support.operator_database import (
     RIGHT,
     Expected,
     Form,
-    Wrong,
+    WrongResult,
     compare,
     is_determined,
     outcomes_of,
@@ -92,19 +92,19 @@ WRONG = [
 
 @pytest.mark.parametrize(("verdict", "got", "expected"), WRONG)
 def test_what_is_wrong_shows(verdict, got, expected):
-    with pytest.raises(Wrong) as caught:
+    with pytest.raises(WrongResult) as caught:
         compare(got, expected, Plain())
     assert caught.value.verdict == verdict
 
 
 def test_plain_results_show():
-    with pytest.raises(Wrong, match="a plain Tensor"):
+    with pytest.raises(WrongResult, match="a plain Tensor"):
         compare(torch.ones(2), torch.ones(2), MIXED)
 
 
 def test_values_that_nothing_determines_are_not_compared():
     compare(torch.ones(2), torch.zeros(2), Plain(), by_value=False)
-    with pytest.raises(Wrong):
+    with pytest.raises(WrongResult):
         compare(torch.ones(2), torch.zeros(3), Plain(), by_value=False)
 
 

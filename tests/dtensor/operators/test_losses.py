@@ -6,7 +6,15 @@ import math
 
 import pytest
 import torch
-from support.operator_checks import GRID, LINE, check, distributed, moves, replicated, some_placements
+from support.operator_checks import (
+    GRID,
+    LINE,
+    check,
+    distributed,
+    record_redistributions,
+    replicated_operators,
+    sample_placements,
+)
 from torch.nn import functional as F
 
 from dtckpt.dtensor import Partial, Replicate, Shard
@@ -96,6 +104,8 @@ ROWS = [
     _row("layer_norm", lambda t, w, b: F.layer_norm(t, (3,), w, b), _CUBE, _n(3), _n(3)),
     _row("layer_norm of two dims", lambda t, w, b: F.layer_norm(t, (6, 3), w, b), _CUBE, _n(6, 3), _n(6, 3)),
     _row("layer_norm without weights", lambda t: F.layer_norm(t, (3,)), _CUBE),
+    _row("layer_norm, weights frozen", lambda t, w, b: F.layer_norm(t, (3,), w.detach(), b), _CUBE, _n(3), _n(3)),
+    _row("layer_norm, input frozen", lambda t, w, b: F.layer_norm(t.detach(), (3,), w, b), _CUBE, _n(3), _n(3)),
     _row("layer_norm of few", lambda t: F.layer_norm(t, (2,)), _n(2)),
     _row("layer_norm of all dims", lambda t, w: F.layer_norm(t, (5, 6, 3), w), _CUBE, _n(5, 6, 3)),
     _row("rms_norm", lambda t, w: F.rms_norm(t, (3,), w), _CUBE, _n(3)),
@@ -116,7 +126,7 @@ ROWS = [
 @pytest.mark.parametrize("mesh", [LINE, GRID], ids=["line", "grid"])
 @pytest.mark.parametrize(("call", "operands"), ROWS)
 def test_like_plain_tensors(call, operands, mesh):
-    for placements in some_placements(operands, mesh, 5):
+    for placements in sample_placements(operands, mesh, 5):
         check(call, operands, placements, may_replicate=True, tolerance=2e-5)
 
 
@@ -148,13 +158,13 @@ def test_loss_parallel_on_a_grid_of_data_and_model():
     scores = distributed(_X, (Shard(0), Shard(1))).requires_grad_()
     targets = distributed(_CLASSES, (Shard(0), Replicate()))
     dispatch.clear()
-    with moves() as moved:
+    with record_redistributions() as moved:
         loss = F.cross_entropy(scores, targets)
         loss.backward()
         gradient = scores.grad
     assert gradient.placements == (Shard(0), Shard(1))
     assert max(numel for numel, _, _ in moved) <= len(_X)
-    assert not replicated()
+    assert not replicated_operators()
     plain = _X.clone().requires_grad_()
     F.cross_entropy(plain, _CLASSES).backward()
     torch.testing.assert_close(gradient.full_tensor(), plain.grad)

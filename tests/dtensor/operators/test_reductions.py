@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.operator_checks import GRID, LINE, check, distributed, replicated, some_placements
+from support.operator_checks import GRID, LINE, check, distributed, replicated_operators, sample_placements
 from support.states import IS_DEVELOPMENT_TORCH
 
 from dtckpt.dtensor import Partial, Replicate, Shard
@@ -106,7 +106,7 @@ ROWS = [
 @pytest.mark.parametrize("mesh", [LINE, GRID], ids=["line", "grid"])
 @pytest.mark.parametrize(("call", "operands", "is_differentiable", "tolerance"), ROWS)
 def test_like_plain_tensors(call, operands, is_differentiable, tolerance, mesh):
-    for placements in some_placements(operands, mesh, 10):
+    for placements in sample_placements(operands, mesh, 10):
         check(call, operands, placements, may_replicate=True, has_gradients=is_differentiable, tolerance=tolerance)
 
 
@@ -141,7 +141,7 @@ def test_gradient_of_softmax_is_not_gathered():
     x = distributed(_X, (Shard(1),)).requires_grad_()
     dispatch.clear()
     x.log_softmax(1).backward(distributed(_X, (Shard(1),)))
-    assert not replicated()
+    assert not replicated_operators()
     assert x.grad.placements == (Shard(1),)
 
 

@@ -1,7 +1,113 @@
-"""The rules, by family. Importing this package imports all modules of it, and so fills the table."""
+"""The rules of PyTorch's operators, one module per family. Importing this package fills the tables of `registry`.
 
-import importlib
-import pkgutil
+===================================  =======================================================================
+operators on elements                `pointwise` `copy_fill` `dropout` `random` `foreach`
+products                             `matmul` `convolution` `attention` `attention_dropout` `linalg` `fft`
+reductions                           `reductions` `minmax` `softmax` `variance_norm` `foreach_norm` `comparison`
+normalization and losses             `normalization` `batch_norm` `losses` `nll_loss`
+views, and other arrangements        `view` `slicing` `concat_pad` `flip_roll` `triangular`
+indices, sorting                     `indexing` `embedding` `scan_sort`
+images                               `pooling` `vision`
+where PyTorch's decomposition fails  `kept_composites` `zero_gradients`
+===================================  =======================================================================
+"""
 
-for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
-    importlib.import_module(f"{__name__}.{_module}")
+from dtckpt.dtensor.operators.rules import (
+    attention as attention,
+)
+from dtckpt.dtensor.operators.rules import (
+    attention_dropout as attention_dropout,
+)
+from dtckpt.dtensor.operators.rules import (
+    batch_norm as batch_norm,
+)
+from dtckpt.dtensor.operators.rules import (
+    comparison as comparison,
+)
+from dtckpt.dtensor.operators.rules import (
+    concat_pad as concat_pad,
+)
+from dtckpt.dtensor.operators.rules import (
+    convolution as convolution,
+)
+from dtckpt.dtensor.operators.rules import (
+    copy_fill as copy_fill,
+)
+from dtckpt.dtensor.operators.rules import (
+    dropout as dropout,
+)
+from dtckpt.dtensor.operators.rules import (
+    embedding as embedding,
+)
+from dtckpt.dtensor.operators.rules import (
+    fft as fft,
+)
+from dtckpt.dtensor.operators.rules import (
+    flip_roll as flip_roll,
+)
+from dtckpt.dtensor.operators.rules import (
+    foreach as foreach,
+)
+from dtckpt.dtensor.operators.rules import (
+    foreach_norm as foreach_norm,
+)
+from dtckpt.dtensor.operators.rules import (
+    indexing as indexing,
+)
+from dtckpt.dtensor.operators.rules import (
+    kept_composites as kept_composites,
+)
+from dtckpt.dtensor.operators.rules import (
+    linalg as linalg,
+)
+from dtckpt.dtensor.operators.rules import (
+    losses as losses,
+)
+from dtckpt.dtensor.operators.rules import (
+    matmul as matmul,
+)
+from dtckpt.dtensor.operators.rules import (
+    minmax as minmax,
+)
+from dtckpt.dtensor.operators.rules import (
+    nll_loss as nll_loss,
+)
+from dtckpt.dtensor.operators.rules import (
+    normalization as normalization,
+)
+from dtckpt.dtensor.operators.rules import (
+    pointwise as pointwise,
+)
+from dtckpt.dtensor.operators.rules import (
+    pooling as pooling,
+)
+from dtckpt.dtensor.operators.rules import (
+    random as random,
+)
+from dtckpt.dtensor.operators.rules import (
+    reductions as reductions,
+)
+from dtckpt.dtensor.operators.rules import (
+    scan_sort as scan_sort,
+)
+from dtckpt.dtensor.operators.rules import (
+    slicing as slicing,
+)
+from dtckpt.dtensor.operators.rules import (
+    softmax as softmax,
+)
+from dtckpt.dtensor.operators.rules import (
+    triangular as triangular,
+)
+from dtckpt.dtensor.operators.rules import (
+    variance_norm as variance_norm,
+)
+from dtckpt.dtensor.operators.rules import (
+    view as view,
+)
+from dtckpt.dtensor.operators.rules import (
+    vision as vision,
+)
+from dtckpt.dtensor.operators.rules import (
+    zero_gradients as zero_gradients,
+)

@@ -1,6 +1,8 @@
-"""Attention: batch and heads may be sharded, and queries too where each sees all keys; keys and features are whole.
+"""Scaled dot-product attention: the flash, efficient and cuDNN kernels, forward and backward.
 
-On a CPU PyTorch takes these operators where no dropout is asked for; else it makes attention of matrix products.
+Batch and heads may be split; keys and features must be whole. Queries may be split on a CPU, forward, if attention is
+not causal: then every query sees all keys. With dropout, `attention_dropout` takes the call. On a CPU PyTorch itself
+makes attention with dropout of matrix products.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Heads:
-    """Factors of dims N, H, L and S; heads of queries are several for each head of keys."""
+    """Factors of the dims N (batch), H (heads), L (queries) and S (keys).
+
+    In grouped-query attention several heads of queries share a head of keys. The dim of the queries' heads is then the
+    product of two factors: ``heads`` of the keys, and ``heads_per_key_head``.
+    """
 
     batch: tuple[int, ...]
     heads: tuple[int, ...]
-    each: tuple[int, ...]
+    heads_per_key_head: tuple[int, ...]
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     factors: Factors = field(default_factory=Factors)
@@ -38,35 +44,36 @@ class _Heads:
         if not query[0] == key[0] == value[0] or key[1:3] != value[1:3] or query[1] % key[1]:
             return None
         factors = Factors()
-        each = query[1] // key[1]
+        num_per_key_head = query[1] // key[1]
         return cls(
             batch=(factors.new(query[0]),),
             heads=(factors.new(key[1]),),
-            each=(factors.new(each),) if each > 1 else (),
+            heads_per_key_head=(factors.new(num_per_key_head),) if num_per_key_head > 1 else (),
             queries=(factors.new(query[2]),),
             keys=(factors.new(key[2]),),
             factors=factors,
         )
 
     def of_queries(self, shape: Sequence[int]) -> Dims:
-        """Return the dims of queries, of what becomes of them, or of a number for each."""
-        return (self.batch, self.heads + self.each, self.queries, *self.factors.dims(shape[3:]))
+        """Return the dims of a tensor (N, H, L, ...): queries, the output, or one number per query."""
+        return (self.batch, self.heads + self.heads_per_key_head, self.queries, *self.factors.dims(shape[3:]))
 
     def of_keys(self, shape: Sequence[int]) -> Dims:
+        """Return the dims of a tensor (N, H, S, ...): keys or values."""
         return (self.batch, self.heads, self.keys, *self.factors.dims(shape[3:]))
 
     def of_mask(self, shape: Sequence[int]) -> Dims | None:
-        """Return the dims of a mask, which is broadcast; None if it cannot be."""
-        full = (self.batch, self.heads + self.each, self.queries, self.keys)[4 - len(shape) :]
+        """Return the dims of a mask, which is broadcast to (N, H, L, S); None if it cannot be."""
+        full = (self.batch, self.heads + self.heads_per_key_head, self.queries, self.keys)[4 - len(shape) :]
         sizes = [math.prod(self.factors.sizes[one] for one in dim) for dim in full]
-        if len(sizes) != len(shape) or any(have not in {1, size} for have, size in zip(shape, sizes, strict=True)):
+        if len(sizes) != len(shape) or any(actual not in {1, size} for actual, size in zip(shape, sizes, strict=True)):
             return None
-        return tuple(dim if have == size else () for dim, have, size in zip(full, shape, sizes, strict=True))
+        return tuple(dim if actual == size else () for dim, actual, size in zip(full, shape, sizes, strict=True))
 
-    def unsplit(self, *, are_queries_free: bool) -> frozenset[int]:
+    def whole(self, *, may_split_queries: bool) -> frozenset[int]:
         """Return the factors that must be whole."""
-        free = {*self.batch, *self.heads, *(self.queries if are_queries_free else ())}
-        return frozenset(range(len(self.factors.sizes))) - free
+        splittable = {*self.batch, *self.heads, *(self.queries if may_split_queries else ())}
+        return frozenset(range(len(self.factors.sizes))) - splittable
 
 
 @rule(
@@ -76,9 +83,9 @@ class _Heads:
     _aten._scaled_dot_product_cudnn_attention.default,
 )
 def _attention(call: Call) -> Rule | None:
-    """Queries N, H, L, E; keys and values N, H, S and features; results N, H, L, and what a device keeps to itself."""
-    given = {name: tuple(call[name].shape) for name in ("query", "key", "value")}
-    heads = _Heads.of(**given)
+    """``(n, h, l, e), (n, h, s, e), (n, h, s, v) -> (n, h, l, v), (n, h, l)``, and state for the backward pass."""
+    shapes = {name: tuple(call[name].shape) for name in ("query", "key", "value")}
+    heads = _Heads.of(**shapes)
     if heads is None:
         return None
     mask_name = next((name for name in ("attn_mask", "attn_bias") if name in call), None)
@@ -87,24 +94,24 @@ def _attention(call: Call) -> Rule | None:
     if mask is not None and of_mask is None:
         return None
     operands = {
-        "query": heads.of_queries(given["query"]),
-        "key": heads.of_keys(given["key"]),
-        "value": heads.of_keys(given["value"]),
+        "query": heads.of_queries(shapes["query"]),
+        "key": heads.of_keys(shapes["key"]),
+        "value": heads.of_keys(shapes["value"]),
         str(mask_name): of_mask,
     }
     out, total, *others = result_shapes(call)
     is_for_cpu = call.func is _aten._scaled_dot_product_flash_attention_for_cpu.default
-    are_queries_free = is_for_cpu and not call["is_causal"]
-    # Other kernels pad the totals' dim of queries.
+    may_split_queries = is_for_cpu and not call["is_causal"]
+    # The kernels for cards pad the dim of queries in the second result, which has one number per query.
     of_total = heads.of_queries(total) if is_for_cpu else (*heads.of_queries(total)[:2], *heads.factors.dims(total[2:]))
     results = (heads.of_queries(out), of_total, *(heads.factors.dims(shape) for shape in others))
     return Rule(
         heads.factors.sizes,
         call.operands(**operands),
         results,
-        whole=heads.unsplit(are_queries_free=are_queries_free),
-        filled=frozenset({*heads.batch, *heads.heads, *heads.queries}),
-        alike=frozenset(range(2, len(results))),
+        whole=heads.whole(may_split_queries=may_split_queries),
+        nonempty_pieces=frozenset({*heads.batch, *heads.heads, *heads.queries}),
+        replicated_results=frozenset(range(2, len(results))),
     )
 
 
@@ -115,16 +122,16 @@ def _attention(call: Call) -> Rule | None:
     _aten._scaled_dot_product_cudnn_attention_backward.default,
 )
 def _attention_backward(call: Call) -> Rule | None:
-    """Gradients lie as queries, keys and values do."""
-    given = {name: tuple(call[name].shape) for name in ("query", "key", "value")}
-    heads = _Heads.of(**given)
-    # A mask's gradient would wait for reductions, which the others do not.
+    """Batch and heads may be split; gradients have the layouts of queries, keys and values."""
+    shapes = {name: tuple(call[name].shape) for name in ("query", "key", "value")}
+    heads = _Heads.of(**shapes)
+    # The gradient of a broadcast mask would wait for a sum, which the other gradients do not.
     if heads is None or ("grad_input_mask" in call and call["grad_input_mask"][3]):
         return None
     gradients = (
-        heads.of_queries(given["query"]),
-        heads.of_keys(given["key"]),
-        heads.of_keys(given["value"]),
+        heads.of_queries(shapes["query"]),
+        heads.of_keys(shapes["key"]),
+        heads.of_keys(shapes["value"]),
     )
     out, total = call["out"].shape, call["logsumexp"].shape
     is_for_cpu = "attn_mask" in call
@@ -154,6 +161,6 @@ def _attention_backward(call: Call) -> Rule | None:
         heads.factors.sizes,
         operands,
         gradients,
-        whole=heads.unsplit(are_queries_free=False),
-        filled=frozenset({*heads.batch, *heads.heads}),
+        whole=heads.whole(may_split_queries=False),
+        nonempty_pieces=frozenset({*heads.batch, *heads.heads}),
     )

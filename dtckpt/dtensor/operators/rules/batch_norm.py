@@ -1,4 +1,7 @@
-"""Batch normalisation: statistics of the whole batch, however it is split, as one device would find them."""
+"""Batch normalization: ``native_batch_norm``, ``cudnn_batch_norm``, and their gradients. All dims may be split.
+
+Mean and variance are those of the whole batch, as one device would compute them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators.composite_helpers import accumulated, cast, is_whole, settled
+from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype, are_replicated, cast, reduce_pending
 from dtckpt.dtensor.operators.registry import composite
 from dtckpt.dtensor.operators.rules.variance_norm import moments
 from dtckpt.dtensor.tensor import DTensor
@@ -17,22 +20,32 @@ _aten = torch.ops.aten
 
 
 def _along_channels(tensor: Any, like: Any) -> Any:
-    """Return a tensor of one dim, that of channels, as one that is broadcast over the others; None stays."""
+    """Return a tensor of dims (C) as (1, C, 1, ...), to be broadcast with another; None stays None."""
     return None if tensor is None else tensor.view([1, -1, *[1] * (like.ndim - 2)])
 
 
-def _others(tensor: Any) -> list[int]:
+def _dims_but_channels(tensor: Any) -> list[int]:
     return [dim for dim in range(tensor.ndim) if dim != 1]
 
 
-def _normalise(
+def _normalize(
     tensor: Any, weight: Any, bias: Any, running: tuple[Any, Any], is_training: bool, momentum: float, eps: float
 ) -> tuple[Any, Any, Any]:
-    """Return the normalised tensor, mean and reciprocal deviation (empty if not training); update what runs along."""
-    wide = settled(cast(tensor, accumulated(tensor.dtype)))
+    """Return the normalized tensor, mean and reciprocal deviation; the last two are empty if not training.
+
+    Args:
+        tensor: Dims (N, C, space).
+        weight: Dims (C), or None.
+        bias: Dims (C), or None.
+        running: Running mean and variance, which training updates; dims (C), or None.
+        is_training: Whether to normalize by the statistics of the batch, else by the running ones.
+        momentum: Weight of the batch in the running statistics.
+        eps: Added to the variance.
+    """
+    wide = reduce_pending(cast(tensor, accumulation_dtype(tensor.dtype)))
     channels = [tensor.shape[1]]
     if is_training:
-        mean, squares = moments(wide, _others(tensor))
+        mean, squares = moments(wide, _dims_but_channels(tensor))
         count = tensor.numel() // max(tensor.shape[1], 1)
         rstd = torch.rsqrt(squares / count + eps)
         _update(running[0], mean.view(channels), momentum)
@@ -42,10 +55,10 @@ def _normalise(
         mean = _along_channels(running[0], tensor)
         rstd = torch.rsqrt(_along_channels(running[1], tensor) + eps)
         saved = _empty(tensor), _empty(tensor)
-    made = (wide - mean) * rstd
-    made = made if weight is None else made * _along_channels(weight, tensor)
-    made = made if bias is None else made + _along_channels(bias, tensor)
-    return cast(made, tensor.dtype), *saved
+    output = (wide - mean) * rstd
+    output = output if weight is None else output * _along_channels(weight, tensor)
+    output = output if bias is None else output + _along_channels(bias, tensor)
+    return cast(output, tensor.dtype), *saved
 
 
 def _update(running: Any, value: Any, momentum: float) -> None:
@@ -57,9 +70,9 @@ def _empty(tensor: Any, dtype: torch.dtype | None = None) -> Any:
     return _aten.new_empty(tensor, [0], dtype=dtype)
 
 
-def _is_ours(*tensors: Any) -> bool:
-    """Whether something is split or pending, and there is something to take statistics of."""
-    return not is_whole(*tensors) and tensors[0].ndim >= 2 and tensors[0].numel() > 0
+def _needs_exchange(*tensors: Any) -> bool:
+    """Whether a tensor is split or pending, and the first has channels and elements; else the composite declines."""
+    return not are_replicated(*tensors) and tensors[0].ndim >= 2 and tensors[0].numel() > 0
 
 
 @composite(_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
@@ -73,18 +86,18 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Any dims of the input; channels as weights and running statistics have them."""
-    if not _is_ours(input, weight, bias, running_mean, running_var):
+    """All dims may be split: statistics are sums over the devices."""
+    if not _needs_exchange(input, weight, bias, running_mean, running_var):
         return NotImplemented
-    return _normalise(input, weight, bias, (running_mean, running_var), training, momentum, eps)
+    return _normalize(input, weight, bias, (running_mean, running_var), training, momentum, eps)
 
 
 @composite(_aten._native_batch_norm_legit.no_stats)
 def _without_running(input: DTensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:  # noqa: A002
-    """As `_batch_norm`."""
-    if not _is_ours(input, weight, bias) or not training:
+    """As ``native_batch_norm``."""
+    if not _needs_exchange(input, weight, bias) or not training:
         return NotImplemented
-    return _normalise(input, weight, bias, (None, None), training, momentum, eps)
+    return _normalize(input, weight, bias, (None, None), training, momentum, eps)
 
 
 @composite(_aten.cudnn_batch_norm.default)
@@ -98,12 +111,12 @@ def _with_reserve(
     exponential_average_factor: float,
     epsilon: float,
 ) -> Any:
-    """As `_batch_norm`; nothing is reserved."""
+    """As ``native_batch_norm``; the reserved space is empty."""
     running = running_mean, running_var
-    if not _is_ours(input, weight, bias, *running):
+    if not _needs_exchange(input, weight, bias, *running):
         return NotImplemented
-    made = _normalise(input, weight, bias, running, training, exponential_average_factor, epsilon)
-    return *made, _empty(input, torch.uint8)
+    results = _normalize(input, weight, bias, running, training, exponential_average_factor, epsilon)
+    return *results, _empty(input, torch.uint8)
 
 
 @composite(_aten._batch_norm_with_update.default)
@@ -116,11 +129,11 @@ def _with_update(
     momentum: float,
     eps: float,
 ) -> Any:
-    """As `_batch_norm` in training; nothing is reserved."""
-    if not _is_ours(input, weight, bias, running_mean, running_var):
+    """As ``native_batch_norm`` in training; the reserved space is empty."""
+    if not _needs_exchange(input, weight, bias, running_mean, running_var):
         return NotImplemented
-    made = _normalise(input, weight, bias, (running_mean, running_var), True, momentum, eps)
-    return *made, _empty(input, torch.uint8)
+    results = _normalize(input, weight, bias, (running_mean, running_var), True, momentum, eps)
+    return *results, _empty(input, torch.uint8)
 
 
 @composite(_aten.native_batch_norm_backward.default)
@@ -136,25 +149,26 @@ def _backward(
     eps: float,
     output_mask: Sequence[bool],
 ) -> Any:
-    """Any dims; gradients of weight and bias are sums over the whole batch."""
-    if not _is_ours(input, grad_out, weight, running_mean, running_var, save_mean, save_invstd):
+    """All dims may be split: gradients of weight and bias are sums over the devices."""
+    if not _needs_exchange(input, grad_out, weight, running_mean, running_var, save_mean, save_invstd):
         return NotImplemented
-    wide = accumulated(input.dtype)
-    gradient = settled(cast(grad_out, wide))
+    wide = accumulation_dtype(input.dtype)
+    gradient = reduce_pending(cast(grad_out, wide))
     mean = save_mean if train else cast(running_mean, wide)
     rstd = _along_channels(save_invstd if train else torch.rsqrt(cast(running_var, wide) + eps), input)
-    normal = (settled(cast(input, wide)) - _along_channels(mean, input)) * rstd
-    total = settled(torch.sum(gradient, _others(input), keepdim=True))
-    slope = settled(torch.sum(gradient * normal, _others(input), keepdim=True))
+    normal = (reduce_pending(cast(input, wide)) - _along_channels(mean, input)) * rstd
+    total = reduce_pending(torch.sum(gradient, _dims_but_channels(input), keepdim=True))
+    slope = reduce_pending(torch.sum(gradient * normal, _dims_but_channels(input), keepdim=True))
     scale = rstd if weight is None else rstd * _along_channels(weight, input)
     if train:
         count = input.numel() // input.shape[1]
         gradient = gradient - total / count - normal * (slope / count)
-    made = cast(gradient * scale, input.dtype), _of_channels(slope, weight), _of_channels(total, weight)
-    return tuple(one if is_wanted else None for one, is_wanted in zip(made, output_mask, strict=True))
+    gradients = cast(gradient * scale, input.dtype), _to_channels(slope, weight), _to_channels(total, weight)
+    return tuple(one if is_needed else None for one, is_needed in zip(gradients, output_mask, strict=True))
 
 
-def _of_channels(tensor: Any, like: Any) -> Any:
+def _to_channels(tensor: Any, like: Any) -> Any:
+    """Return a tensor of dims (1, C, 1, ...) as (C), in the dtype of another."""
     return cast(tensor.view([tensor.shape[1]]), tensor.dtype if like is None else like.dtype)
 
 
@@ -170,7 +184,7 @@ def _cudnn_backward(
     epsilon: float,
     reserveSpace: DTensor,  # noqa: N803
 ) -> Any:
-    """As `_backward` in training; the saved variance is the reciprocal deviation here too."""
+    """As ``native_batch_norm_backward`` in training; ``save_var`` is the reciprocal deviation here too."""
     del reserveSpace
     mask = [True, True, True]
     return _backward(grad_output, input, weight, running_mean, running_var, save_mean, save_var, True, epsilon, mask)
@@ -190,6 +204,6 @@ def _update_backward(
     output_mask: Sequence[bool],
     reserve: DTensor,
 ) -> Any:
-    """As `_backward`; the saved variance is the reciprocal deviation here too."""
+    """As ``native_batch_norm_backward``; ``save_var`` is the reciprocal deviation here too."""
     del reserve
     return _backward(grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask)

@@ -1,4 +1,4 @@
-"""Convolutions: batch, channels that go in and channels that come out may be sharded; space must be whole."""
+"""Convolutions and their gradients, ``im2col`` and ``col2im``. Batch and channels may be split; space must be whole."""
 
 from __future__ import annotations
 
@@ -11,63 +11,73 @@ import torch
 
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.registry import composite, rule
-from dtckpt.dtensor.operators.rule import Dims, Factors, Passes, Rule
-from dtckpt.dtensor.operators.rule_builders import result_shapes
+from dtckpt.dtensor.operators.rule import LINEAR, Dims, Factors, Passes, Rule
+from dtckpt.dtensor.operators.rule_builders import batched, result_shapes
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class _Channels:
-    """Factors of a convolution: the batch, groups of channels, and in each those that go in and that come out."""
+    """Factors of a convolution: the batch, the groups of channels, and in each group the input and output channels.
+
+    ::
+
+        images   (batch, groups * inputs, space)
+        weight   (groups * outputs, inputs, space)         transposed: (groups * inputs, outputs, space)
+        result   (batch, groups * outputs, space)          waits for a sum if ``inputs`` is sharded
+    """
 
     factors: Factors
     batch: tuple[int, ...]
     groups: tuple[int, ...]
-    into: tuple[int, ...]
-    out: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
 
     @classmethod
     def of(cls, images: Sequence[int], weight: Sequence[int], groups: int, *, is_transposed: bool) -> _Channels | None:
         """Return the factors for shapes; None if these do not fit each other."""
-        into, out = (weight[0], weight[1] * groups) if is_transposed else (weight[1] * groups, weight[0])
-        if len(images) != len(weight) or images[1] != into or into % groups or out % groups or 0 in (*images, *weight):
+        num_inputs, num_outputs = (weight[0], weight[1] * groups) if is_transposed else (weight[1] * groups, weight[0])
+        if len(images) != len(weight) or images[1] != num_inputs or 0 in (*images, *weight):
+            return None
+        if num_inputs % groups or num_outputs % groups:
             return None
         factors = Factors()
 
         def factor(size: int) -> tuple[int, ...]:
-            # None of size 1, which would be in the way of those beside it.
+            # A factor of size 1 would keep the dim from being a single factor, which may be split unevenly.
             return (factors.new(size),) if size > 1 else ()
 
-        return cls(factors, (factors.new(images[0]),), factor(groups), factor(into // groups), factor(out // groups))
+        batch = (factors.new(images[0]),)
+        return cls(factors, batch, factor(groups), factor(num_inputs // groups), factor(num_outputs // groups))
 
     def images(self, shape: Sequence[int]) -> Dims:
-        """Return the dims of what goes in."""
-        return (self.batch, self.groups + self.into, *self.factors.dims(shape[2:]))
+        """Return the dims of the images that go in."""
+        return (self.batch, self.groups + self.inputs, *self.factors.dims(shape[2:]))
 
     def results(self, shape: Sequence[int]) -> Dims:
-        """Return the dims of what comes out."""
-        return (self.batch, self.groups + self.out, *self.factors.dims(shape[2:]))
+        """Return the dims of the images that come out."""
+        return (self.batch, self.groups + self.outputs, *self.factors.dims(shape[2:]))
 
     def weight(self, shape: Sequence[int], *, is_transposed: bool) -> Dims:
         space = self.factors.dims(shape[2:])
         return (
-            (self.groups + self.into, self.out, *space)
+            (self.groups + self.inputs, self.outputs, *space)
             if is_transposed
-            else (self.groups + self.out, self.into, *space)
+            else (self.groups + self.outputs, self.inputs, *space)
         )
 
     def rule(
         self, operands: tuple[Dims, ...], result: Dims, *, contracted: tuple[int, ...], passes: Passes, **more: Any
     ) -> Rule:
-        free = {*self.batch, *self.groups, *self.into, *self.out}
+        splittable = {*self.batch, *self.groups, *self.inputs, *self.outputs}
         return Rule(
             self.factors.sizes,
             operands,
             (result,),
             contracted=dict.fromkeys(contracted, "sum"),
-            whole=frozenset(range(len(self.factors.sizes))) - free,
-            filled=frozenset(free),
+            whole=frozenset(range(len(self.factors.sizes))) - splittable,
+            nonempty_pieces=frozenset(splittable),
             passes=passes,
             **more,
         )
@@ -75,27 +85,27 @@ class _Channels:
 
 @rule(_aten.convolution.default)
 def _convolution(call: Call) -> Rule | None:
-    """Images of N, C and space; channels that go in are contracted, and a bias is added once."""
+    """Batch and channels may be split; if input channels are, the result waits for a sum."""
     images, weight, *bias = call.shapes
     is_transposed, groups = call["transposed"], call["groups"]
     channels = _Channels.of(images, weight, groups, is_transposed=is_transposed)
     if channels is None:
         return None
     result = channels.results(result_shapes(call)[0])
-    terms: tuple[Dims, ...] = (((channels.groups + channels.out),),) if bias else ()
+    terms: tuple[Dims, ...] = (((channels.groups + channels.outputs),),) if bias else ()
     linear = ((0, 2), (1, 2)) if bias else ((0,), (1,))
     return channels.rule(
         (channels.images(images), channels.weight(weight, is_transposed=is_transposed), *terms),
         result,
-        contracted=channels.into,
+        contracted=channels.inputs,
         passes={"sum": linear, "avg": linear},
-        added=frozenset({2} if bias else ()),
+        counted_once=frozenset({2} if bias else ()),
         local=_with_own_groups(images[1], groups),
     )
 
 
 def _with_own_groups(num_channels: int, groups: int) -> Any:
-    """Return the operator with as many groups as there are in a component's channels."""
+    """Return the operator with the number of groups that a component has; None if there is one group."""
     if groups == 1:
         return None
 
@@ -107,23 +117,25 @@ def _with_own_groups(num_channels: int, groups: int) -> Any:
 
 @composite(_aten.convolution_backward.default)
 def _convolution_backward(grad_output, input, weight, bias_sizes, *args):  # type: ignore[no-untyped-def]  # noqa: A002, ARG001
-    """The three gradients wait for different reductions, so each is computed by itself."""
+    """Each gradient by itself, as the three wait for different reductions."""
     *options, output_mask = args
     if sum(output_mask) < 2 and not output_mask[2]:
         return NotImplemented
-    found: list[torch.Tensor | None] = [None, None, None]
+    gradients: list[torch.Tensor | None] = [None, None, None]
     for number in range(2):
         if output_mask[number]:
             mask = [number == 0, number == 1, False]
-            found[number] = _aten.convolution_backward.default(grad_output, input, weight, None, *options, mask)[number]
+            gradients[number] = _aten.convolution_backward.default(grad_output, input, weight, None, *options, mask)[
+                number
+            ]
     if output_mask[2]:
-        found[2] = grad_output.sum([dim for dim in range(grad_output.ndim) if dim != 1])
-    return tuple(found)
+        gradients[2] = grad_output.sum([dim for dim in range(grad_output.ndim) if dim != 1])
+    return tuple(gradients)
 
 
 @rule(_aten.convolution_backward.default)
 def _one_gradient(call: Call) -> Rule | None:
-    """The gradient of the images contracts channels that come out, that of the weight contracts the batch."""
+    """One gradient: that of the images is a sum over output channels, that of the weight is a sum over the batch."""
     grad, images, weight = call.shapes
     is_transposed, groups = call["transposed"], call["groups"]
     channels = _Channels.of(images, weight, groups, is_transposed=is_transposed)
@@ -135,19 +147,20 @@ def _one_gradient(call: Call) -> Rule | None:
         channels.images(images),
         channels.weight(weight, is_transposed=is_transposed),
     )
-    unread = 1 if is_of_images else 2
-    linear = ((0,), (3 - unread,))
+    skipped = 1 if is_of_images else 2
+    linear = ((0,), (3 - skipped,))
     return channels.rule(
         operands,
-        operands[unread],
-        contracted=channels.out if is_of_images else channels.batch,
+        operands[skipped],
+        contracted=channels.outputs if is_of_images else channels.batch,
         passes={"sum": linear, "avg": linear},
-        unread=frozenset({unread}),
+        shape_only_operands=frozenset({skipped}),
         local=_gradient_with_own_groups(images[1], groups),
     )
 
 
 def _gradient_with_own_groups(num_channels: int, groups: int) -> Any:
+    """As `_with_own_groups`, for the gradient."""
     if groups == 1:
         return None
 
@@ -156,3 +169,12 @@ def _gradient_with_own_groups(num_channels: int, groups: int) -> Any:
         return _aten.convolution_backward.default(grad, images, *args[:-2], own, args[-1])
 
     return run
+
+
+@rule(_aten.im2col.default, _aten.col2im.default)
+def _columns(call: Call) -> Rule | None:
+    """``fold`` and ``unfold``: the batch may be split; linear."""
+    (shape,) = call.shapes
+    # Columns have as many dims with a batch as images have without one.
+    is_batch = len(shape) == (4 if call.func is _aten.im2col.default else 3)
+    return batched(call, [len(shape) - 1], passes=LINEAR) if is_batch else None

@@ -1,63 +1,65 @@
-"""Operators whose result has the operand's shape and does not mix elements: copies, conversions, fillings."""
+"""Copies, conversions and new tensors: ``clone``, ``to``, ``copy_``, ``zeros_like``, ``new_empty``, ``fill``.
+
+A result of the operand's shape has the operand's layout; all dims may be split.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.registry import rule
-from dtckpt.dtensor.operators.rule import Dims, Factors, Passes, Rule
-from dtckpt.layout.placement import REDUCE_OPS
+from dtckpt.dtensor.operators.rule import Dims, Factors, Passes, Rule, any_reduction
+from dtckpt.dtensor.operators.rule_builders import same_dims
 
 _aten = torch.ops.aten
-
-_ALL: Passes = dict.fromkeys(REDUCE_OPS, ((0,),))
-
-
-def _identity(call: Call, passes: Passes) -> Rule:
-    factors = Factors()
-    dims = factors.dims(call.shapes[0])
-    return Rule(factors.sizes, (dims,), (dims,), passes=passes)
 
 
 @rule(_aten.alias.default, _aten.clone.default, _aten.detach.default, _aten.lift_fresh.default)
 def _copy(call: Call) -> Rule:
-    return _identity(call, _ALL)
+    """All dims may be split; every pending reduction passes."""
+    return same_dims(call.shapes[0], any_reduction())
 
 
 @rule(_aten._to_copy.default)
 def _convert(call: Call) -> Rule:
-    own = call.tensors[0].dtype
-    return _identity(call, _ALL if _may_round(own, call["dtype"] or own) else {})
+    """All dims may be split; every pending reduction passes if the dtype stays, or both are floating-point."""
+    source = call.tensors[0].dtype
+    return same_dims(call.shapes[0], any_reduction() if _may_convert_terms(source, call["dtype"] or source) else {})
 
 
-def _may_round(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether terms may be converted: to round them is not to round their sum, but it is what gradients want."""
+def _may_convert_terms(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether pending terms may be converted.
+
+    Between floating-point dtypes they may, though it rounds the terms and not their reduction: gradients need no more.
+    To integers they may not: 0.5 + 0.5 would become 0.
+    """
     return source == target or (source.is_floating_point and target.is_floating_point)
 
 
 @rule(_aten.zero_.default)
 def _zero(call: Call) -> Rule:
-    """Terms of zero reduce to zero, whatever the reduction."""
-    return _identity(call, _ALL)
+    """All dims may be split; terms of zero reduce to zero, whatever the reduction."""
+    return same_dims(call.shapes[0], any_reduction())
 
 
 @rule(_aten.copy.default)
 def _assign(call: Call) -> Rule | None:
-    """The first operand gives the layout and is not read; where it waits for a reduction, the second may too."""
+    """The first operand has the layout, and its values are not read; if it is pending, the second may be too."""
     target, value = call.shapes
     factors = Factors()
     dims = factors.dims(target)
     lead = len(target) - len(value)
     if lead < 0 or any(size not in {1, target[lead + dim]} for dim, size in enumerate(value)):
         return None
-    given: Dims = tuple(dims[lead + dim] if size == target[lead + dim] else () for dim, size in enumerate(value))
+    value_dims: Dims = tuple(dims[lead + dim] if size == target[lead + dim] else () for dim, size in enumerate(value))
     target_dtype, value_dtype = (tensor.dtype for tensor in call.tensors)
-    both: Passes = dict.fromkeys(REDUCE_OPS, ((0, 1),)) if _may_round(value_dtype, target_dtype) else {}
-    return Rule(factors.sizes, (dims, given), (dims,), passes=both, unread=frozenset({0}))
+    both: Passes = any_reduction(0, 1) if _may_convert_terms(value_dtype, target_dtype) else {}
+    return Rule(factors.sizes, (dims, value_dims), (dims,), passes=both, shape_only_operands=frozenset({0}))
 
 
 @rule(
@@ -68,10 +70,8 @@ def _assign(call: Call) -> Rule | None:
     _aten.fill.Scalar,
 )
 def _like(call: Call) -> Rule:
-    """The operand's values are not read."""
-    factors = Factors()
-    dims = factors.dims(call.shapes[0])
-    return Rule(factors.sizes, (dims,), (dims,), unread=frozenset({0}))
+    """All dims may be split; the operand's values are not read."""
+    return replace(same_dims(call.shapes[0]), shape_only_operands=frozenset({0}))
 
 
 @rule(
@@ -82,17 +82,21 @@ def _like(call: Call) -> Rule:
     _aten.new_zeros.default,
 )
 def _new(call: Call) -> Rule | None:
-    """A new tensor of the operand's shape lies as the operand does; any other is replicated."""
-    factors = Factors()
-    dims = factors.dims(call.shapes[0])
-    if tuple(call["size"]) != call.shapes[0]:
-        made = factors.dims(call["size"])
-        return Rule(factors.sizes, (dims,), (made,), unseen=frozenset({0}))
-    # Strides of the whole say nothing of a piece's.
-    local = _empty_like if call.func is _aten.new_empty_strided.default else None
-    return Rule(factors.sizes, (dims,), (dims,), unread=frozenset({0}), sized=(("size", 0),), local=local)
+    """A new tensor of the operand's shape has the operand's layout; any other is replicated."""
+    shape = call.shapes[0]
+    if tuple(call["size"]) != shape:
+        factors = Factors()
+        operand, result = factors.dims(shape), factors.dims(call["size"])
+        return Rule(factors.sizes, (operand,), (result,), any_layout_operands=frozenset({0}))
+    return replace(
+        same_dims(shape),
+        shape_only_operands=frozenset({0}),
+        local_size_args=(("size", 0),),
+        # The strides among the arguments are those of the global tensor, and do not fit a component.
+        local=_empty_like if call.func is _aten.new_empty_strided.default else None,
+    )
 
 
-def _empty_like(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], **options: Any) -> torch.Tensor:
+def _empty_like(component: torch.Tensor, size: Sequence[int], stride: Sequence[int], **options: Any) -> torch.Tensor:
     del size, stride
-    return torch.empty_like(tensor, **options)
+    return torch.empty_like(component, **options)

@@ -1,4 +1,4 @@
-"""Fourier transforms: the dims that are transformed must be whole; a transform is linear."""
+"""Fourier transforms: ``fft``, ``rfft``, ``irfft``. The dims that are transformed must be whole; linear."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ _aten = torch.ops.aten
 
 @rule(_aten._fft_c2c.default, _aten._fft_c2r.default, _aten._fft_r2c.default)
 def _transform(call: Call) -> Rule | None:
-    """Dims keep their places; transformed ones may change in size."""
+    """The dims that are transformed must be whole, and may change in size; linear."""
     (shape,), (result,) = call.shapes, result_shapes(call)
-    changed = {dim % len(shape) for dim in call["dim"]} if shape else set()
+    transformed = {dim % len(shape) for dim in call["dim"]} if shape else set()
     factors = Factors()
     dims = factors.dims(shape)
-    results = tuple((factors.new(size),) if number in changed else dims[number] for number, size in enumerate(result))
-    free = [dims[number][0] for number in range(len(shape)) if number not in changed]
+    results = tuple(
+        (factors.new(size),) if number in transformed else dims[number] for number, size in enumerate(result)
+    )
+    splittable = [dims[number][0] for number in range(len(shape)) if number not in transformed]
     return Rule(
         factors.sizes,
         (dims,),
         (results,),
-        whole=frozenset(range(len(factors.sizes))) - frozenset(free),
-        filled=frozenset(free),
+        whole=frozenset(range(len(factors.sizes))) - frozenset(splittable),
+        nonempty_pieces=frozenset(splittable),
         passes=LINEAR,
     )

@@ -1,6 +1,10 @@
-"""Operators on lists of tensors, as optimizers use them: one plan and one call on each device for a whole list.
+"""Foreach operators and fused optimizer steps: ``_foreach_add_``, ``_foreach_mul``, ``_fused_adamw_``.
 
-What stands at one index of the lists lies as the first list's tensor does; nothing else has to agree.
+One plan serves all lists of a call, and each device runs the operator once. The tensors at one index of the lists get
+layouts that fit each other, by the rule of the operator on single tensors; those at different indices may differ::
+
+    _foreach_add_([p0, p1], [g0, g1])        row 0 = (p0, g0)    by the rule of add
+                                             row 1 = (p1, g1)
 """
 
 from __future__ import annotations
@@ -11,13 +15,14 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in, with_tensors
-from dtckpt.dtensor.operators.operands import brought, part, replicated_layout, write
-from dtckpt.dtensor.operators.plans import absent, on_meta, written_to
+from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, signature_of, tensors_in
+from dtckpt.dtensor.operators.operands import replicated_layout, to_layouts, unshare, write_into
+from dtckpt.dtensor.operators.plans import finish_write, results_without_devices, run_on_meta
 from dtckpt.dtensor.operators.registry import PLANNERS, builder_of
-from dtckpt.dtensor.operators.rule import Rule, pointwise
-from dtckpt.dtensor.operators.strategy import Choice, choose
-from dtckpt.dtensor.operators.tensor_spec import global_stride, spec, wrapped
+from dtckpt.dtensor.operators.rule import Rule
+from dtckpt.dtensor.operators.rule_builders import pointwise
+from dtckpt.dtensor.operators.strategy import Choice, choose_layouts
+from dtckpt.dtensor.operators.tensor_spec import global_stride, intern_spec, wrap_components
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.layout import Layout
 
@@ -25,16 +30,22 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class _Column:
-    """What stands at one index of the lists: where among all tensors of the call, and what is to become of it."""
+class _Row:
+    """The tensors at one index of all lists.
 
-    places: tuple[int, ...]
+    Args:
+        positions: Their positions among all tensors of the call.
+        choice: Layouts of these operands, and of the result.
+        shape: Global shape of the result.
+    """
+
+    positions: tuple[int, ...]
     choice: Choice
     shape: tuple[int, ...]
 
 
-class ListsPlan:
-    """Bring the tensors of each index together, call the operator once on each device, write back what had to move."""
+class ForeachPlan:
+    """Redistribute the tensors row by row; run the operator once per device; write moved tensors back."""
 
     route = "rule"
     func: Operator
@@ -45,53 +56,54 @@ class ListsPlan:
         self.func = call.func
         self._is_in_place = bool(signature.written)
         self._mesh = call.tensors[0].device_mesh
-        self._columns = tuple(_columns(call, is_fixed=self._is_in_place))
-        wanted: list[Layout | None] = [
+        self._rows = tuple(_rows(call, is_in_place=self._is_in_place))
+        # Tensors outside the lists, as steps and learning rates, are replicated.
+        targets: list[Layout | None] = [
             None if tensor.layout.is_fully_replicated() else replicated_layout(self._mesh, tensor.ndim)
             for tensor in call.tensors
         ]
-        for column in self._columns:
-            for place, layout in zip(column.places, column.choice.operands, strict=True):
-                wanted[place] = layout
-        self._wanted = tuple(wanted)
-        self._moves = any(layout is not None for layout in wanted)
-        numbers = iter(range(len(wanted)))
-        places = {name: [next(numbers) for _ in tensors_in([call[name]])] for name in _given_names(call)}
-        # Gradients are written to if they are unscaled first.
+        for row in self._rows:
+            for position, layout in zip(row.positions, row.choice.operands, strict=True):
+                targets[position] = layout
+        self._targets = tuple(targets)
+        self._moves = any(layout is not None for layout in targets)
+        numbers = iter(range(len(targets)))
+        positions = {name: [next(numbers) for _ in tensors_in([call[name]])] for name in _given_names(call)}
+        # A fused step writes to gradients only to unscale them.
         is_scaled = "grad_scale" not in call or call["grad_scale"] is not None
         names = [name for name in signature.written if is_scaled or name != "grads"]
-        self._written = tuple(place for name in names for place in places.get(name, ()))
+        self._written = tuple(position for name in names for position in positions.get(name, ()))
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
-        for place in self._written:
-            part(tensors[place])
-        moved = brought(tensors, self._wanted) if self._moves else tensors
-        parts = [tensor.components for tensor in moved]
-        made = []
-        for number in range(len(parts[0])):
-            local_args, local_kwargs = with_tensors(args, kwargs, [part[number] for part in parts])
-            made.append(self.func(*local_args, **local_kwargs))
+        for position in self._written:
+            unshare(tensors[position])
+        moved = to_layouts(tensors, self._targets) if self._moves else tensors
+        components = [tensor.components for tensor in moved]
+        outputs = []
+        for device in range(len(components[0])):
+            local_args, local_kwargs = replace_tensors(args, kwargs, [of_tensor[device] for of_tensor in components])
+            outputs.append(self.func(*local_args, **local_kwargs))
         if not self._is_in_place:
-            return self._wrapped(made, args, kwargs, tensors)
-        for place in self._written:
-            if moved[place] is not tensors[place]:
-                write(moved[place], tensors[place])
-            written_to(tensors[place])
+            return self._wrap(outputs, args, kwargs, tensors)
+        for position in self._written:
+            if moved[position] is not tensors[position]:
+                write_into(moved[position], tensors[position])
+            finish_write(tensors[position])
         return None
 
-    def _wrapped(
-        self, made: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
+    def _wrap(
+        self, outputs: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
     ) -> list[DTensor]:
-        if not made:
-            layouts = [column.choice.results[0] for column in self._columns]
-            return list(absent(self.func, args, kwargs, tensors, layouts))
+        if not outputs:
+            layouts = [row.choice.results[0] for row in self._rows]
+            return list(results_without_devices(self.func, args, kwargs, tensors, layouts))
         results = []
-        for number, column in enumerate(self._columns):
-            components = [one[number] for one in made]
-            stride = global_stride(components[0], column.shape)
+        for number, row in enumerate(self._rows):
+            components = [output[number] for output in outputs]
+            stride = global_stride(components[0], row.shape)
             results.append(
-                wrapped(components, spec(column.choice.results[0], column.shape, stride, components[0].dtype))
+                wrap_components(components, intern_spec(row.choice.results[0], row.shape, stride, components[0].dtype))
             )
         return results
 
@@ -101,53 +113,54 @@ def _given_names(call: Call) -> tuple[str, ...]:
     return (*signature_of(call.func).names[: len(call.args)], *call.kwargs)
 
 
-def _columns(call: Call, *, is_fixed: bool) -> list[_Column]:
-    """Return what stands at each index of those arguments that are lists of tensors."""
-    place = 0
+def _rows(call: Call, *, is_in_place: bool) -> list[_Row]:
+    """Return the rows of the arguments that are lists of tensors."""
+    position = 0
     lists: list[list[int]] = []
     for name in _given_names(call):
         count = len(list(tensors_in([call[name]])))
         if isinstance(call[name], list | tuple) and count:
-            lists.append(list(range(place, place + count)))
-        place += count
-    found = []
-    for places in zip(*lists, strict=True):
-        tensors = [call.tensors[one] for one in places]
+            lists.append(list(range(position, position + count)))
+        position += count
+    rows = []
+    for positions in zip(*lists, strict=True):
+        tensors = [call.tensors[one] for one in positions]
         rule = _rule_of(call, tensors)
-        if rule is None or (is_fixed and rule.shape(0) != tuple(tensors[0].shape)):
-            on_meta(call.func, call.args, call.kwargs, call.tensors)  # which says what is wrong
+        if rule is None or (is_in_place and rule.shape(0) != tuple(tensors[0].shape)):
+            run_on_meta(call.func, call.args, call.kwargs, call.tensors)  # PyTorch's own error, if it has one
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise RuntimeError(f"{call.func}: tensors of shapes {shapes} stand at one index, and cannot be broadcast")
-        choice = _choice(rule.exact_for(call, tensors), tensors, is_fixed=is_fixed)
-        found.append(_Column(tuple(places), choice, rule.shape(0)))
-    return found
+        choice = _choose_layouts(rule.exact_for(call, tensors), tensors, is_in_place=is_in_place)
+        rows.append(_Row(tuple(positions), choice, rule.shape(0)))
+    return rows
 
 
-def _choice(rule: Rule, tensors: Sequence[DTensor], *, is_fixed: bool) -> Choice:
+def _choose_layouts(rule: Rule, tensors: Sequence[DTensor], *, is_in_place: bool) -> Choice:
+    """Return the cheapest layouts for a row; if none keeps the first tensor's layout in place, all are replicated."""
     layouts = [tensor._layout for tensor in tensors]
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    found = choose(rule, layouts, sizes, max(sizes), is_fixed=is_fixed)
-    if found is not None:
-        return found
-    whole = [replicated_layout(layouts[0].mesh, tensor.ndim) for tensor in tensors]
-    wanted = [None if layout == have else layout for layout, have in zip(whole, layouts, strict=True)]
-    return Choice(tuple(wanted), (replicated_layout(layouts[0].mesh, len(rule.shape(0))),))
+    nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    choice = choose_layouts(rule, layouts, nbytes, max(nbytes), is_in_place=is_in_place)
+    if choice is not None:
+        return choice
+    replicated = [replicated_layout(layouts[0].mesh, tensor.ndim) for tensor in tensors]
+    targets = [None if target == layout else target for target, layout in zip(replicated, layouts, strict=True)]
+    return Choice(tuple(targets), (replicated_layout(layouts[0].mesh, len(rule.shape(0))),))
 
 
 def _rule_of(call: Call, tensors: Sequence[DTensor]) -> Rule | None:
-    """Return the rule of the operator on single tensors, else that of any operator on elements."""
-    found = None
-    single = _single(call.func)
+    """Return the rule of the operator on single tensors, else that of a pointwise operator."""
+    rule = None
+    single = _single_tensor_operator(call.func)
     builder = None if single is None else builder_of(single)
     if builder is not None:
-        found = builder(Call(single, tuple(tensors), {}))
-    if found is None or found.local is not None or len(found.operands) != len(tensors):
-        found = pointwise([tuple(tensor.shape) for tensor in tensors])
-    return found
+        rule = builder(Call(single, tuple(tensors), {}))
+    if rule is None or rule.local is not None or len(rule.operands) != len(tensors):
+        rule = pointwise([tuple(tensor.shape) for tensor in tensors])
+    return rule
 
 
-def _single(func: Operator) -> Operator | None:
-    """Return the operator on single tensors that does what one does with lists."""
+def _single_tensor_operator(func: Operator) -> Operator | None:
+    """Return the operator on single tensors for one on lists: ``add`` for ``_foreach_add_``; None if there is none."""
     name, _, overload = func.name().removeprefix("aten::").partition(".")
     if not name.startswith("_foreach_"):
         return None
@@ -158,16 +171,16 @@ def _single(func: Operator) -> Operator | None:
     return None
 
 
-_NOT_BY_ELEMENT = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
+_NOT_POINTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
 
 
 def _register() -> None:
     for name in torch._C._dispatch_get_all_op_names():
         base, _, overload = name.removeprefix("aten::").partition(".")
-        is_by_index = base.startswith("_foreach_") and base not in _NOT_BY_ELEMENT
+        is_by_index = base.startswith("_foreach_") and base not in _NOT_POINTWISE
         is_step = base.startswith(("_fused_ada", "_fused_sgd"))
         if name.startswith("aten::") and "out" not in overload and (is_by_index or (is_step and base.endswith("_"))):
-            PLANNERS[getattr(getattr(_aten, base), overload or "default")] = ListsPlan
+            PLANNERS[getattr(getattr(_aten, base), overload or "default")] = ForeachPlan
 
 
 _register()

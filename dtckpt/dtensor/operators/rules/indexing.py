@@ -1,217 +1,187 @@
-"""Elements by their index: taken, put, added.
+"""Elements by index: ``index_select``, ``gather``, ``index``, ``take``, ``index_put``, ``scatter_add``, ``index_add``.
 
-Indices count within the dim that they go into, so that it is whole; where elements are only taken from it, or added to
-it, each device may instead look after its own part. All other dims are as they were, those of the indices too.
+Indices count within a dim, so that dim must be whole; only in ``index_select`` and ``gather`` may it be split: then
+each device takes what its component has, and a sum over the devices completes the result (`masked_lookup`). All other
+dims may be split, those of the indices too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.registry import rule
-from dtckpt.dtensor.operators.rule import Passes, Rule, pointwise
-from dtckpt.dtensor.operators.rule_builders import Labels, but, every, linked, place_of
+from dtckpt.dtensor.operators.rule import Passes, Rule, any_reduction
+from dtckpt.dtensor.operators.rule_builders import DimLabels, Labels, from_labels, masked_lookup, unlabel_dims, wrap_dim
 
 _aten = torch.ops.aten
 
-Lookup = Callable[..., torch.Tensor]
 
-
-def by_part(rule_: Rule | None, dim: int, size: int, lookup: Lookup, *, can_be_negative: bool = False) -> Rule | None:
-    """Return a rule with each device taking what its part of the first operand has, and zeros for the rest.
+def indices_in_component(index: torch.Tensor, start: int, count: int, size: int) -> tuple[Any, Any]:
+    """Return indices within a device's component (0 for those outside), and a mask of those outside.
 
     Args:
-        rule_: With the reduction that zeros wait for.
-        dim: The dim of the first operand that indices go into.
-        size: Its size.
-        lookup: Of a piece and indices within it, in the shape of the indices; returns the result and what spreads a
-            mask of the indices over it.
-        can_be_negative: Indices may be counted from the end.
-    """
-    if rule_ is None:
-        return None
-
-    def local(piece: torch.Tensor, *args: Any, offsets: Sequence[tuple[int, ...]], **kwargs: Any) -> torch.Tensor:
-        return lookup(piece, offsets[0][dim], size, can_be_negative, *args, **kwargs)
-
-    return replace(rule_, local=local, is_located=True, staying=frozenset({0}))
-
-
-def inside(index: torch.Tensor, start: int, count: int, size: int, can_be_negative: bool) -> tuple[Any, Any]:
-    """Return indices within a part of a dim, and which of them fall outside the part.
+        index: Global indices, of any shape.
+        start: Global index at which the component begins.
+        count: Size of the component's dim.
+        size: Global size of the dim.
 
     Raises:
-        IndexError: An index falls outside the dim.
+        IndexError: An index is outside the dim, on a CPU; on other devices an assertion of the device fails.
     """
-    least = -size if can_be_negative else 0
-    wrong = (index < least) | (index >= size)
+    is_wrong = (index < 0) | (index >= size)
     if index.device.type == "cpu":
-        if bool(wrong.any()):
-            raise IndexError(f"index out of range: got one below {least} or from {size} on for a dim of size {size}")
+        if bool(is_wrong.any()):
+            raise IndexError(f"index out of range: got one below 0 or from {size} on for a dim of size {size}")
     elif not index.is_meta:
-        torch._assert_async(~wrong.any())
-    if can_be_negative:
-        index = torch.where(index < 0, index + size, index)
+        torch._assert_async(~is_wrong.any())
     index = index - start
-    absent = (index < 0) | (index >= count)
-    return index.masked_fill(absent, 0), absent
+    is_outside = (index < 0) | (index >= count)
+    return index.masked_fill(is_outside, 0), is_outside
 
 
-def _summed(call: Call, dim: int) -> dict[Hashable, str]:
-    """Return the reduction that zeros wait for when a dim is split that indices go into."""
+def _contracted(call: Call, dim: int) -> dict[Hashable, str]:
+    """Return the reduction that completes a lookup in a dim that is split; booleans have none."""
     return {} if call.tensors[0].dtype == torch.bool else {dim: "sum"}
 
 
-# --- taken --------------------------------------------------------------------------------------------------------
+# --- elements taken -----------------------------------------------------------------------------------------------
 
 
 @rule(_aten.index_select.default)
 def _index_select(call: Call) -> Rule | None:
-    """``(a, n, b), (i) -> (a, i, b)``"""
+    """``(a, n, b), (i) -> (a, i, b)``; if the dim is split, the result waits for a sum."""
     shape = call.shapes[0]
-    dim = place_of(call["dim"], len(shape))
+    dim = wrap_dim(call["dim"], len(shape))
     if not shape or len(call.shapes[1]) != 1:
         return None
     result: list[Hashable] = ["i" if one == dim else one for one in range(len(shape))]
-    found = linked(call, [range(len(shape)), ["i"]], [result], contracted=_summed(call, dim), passes=every())
+    labels = DimLabels([range(len(shape)), ["i"]], [result], contracted=_contracted(call, dim))
 
-    def lookup(piece: torch.Tensor, start: int, size: int, sign: bool, _: int, index: torch.Tensor) -> torch.Tensor:
-        count = piece.shape[dim]
+    def lookup(component: torch.Tensor, start: int, size: int, _: int, index: torch.Tensor) -> torch.Tensor:
+        count = component.shape[dim]
         if count == size:
-            return piece.index_select(dim, index)
-        index, absent = inside(index, start, count, size, sign)
+            return component.index_select(dim, index)
+        index, is_outside = indices_in_component(index, start, count, size)
         if not count:
-            return piece.new_zeros([*piece.shape[:dim], len(index), *piece.shape[dim + 1 :]])
-        # Not `index_fill_`: the host would wait to learn how many indices are absent.
-        return piece.index_select(dim, index).masked_fill_(absent.view(-1, *[1] * (piece.ndim - dim - 1)), 0)
+            return component.new_zeros([*component.shape[:dim], len(index), *component.shape[dim + 1 :]])
+        # Not `index_fill_`: the host would wait to learn how many indices are outside.
+        mask = is_outside.view(-1, *[1] * (component.ndim - dim - 1))
+        return component.index_select(dim, index).masked_fill_(mask, 0)
 
-    return by_part(found, dim, shape[dim], lookup)
+    return masked_lookup(from_labels(call, labels, passes=any_reduction()), dim, shape[dim], lookup)
 
 
 @rule(_aten.gather.default)
 def _gather(call: Call) -> Rule | None:
-    """``(a, n), (a, i) -> (a, i)``; along other dims the indices may be fewer, and then these are whole."""
+    """``(a, n), (a, i) -> (a, i)``; where another dim of the indices is shorter than the tensor's, it must be whole."""
     shape, ndim = call.shapes[0], len(call.shapes[0])
-    dim = place_of(call["dim"], ndim)
+    dim = wrap_dim(call["dim"], ndim)
     if not shape or len(call.shapes[1]) != ndim:
         return None
-    index: list[Hashable] = ["i" if one == dim else one for one in range(ndim)]
-    found = linked(call, [range(ndim), index], [index], contracted=_summed(call, dim), passes=every())
+    indices: list[Hashable] = ["i" if one == dim else one for one in range(ndim)]
+    labels = DimLabels([range(ndim), indices], [indices], contracted=_contracted(call, dim))
 
-    def lookup(
-        piece: torch.Tensor, start: int, size: int, sign: bool, _: int, index: torch.Tensor, **__: Any
-    ) -> torch.Tensor:
-        count = piece.shape[dim]
+    def lookup(component: torch.Tensor, start: int, size: int, _: int, index: torch.Tensor, **__: Any) -> torch.Tensor:
+        count = component.shape[dim]
         if count == size:
-            return piece.gather(dim, index)
-        index, absent = inside(index, start, count, size, sign)
+            return component.gather(dim, index)
+        index, is_outside = indices_in_component(index, start, count, size)
         if not count:
-            return piece.new_zeros(index.shape)
-        return piece.gather(dim, index).masked_fill_(absent, 0)
+            return component.new_zeros(index.shape)
+        return component.gather(dim, index).masked_fill_(is_outside, 0)
 
-    return by_part(found, dim, shape[dim], lookup)
+    return masked_lookup(from_labels(call, labels, passes=any_reduction()), dim, shape[dim], lookup)
 
 
 @rule(_aten.take.default)
 def _take(call: Call) -> Rule | None:
     """``(n, m), (i) -> (i)``"""
-    given, index = call.shapes
-    return linked(call, [[None] * len(given), range(len(index))], [range(len(index))], passes=every())
+    shape, index = call.shapes
+    labels = DimLabels([[None] * len(shape), range(len(index))], [range(len(index))])
+    return from_labels(call, labels, passes=any_reduction())
 
 
-def _batch(shapes: Sequence[Sequence[int]]) -> list[list[Hashable]]:
-    """Return labels of index tensors that are broadcast together."""
-    return [[("index", place - len(shape)) for place in range(len(shape))] for shape in shapes]
+def _index_labels(call: Call) -> tuple[Labels, list[list[Hashable]], Labels] | None:
+    """Return labels of the indexed tensor, of the index tensors, and of the elements they pick; None for masks.
 
+    The index tensors are broadcast together, aligned at their last dim, so their labels count from there. PyTorch puts
+    the dims of the indices where the indexed dims were if those are adjacent, else first::
 
-def _indexed(call: Call) -> tuple[Labels, list[list[Hashable]], Labels] | None:
-    """Return labels of what is indexed, of the index tensors, and of what they pick; None for masks."""
+        x[:, i, j, :]   (a, n, m, b) -> (a, i, b)
+        x[i, :, j, :]   (n, a, m, b) -> (i, a, b)
+    """
     ndim, indices = len(call.shapes[0]), call["indices"]
-    places = [dim for dim, index in enumerate(indices) if index is not None]
-    given = [index for index in indices if index is not None]
-    if not given or any(index.dtype in {torch.bool, torch.uint8} for index in given):
+    indexed = [dim for dim, index in enumerate(indices) if index is not None]
+    tensors = [index for index in indices if index is not None]
+    if not tensors or any(index.dtype in {torch.bool, torch.uint8} for index in tensors):
         return None
-    batch = _batch([index.shape for index in given])
-    together = max(batch, key=len)
-    kept: list[Hashable] = [dim for dim in range(ndim) if dim not in places]
-    is_adjacent = places == list(range(places[0], places[-1] + 1))
-    first = places[0] if is_adjacent else 0
-    return but(set(places), ndim), batch, [*kept[:first], *together, *kept[first:]]
+    labels: list[list[Hashable]] = [[("index", dim - index.ndim) for dim in range(index.ndim)] for index in tensors]
+    broadcast = max(labels, key=len)
+    others: list[Hashable] = [dim for dim in range(ndim) if dim not in indexed]
+    is_adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    first = indexed[0] if is_adjacent else 0
+    return unlabel_dims(set(indexed), ndim), labels, [*others[:first], *broadcast, *others[first:]]
 
 
 @rule(_aten.index.Tensor, _aten._unsafe_index.Tensor)
 def _index(call: Call) -> Rule | None:
-    """``(a, n, m), (i, 1), (j) -> (a, i, j)``; masks pick as many elements as they have, which nobody knows."""
-    labels = _indexed(call)
+    """``(a, n, m), (i, 1), (j) -> (a, i, j)``; no rule for masks: they pick as many elements as they have True ones."""
+    labels = _index_labels(call)
     if labels is None:
         return None
-    given, batch, picked = labels
-    names = {name for one in batch for name in one}
-    return linked(call, [given, *batch], [picked], broadcast=names, passes=every())
+    source, indices, picked = labels
+    names = {name for one in indices for name in one}
+    return from_labels(call, DimLabels([source, *indices], [picked], broadcast=names), passes=any_reduction())
 
 
 @rule(_aten.index_put.default, _aten._index_put_impl.default, _aten._unsafe_index_put.default)
 def _index_put(call: Call) -> Rule | None:
     """``(a, n, m), (i, 1), (j), values (a, i, j) -> (a, n, m)``"""
-    labels = _indexed(call)
+    labels = _index_labels(call)
     if labels is None:
         return None
-    given, batch, picked = labels
+    target, indices, picked = labels
     count = len(call["values"].shape)
     if count > len(picked):
         return None
     values = list(picked)[len(picked) - count :]
-    both = every(0, len(batch) + 1)
+    both = any_reduction(0, len(indices) + 1)
     passes = {op: both[op] for op in ("sum", "avg")} if call["accumulate"] else both
-    return linked(call, [given, *batch, values], [given], broadcast=set(picked), passes=passes)
+    return from_labels(call, DimLabels([target, *indices, values], [target], broadcast=set(picked)), passes=passes)
 
 
-@rule(_aten.bucketize.Tensor)
-def _bucketize(call: Call) -> Rule | None:
-    """``(a), boundaries (n) -> (a)``"""
-    dims = range(len(call.shapes[0]))
-    return linked(call, [dims, [None]], [dims])
+# --- elements put or added along a dim ----------------------------------------------------------------------------
 
 
-@rule(_aten.searchsorted.Tensor)
-def _searchsorted(call: Call) -> Rule | None:
-    """``(a, n), (a, v) -> (a, v)``, or ``(n), (v) -> (v)``"""
-    dims = range(call["self"].ndim)
-    inner = [None] if call["sorted_sequence"].ndim == 1 else but(len(dims) - 1, len(dims))
-    return linked(call, call.operands(sorted_sequence=inner, self=dims, sorter=inner), [dims])
-
-
-# --- put and added ------------------------------------------------------------------------------------------------
-
-
-def _along(call: Call, operands: dict[str, Labels], passes: Passes) -> Rule | None:
+def _along_dim(call: Call, operands: dict[str, Labels], passes: Passes) -> Rule | None:
+    """Return the rule of an operator that changes elements of its first operand along ``dim``."""
     ndim = len(call.shapes[0])
-    dims = but(place_of(call["dim"], ndim), ndim)
-    return linked(call, call.operands(self=dims, **operands), [dims], passes=passes)
+    dims = unlabel_dims(wrap_dim(call["dim"], ndim), ndim)
+    return from_labels(call, DimLabels(call.operands(self=dims, **operands), [dims]), passes=passes)
 
 
 _ADDED: Passes = {"sum": ((0, 2),), "avg": ((0, 2),)}
+"""The source is added: the sum of two pending tensors is pending, that of a pending one and another is not."""
 
 
 @rule(_aten.index_add.default, _aten.index_copy.default, _aten.index_reduce.default)
-def _along_index(call: Call) -> Rule | None:
+def _index_add(call: Call) -> Rule | None:
     """``(a, n), (i), (a, i) -> (a, n)``"""
     ndim = len(call.shapes[0])
     packet = call.func.overloadpacket.__name__.removesuffix("_")
-    passes = {"index_add": _ADDED, "index_copy": every(0, 2)}.get(packet, {})
-    source = but(place_of(call["dim"], ndim), ndim) if call["source"].ndim == ndim else []
-    return _along(call, {"index": [None] * call["index"].ndim, "source": source}, passes)
+    passes = {"index_add": _ADDED, "index_copy": any_reduction(0, 2)}.get(packet, {})
+    source = unlabel_dims(wrap_dim(call["dim"], ndim), ndim) if call["source"].ndim == ndim else []
+    return _along_dim(call, {"index": [None] * call["index"].ndim, "source": source}, passes)
 
 
 @rule(_aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor)
 def _index_fill(call: Call) -> Rule | None:
     """``(a, n), (i) -> (a, n)``"""
-    return _along(call, {"index": [None] * call["index"].ndim, "value": []}, {})
+    return _along_dim(call, {"index": [None] * call["index"].ndim, "value": []}, {})
 
 
 @rule(
@@ -223,15 +193,10 @@ def _index_fill(call: Call) -> Rule | None:
     _aten.scatter_reduce.two,
 )
 def _scatter(call: Call) -> Rule | None:
-    """``(a, n), (a, i), (a, i) -> (a, n)``; dims along which sizes differ are whole."""
+    """``(a, n), (a, i), (a, i) -> (a, n)``; dims along which the sizes differ must be whole."""
     ndim = len(call.shapes[0])
     packet = call.func.overloadpacket.__name__.removesuffix("_")
-    is_plain = packet == "scatter" and "reduce" not in call and "src" in call
-    passes = _ADDED if packet == "scatter_add" else every(0, 2) if is_plain else {}
-    dims = but(place_of(call["dim"], ndim), ndim)
-    return _along(call, {"index": dims, "src": dims}, passes)
-
-
-@rule(_aten.masked_fill.Tensor)
-def _masked_fill(call: Call) -> Rule | None:
-    return pointwise(call.shapes)
+    is_copy = packet == "scatter" and "reduce" not in call and "src" in call
+    passes = _ADDED if packet == "scatter_add" else any_reduction(0, 2) if is_copy else {}
+    dims = unlabel_dims(wrap_dim(call["dim"], ndim), ndim)
+    return _along_dim(call, {"index": dims, "src": dims}, passes)

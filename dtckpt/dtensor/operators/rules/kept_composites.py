@@ -1,4 +1,7 @@
-"""Composites that PyTorch would undo, and that then read or write memory which DTensors do not have."""
+"""Operators that run here before PyTorch decomposes them: ``matmul.out``, ``linalg_matrix_rank``, ``tensor_split``.
+
+PyTorch's own decompositions of these read or write memory that a DTensor does not have.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Operator, functional_of, tensors_in
-from dtckpt.dtensor.operators.plain_tensors import adopt
-from dtckpt.dtensor.operators.plans import WritingPlan, on_meta
-from dtckpt.dtensor.operators.pre_autograd import taken_early
+from dtckpt.dtensor.operators.plain_tensors import to_dtensors
+from dtckpt.dtensor.operators.plans import WriteResultPlan, run_on_meta
+from dtckpt.dtensor.operators.pre_autograd import before_autograd
 from dtckpt.dtensor.operators.registry import PLANNERS
 from dtckpt.dtensor.tensor import DTensor
 
@@ -20,23 +23,25 @@ _RANKS = [getattr(_RANK, name) for name in _RANK.overloads()]
 _WRITING = [_aten.matmul.out, _aten.linalg_matmul.out, *(one for one in _RANKS if one._schema.is_mutable)]
 
 
-@taken_early(*(one for one in _RANKS if not one._schema.is_mutable))
+@before_autograd(*(one for one in _RANKS if not one._schema.is_mutable))
 def _rank(operator: Operator, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of no matrices, PyTorch makes the ranks as a plain tensor."""
+    """For an empty batch, PyTorch returns the ranks as a plain tensor; here they are a DTensor."""
     del keys
     first = args[0]
     if first.numel() or not isinstance(first, DTensor):
         return operator.decompose(*args, **kwargs)
-    made = on_meta(operator, args, kwargs, list(tensors_in((*args, *kwargs.values()))))
-    return first.new_zeros(made.shape, dtype=made.dtype)
+    ranks = run_on_meta(operator, args, kwargs, list(tensors_in((*args, *kwargs.values()))))
+    return first.new_zeros(ranks.shape, dtype=ranks.dtype)
 
 
-@taken_early(*_WRITING)
+@before_autograd(*_WRITING)
 def _write(operator: Operator, keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
-    """PyTorch returns ranks without writing them, and folds dims of a product into strides that ``out`` need not have.
+    """Compute the result, then write it into ``out``.
+
+    PyTorch returns ranks without writing them, and writes products through strides that ``out`` may not have.
 
     Raises:
-        RuntimeError: A gradient would have to pass.
+        RuntimeError: Autograd would have to follow.
     """
     del keys
     needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in((*args, out)))
@@ -50,12 +55,12 @@ def _write(operator: Operator, keys: Any, *args: Any, out: torch.Tensor, **kwarg
     return out
 
 
-PLANNERS |= {one: lambda call: WritingPlan(call, functional_of(call.func)) for one in _WRITING}
+PLANNERS |= {one: lambda call: WriteResultPlan(call, functional_of(call.func)) for one in _WRITING}
 
 
-@taken_early(_aten.tensor_split.tensor_indices_or_sections)
+@before_autograd(_aten.tensor_split.tensor_indices_or_sections)
 def _split(operator: Operator, keys: Any, tensor: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> Any:
-    """PyTorch reads indices from memory: here they are the global values, which all clients have.
+    """PyTorch reads the indices from memory; here all clients read the global values.
 
     Collective: As `DTensor.full_tensor` of the indices.
     """
@@ -63,5 +68,5 @@ def _split(operator: Operator, keys: Any, tensor: torch.Tensor, indices: torch.T
     if isinstance(indices, DTensor):
         indices = indices.full_tensor()
     elif isinstance(tensor, DTensor):
-        adopt([indices], tensor.device_mesh)  # which compares them
+        to_dtensors([indices], tensor.device_mesh)  # which compares them
     return operator.decompose(tensor, indices, dim)

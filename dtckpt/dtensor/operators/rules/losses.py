@@ -1,4 +1,8 @@
-"""Losses of elements: devices add up theirs; the mean divides by the global count, uneven pieces or not."""
+"""Pointwise losses, forward and backward: ``mse_loss``, ``smooth_l1_loss``, ``binary_cross_entropy``.
+
+All dims may be split. Each device adds up the losses of its component; a mean divides by the global count, so uneven
+components do not matter.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,15 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Call, Operator, signature_of
-from dtckpt.dtensor.operators.composite_helpers import accumulated
+from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype
 from dtckpt.dtensor.operators.registry import rule
-from dtckpt.dtensor.operators.rule import LINEAR, Rule, pointwise
+from dtckpt.dtensor.operators.rule import LINEAR, Rule
+from dtckpt.dtensor.operators.rule_builders import pointwise
 
 _aten = torch.ops.aten
 
 NONE, MEAN, SUM = range(3)
-"""Numbers of reductions, as ``at::Reduction`` has them."""
+"""Values of the argument ``reduction``, as in ``at::Reduction``."""
 
 
 @rule(
@@ -27,7 +32,7 @@ NONE, MEAN, SUM = range(3)
     _aten.soft_margin_loss.default,
 )
 def _forward(call: Call) -> Rule | None:
-    """All dims; the result, unless it is every element's, waits for a sum."""
+    """All dims may be split; a reduced loss waits for a sum."""
     each, reduction = pointwise(call.shapes), call["reduction"]
     if each is None or reduction == NONE:
         return each
@@ -35,7 +40,7 @@ def _forward(call: Call) -> Rule | None:
 
     def local(*args: Any, **kwargs: Any) -> torch.Tensor:
         loss = func(*_reduced_by(func, NONE, args, kwargs), **kwargs)
-        return (loss.sum(dtype=accumulated(loss.dtype)) / count).to(loss.dtype)  # type: ignore[no-any-return]
+        return (loss.sum(dtype=accumulation_dtype(loss.dtype)) / count).to(loss.dtype)  # type: ignore[no-any-return]
 
     return Rule(each.sizes, each.operands, ((),), contracted=dict.fromkeys(range(len(each.sizes)), "sum"), local=local)
 
@@ -48,7 +53,7 @@ def _forward(call: Call) -> Rule | None:
     _aten.soft_margin_loss_backward.default,
 )
 def _backward(call: Call) -> Rule | None:
-    """All dims; linear in the gradient, which is one number unless there is one for every element."""
+    """All dims may be split; linear in the gradient."""
     each, reduction = pointwise(call.shapes, LINEAR), call["reduction"]
     if each is None or reduction != MEAN:
         return each
@@ -61,11 +66,11 @@ def _backward(call: Call) -> Rule | None:
 
 
 def _reduced_by(func: Operator, reduction: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return positional arguments with another reduction, which is put among the others if it has a name there."""
-    place = signature_of(func).names.index("reduction")
+    """Return positional arguments with another reduction; one that was passed by name is changed in ``kwargs``."""
+    position = signature_of(func).names.index("reduction")
     positional = list(args)
-    if place < len(positional):
-        positional[place] = reduction
+    if position < len(positional):
+        positional[position] = reduction
     else:
         kwargs["reduction"] = reduction
     return positional

@@ -1,4 +1,8 @@
-"""Negative log likelihood of classes: a split class dim stays split, as every device picks what it has."""
+"""Negative log likelihood, for cross entropy: ``nll_loss_forward``, ``nll_loss2d_forward``, and their gradients.
+
+The class dim may be split, as in a model whose vocabulary is: each device picks the scores of the targets that its
+component has, and a sum over the devices completes them. The scores never move.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.composite_helpers import accumulated, cast, is_whole, settled
-from dtckpt.dtensor.operators.custom_ops import kernel, operator
+from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype, are_replicated, cast, reduce_pending
+from dtckpt.dtensor.operators.custom_ops import custom_op, kernel
 from dtckpt.dtensor.operators.registry import composite, rule
 from dtckpt.dtensor.operators.rule import LINEAR, Factors, Rule
 from dtckpt.dtensor.operators.rules.losses import MEAN, NONE
@@ -23,7 +27,14 @@ _Offsets = list[tuple[int, ...]]
 def _pick(
     tensor: torch.Tensor, index: torch.Tensor, dim: int, size: int, offsets: _Offsets | None = None
 ) -> torch.Tensor:
-    """Return one element along a dim for each of the others, 0 where it is on another device; -1 picks 0.
+    """Return one element along a dim for every index of the other dims; 0 for an index -1, or on another device.
+
+    Args:
+        tensor: A component.
+        index: Global indices along the dim, of the other dims' shape.
+        dim: The dim.
+        size: Global size of the dim.
+        offsets: Where the component begins, if `Rule.takes_offsets` gives it.
 
     Raises:
         IndexError: An index is beyond ``size``, on a CPU; on CUDA the device says so.
@@ -33,35 +44,35 @@ def _pick(
         torch._assert_async(~outside.any(), "Target is out of bounds.")
     elif outside.any():
         raise IndexError(f"Target {index[outside][0].item()} is out of bounds.")
-    there, place = _here(index, offsets[0][dim] if offsets else 0, tensor.shape[dim])
+    is_here, position = _locate(index, offsets[0][dim] if offsets else 0, tensor.shape[dim])
     if not tensor.shape[dim]:
         return tensor.new_zeros(index.shape)
-    picked = tensor[place] if tensor.ndim == 1 else tensor.gather(dim, place.unsqueeze(dim)).squeeze(dim)
-    return picked.masked_fill(~there, 0)
+    picked = tensor[position] if tensor.ndim == 1 else tensor.gather(dim, position.unsqueeze(dim)).squeeze(dim)
+    return picked.masked_fill(~is_here, 0)
 
 
 @kernel("put(Tensor self, Tensor value, Tensor index, int dim) -> Tensor")
 def _put(
     tensor: torch.Tensor, value: torch.Tensor, index: torch.Tensor, dim: int, offsets: _Offsets | None = None
 ) -> torch.Tensor:
-    """Return zeros like a tensor, but one value along a dim for each of the others; none at -1."""
-    made = torch.zeros_like(tensor)
-    if not made.shape[dim]:
-        return made
-    there, place = _here(index, offsets[0][dim] if offsets else 0, tensor.shape[dim])
-    return made.scatter_(dim, place.unsqueeze(dim), value.masked_fill(~there, 0).to(made.dtype).unsqueeze(dim))
+    """Return zeros like a component, with one value along a dim for every index of the other dims; none for -1."""
+    output = torch.zeros_like(tensor)
+    if not output.shape[dim]:
+        return output
+    is_here, position = _locate(index, offsets[0][dim] if offsets else 0, tensor.shape[dim])
+    return output.scatter_(dim, position.unsqueeze(dim), value.masked_fill(~is_here, 0).to(output.dtype).unsqueeze(dim))
 
 
-def _here(index: torch.Tensor, offset: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which indices fall into a piece, and their places there, any for the others."""
-    place = index - offset
-    there = (place >= 0) & (place < size) & (index >= 0)
-    return there, place.clamp(0, max(size - 1, 0))
+def _locate(index: torch.Tensor, offset: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a mask of the indices that a component has, and positions in it; those of other indices mean nothing."""
+    position = index - offset
+    is_here = (position >= 0) & (position < size) & (index >= 0)
+    return is_here, position.clamp(0, max(size - 1, 0))
 
 
-@rule(operator("pick"))
+@rule(custom_op("pick"))
 def _pick_rule(call: Call) -> Rule:
-    """The dim may be split, the result waits for a sum; of a tensor of one dim every element is picked for."""
+    """The dim may be split, then the result waits for a sum."""
     shape, index_shape = call.shapes
     dim, factors = call["dim"], Factors()
     picked, index = factors.new(shape[dim]), factors.dims(index_shape)
@@ -73,13 +84,13 @@ def _pick_rule(call: Call) -> Rule:
         contracted={picked: "sum"},
         passes=LINEAR,
         local=_pick,
-        is_located=True,
+        takes_offsets=True,
     )
 
 
-@rule(operator("put"))
+@rule(custom_op("put"))
 def _put_rule(call: Call) -> Rule:
-    """The dim may be split; values are linear."""
+    """All dims may be split; linear in the values."""
     dim, factors = call["dim"], Factors()
     dims = factors.dims(call.shapes[0])
     others = (*dims[:dim], *dims[dim + 1 :])
@@ -88,9 +99,9 @@ def _put_rule(call: Call) -> Rule:
         (dims, others, others),
         (dims,),
         passes={"sum": ((1,),), "avg": ((1,),)},
-        unread=frozenset({0}),
+        shape_only_operands=frozenset({0}),
         local=_put,
-        is_located=True,
+        takes_offsets=True,
     )
 
 
@@ -99,27 +110,29 @@ def _class_dim(scores: DTensor) -> int:
 
 
 def _weights(scores: Any, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
-    """Return targets with -1 for those to ignore, and what each counts."""
+    """Return the targets with -1 for those to ignore, and the weight of each."""
     ignored = torch.eq(target, ignore_index)
     target = torch.masked_fill(target, ignored, -1)
     if weight is None:
-        return target, cast(torch.logical_not(ignored), accumulated(scores.dtype))
+        return target, cast(torch.logical_not(ignored), accumulation_dtype(scores.dtype))
     dim = _class_dim(scores)
-    return target, settled(operator("pick")(cast(weight, accumulated(scores.dtype)), target, 0, scores.shape[dim]))
+    return target, reduce_pending(
+        custom_op("pick")(cast(weight, accumulation_dtype(scores.dtype)), target, 0, scores.shape[dim])
+    )
 
 
 @composite(_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 def _forward(self: DTensor, target: DTensor, weight: DTensor | None, reduction: int, ignore_index: int) -> Any:
-    """The class dim and the others may be split; nothing of the scores is moved."""
-    if is_whole(self, target, weight) or not self.numel():
+    """All dims may be split; the scores never move."""
+    if are_replicated(self, target, weight) or not self.numel():
         return NotImplemented
     dim = _class_dim(self)
     index, counts = _weights(self, target, weight, ignore_index)
-    picked = settled(operator("pick")(settled(self), index, dim, self.shape[dim]))
+    picked = reduce_pending(custom_op("pick")(reduce_pending(self), index, dim, self.shape[dim]))
     losses = torch.neg(picked * counts)
     if reduction == NONE:
         return cast(losses, self.dtype), _aten.new_zeros(losses, [], dtype=self.dtype)
-    total, loss = settled(torch.sum(counts)), torch.sum(losses)
+    total, loss = reduce_pending(torch.sum(counts)), torch.sum(losses)
     if reduction == MEAN:
         loss = loss / total
     return cast(loss, self.dtype), cast(total, self.dtype)
@@ -135,11 +148,11 @@ def _backward(
     ignore_index: int,
     total_weight: DTensor,
 ) -> Any:
-    """As the forward pass; the gradient lies as the scores do."""
-    if is_whole(grad_output, self, target, weight) or not self.numel():
+    """All dims may be split; the gradient has the scores' layout."""
+    if are_replicated(grad_output, self, target, weight) or not self.numel():
         return NotImplemented
     index, counts = _weights(self, target, weight, ignore_index)
-    gradient = settled(grad_output)
+    gradient = reduce_pending(grad_output)
     if reduction == MEAN:
         gradient = gradient / total_weight
-    return operator("put")(self, torch.neg(counts * gradient), index, _class_dim(self))
+    return custom_op("put")(self, torch.neg(counts * gradient), index, _class_dim(self))

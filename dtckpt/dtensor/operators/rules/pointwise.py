@@ -1,6 +1,8 @@
-"""Operators on elements: which reductions may pass through them. The rest of their rules follows from broadcasting.
+"""Pointwise operators: ``add``, ``mul``, ``div``, ``exp``, ``relu``, ``maximum``, ``masked_fill``.
 
-What PyTorch marks as pointwise and is not listed here is taken to let no reduction pass.
+All dims may be split. Here stand only the operators through which pending reductions pass, and those that PyTorch does
+not tag. Every other operator with PyTorch's tag ``pointwise`` gets its rule from `registry.builder_of`; no reduction
+passes it.
 """
 
 from __future__ import annotations
@@ -9,45 +11,51 @@ import torch
 
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.registry import rule
-from dtckpt.dtensor.operators.rule import BILINEAR, LINEAR, MONOTONE, Passes, Rule, pointwise
+from dtckpt.dtensor.operators.rule import BILINEAR, LINEAR, MONOTONE, Passes, Rule
+from dtckpt.dtensor.operators.rule_builders import pointwise
 
 _aten = torch.ops.aten
 
 _ADDED: Passes = {"sum": ((0, 1),), "avg": ((0, 1),)}
-"""Linear in both operands together: one that does not wait for the reduction counts once."""
+"""Linear in both operands together: both are pending, or none; each device would add one that is not."""
 
 _SHIFTED: Passes = {"avg": ((0,),), "max": ((0,),), "min": ((0,),)}
-"""A number that is added to every term; to terms of a sum it would be added too often."""
+"""Each device adds the number to its term: averages and extremes keep it, a sum would add it once per term."""
 
 
 @rule(_aten.add.Tensor, _aten.sub.Tensor)
 def _add(call: Call) -> Rule | None:
+    """All dims may be split; a pending sum passes if both operands are pending."""
     return pointwise(call.shapes, _ADDED if len(call.tensors) == 2 else _SHIFTED)
 
 
 @rule(_aten.add.Scalar, _aten.sub.Scalar)
 def _shift(call: Call) -> Rule | None:
+    """All dims may be split; pending averages and extremes pass."""
     return pointwise(call.shapes, _SHIFTED)
 
 
 @rule(_aten.mul.Tensor)
 def _multiply(call: Call) -> Rule | None:
+    """All dims may be split; a pending sum of one operand passes."""
     return pointwise(call.shapes, BILINEAR if len(call.tensors) == 2 else LINEAR)
 
 
 @rule(_aten.mul.Scalar, _aten.div.Scalar, _aten.div.Tensor, _aten.neg.default, _aten.real.default, _aten.imag.default)
 def _scale(call: Call) -> Rule | None:
-    """Division by a tensor is linear in the first operand alone, and only for numbers that are not whole."""
+    """All dims may be split; a pending sum of the first operand passes."""
     return pointwise(call.shapes, LINEAR)
 
 
 @rule(_aten.maximum.default)
 def _maximum(call: Call) -> Rule | None:
+    """All dims may be split; a pending maximum passes if both operands may wait for it."""
     return pointwise(call.shapes, {"max": ((0, 1),)})
 
 
 @rule(_aten.minimum.default)
 def _minimum(call: Call) -> Rule | None:
+    """All dims may be split; a pending minimum passes if both operands may wait for it."""
     return pointwise(call.shapes, {"min": ((0, 1),)})
 
 
@@ -62,4 +70,11 @@ def _minimum(call: Call) -> Rule | None:
     _aten.tanh.default,
 )
 def _rising(call: Call) -> Rule | None:
+    """All dims may be split; pending maxima and minima pass."""
     return pointwise(call.shapes, MONOTONE)
+
+
+@rule(_aten.masked_fill.Tensor)
+def _masked_fill(call: Call) -> Rule | None:
+    """All dims may be split."""
+    return pointwise(call.shapes)

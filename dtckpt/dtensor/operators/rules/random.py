@@ -1,4 +1,7 @@
-"""Operators that draw random numbers: each element's depends on the key and on its global index, not on the layout."""
+"""Random numbers: ``normal_``, ``uniform_``, ``rand_like``, ``bernoulli``, ``multinomial``, ``poisson``.
+
+An element depends on the key of the call and on its global index, not on the layout: see `dtckpt.dtensor.random`.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ import torch
 
 from dtckpt.dtensor import random
 from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in
-from dtckpt.dtensor.operators.operands import brought, part, write
-from dtckpt.dtensor.operators.plans import WholePlan, on_meta, written_to
-from dtckpt.dtensor.operators.registry import composite, rule
-from dtckpt.dtensor.operators.rule import LINEAR, Rule, pointwise
-from dtckpt.dtensor.operators.rules.batched import functional_overloads
+from dtckpt.dtensor.operators.operands import to_layouts, unshare, write_into
+from dtckpt.dtensor.operators.plans import ReplicationPlan, finish_write, run_on_meta
+from dtckpt.dtensor.operators.registry import composite, functional_overloads, rule
+from dtckpt.dtensor.operators.rule import Rule
+from dtckpt.dtensor.operators.rule_builders import pointwise
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import RandomParameterError
 from dtckpt.layout.layout import Layout
@@ -26,32 +29,32 @@ def refill(
 ) -> Any:
     """Fill a tensor with random numbers, in its own layout, and return it.
 
-    Collective: At some calls; see `random.agreed_key`. Where the tensor waits for a reduction, or is a view whose
-    values had to move, over the mesh's clients.
+    Collective: At some calls, see `random.agreed_key`. Over the mesh's clients, if the tensor has pending reductions,
+    or is a view whose values had to move.
 
     Args:
-        tensor: What to fill.
-        kind: See `random.DISTRIBUTIONS`.
-        generator: Where the key is drawn; default torch's own of the CPU.
+        tensor: The DTensor to fill.
+        kind: The distribution, see `random.DISTRIBUTIONS`.
+        generator: The generator that the key is drawn from; by default torch's CPU generator.
         known_key: The key, if it was drawn before.
-        params: The kind's; a tensor ``p`` of the tensor's shape.
+        params: Parameters of the distribution; ``p`` may be a tensor of the same shape.
     """
     layout, mesh, shape = tensor._layout, tensor.device_mesh, tuple(tensor.shape)
     key = random.agreed_key(mesh, generator) if known_key is None else known_key
     base = Layout(layout.sharding_specs, mesh) if layout.has_partial else layout
-    part(tensor)
+    unshare(tensor)
     components = [torch.empty_like(one) for one in tensor.components] if layout.has_partial else tensor.components
-    limit = params.pop("p", None)
-    limits: Any = [limit] * len(components)
-    if isinstance(limit, DTensor):
-        limits = brought([limit], [base])[0].components
-    for device, component, own in zip(mesh.local_device_ids(), components, limits, strict=True):
-        if own is not None:
-            params["p"] = own
+    chance = params.pop("p", None)
+    chances: Any = [chance] * len(components)
+    if isinstance(chance, DTensor):
+        chances = to_layouts([chance], [base])[0].components
+    for device, component, local_chance in zip(mesh.local_device_ids(), components, chances, strict=True):
+        if local_chance is not None:
+            params["p"] = local_chance
         random.fill(kind, component, base.region(device, shape), shape, key, **params)
     if layout.has_partial:
-        write(DTensor(components, base, shape, tensor.dtype, device=tensor.device), tensor)
-    written_to(tensor)
+        write_into(DTensor(components, base, shape, tensor.dtype, device=tensor.device), tensor)
+    finish_write(tensor)
     return tensor
 
 
@@ -67,7 +70,7 @@ _IN_PLACE: Mapping[Operator, tuple[str, Mapping[str, str]]] = {
     getattr(_aten.random_, "from"): ("integers", {"low": "from", "high": "to"}),
     _aten.uniform_.default: ("uniform", {"low": "from", "high": "to"}),
 }
-"""By operator the kind of numbers, and by parameter of the kind the operator's argument."""
+"""By operator: the distribution, and for each of its parameters the name of the operator's argument."""
 
 _LIKE: Mapping[Operator, tuple[str, Mapping[str, str]]] = {
     _aten.rand_like.default: ("uniform", {}),
@@ -79,14 +82,15 @@ _LIKE: Mapping[Operator, tuple[str, Mapping[str, str]]] = {
     _aten.randint_like.low_dtype: ("integers", {"low": "low", "high": "high"}),
     _aten.randint_like.low_generator_dtype: ("integers", {"low": "low", "high": "high"}),
 }
-"""As `_IN_PLACE`, for a new tensor like the operand."""
+"""As `_IN_PLACE`, for operators that return a new tensor like the operand."""
 
 
 def _register_in_place(func: Operator, kind: str, names: Mapping[str, str]) -> None:
     @composite(func)
     def run(*args: Any, **kwargs: Any) -> Any:
+        """All dims may be split: an element depends on the key and on its global index."""
         call = Call(func, args, kwargs)
-        return refill(args[0], kind, call["generator"], **{name: call[given] for name, given in names.items()})
+        return refill(args[0], kind, call["generator"], **{name: call[argument] for name, argument in names.items()})
 
     packet = getattr(_aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None)
     functional = getattr(packet, func._overloadname, None)
@@ -94,6 +98,7 @@ def _register_in_place(func: Operator, kind: str, names: Mapping[str, str]) -> N
 
         @composite(functional)
         def make(*args: Any, **kwargs: Any) -> Any:
+            """All dims may be split: an element depends on the key and on its global index."""
             return func(torch.empty_like(args[0]), *args[1:], **kwargs)
 
 
@@ -102,9 +107,12 @@ def _register_like(func: Operator, kind: str, names: Mapping[str, str]) -> None:
 
     @composite(func)
     def run(*args: Any, **kwargs: Any) -> Any:
+        """All dims may be split: an element depends on the key and on its global index."""
         call = Call(func, args, kwargs)
-        made = torch.empty_like(args[0], **{name: call[name] for name in options if call[name] is not None})
-        return refill(made, kind, kwargs.get("generator"), **{name: call[given] for name, given in names.items()})
+        tensor = torch.empty_like(args[0], **{name: call[name] for name in options if call[name] is not None})
+        return refill(
+            tensor, kind, kwargs.get("generator"), **{name: call[argument] for name, argument in names.items()}
+        )
 
 
 for _func, (_kind, _names) in _IN_PLACE.items():
@@ -115,66 +123,51 @@ for _func, (_kind, _names) in _LIKE.items():
 
 @composite(_aten.normal_functional.default)
 def _normal(input: Any, mean: Any = 0.0, std: Any = 1.0, *, generator: Any = None) -> Any:  # noqa: A002
+    """All dims may be split: an element depends on the key and on its global index."""
     return torch.empty_like(input).normal_(mean, std, generator=generator)
 
 
 @composite(_aten.bernoulli_.Tensor)
 def _bernoulli_(input: Any, p: Any, *, generator: Any = None) -> Any:  # noqa: A002
+    """All dims may be split: an element depends on the key and on its global index."""
     chances = p if p.shape == input.shape else p.expand(input.shape)
     return refill(input, "bernoulli", generator, p=chances if chances.is_floating_point() else chances.float())
 
 
 @composite(_aten.bernoulli.default)
 def _bernoulli(input: Any, *, generator: Any = None) -> Any:  # noqa: A002
+    """All dims may be split: an element depends on the key and on its global index."""
     return refill(torch.empty_like(input), "bernoulli", generator, p=input)
 
 
 @composite(_aten.bernoulli.Tensor)
 def _bernoulli_of(input: Any, p: Any, *, generator: Any = None) -> Any:  # noqa: A002
+    """All dims may be split: an element depends on the key and on its global index."""
     return _bernoulli_(torch.empty_like(input), p, generator=generator)
 
 
 @composite(_aten.bernoulli.p)
 def _bernoulli_by(input: Any, p: Any, *, generator: Any = None) -> Any:  # noqa: A002
+    """All dims may be split: an element depends on the key and on its global index."""
     return refill(torch.empty_like(input), "bernoulli", generator, p=p)
 
 
 @composite(_aten.randint_like.Tensor, _aten.randint_like.Tensor_generator)
 def _integers_below(input: Any, high: Any, **options: Any) -> Any:  # noqa: A002
+    """All dims may be split: an element depends on the key and on its global index."""
     return torch.randint_like(input, int(high), **options)
 
 
 @composite(_aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor)
 def _normal_around(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
-    """Means, or deviations, or both by element."""
+    """Mean, deviation, or both have an element each."""
     if isinstance(std, torch.Tensor) and std.numel() and not bool((std >= 0).all()):
         raise RandomParameterError("normal expects all elements of std >= 0.0")
     like = mean + std if isinstance(std, torch.Tensor) else mean
     return refill(torch.empty_like(like), "normal", generator) * std + mean
 
 
-# --- dropout ------------------------------------------------------------------------------------------------------
-
-
-@composite(_aten.native_dropout.default)
-def _dropout(input: Any, p: Any, train: Any) -> Any:  # noqa: A002
-    mask = torch.empty_like(input, dtype=torch.bool)
-    if train is False or p == 0:
-        return input.clone(), mask.fill_(True)
-    refill(mask, "bernoulli", p=1 - p)
-    return input * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-
-
-@composite(_aten._fused_dropout.default)
-def _kept(input: Any, p: Any, generator: Any = None) -> Any:  # noqa: A002
-    """Here ``p`` is the chance of what stays."""
-    mask = refill(torch.empty_like(input, dtype=torch.uint8), "bernoulli", generator, p=p)
-    return input * mask * (1 / p if p else 0.0), mask
-
-
-@rule(_aten.native_dropout_backward.default, _aten._masked_scale.default)
-def _dropout_backward(call: Call) -> Rule | None:
-    return pointwise(call.shapes, LINEAR)
+# --- random slopes ------------------------------------------------------------------------------------------------
 
 
 @composite(*functional_overloads("rrelu_with_noise_functional"))
@@ -186,6 +179,7 @@ def _leaky(
     training: Any = False,
     generator: Any = None,
 ) -> Any:
+    """All dims may be split: an element depends on the key and on its global index."""
     if not training:
         return torch.where(input <= 0, input * ((lower + upper) / 2), input), noise.clone()
     slopes = refill(torch.empty_like(input), "uniform", generator, low=lower, high=upper)
@@ -195,13 +189,15 @@ def _leaky(
 
 @composite(_aten.rrelu_with_noise.default)
 def _leaky_noting(input: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
-    result, made = _leaky(input, noise, *args, **kwargs)
-    noise.copy_(made)
+    """All dims may be split: an element depends on the key and on its global index."""
+    result, slopes = _leaky(input, noise, *args, **kwargs)
+    noise.copy_(slopes)
     return result
 
 
 @composite(_aten.rrelu_with_noise_.default)
 def _leaky_(input: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+    """All dims may be split: an element depends on the key and on its global index."""
     return input.copy_(_leaky_noting(input, noise, *args, **kwargs))
 
 
@@ -210,21 +206,24 @@ def _leaky_backward(call: Call) -> Rule | None:
     return pointwise(call.shapes)
 
 
-# --- by replication: each device draws all numbers, from one seed ------------------------------------------------
+# --- by replication: each device draws all numbers, from one seed -------------------------------------------------
 
 
-def _whole(func: Operator) -> Callable[..., Any]:
+def _by_replication(func: Operator) -> Callable[..., Any]:
+    """Register an operator by replication, and return the function: every device draws all numbers, from one seed."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Every device draws all numbers, from one seed."""
         call = Call(func, args, kwargs)
         names = [name for name in signature_of(func).names if name != "generator"]
         key = random.agreed_key(call.tensors[0].device_mesh, call["generator"])
 
-        def local(*parts: Any) -> Any:
-            device = next(tensors_in(parts)).device
-            own = None if device.type == "meta" else torch.Generator(device).manual_seed(key)
-            return func(*parts, generator=own)
+        def local(*local_args: Any) -> Any:
+            device = next(tensors_in(local_args)).device
+            generator = None if device.type == "meta" else torch.Generator(device).manual_seed(key)
+            return func(*local_args, generator=generator)
 
-        return WholePlan(call, local).run([call[name] for name in names], {}, call.tensors)
+        return ReplicationPlan(call, local).run([call[name] for name in names], {}, call.tensors)
 
     return composite(func)(run)
 
@@ -235,20 +234,21 @@ for _func in (
     _aten.binomial.default,
     _aten.poisson.default,
 ):
-    _whole(_func)
+    _by_replication(_func)
 
-_multinomial_of_whole = _whole(_aten.multinomial.default)
+_replicated_multinomial = _by_replication(_aten.multinomial.default)
 
 
 @composite(_aten.multinomial.default)
 def _multinomial(weights: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
-    """Without replacement, dims other than the last stay sharded.
+    """Without replacement, dims other than the last stay split.
 
-    Exponential numbers are each divided by their weight; the smallest comes first as often as its weight says.
+    Each weight draws a time from the exponential distribution with that rate; the earliest come first. A weight is then
+    first with a probability in proportion to it.
     """
     if replacement and num_samples > 1:
-        return _multinomial_of_whole(weights, num_samples, replacement, generator=generator)
-    on_meta(_aten.multinomial.default, (weights, num_samples, replacement), {}, [weights])
+        return _replicated_multinomial(weights, num_samples, replacement, generator=generator)
+    run_on_meta(_aten.multinomial.default, (weights, num_samples, replacement), {}, [weights])
     if not bool(((weights >= 0) & (weights < float("inf"))).all()):
         raise RandomParameterError("probability tensor contains either `inf`, `nan` or element < 0")
     if not bool((weights.sum(-1) > 0).all()):

@@ -1,4 +1,7 @@
-"""Running sums and orders along a dim: that dim is whole, the others are free."""
+"""Scans, sorting and search along a dim: ``cumsum``, ``sort``, ``topk``, ``searchsorted``, ``bucketize``.
+
+That dim must be whole; all others may be split.
+"""
 
 from __future__ import annotations
 
@@ -6,60 +9,47 @@ import torch
 
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.registry import rule
-from dtckpt.dtensor.operators.rule import LINEAR, Factors, Passes, Rule
+from dtckpt.dtensor.operators.rule import LINEAR, Rule
+from dtckpt.dtensor.operators.rule_builders import DimLabels, along_dim, from_labels, unlabel_dims
 
 _aten = torch.ops.aten
 
 
-def along(
-    call: Call, *, num_operands: int = 1, num_results: int = 1, passes: Passes | None = None, size: int | None = None
-) -> Rule | None:
-    """Return the rule of an operator that works along the dim that its argument ``dim`` names.
-
-    Args:
-        call: The call; its operands are of one shape.
-        num_operands: Number of operands.
-        num_results: Number of results, of the operands' shape too.
-        passes: See `Rule`.
-        size: Size that the results' dim has instead.
-    """
-    shape, dim = call.shapes[0], call["dim"]
-    if not -len(shape) <= dim < len(shape) or any(other != shape for other in call.shapes):
-        return None
-    factors = Factors()
-    dims = factors.dims(shape)
-    whole = dims[dim]
-    made = list(dims)
-    if size is not None:
-        made[dim] = (factors.new(size),)
-    return Rule(
-        factors.sizes,
-        (dims,) * num_operands,
-        (tuple(made),) * num_results,
-        whole=frozenset((*whole, *made[dim])),
-        passes=passes or {},
-    )
-
-
 @rule(_aten.cumsum.default)
-def _sum(call: Call) -> Rule | None:
-    """The dim is whole; linear."""
-    return along(call, passes=LINEAR)
+def _cumsum(call: Call) -> Rule | None:
+    """The dim must be whole; linear."""
+    return along_dim(call, passes=LINEAR)
 
 
 @rule(_aten.cumprod.default, _aten.logcumsumexp.default)
 def _scan(call: Call) -> Rule | None:
-    """The dim is whole."""
-    return along(call)
+    """The dim must be whole."""
+    return along_dim(call)
 
 
 @rule(_aten.cummax.default, _aten.cummin.default, _aten.sort.default, _aten.sort.stable)
-def _with_places(call: Call) -> Rule | None:
-    """The dim is whole; values and places."""
-    return along(call, num_results=2)
+def _sort(call: Call) -> Rule | None:
+    """The dim must be whole; values and indices."""
+    return along_dim(call, num_results=2)
 
 
 @rule(_aten.topk.default)
 def _topk(call: Call) -> Rule | None:
-    """The dim is whole; values and places, ``k`` of them."""
-    return along(call, num_results=2, size=call["k"])
+    """The dim must be whole; values and indices, ``k`` of them."""
+    return along_dim(call, num_results=2, size=call["k"])
+
+
+@rule(_aten.bucketize.Tensor)
+def _bucketize(call: Call) -> Rule | None:
+    """``(a), boundaries (n) -> (a)``; the boundaries must be whole."""
+    dims = range(len(call.shapes[0]))
+    return from_labels(call, DimLabels([dims, [None]], [dims]))
+
+
+@rule(_aten.searchsorted.Tensor)
+def _searchsorted(call: Call) -> Rule | None:
+    """``(a, n), (a, v) -> (a, v)``, or ``(n), (v) -> (v)``; the sorted dim must be whole."""
+    dims = range(call["self"].ndim)
+    sequence = [None] if call["sorted_sequence"].ndim == 1 else unlabel_dims(len(dims) - 1, len(dims))
+    operands = call.operands(sorted_sequence=sequence, self=dims, sorter=sequence)
+    return from_labels(call, DimLabels(operands, [dims]))

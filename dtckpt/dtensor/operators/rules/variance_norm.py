@@ -1,4 +1,7 @@
-"""Variances and norms: over split dims, by sums that every device contributes to."""
+"""Variances and norms: ``var``, ``std``, ``var_mean``, ``linalg_vector_norm``, ``norm``, ``dist``.
+
+By rule where the dims are whole; where they are split, by sums over the devices.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.composite_helpers import accumulated, cast, is_split, settled
+from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype, cast, is_split, reduce_pending
 from dtckpt.dtensor.operators.registry import composite, rule
 from dtckpt.dtensor.operators.rule import Rule
-from dtckpt.dtensor.operators.rules.reductions import named, over_dims, reduced_dims
+from dtckpt.dtensor.operators.rule_builders import reduce_dims, reduced_dims
 from dtckpt.dtensor.tensor import DTensor
 
 _aten = torch.ops.aten
@@ -28,73 +31,74 @@ _NORMS = (
 
 @rule(*_NORMS)
 def _norm_rule(call: Call) -> Rule | None:
-    """The dims that go are whole."""
-    return over_dims(call, named(call, "dim"), is_kept=bool(named(call, "keepdim")))
+    """The dims that are reduced must be whole."""
+    return reduce_dims(call, call.get("dim"), keepdim=bool(call.get("keepdim")))
 
 
 @rule(_aten.var.correction, _aten.std.correction)
-def _one(call: Call) -> Rule | None:
-    """The dims that go are whole."""
-    return over_dims(call, call["dim"], is_kept=call["keepdim"], local=_quietly(call, 1))
+def _variance(call: Call) -> Rule | None:
+    """The dims that are reduced must be whole."""
+    return reduce_dims(call, call["dim"], keepdim=call["keepdim"], local=_quietly(call, 1))
 
 
 @rule(_aten.var_mean.correction, _aten.std_mean.correction)
-def _two(call: Call) -> Rule | None:
-    """The dims that go are whole."""
-    return over_dims(call, call["dim"], is_kept=call["keepdim"], num_results=2, local=_quietly(call, 2))
+def _variance_and_mean(call: Call) -> Rule | None:
+    """The dims that are reduced must be whole."""
+    return reduce_dims(call, call["dim"], keepdim=call["keepdim"], num_results=2, local=_quietly(call, 2))
 
 
 def _quietly(call: Call, num_results: int) -> Callable[..., Any]:
-    """Return the operator without PyTorch's warning that empty pieces have too few elements."""
-
+    """Return the operator without PyTorch's warning about too few elements, which an empty component would cause."""
     func, is_empty = call.func, not call.tensors[0].numel()
 
     def local(tensor: torch.Tensor, dim: Any = None, **kwargs: Any) -> Any:
         if is_empty or tensor.numel():
             return func(tensor, dim, **kwargs)
-        made = tensor.sum(dim, keepdim=kwargs.get("keepdim", False))
-        return made if num_results == 1 else (made,) * num_results
+        empty = tensor.sum(dim, keepdim=kwargs.get("keepdim", False))
+        return empty if num_results == 1 else (empty,) * num_results
 
     return local
 
 
 def split_dims(tensor: DTensor, dim: int | Sequence[int] | None) -> list[int] | None:
-    """Return dims that are reduced, if one of them is split and there are elements, else None."""
-    gone = reduced_dims(dim, tensor.ndim)
-    return sorted(gone) if gone is not None and is_split(tensor, gone) and tensor.numel() else None
+    """Return the dims that an argument names if an axis splits one of them and the tensor has elements, else None."""
+    reduced = reduced_dims(dim, tensor.ndim)
+    return sorted(reduced) if reduced is not None and is_split(tensor, reduced) and tensor.numel() else None
 
 
 def moments(tensor: Any, dims: list[int]) -> tuple[Any, Any]:
-    """Return the mean over dims, which are kept, and the sum of squares of what elements differ from it.
+    """Return the mean over dims, and the sum of the squared differences from it; the dims stay, with size 1.
+
+    Collective: Over the mesh's clients.
 
     Args:
         tensor: Without pending reductions, in the dtype to add up in.
-        dims: That are kept, of size 1.
+        dims: The dims.
     """
-    mean = settled(torch.mean(tensor, dims, keepdim=True))
+    mean = reduce_pending(torch.mean(tensor, dims, keepdim=True))
     centred = tensor - mean
-    return mean, settled(torch.sum(centred * centred, dims, keepdim=True))
+    return mean, reduce_pending(torch.sum(centred * centred, dims, keepdim=True))
 
 
 def _register(of_one: Any, of_two: Any, finish: Callable[[Any], Any]) -> None:
-    def made(tensor: DTensor, dim: Any, correction: Any, is_kept: bool) -> Any:
+    def both(tensor: DTensor, dim: Any, correction: Any, keepdim: bool) -> Any:
         dims = split_dims(tensor, dim)
         if dims is None or not tensor.is_floating_point():
             return NotImplemented
-        mean, squares = moments(settled(cast(tensor, accumulated(tensor.dtype))), dims)
+        mean, squares = moments(reduce_pending(cast(tensor, accumulation_dtype(tensor.dtype))), dims)
         degrees = math.prod(tensor.shape[one] for one in dims) - (1 if correction is None else correction)
-        kept = [1 if one in dims else size for one, size in enumerate(tensor.shape) if is_kept or one not in dims]
-        both = finish(squares / max(0.0, float(degrees))), mean
-        return tuple(cast(one if is_kept else one.view(kept), tensor.dtype) for one in both)
+        shape = [1 if one in dims else size for one, size in enumerate(tensor.shape) if keepdim or one not in dims]
+        results = finish(squares / max(0.0, float(degrees))), mean
+        return tuple(cast(one if keepdim else one.view(shape), tensor.dtype) for one in results)
 
     @composite(of_one)
-    def one(self: DTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-        found = made(self, dim, correction, keepdim)
-        return found if found is NotImplemented else found[0]
+    def variance(self: DTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+        results = both(self, dim, correction, keepdim)
+        return results if results is NotImplemented else results[0]
 
     @composite(of_two)
-    def two(self: DTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-        return made(self, dim, correction, keepdim)
+    def variance_and_mean(self: DTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+        return both(self, dim, correction, keepdim)
 
 
 _register(_aten.var.correction, _aten.var_mean.correction, lambda variance: variance)
@@ -103,23 +107,23 @@ _register(_aten.std.correction, _aten.std_mean.correction, torch.sqrt)
 
 @composite(_aten.linalg_vector_norm.default)
 def _norm(self: DTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:  # noqa: A002
-    """Of order ``ord``; 0 counts, an infinity takes the largest or the least."""
+    """Dims may be split: of order 0 it counts, of an infinite order it takes an extreme, else it sums powers."""
     dims = split_dims(self, dim)
     if dims is None:
         return NotImplemented
     tensor = self if dtype is None else cast(self, dtype)
-    size = torch.abs(settled(cast(tensor, accumulated(tensor.dtype))))
+    magnitude = torch.abs(reduce_pending(cast(tensor, accumulation_dtype(tensor.dtype))))
     if math.isinf(ord):
-        found = (torch.amax if ord > 0 else torch.amin)(size, dims, keepdim)
+        norm = (torch.amax if ord > 0 else torch.amin)(magnitude, dims, keepdim)
     elif ord == 0:
-        found = torch.sum(torch.ne(size, 0), dims, keepdim, dtype=size.dtype)
+        norm = torch.sum(torch.ne(magnitude, 0), dims, keepdim, dtype=magnitude.dtype)
     elif ord == 2:
-        found = torch.sqrt(torch.sum(size * size, dims, keepdim))
+        norm = torch.sqrt(torch.sum(magnitude * magnitude, dims, keepdim))
     elif ord == 1:
-        found = torch.sum(size, dims, keepdim)
+        norm = torch.sum(magnitude, dims, keepdim)
     else:
-        found = torch.pow(torch.sum(torch.pow(size, ord), dims, keepdim), 1.0 / ord)
-    return cast(found, tensor.dtype.to_real())
+        norm = torch.pow(torch.sum(torch.pow(magnitude, ord), dims, keepdim), 1.0 / ord)
+    return cast(norm, tensor.dtype.to_real())
 
 
 @composite(*_NORMS[1:])

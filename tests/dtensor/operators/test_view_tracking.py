@@ -1,4 +1,4 @@
-"""Views whose values had to move follow what they are views of, and it them."""
+"""A view whose values had to move follows its source, and the source follows the view."""
 
 import torch
 from support.operator_checks import S0, P, distributed

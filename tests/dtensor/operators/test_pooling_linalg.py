@@ -1,4 +1,4 @@
-"""Operators that treat every item of a batch alike: images and matrices."""
+"""Operators on batches of images and of matrices: pooling, padding, resizing, linear algebra."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""One client calls an operator otherwise than the others: all raise, soon, and go on together."""
+"""One client calls an operator with other arguments than the rest: all raise, soon, and go on together."""
 
 import pytest
 from support import odd_call_cases
