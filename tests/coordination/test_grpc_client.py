@@ -392,7 +392,7 @@ FORK = """
 import os, secrets, signal, sys, time
 import grpc
 from dtckpt._proto import coordinator_pb2 as pb, coordinator_pb2_grpc
-from dtckpt.coordination import Member
+from dtckpt.coordination.api import Member
 from dtckpt.coordination.grpc_client import GrpcCoordination
 from dtckpt import errors
 client = GrpcCoordination(f"127.0.0.1:{sys.argv[1]}", Member("fork", 0, 1, secrets.randbits(60)))
