@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore
 from dtckpt import errors
 from dtckpt.coordination import barrier_texts, verdicts
 from dtckpt.coordination.api import (
+    BEGIN,
     NO_POSITION,
     YES,
     Coordination,
@@ -37,6 +38,7 @@ from dtckpt.coordination.api import (
     Vote,
 )
 from dtckpt.coordination.grpc_client import GrpcCoordination
+from dtckpt.coordination.identity import calls_of
 from dtckpt.coordination.torch_store import TorchStoreCoordination, from_environment
 from dtckpt.coordination.verdicts import Decision
 
@@ -62,6 +64,7 @@ class FallbackCoordination:
         self.member: Member = primary.member
         self._primary = primary
         self._secondary = secondary
+        self._calls = calls_of(primary.member)
         self._reason = ""
         self._lock = threading.Lock()
         self._decisions: OrderedDict[tuple[str, str | None, tuple[int, ...]], Decision] = OrderedDict()
@@ -107,25 +110,31 @@ class FallbackCoordination:
         self._switch(reason)
 
     def _switch(self, reason: str) -> None:
+        """Leave the coordinator.
+
+        Invariant: this client publishes all verdicts that it got before it makes its first call at the store. So a
+        round there that waits for one of these verdicts gets it before a call of the next operation can join.
+        """
         with self._lock:
             if self._reason:
                 return
+            logger.warning("from now on all clients meet at the store of torch.distributed: %s", reason)
+            self._primary.abandon(f"the clients have left the coordinator: {reason}")
+            for decision in self._decisions.values():
+                self._publish(decision)
             self._reason = reason
-        logger.warning("from now on all clients meet at the store of torch.distributed: %s", reason)
-        self._primary.abandon(f"the clients have left the coordinator: {reason}")
-        for decision in list(self._decisions.values()):
-            self._publish(decision)
         self._secondary.heartbeat(self._progress)
         self._secondary.register()
 
     def _note(self, decision: Decision) -> None:
         key = decision.name, decision.operation, decision.participants
-        self._decisions.pop(key, None)
-        self._decisions[key] = decision
-        while len(self._decisions) > KEPT_DECISIONS:
-            self._decisions.popitem(last=False)
-        if self._reason:
-            self._publish(decision)
+        with self._lock:
+            self._decisions.pop(key, None)
+            self._decisions[key] = decision
+            while len(self._decisions) > KEPT_DECISIONS:
+                self._decisions.popitem(last=False)
+            if self._reason:
+                self._publish(decision)
 
     def _publish(self, decision: Decision) -> None:
         try:
@@ -185,13 +194,29 @@ class FallbackCoordination:
         """
         members = verdicts.validate_barrier(self.member, name, timeout_s, participants)
         self.register()
+        # One call, wherever it ends: between the coordinator and the store the client has not given it up.
+        call = self._calls.begin(of_operation=operation is not None)
+        if operation == BEGIN:
+            self._calls.wait_at(name)
+        begun = BEGIN
         options: dict[str, Any] = {
             "timeout_s": timeout_s,
             "participants": participants,
             "collect": collect,
             "operation": operation,
             "position": position,
+            "call": call,
         }
+        try:
+            verdict = self._wait_at_either(name, vote, members, options)
+            begun = verdict.operation
+            return verdict
+        finally:
+            if operation is not None:
+                self._calls.end(call, operation.id or begun.id)
+
+    def _wait_at_either(self, name: str, vote: Vote, members: tuple[int, ...], options: dict[str, Any]) -> Verdict:
+        operation: Operation | None = options["operation"]
         moved_from: str | None = None
         if not self._reason:
             try:

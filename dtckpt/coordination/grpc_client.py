@@ -302,14 +302,20 @@ class GrpcCoordination(Caller):
         collect: bool = False,
         operation: Operation | None = None,
         position: Position = NO_POSITION,
+        call: int | None = None,
     ) -> Verdict:
+        """Wait at a barrier as `Coordination.barrier` does.
+
+        Args:
+            call: Number of the call, if the caller has begun it and will end it.
+        """
         members = verdicts.validate_barrier(self.member, name, timeout_s, participants)
         self.register()
-        call = self._calls.begin(of_operation=operation is not None)
+        number = self._calls.begin(of_operation=operation is not None) if call is None else call
         request = pb.ArriveRequest(
             task=self._identity,
             name=name,
-            call=call,
+            call=number,
             participants=() if len(members) == self.member.num_clients else members,
             timeout_s=timeout_s,
             vote=pb.Vote(ok=vote.ok, payload=vote.payload, topic=vote.topic, code=vote.code, reason=vote.reason),
@@ -327,8 +333,8 @@ class GrpcCoordination(Caller):
             if operation is not None and not answer.verdict.HasField("failure"):
                 begun = operation.id or answer.barrier_id
         finally:
-            if operation is not None:
-                self._calls.end(call, operation.id or begun)
+            if operation is not None and call is None:
+                self._calls.end(number, operation.id or begun)
         failure = answer.verdict.failure
         is_retold = failure.cause == pb.Failure.CAUSE_LATE
         outcome = Outcome(
@@ -393,6 +399,8 @@ class GrpcCoordination(Caller):
         try:
             return stub.Arrive(self._shorten(request, deadline), timeout=timeout_s)
         except grpc.RpcError as error:
+            # It may have arrived nevertheless, at a coordinator that is dead by now.
+            request.is_again |= error.code() in REPEATED
             request.was_cut_off |= error.code() in REPEATED
             raise
 
@@ -405,6 +413,7 @@ class GrpcCoordination(Caller):
         stream = self._stream
         answer = stream.arrive(request, limit_s) if stream is not None else None
         if answer is None:
+            request.is_again |= stream is not None
             return None
         if answer.HasField("refusal"):
             raise_refusal(answer.refusal)

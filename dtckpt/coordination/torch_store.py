@@ -244,29 +244,31 @@ class TorchStoreCoordination:
         operation: Operation | None = None,
         position: Position = NO_POSITION,
         moved_from: str | None = None,
+        call: int | None = None,
     ) -> Verdict:
         """Wait at a barrier as `Coordination.barrier` does.
 
         Args:
             moved_from: For a call that was made at a coordinator first: id of the latest round of its name whose
                 verdict the client got there, "" for none.
+            call: Number of the call, if the caller has begun it and will end it.
         """
         members = verdicts.validate_barrier(self.member, name, timeout_s, participants)
         self.register()
-        number = self._calls.begin(of_operation=operation is not None)
-        call = BarrierCall(name, operation, position, members, timeout_s, vote, collect, number, moved_from)
+        number = self._calls.begin(of_operation=operation is not None) if call is None else call
+        request = BarrierCall(name, operation, position, members, timeout_s, vote, collect, number, moved_from)
         with self._lock:
             self._open[number] = None
         if operation == BEGIN:
             self._calls.wait_at(name)
         begun = BEGIN
         try:
-            round_, outcome, arrivals = self._run(lambda store: self._join_and_wait(store, call))
+            round_, outcome, arrivals = self._run(lambda store: self._join_and_wait(store, request))
             if operation is not None and not outcome.code:
                 calls = {client: arrival.call for client, arrival in arrivals.items()}
                 begun = operation if operation.id else Operation(round_.header.round_id, calls)
         finally:
-            if operation is not None:
+            if operation is not None and call is None:
                 self._calls.end(number, operation.id or begun.id)
             with self._lock:
                 del self._open[number]
@@ -316,6 +318,8 @@ class TorchStoreCoordination:
             self._raise_if_fenced()
             if store.abandoned.is_set():  # interrupted: nobody should wait for this client
                 return self._rounds.decide(store, round_, verdicts.cancelled(call.name, self._who()))
+            if self._is_given_up(call):
+                return self._rounds.decide(store, round_, verdicts.gave_up(call.name, self._who()))
             if now >= next_look:
                 next_look = now + self._tick_s
                 if is_opener and store.has(*round_.arrival_keys()):  # the last to arrive could not say so
@@ -343,6 +347,10 @@ class TorchStoreCoordination:
             store.abandoned.wait(max(self._least_poll_s, min((now - begin) / 8, POLL_S)))
         return outcome
 
+    def _is_given_up(self, call: BarrierCall) -> bool:
+        """Whether the client has left the operation of this call, as after an interrupt of the thread that needs it."""
+        return call.operation is not None and call.number <= self._calls.report.num_ended
+
     def _failure_by_reports(
         self, store: StoreConnection, round_: Round, call: BarrierCall, watched: Sequence[int], seen: dict[int, str]
     ) -> Outcome | None:
@@ -367,12 +375,20 @@ class TorchStoreCoordination:
                 if Arrival.load(stored).call <= report.num_ended:
                     return verdicts.gave_up(call.name, self._who(client))
             elif round_.operation:
-                begun = call.operation.calls.get(client, 0) if call.operation else 0
-                if report.operation != round_.operation and report.num_ended >= begun:
+                if self._is_elsewhere(call, client, report):
                     return verdicts.is_elsewhere(call.name, self._who(client))
             elif report.waits_at and (failure := self._fail_deadlock(store, round_, client, report.waits_at)):
                 return failure
         return None
+
+    @staticmethod
+    def _is_elsewhere(call: BarrierCall, client: int, report: Report) -> bool:
+        """Whether a client that has not arrived at a later round of an operation is not in the operation any more."""
+        if call.operation is None or report.operation == call.operation.id:
+            return False
+        begun = call.operation.calls.get(client)
+        # If a coordinator began the operation, a client that waits in a first round may have yet to learn of it.
+        return not report.waits_at if begun is None else report.num_ended >= begun
 
     def _fail_deadlock(self, store: StoreConnection, round_: Round, client: int, name: str) -> Outcome | None:
         """Fail two rounds in which two clients wait for each other; return the failure, None if it is not so.

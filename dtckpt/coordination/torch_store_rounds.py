@@ -65,8 +65,8 @@ class RoundHeader:
         topic: Topic of the first vote, in hexadecimal digits.
         position: Position of the first call.
         failed: Generation and position of each round that failed since one passed, at most `KEPT_FAILURES`.
-        told: For a call that came from a coordinator: id of the latest round of this name whose verdict the client
-            got there.
+        told: If the opener's call came from a coordinator: id of the latest round of this name whose verdict the client
+            got there, "" for none. None: the call was made here.
         is_published: Whether the round was decided elsewhere (at a coordinator) and only its verdict was written here.
         is_over: Whether the round is decided and its other keys have been removed.
     """
@@ -78,7 +78,7 @@ class RoundHeader:
     topic: str = ""
     position: str = ""
     failed: tuple[tuple[int, str], ...] = ()
-    told: str = ""
+    told: str | None = None
     is_published: bool = False
     is_over: bool = False
 
@@ -239,7 +239,7 @@ class StoreRounds:
             operation,
             RoundHeader(
                 0, secrets.token_hex(8), me, call.participants, call.vote.topic.hex(), call.position.text,
-                told=call.moved_from or "",
+                told=call.moved_from,
             ),
         )  # fmt: skip
         text = store.compare_set(own.open_key, "", own.header.dump())
@@ -365,8 +365,8 @@ class StoreRounds:
                 own = latest
                 break
             if is_open:
-                if latest.header.told == decision.round_id:
-                    return  # the client that opened it got this verdict at the coordinator, and waits for the next
+                if latest.header.told in (None, decision.round_id) and not latest.header.is_published:
+                    return  # the client that opened it does not wait for this verdict: it has come for a later round
                 own = latest
                 break
             own = replace(own, header=replace(header, generation=latest.header.generation + 1))

@@ -356,7 +356,7 @@ class World:
         calls = client.calls  # of this life: the end of it may come when the next has begun
         call, begun = calls.begin(of_operation=True), ""
         timeout_s = max(0.5 if client.is_impatient else timeout_s, 0.1)
-        deadline, is_again, barrier, life = self.now + timeout_s, False, None, None
+        deadline, was_sent, barrier, life = self.now + timeout_s, False, None, None
         was_cut_off, client.was_forgotten = client.was_forgotten, False
         try:
             while True:
@@ -373,17 +373,17 @@ class World:
                     continue
                 assert self.rules is not None
                 if barrier is None or life != self.rules.incarnation:
-                    is_again |= barrier is not None
                     position = ordinal.position if ordinal is not None else None
                     arrival = Arrive(
                         self._who(client), name, call, (), max(deadline - self.now, 0.1), is_ok,
                         payload=ordinal.to_bytes() if ordinal else b"", code="" if is_ok else "TreeError",
                         reason="" if is_ok else "no state", operation=operation,
                         position=position.text if position else "",
-                        is_certain=bool(position and position.is_certain), is_again=is_again,
+                        is_certain=bool(position and position.is_certain), is_again=was_sent,
                         was_cut_off=was_cut_off, report=self._report(client),
                     )  # fmt: skip
                     effects = self._send(arrival)
+                    was_sent = True
                     if client.doubles:
                         client.doubles -= 1
                         self._send(arrival)
@@ -392,6 +392,11 @@ class World:
                             was_cut_off = True
                             self._register(client)
                         yield RETRY_S * self.draw.random()
+                        continue
+                    if client.loses and self.draw.random() < 0.5:  # the answer is lost
+                        client.loses -= 1
+                        was_cut_off = True
+                        yield RETRY_S * (0.5 + self.draw.random())
                         continue
                     barrier, life = effects.barrier, self.rules.incarnation
                     yield 0.02 * self.draw.random()
