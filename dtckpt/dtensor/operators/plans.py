@@ -155,6 +155,7 @@ class RulePlan:
         return [list(self._results[result].region(device, self._shapes[result]).shape) for device in devices]
 
     def _run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
+        # Each device is about to write to its component, or to hand out a view that somebody may write through.
         if self._is_view:
             unshare(tensors[0])
         if self._is_in_place:
@@ -174,6 +175,7 @@ class RulePlan:
             if self._offsets is not None:
                 local_kwargs["offsets"] = self._offsets[device]
             outputs.append(self._local(*local_args, **local_kwargs))
+        # In place, the choice kept the layout of the first operand: its own components have been written to.
         if self._is_in_place:
             return self._after_writing(args, kwargs)
         results = self._wrap_all(outputs)
@@ -202,6 +204,7 @@ class RulePlan:
         first = outputs[0]
         if isinstance(first, torch.Tensor):
             return self._wrap(0, outputs)
+        # Results of the rule are numbered without the values that are no tensors, as None and numbers.
         numbers = iter(range(len(self._results)))
         results = [
             self._wrap(next(numbers), [output[position] for output in outputs])
@@ -306,6 +309,7 @@ def results_without_devices(
         tensors: The tensors among all arguments, in order.
         layouts: Layouts of the results that are tensors; those beyond the last are replicated.
     """
+    # Such a client must not skip the call: results are DTensors on it too, as the next operators need them.
     remaining = iter(layouts)
 
     def wrap(result: Any) -> Any:
@@ -361,6 +365,7 @@ class WriteResultPlan:
             *(call[name] for name in self._positional), **{name: call[name] for name in self._by_name}
         )
         for target, value in zip(targets, tensors_in([result]), strict=True):
+            # Only an empty ``out`` may change its shape.
             if tuple(value.shape) != tuple(target.shape):
                 self._resize(target, value, args, kwargs, tensors)
                 continue
@@ -429,6 +434,7 @@ class ReplicationPlan:
             components = [operand.components[device] for operand in operands]
             local_args, local_kwargs = replace_tensors(args, kwargs, components)
             outputs.append(self._local(*local_args, **local_kwargs))
+        # Every device has written to a replicated copy of a target: bring it back to the target's layout.
         for tensor, operand in zip(tensors, operands, strict=True):
             if any(tensor is target for target in targets):
                 if operand is not tensor:
@@ -470,6 +476,7 @@ class ReplicationPlan:
     ) -> DTensor:
         """Return one result: an argument if it is that argument, a tracked view if it is a view of one."""
         first = components[0]
+        # In-place operators return their argument: the caller gets the very DTensor that it passed.
         for tensor, operand in zip(tensors, operands, strict=True):
             if first is operand.components[0]:
                 return tensor
@@ -480,6 +487,7 @@ class ReplicationPlan:
         result = wrap_components(components, intern_spec(layout, shape, tuple(first.stride()), first.dtype))
         if self._signature.is_view:
             source, operand = tensors[0], operands[0]
+            # Of a source that was redistributed, the result is a view of a copy.
             has_own_memory = operand is source and source._view is None
             if has_own_memory and _share_memory(first, operand.components[0]):
                 result._writes = view_tracking.write_counter(source)
@@ -504,6 +512,7 @@ class InplaceViewPlan:
         # The view is one of an alias: the tensor itself becomes the view, and must not be its own source.
         with torch.no_grad():
             view = self._functional(view_tracking.alias_of(tensor), *args[1:], **kwargs)
+        # On the wrapper, which has no values: it changes the sizes and strides that PyTorch sees.
         with no_dispatch():
             self.func(*args, **kwargs)
         tensor._components, tensor._layout, tensor._spec = view.components, view._layout, None

@@ -37,8 +37,9 @@ Dims = tuple[tuple[int, ...], ...]
 Passes = Mapping[str, tuple[tuple[int, ...], ...]]
 """Reductions that may stay pending through the operator: by reduction, groups of operands.
 
-If all operands of one group are pending, the operator runs on the terms, and the results are pending instead. The sum
-of two tensors has ``{"sum": ((0, 1),)}``: both or none. Their product has ``{"sum": ((0,), (1,))}``: one of them.
+While all operands of a group are pending, the operator runs on the terms, and the results are pending instead. One that
+is not pending becomes so first: a replicated tensor without communication. The sum of two tensors has
+``{"sum": ((0, 1),)}``: both or none. Their product has ``{"sum": ((0,), (1,))}``: one of them.
 """
 
 BILINEAR: Passes = {"sum": ((0,), (1,)), "avg": ((0,), (1,))}

@@ -165,7 +165,7 @@ def _along_dim(call: Call, operands: dict[str, Labels], passes: Passes) -> Rule 
 
 
 _ADDED: Passes = {"sum": ((0, 2),), "avg": ((0, 2),)}
-"""The source is added: the sum of two pending tensors is pending, that of a pending one and another is not."""
+"""The source is added: if it or the target is pending, the other becomes pending too, else each device would add it."""
 
 
 @rule(_aten.index_add.default, _aten.index_copy.default, _aten.index_reduce.default)

@@ -1,7 +1,7 @@
 """Negative log likelihood, for cross entropy: ``nll_loss_forward``, ``nll_loss2d_forward``, and their gradients.
 
 The class dim may be split, as in a model whose vocabulary is: each device picks the scores of the targets that its
-component has, and a sum over the devices completes them. The scores never move.
+component has, and a sum over the devices completes them. No scores are gathered.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _weights(scores: Any, target: Any, weight: Any, ignore_index: int) -> tuple[
 
 @composite(_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 def _forward(self: DTensor, target: DTensor, weight: DTensor | None, reduction: int, ignore_index: int) -> Any:
-    """All dims may be split; the scores never move."""
+    """All dims may be split; no scores are gathered."""
     if are_replicated(self, target, weight) or not self.numel():
         return NotImplemented
     dim = _class_dim(self)

@@ -17,7 +17,7 @@ from dtckpt.dtensor.operators.rule_builders import pointwise
 _aten = torch.ops.aten
 
 _ADDED: Passes = {"sum": ((0, 1),), "avg": ((0, 1),)}
-"""Linear in both operands together: both are pending, or none; each device would add one that is not."""
+"""Linear in both operands together. If one is pending, the other becomes pending too, else each device would add it."""
 
 _SHIFTED: Passes = {"avg": ((0,),), "max": ((0,),), "min": ((0,),)}
 """Each device adds the number to its term: averages and extremes keep it, a sum would add it once per term."""
@@ -25,7 +25,7 @@ _SHIFTED: Passes = {"avg": ((0,),), "max": ((0,),), "min": ((0,),)}
 
 @rule(_aten.add.Tensor, _aten.sub.Tensor)
 def _add(call: Call) -> Rule | None:
-    """All dims may be split; a pending sum passes if both operands are pending."""
+    """All dims may be split; a pending sum passes, and the other operand counts once."""
     return pointwise(call.shapes, _ADDED if len(call.tensors) == 2 else _SHIFTED)
 
 
@@ -49,13 +49,13 @@ def _scale(call: Call) -> Rule | None:
 
 @rule(_aten.maximum.default)
 def _maximum(call: Call) -> Rule | None:
-    """All dims may be split; a pending maximum passes if both operands may wait for it."""
+    """All dims may be split; a pending maximum of one or both operands passes."""
     return pointwise(call.shapes, {"max": ((0, 1),)})
 
 
 @rule(_aten.minimum.default)
 def _minimum(call: Call) -> Rule | None:
-    """All dims may be split; a pending minimum passes if both operands may wait for it."""
+    """All dims may be split; a pending minimum of one or both operands passes."""
     return pointwise(call.shapes, {"min": ((0, 1),)})
 
 
