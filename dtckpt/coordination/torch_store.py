@@ -406,13 +406,12 @@ class TorchStoreCoordination:
         if store.has(*other.arrival_keys(self.member.client)) or not store.has(*other.arrival_keys(client)):
             return None
         failure = verdicts.wait_for_each_other(self._who(), round_.name, self._who(client), name)
-        decided = self._rounds.decide(store, other, failure)
-        if decided.message != failure.message:
-            return None
-        decided = self._rounds.decide(store, round_, failure)
-        if decided.message == failure.message:
-            self._rounds.note_known(store, other, round_)
-        return decided
+        # Both clients may find the deadlock at once. They decide the rounds in the same order, so one of them decides both.
+        for each in sorted((round_, other), key=lambda deadlocked: deadlocked.verdict_key):
+            if self._rounds.decide(store, each, failure).message != failure.message:
+                return None
+        self._rounds.note_known(store, other, round_)
+        return failure
 
     def publish(self, decision: Decision) -> None:
         """Write down how a round ended at the coordinator, for clients that come to the store instead.
