@@ -52,7 +52,7 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark what runs on client processes, so that it can be run apart; give the first two workers of xdist such tests."""
+    """Mark tests of client processes, so that they can be run apart; the first two workers of xdist begin with them."""
     for item in items:
         if "pool" in item.fixturenames:
             item.add_marker("processes")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.shares import examples
 from support.states import bits_of
 
 from dtckpt.comm.same_host import EAGER_NBYTES, ProgressEngine
@@ -91,7 +92,7 @@ def test_any_dtype_and_place_will_do(line, message):
     assert bits_of(room) == bits_of(message)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(data=st.data())
 def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix(data):
     """Both clients send and receive at once, in any order, small and large."""
@@ -263,10 +264,18 @@ def test_what_was_offered_passes_for_no_message_when_the_connection_is_closed(li
         line.ends[1].recv(room_for(message), 1).wait()
 
 
+def fill_socket(line):
+    """Send from client 0 until its socket has no room; return the last message."""
+    for _ in range(10_000):
+        sent = line.ends[0].send(numbers(EAGER_NBYTES), 1, is_answered=True)
+        if line.ends[0].has_backlog:
+            return sent
+    raise AssertionError("the socket takes more and more")
+
+
 def test_who_waits_for_an_acknowledgement_gets_it_although_nobody_waits_at_the_other_end(line):
     """Client 0's socket is full when it has received, and it goes on to something else."""
-    while not line.ends[0].has_backlog:
-        last = line.ends[0].send(numbers(EAGER_NBYTES), 1, is_answered=True)
+    last = fill_socket(line)
     large = numbers(EAGER_NBYTES + 1)
     sent = line.ends[1].send(large, 2)
     line.ends[0].recv(room_for(large), 2).wait()
@@ -277,8 +286,7 @@ def test_who_waits_for_an_acknowledgement_gets_it_although_nobody_waits_at_the_o
 def test_an_engine_that_ends_sends_what_its_sockets_had_no_room_for(line, monkeypatch):
     """Else whoever waits for an acknowledgement hears that the client has ended."""
     monkeypatch.setattr(line.engines[0], "attend", lambda: None)
-    while not line.ends[0].has_backlog:
-        line.ends[0].send(numbers(EAGER_NBYTES), 1, is_answered=True)
+    fill_socket(line)
     large = numbers(EAGER_NBYTES + 1)
     sent = line.ends[1].send(large, 2)
     line.ends[0].recv(room_for(large), 2).wait()
@@ -292,8 +300,7 @@ def test_an_engine_that_ends_sends_what_its_sockets_had_no_room_for(line, monkey
 
 def test_a_client_that_ended_is_no_obstacle_to_messages_of_others(line, third):
     theirs, ours = third
-    while not line.ends[0].has_backlog:
-        line.ends[0].send(numbers(EAGER_NBYTES), 1, is_answered=True)
+    fill_socket(line)
     line.engines[1].end()
     for seed in range(3):
         message = numbers(10, seed)

@@ -35,7 +35,7 @@ def clients_at(port, num_clients, job, job_name="", first_incarnation=1):
 CLIENT = """
 import json, sys
 import dtckpt
-from dtckpt.coordination import current_coordination
+from dtckpt.coordination.connect import current_coordination
 dtckpt.initialize_multi_client()
 current_coordination().barrier("everyone is there", timeout_s=60)
 status = dtckpt.job_status()

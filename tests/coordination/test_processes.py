@@ -103,7 +103,8 @@ def test_killed_client_at_a_coordinator(victim, while_waiting):
 TORCHRUN = """
 import sys
 import torch.distributed as dist
-from dtckpt.coordination import Vote, current_coordination
+from dtckpt.coordination.api import Vote
+from dtckpt.coordination.connect import current_coordination
 if sys.argv[1] == "group":
     dist.init_process_group("gloo")
 coordination = current_coordination()

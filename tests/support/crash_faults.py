@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +15,6 @@ from .forked_clients import Fault, Nursery, Operation
 T = TypeVar("T")
 R = TypeVar("R")
 
-CRASHES = os.environ.get("DTCKPT_CRASHES", "")
-"""``all``: every file operation is struck in every way, which takes an hour of two cores; ``2/5``: so is the second
-fifth of them; else a sample of them."""
 HEARTBEAT_TIMEOUT_S = 2.0
 LANES = 6
 """Cases at one time: most of the time they wait for the heartbeat of a client that is gone."""
@@ -38,12 +33,6 @@ def faults_in(operations: Sequence[Operation], kinds: Sequence[str]) -> Iterator
     counts = Counter((each.client, kind) for each in operations for kind in kinds if kind != "short" or each.data)
     for (client, kind), count in sorted(counts.items()):
         yield from (Fault(client, kind, at) for at in range(1, count + 1))
-
-
-def chosen(found: Sequence[T], count: int, seed: str) -> list[T]:
-    """Return ``count`` of what was found, or all, or a part of all, if that is wanted."""
-    part, _, parts = CRASHES.replace("all", "1/1").partition("/")
-    return list(found[int(part) - 1 :: int(parts)]) if parts else random.Random(seed).sample(list(found), count)
 
 
 def each_in_a_folder(parent: Path, tried: Sequence[T], run: Callable[[Path, T], R]) -> list[R]:

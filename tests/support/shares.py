@@ -1,4 +1,4 @@
-"""Choose today's share of an exhaustive sweep: every case comes up within some days, or at once with ``DTCKPT_TESTS=all``.
+"""Choose today's share of an exhaustive sweep; ``DTCKPT_TESTS=all`` chooses all of it.
 
 A sweep has more cases than a run of the tests has time for: operators in every layout, a fault at every file
 operation, random histories. Its cases are shuffled once and dealt to the days like cards, so that no case is left out
@@ -43,9 +43,14 @@ def share(cases: Sequence[T], count: int, key: str, seed: int = SEED) -> list[T]
     return [cases[position] for position in sorted(hand)]
 
 
-def amount(some: int, every: int) -> int:
-    """Return how often something random is repeated: ``some`` times, or ``every`` with ``DTCKPT_TESTS=all``."""
-    return every if IS_ALL else some
+def amount(some: int, most: int) -> int:
+    """Return how often something random is repeated: ``some`` times, or ``most`` with ``DTCKPT_TESTS=all``."""
+    return most if IS_ALL else some
+
+
+def examples(count: int) -> int:
+    """Return how many examples of a property Hypothesis tries; they are others in every run."""
+    return amount(count, 10 * count)
 
 
 def header() -> str:
