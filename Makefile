@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 RUN    := $(BIN)/torchrun --standalone --nproc-per-node
 
-.PHONY: install demo test bench wheels lint protos clean
+.PHONY: install demo test check pytest pytest-fast bench wheels lint ruff types layers protos clean
 
 install: $(STAMP)
 
@@ -18,10 +18,19 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python -m examples.demo
 
-# Tests that start client processes wait more than they work, but are about time: never more than two at once.
-test: install lint
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not processes"
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m processes
+# Everything: lint beside all tests. See docs/tests.md.
+test: install
+	$(MAKE) --no-print-directory -j2 lint pytest
+
+# For the inner loop: lint beside the tests that start no client processes and sweep through nothing.
+check: install
+	$(MAKE) --no-print-directory -j2 lint pytest-fast
+
+pytest: install
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+pytest-fast: install
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not processes and not slow"
 
 # Tables of docs/benchmarks.md; they mean something on a machine that does nothing else.
 bench: install
@@ -50,10 +59,16 @@ wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(CARD_PYTHON) --implementation cp \
 		$(CARD_PLATFORMS:%=--platform %) -c constraints.txt -r benchmarks/card_wheels.txt -d wheels
 
-lint: install
+lint: ruff types layers
+
+ruff: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: install
 	$(BIN)/mypy
+
+layers: install
 	$(BIN)/lint-imports
 
 protos: install

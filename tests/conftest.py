@@ -4,16 +4,25 @@ import os
 # and a DNS answer that gets lost would stop all clients for 5 s. Set before anything resolves a name, or loads torch.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# Several test processes share the cores, and threads that wait for each other there take ten times as long as one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support import forkserver, schedule, shares
 from support.client_processes import Pool
 
 from dtckpt.coordination.connect import set_coordination
 from dtckpt.layout import clients
 
-settings.register_profile("dtckpt", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("dtckpt")
+settings.register_profile(
+    "ci", deadline=None, max_examples=100, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("nightly", settings.get_profile("ci"), max_examples=1000)
+settings.load_profile("nightly" if shares.IS_ALL else "ci")
+
+# Processes that tests start inherit what this one ignores.
+forkserver.reset_signals()
 
 _PREFIXES = ("DTENSOR_", "DTCKPT_", "TORCHELASTIC_")
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -31,12 +40,33 @@ def one_client_alone(monkeypatch):
     clients._virtual_devices.clear()
 
 
+def pytest_report_header():
+    return shares.header()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """One more worker than cores, as tests of client processes wait more than they work; five at most."""
+    return min(len(os.sched_getaffinity(0)), 4) + 1
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Mark what runs on client processes, so that it can be run apart."""
+def pytest_collection_modifyitems(config, items):
+    """Mark tests of client processes, so that they can be run apart; the first two workers of xdist begin with them."""
     for item in items:
         if "pool" in item.fixturenames:
             item.add_marker("processes")
+    if hasattr(config, "workerinput"):
+        items[:] = schedule.dealt(items, config.workerinput["workercount"], lambda item: "processes" in item.keywords)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """Run at most two tests with client processes at a time: they are about time, and each starts several processes."""
+    if "processes" not in item.keywords:
+        return (yield)
+    with schedule.slot(item.config.cache.mkdir("client-processes")):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

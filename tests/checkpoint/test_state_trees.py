@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.shares import examples
 from support.states import tensor_of
 from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -143,7 +144,7 @@ def test_containers_keep_their_types(tmp_path):
 leaves = st.integers() | st.floats(allow_nan=False) | st.sampled_from(["float32", "int8", "bool"])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.recursive(
         leaves,

@@ -1,6 +1,5 @@
 """``dtckpt reshard`` by several workers, which are killed."""
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -9,6 +8,8 @@ import sys
 import time
 
 import pytest
+from support import forkserver
+from support.shares import SEED, amount
 from support.states import bits_of
 
 import dtckpt
@@ -200,24 +201,20 @@ def reshard_until_killed(source, target, index, kvstore, at, pipe):
 @pytest.mark.parametrize(("kvstore", "step"), [("ocdbt", 2), ("zarr", 7)])
 def test_the_last_worker_is_killed_at_any_time(source, tmp_path, tensors, kvstore, step):
     """What was there stays until all is there; whoever resumes completes it, be it that worker or another."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dtckpt.checkpoint.resharding.reshard"])
     begun = tmp_path / "begun"
     begun.mkdir()
     dtckpt.save(begun / "new", {"old": 1})
     for index in range(NUM_WORKERS - 1):
         work(source, begun / "new", index, kvstore=kvstore, overwrite=True)
-    at, num_changes = 0, None
+    step = amount(step, 1)
+    at, num_changes = SEED % step, None
     while num_changes is None:
         assert at < 200
         root = tmp_path / f"{at}"
         shutil.copytree(begun, root)
         target = root / "new"
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=reshard_until_killed, args=(source, target, NUM_WORKERS - 1, kvstore, at, theirs)
-        )
-        process.start()
+        ours, theirs = forkserver.Pipe()
+        process = forkserver.start(reshard_until_killed, source, target, NUM_WORKERS - 1, kvstore, at, theirs)
         theirs.close()
         process.join(60)
         if process.exitcode == 0:

@@ -4,6 +4,7 @@ import threading
 from functools import partial
 
 import pytest
+from support.coordination_contract import wait_until
 
 from dtckpt.comm import background_threads
 
@@ -71,8 +72,7 @@ def test_what_is_cancelled_is_not_done():
     release, done = threading.Event(), []
     pool = background_threads.Pool(1, "dtckpt-test")
     first = pool.submit(release.wait, WAIT_S)
-    while not first.running():
-        pass
+    wait_until(first.running, WAIT_S)
     later = [pool.submit(done.append, number) for number in range(3)]
     pool.shutdown(wait=False, cancel_futures=True)
     release.set()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.shares import examples
 from support.states import bits_of
 
 from dtckpt.comm.same_host import EAGER_NBYTES, ProgressEngine
@@ -91,7 +92,7 @@ def test_any_dtype_and_place_will_do(connection, message):
     assert bits_of(buffer) == bits_of(message)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(data=st.data())
 def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix(data):
     """Both clients send and receive at once, in any order, small and large."""
@@ -263,10 +264,18 @@ def test_what_was_offered_passes_for_no_message_when_the_connection_is_closed(co
         connection.ends[1].recv(buffer_like(message), 1).wait()
 
 
+def fill_socket(connection):
+    """Send from client 0 until its socket has no room; return the last message."""
+    for _ in range(10_000):
+        sent = connection.ends[0].send(numbers(EAGER_NBYTES), 1, is_answered=True)
+        if connection.ends[0].has_backlog:
+            return sent
+    raise AssertionError("the socket takes more and more")
+
+
 def test_who_waits_for_an_acknowledgement_gets_it_although_nobody_waits_at_the_other_end(connection):
     """Client 0's socket is full when it has received, and it goes on to something else."""
-    while not connection.ends[0].has_backlog:
-        last = connection.ends[0].send(numbers(EAGER_NBYTES), 1, is_answered=True)
+    last = fill_socket(connection)
     large = numbers(EAGER_NBYTES + 1)
     sent = connection.ends[1].send(large, 2)
     connection.ends[0].recv(buffer_like(large), 2).wait()
@@ -277,8 +286,7 @@ def test_who_waits_for_an_acknowledgement_gets_it_although_nobody_waits_at_the_o
 def test_an_engine_that_ends_sends_what_its_sockets_had_no_room_for(connection, monkeypatch):
     """Else whoever waits for an acknowledgement hears that the client has ended."""
     monkeypatch.setattr(connection.engines[0], "ensure_progress", lambda: None)
-    while not connection.ends[0].has_backlog:
-        connection.ends[0].send(numbers(EAGER_NBYTES), 1, is_answered=True)
+    fill_socket(connection)
     large = numbers(EAGER_NBYTES + 1)
     sent = connection.ends[1].send(large, 2)
     connection.ends[0].recv(buffer_like(large), 2).wait()
@@ -292,8 +300,7 @@ def test_an_engine_that_ends_sends_what_its_sockets_had_no_room_for(connection, 
 
 def test_a_client_that_ended_is_no_obstacle_to_messages_of_others(connection, third):
     theirs, ours = third
-    while not connection.ends[0].has_backlog:
-        connection.ends[0].send(numbers(EAGER_NBYTES), 1, is_answered=True)
+    fill_socket(connection)
     connection.engines[1].close()
     for seed in range(3):
         message = numbers(10, seed)

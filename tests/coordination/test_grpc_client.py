@@ -398,6 +398,7 @@ from dtckpt import errors
 client = GrpcCoordination(f"127.0.0.1:{sys.argv[1]}", Member("fork", 0, 1, secrets.randbits(60)))
 client.register()
 client.barrier("b", timeout_s=10)
+signal.alarm(50)
 while not client._stream or not client._stream.num_answers:
     time.sleep(0.01)
 child = os.fork()
@@ -428,8 +429,9 @@ import dtckpt.coordination.grpc_client
 from dtckpt import errors
 from dtckpt.coordination import connect
 threading.Thread(target=connect.initialize_multi_client, args=("127.0.0.1:1",), daemon=True).start()
-while coordination._lock.acquire(blocking=False):
-    coordination._lock.release()
+signal.alarm(50)
+while connect._lock.acquire(blocking=False):
+    connect._lock.release()
     time.sleep(0.001)
 child = os.fork()
 if child == 0:

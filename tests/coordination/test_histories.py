@@ -1,10 +1,9 @@
 """Real clients that train and save through faults of the network, the coordinator, the clients and their programs.
 
-The first of these tests are the faults that were measured from outside; the rest are random histories, of which
-``DTCKPT_TESTS=all`` goes through fifty.
+The first of these tests are the faults that were measured from outside; the rest are random histories, each day
+others; ``DTCKPT_TESTS=all`` goes through fifty.
 """
 
-import os
 import random
 import threading
 import time
@@ -16,11 +15,12 @@ import pytest
 import torch.distributed as dist
 from support.coordinators import ServerProcess
 from support.saving_clients import proxy
+from support.shares import share
 from support.training_clients import HEARTBEAT_S, TIMEOUT_S, Trainers, Training
 
 pytestmark = pytest.mark.processes
 
-HISTORIES = 50 if os.environ.get("DTCKPT_TESTS") == "all" else 3
+HISTORIES = share(range(50), 3, "histories of clients")
 LONGEST_CUT_S = 3.0
 QUICK_S = HEARTBEAT_S / 6 + 1.5
 """A heartbeat interval, and a round on a busy machine."""
@@ -189,7 +189,7 @@ def random_history(seed):
     return training, at_store, faults
 
 
-@pytest.mark.parametrize("seed", range(HISTORIES))
+@pytest.mark.parametrize("seed", HISTORIES)
 def test_random_history(tmp_path, seed):
     training, at_store, faults = random_history(seed)
     seen = train(training, tmp_path, at_store=at_store, faults=faults)

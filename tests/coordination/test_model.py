@@ -1,18 +1,18 @@
 """Jobs through random faults, against the real rules: nothing is ever mixed, and the job heals.
 
-``DTCKPT_TESTS=all`` goes through a hundred thousand histories.
+A run goes through a share of a hundred thousand histories, another one each day; ``DTCKPT_TESTS=all`` through all.
 """
 
-import os
 import random
 from collections import Counter
 
 import pytest
 from support.job_model import FAULTS, HEARTBEAT_TIMEOUT_S, Fault, Job, World, random_job
+from support.shares import share
 
 from dtckpt.coordination import operation_ordinals
 
-HISTORIES = 100_000 if os.environ.get("DTCKPT_TESTS") == "all" else 400
+HISTORIES = share(range(100_000), 400, "histories of the model")
 TAIL = 8
 """The last steps of a job that runs free, by which who was behind has caught up."""
 
@@ -36,7 +36,7 @@ def too_many_failures(job, world):
 
 
 def test_no_history_mixes_operations_and_every_job_heals():
-    for seed in range(HISTORIES):
+    for seed in HISTORIES:
         job, world = history(seed)
         assert not world.mixed(), (seed, job, world.trace)
         assert not too_many_failures(job, world), (seed, job, world.trace)

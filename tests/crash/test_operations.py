@@ -1,7 +1,7 @@
 """Whatever happens at any file operation of a save: exactly the old or the new checkpoint restores, and saving goes on.
 
-The operations are system calls, TensorStore's included, of real client processes. By default a sample of them is
-struck; ``DTCKPT_CRASHES=all`` strikes every one in every way, ``DTCKPT_CRASHES=1/4`` a quarter of them.
+The operations are system calls, TensorStore's included, of real client processes. By default a share of them is
+struck, another one each day; ``DTCKPT_TESTS=all`` strikes every one in every way, which takes an hour of two cores.
 """
 
 import os
@@ -9,7 +9,8 @@ from collections import Counter
 
 import pytest
 from support import crash_cases
-from support.crash_faults import HEARTBEAT_TIMEOUT_S, faults_in, record, run_each_in_a_folder, sample_of
+from support.crash_faults import HEARTBEAT_TIMEOUT_S, faults_in, record, run_each_in_a_folder
+from support.shares import share
 
 pytestmark = pytest.mark.processes
 
@@ -28,7 +29,7 @@ def test_any_operation_may_be_the_last(nursery, tmp_path, kvstore, clients):
     for has_old in (False, True):  # the second save replaces what the first has left
         operations = record(nursery, tmp_path / "recorded" / "s", **options)
         faults += [(has_old, fault) for fault in faults_in(operations, KINDS)]
-    tried = sample_of(faults, SAMPLE, f"{kvstore} {clients}")
+    tried = share(faults, SAMPLE, f"{kvstore} {clients}")
     outcomes = run_each_in_a_folder(
         tmp_path, tried, lambda folder, case: struck_save(nursery, folder, *case, **options)
     )

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 from support import crash_cases
-from support.crash_faults import CRASHES, HEARTBEAT_TIMEOUT_S, record, sample_of
+from support.crash_faults import HEARTBEAT_TIMEOUT_S, record
 from support.forked_clients import Fault
 from support.power_loss import Disk, write_tree
+from support.shares import IS_ALL, SEED, amount, share
 
 pytestmark = pytest.mark.processes
 
 SAMPLE = 25
 """How many operations of a save lose the power."""
-DRAWS = 6 if CRASHES == "all" else 2
+DRAWS = amount(2, 6)
 """Random choices, at each of them, of the unsynced changes that survive."""
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -49,7 +50,7 @@ def test_old_or_new_survives(nursery, tmp_path, kvstore, history):
         leaders = [each.call for each in record(nursery, tmp_path / "whole" / "s", **options) if each.client == 0]
         # When it has put the new checkpoint in place, and nothing of that is synced yet; or just before, or after.
         commit = leaders.index("renameat2") + 1
-        deaths = range(commit, commit + 4) if CRASHES == "all" else [commit + 1]
+        deaths = range(commit, commit + 4) if IS_ALL else [commit + 1]
     else:
         deaths = [None]
     for death in deaths:
@@ -83,9 +84,9 @@ def lose_power(nursery, folder, has_old, death, **options):
     expected.add("new")
     job = nursery.start(crash_cases.save, str(folder / path), "new", folder=str(folder), is_recorded=True, **options)
     assert not any(answer.error for answer in job.finish())
-    draw, found = random.Random(f"{options} {death}"), {}
+    draw, found = random.Random(f"{options} {death} {SEED}"), {}
     count = len(job.operations)
-    tried = {count, *sample_of(range(count), SAMPLE, f"{options} {death}")}
+    tried = {count, *share(range(count), SAMPLE, f"{options} {death}")}
     for number in range(count + 1):
         for name, choose in losses(draw) if number in tried else ():
             tree = disk.survivors(choose)
@@ -115,8 +116,8 @@ def test_workers_complete_what_survives(nursery, tmp_path, kvstore):
         )
         assert not any(answer.error for answer in job.finish())
         operations += job.operations
-    draw, states = random.Random(kvstore), set()
-    tried = {len(operations), *sample_of(range(len(operations)), SAMPLE, f"workers {kvstore}")}
+    draw, states = random.Random(f"{kvstore} {SEED}"), set()
+    tried = {len(operations), *share(range(len(operations)), SAMPLE, f"workers {kvstore}")}
     for number, operation in enumerate([*operations, None]):
         for name, choose in losses(draw) if number in tried else ():
             tree = disk.survivors(choose)

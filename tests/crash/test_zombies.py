@@ -7,20 +7,20 @@ from collections import Counter
 
 import pytest
 from support import crash_cases
-from support.crash_faults import HEARTBEAT_TIMEOUT_S, faults_in, record, run_each_in_a_folder, sample_of
+from support.crash_faults import HEARTBEAT_TIMEOUT_S, faults_in, record, run_each_in_a_folder
 from support.forked_clients import Fault
+from support.shares import amount, share
 
 pytestmark = pytest.mark.processes
 
 SAMPLE = 4
 """How many operations a client freezes at, per key-value store."""
-SAVES = int(os.environ.get("DTCKPT_KILLED_SAVES", "5"))
-"""Saves in a row under random kills; a long run takes 100."""
-FROZEN_SAVES = int(os.environ.get("DTCKPT_FROZEN_SAVES", "3"))
-"""Saves in a row of which one client freezes, each followed by one amid which such clients come back; a long run takes
-100."""
-ROWS = 3
-"""How many such rows there are."""
+SAVES = amount(5, 25)
+"""Saves in a row under random kills."""
+FROZEN_SAVES = amount(3, 25)
+"""Saves in a row of which one client freezes, each followed by one amid which such clients come back."""
+ROWS = share(range(20), 3, "rows of saves")
+"""Seeds of such rows."""
 FEWEST_OPERATIONS = 90
 """File operations that a save has at least."""
 
@@ -33,7 +33,7 @@ def test_a_frozen_client_comes_back_too_late(nursery, tmp_path, kvstore, is_repl
     record(nursery, tmp_path / "recorded" / "s", **options)
     operations = record(nursery, tmp_path / "recorded" / "s", **options)
     faults = list(faults_in(operations, ["stop"]))
-    tried = sample_of(faults, SAMPLE, f"{kvstore} {is_replaced}")
+    tried = share(faults, SAMPLE, f"{kvstore} {is_replaced}")
     leaders = [operation.call for operation in operations if operation.client == 0]
     (commit,) = (fault for fault in faults if fault.client == 0 and fault.at == leaders.index("renameat2") + 1)
     if commit not in tried:
@@ -85,9 +85,9 @@ def frozen_save(nursery, folder, fault, *, is_replaced, **options):
 
 
 def test_frozen_clients_come_back_amid_later_saves(nursery, tmp_path):
-    counts = run_each_in_a_folder(tmp_path, range(ROWS), lambda folder, seed: frozen_saves(nursery, folder, seed))
-    print(f"{ROWS} rows of {FROZEN_SAVES} saves: clients frozen, came back amid a later save, errors: {counts}")
-    assert sum(frozen for frozen, *_ in counts) > ROWS * FROZEN_SAVES // 2
+    counts = run_each_in_a_folder(tmp_path, ROWS, lambda folder, seed: frozen_saves(nursery, folder, seed))
+    print(f"{len(ROWS)} rows of {FROZEN_SAVES} saves: clients frozen, came back amid a later save, errors: {counts}")
+    assert sum(frozen for frozen, *_ in counts) > len(ROWS) * FROZEN_SAVES // 2
 
 
 def frozen_saves(nursery, folder, seed):
@@ -148,9 +148,9 @@ def frozen_saves(nursery, folder, seed):
 
 
 def test_saves_under_random_kills(nursery, tmp_path):
-    killed = run_each_in_a_folder(tmp_path, range(ROWS), lambda folder, seed: killed_saves(nursery, folder, seed))
-    print(f"{ROWS} rows of {SAVES} saves lost {killed} clients")
-    assert sum(killed) > ROWS * SAVES // 2
+    killed = run_each_in_a_folder(tmp_path, ROWS, lambda folder, seed: killed_saves(nursery, folder, seed))
+    print(f"{len(ROWS)} rows of {SAVES} saves lost {killed} clients")
+    assert sum(killed) > len(ROWS) * SAVES // 2
 
 
 def killed_saves(nursery, folder, seed):

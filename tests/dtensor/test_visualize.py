@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.shares import examples
 from support.states import cluster_mesh, layouts, meshes, packed, shapes
 
 from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Region, abstract_mesh
@@ -155,7 +156,7 @@ def test_many_devices_are_counted(capsys):
 
 
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_every_tensor_can_be_printed(data):
     mesh, shape = data.draw(meshes()), data.draw(shapes)
     layout = data.draw(layouts(mesh, len(shape)))

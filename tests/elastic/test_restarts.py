@@ -11,6 +11,7 @@ import torch
 from support import elastic_training
 from support.coordinators import server_process
 from support.elastic_jobs import running
+from support.shares import IS_ALL, SEED
 
 import dtckpt
 
@@ -18,8 +19,7 @@ pytestmark = pytest.mark.processes
 
 RESTART_S = 10.0
 """Longest time from a kill to the next step; on a busy machine, twice what the job took to start at first."""
-IS_WHOLE = os.environ.get("DTCKPT_TESTS") == "all"
-KILLS, PARTS = (10, 2) if IS_WHOLE else (1, 1)
+KILLS, PARTS = (10, 2) if IS_ALL else (1, 1)
 STEPS = 60 + 5 * KILLS
 CLIENTS = 3
 SOON_LOST = {"DTCKPT_HEARTBEAT_TIMEOUT_S": "5"}
@@ -51,7 +51,7 @@ def kill_some(job, chance):
 @pytest.mark.parametrize("meeting", ["store", "coordinator"])
 def test_killed_clients(tmp_path, meeting, part):
     folder, log = tmp_path / "job", tmp_path / "log.txt"
-    chance = random.Random(f"{meeting} {part}")
+    chance = random.Random(f"{meeting} {part} {SEED}")
     options = "--nnodes=1", f"--nproc-per-node={CLIENTS}", f"--max-restarts={KILLS}"
 
     with contextlib.ExitStack() as stack:
@@ -67,7 +67,7 @@ def test_killed_clients(tmp_path, meeting, part):
     assert max(seconds) < max(RESTART_S, 2 * (job.done()[0].time_s - job.began_s)), seconds
 
 
-@pytest.mark.skipif(not IS_WHOLE, reason="DTCKPT_TESTS=all runs it")
+@pytest.mark.skipif(not IS_ALL, reason="DTCKPT_TESTS=all runs it")
 def test_nodes_that_count_differently_and_one_that_goes(tmp_path):
     """Torchrun's agents count only restarts that their own processes cause, and none when a node comes or goes."""
     folder, log = tmp_path / "job", tmp_path / "log.txt"

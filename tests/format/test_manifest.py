@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.shares import examples
 from support.states import dtype_names, layouts, meshes, shapes
 
 from dtckpt._proto import checkpoint_pb2
@@ -128,7 +129,7 @@ def test_no_missing_or_added_end_goes_unseen():
 
 
 @given(st.binary(max_size=60))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_bytes_are_refused(data):
     with pytest.raises((CheckpointCorruptError, CheckpointVersionError)):
         Manifest.from_bytes(data, "here")

@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.shares import examples
 from support.states import cluster_mesh
 
 from dtckpt import UNSHARDED, Layout, abstract_mesh
@@ -78,7 +79,7 @@ def gathered_and_sliced(source, target, shape):
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_path_leads_to_the_target_through_no_larger_pieces(seed):
     source, target, shape = drawn(seed, REDUCE_OPS)
     path = plan_path(source, target, shape)

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import redistribution_cases
+from support.shares import examples
 from support.states import CLIENTS_WITH_CARDS, MESH_MAKERS, cluster_mesh, packed
 
 from dtckpt import (
@@ -39,7 +40,7 @@ WHOLE = torch.arange(42.0, dtype=torch.float64).reshape(6, 7)
 
 @pytest.mark.parametrize("make_mesh", MESH_MAKERS)
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_any_layout_to_any_other(make_mesh, seed):
     redistribution_cases.check_one_process(seed, make_mesh)
 

@@ -1,9 +1,8 @@
 """Every promise of the coordinator's rules, under events in any order.
 
-``SIMULATED_EVENTS=1000000`` makes the random part that large.
+``DTCKPT_TESTS=all`` makes the random part a million events.
 """
 
-import os
 import random
 from collections import Counter
 
@@ -12,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from support.coordinator_simulation import JOBS, NUM_CLIENTS, ORPHAN, TICK_S, TIMEOUT_S, Simulation, run_randomly
+from support.shares import amount, examples
 
-EVENTS = int(os.environ.get("SIMULATED_EVENTS", "20000"))
+EVENTS = amount(20_000, 1_000_000)
 EVENTS_EACH = 1000
 
 
@@ -85,7 +85,7 @@ class Jobs(RuleBasedStateMachine):
 
 
 TestJobs = Jobs.TestCase
-TestJobs.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestJobs.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 
 
 @given(seed=st.integers(0, 2**64 - 1))

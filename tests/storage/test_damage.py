@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from support.shares import SEED, amount
 from support.states import bits_of, packed, tensor_of
 
 import dtckpt
@@ -183,8 +184,8 @@ def test_files_of_other_checkpoints(copy, tmp_path):
 
 # --- any damage -----------------------------------------------------------------------------------------------------
 
-DAMAGES = int(os.environ.get("DTCKPT_DAMAGES", "60"))
-"""Random damages per key-value store; a long run takes 500 and more."""
+DAMAGES = amount(60, 600)
+"""Random damages per key-value store, each day others."""
 LARGE = {"large": tensor_of("large", (640, 512), "float32"), **WHOLES}
 VALUES = {"step": 7, "note": "x" * 50}
 
@@ -271,7 +272,7 @@ def test_random_damages(pair, tmp_path):
     assert found_by(path) is None
     with dtckpt.open_checkpoint(path) as checkpoint:
         is_plain = checkpoint.manifest.kvstore == "zarr"
-    draw = random.Random(f"{pair.name} {is_plain}")
+    draw = random.Random(f"{is_plain} {SEED}")
     counts = {}
     for number in range(DAMAGES):
         # Large files have most of the bytes, but small ones count as much.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hypothesis import Phase, given, note, settings
+from hypothesis import Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
 import dtckpt
@@ -396,11 +396,12 @@ def run_program(mesh: Mesh, draw: Any) -> None:
             check(pair)
 
 
-def run_programs_on_clients(axes: dict[str, int], count: int) -> int:
+def run_programs_on_clients(axes: dict[str, int], count: int, number: int) -> int:
     """Run programs, the same on every client of a mesh over all clients; return how many."""
     mesh, done = cluster_mesh(axes, dtckpt.num_clients(), dtckpt.client_id()), []
 
-    @settings(max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @seed(number)
+    @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate])
     @given(st.data())
     def run(data: Any) -> None:
         run_program(mesh, data.draw)

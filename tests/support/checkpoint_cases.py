@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from dtckpt.coordination.connect import connect, set_coordination
 from dtckpt.coordination.faulty import Fault, FaultyCoordination
 from dtckpt.errors import DtckptError
 from dtckpt.storage import commit_by_rename
+from support.coordination_contract import wait_until
 from support.states import bits_of, cluster_mesh, differences, packed, tensor_of
 
 Tensors = Mapping[str, tuple[tuple[int, ...], str, Sequence[Any] | None]]
@@ -183,17 +183,18 @@ class Broken:
 
 # --- clients that die --------------------------------------------------------------------------------------------
 
+WAIT_S = 50.0
+"""Less than a case may take."""
+
 
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wait_for_death_of(pid_file: Path) -> None:
-    while not pid_file.exists():
-        time.sleep(0.01)
+    wait_until(pid_file.exists, within_s=WAIT_S)
     pid = int(pid_file.read_text())
-    while Path(f"/proc/{pid}/stat").exists() and _state_of(pid) != "Z":
-        time.sleep(0.01)
+    wait_until(lambda: _state_of(pid) == "Z", within_s=WAIT_S)
 
 
 def _state_of(pid: int) -> str:
@@ -216,14 +217,15 @@ class _DieOnceArrived(FaultyCoordination):
         return super().barrier(name, *args, **kwargs)
 
     def _die_once_arrived(self, name: str) -> None:
-        while True:
+        def has_arrived() -> bool:
             found = [barrier for barrier in self.status().barriers if barrier.name == name]
-            if found and self.member.client not in found[0].missing:
-                scratch = self._pid_file.with_suffix(".part")
-                scratch.write_text(str(os.getpid()))
-                scratch.rename(self._pid_file)  # who waits for it must not find it empty
-                _die()
-            time.sleep(0.02)
+            return bool(found) and self.member.client not in found[0].missing
+
+        wait_until(has_arrived, within_s=WAIT_S)
+        scratch = self._pid_file.with_suffix(".part")
+        scratch.write_text(str(os.getpid()))
+        scratch.rename(self._pid_file)  # who waits for it must not find it empty
+        _die()
 
 
 BARRIERS = {"save/begin": 0, "save/written": 1, "save/merged": 2}

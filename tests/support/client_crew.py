@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from . import forkserver
+
 ANSWER_WITHIN_S = 60.0
-PRELOAD = ["dtckpt.checkpoint.saving.save", "dtckpt.coordination.torch_store", "dtckpt.coordination.grpc_client"]
-"""Modules that the processes of all crews find imported, as one server forks all of them."""
 
 
 def run_and_describe(work: Callable[[], Any]) -> tuple[Any, str, tuple[int, ...], float]:
@@ -31,13 +30,10 @@ class Crew:
     """
 
     def __init__(self, work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         self._processes, self._pipes = [], []
-        for each in arguments:
-            parent_end, child_end = context.Pipe()
-            process = context.Process(target=work, args=(*each, child_end), daemon=True)
-            process.start()
+        for own in arguments:
+            parent_end, child_end = forkserver.Pipe()
+            process = forkserver.start(work, *own, child_end)
             child_end.close()
             self._processes.append(process)
             self._pipes.append(parent_end)

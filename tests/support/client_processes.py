@@ -8,9 +8,7 @@ Every wait is bounded; clients that died, or did not answer, are replaced.
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import itertools
-import multiprocessing
 import os
 import pickle
 import signal
@@ -20,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import forkserver
+
 CASE_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0
-IMPORTED = ["torch.distributed", "tensorstore", "dtckpt.checkpoint.managing.manager"]
-"""What client processes need in most cases."""
 READY = b"ready"
 
 
@@ -71,15 +69,13 @@ class Worker:
     """The parent's side of one process."""
 
     def __init__(self, number: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs,), name=f"client-process-{number}", daemon=True)
-        self.process.start()
+        self._connection, theirs = forkserver.Pipe()
+        self.process = forkserver.start(serve, theirs, name=f"client-process-{number}")
         theirs.close()
         self._is_ready = False
 
     def wait_until_ready(self) -> None:
-        """Wait until it has imported what it needs, which takes seconds that are not those of a case."""
+        """Wait until it has started, which takes seconds that are not those of a case: the server may be importing."""
         if not self._is_ready:
             assert self._connection.poll(START_TIMEOUT_S), f"{self.process.name} did not start"
             self._is_ready = self._connection.recv_bytes() == READY
@@ -189,8 +185,6 @@ def serve(connection: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
-    for name in IMPORTED:
-        importlib.import_module(name)
     torch.set_num_threads(1)
     connection.send_bytes(READY)
     while True:

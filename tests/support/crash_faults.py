@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +15,6 @@ from .forked_clients import Fault, Nursery, Operation
 T = TypeVar("T")
 R = TypeVar("R")
 
-CRASHES = os.environ.get("DTCKPT_CRASHES", "")
-"""Which faults are tried. ``all``: every kind at every file operation, which takes an hour of two cores; ``2/5``: the
-second fifth of all of them; else a sample."""
 HEARTBEAT_TIMEOUT_S = 2.0
 MAX_PARALLEL_CASES = 6
 """Cases that run at one time; most of the time they wait for the heartbeat of a lost client to time out."""
@@ -40,14 +35,8 @@ def faults_in(operations: Sequence[Operation], kinds: Sequence[str]) -> Iterator
         yield from (Fault(client, kind, at) for at in range(1, count + 1))
 
 
-def sample_of(cases: Sequence[T], count: int, seed: str) -> list[T]:
-    """Return a sample of ``count`` cases, or the share of all cases that `CRASHES` asks for."""
-    part, _, parts = CRASHES.replace("all", "1/1").partition("/")
-    return list(cases[int(part) - 1 :: int(parts)]) if parts else random.Random(seed).sample(list(cases), count)
-
-
-def run_each_in_a_folder(parent: Path, cases: Sequence[T], run: Callable[[Path, T], R]) -> list[R]:
-    """Return ``run(folder, case)`` of all cases, some at a time, each in an empty folder of its own."""
+def run_each_in_a_folder(parent: Path, tried: Sequence[T], run: Callable[[Path, T], R]) -> list[R]:
+    """Return ``run(folder, case)`` of all cases, each with an empty folder of its own, some at a time."""
 
     def run_in(number: int, case: T) -> R:
         folder = parent / f"case-{number}"
@@ -57,7 +46,7 @@ def run_each_in_a_folder(parent: Path, cases: Sequence[T], run: Callable[[Path, 
         return result
 
     with ThreadPoolExecutor(MAX_PARALLEL_CASES) as executor:
-        running = [executor.submit(run_in, number, case) for number, case in enumerate(cases)]
+        running = [executor.submit(run_in, number, case) for number, case in enumerate(tried)]
         try:
             return [future.result() for future in running]
         finally:

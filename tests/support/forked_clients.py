@@ -12,7 +12,6 @@ import ctypes
 import errno
 import importlib
 import itertools
-import multiprocessing
 import os
 import pickle
 import queue
@@ -29,9 +28,9 @@ from typing import Any
 
 from support.client_processes import Answer, Task, answer_of, environment_of
 
-from . import seccomp
+from . import forkserver, seccomp
 
-IMPORTED = ["torch.distributed", "tensorstore", "dtckpt", "support.checkpoint_cases", "support.crash_cases"]
+IMPORTED = ["support.checkpoint_cases", "support.crash_cases"]
 _PR_SET_PDEATHSIG = 1
 ANSWER_TIMEOUT_S = 60.0
 
@@ -123,10 +122,8 @@ class Nursery:
         self._numbers = itertools.count(1)
         self._jobs: weakref.WeakValueDictionary[int, Job] = weakref.WeakValueDictionary()
         self._sending = threading.Lock()
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=tend, args=(theirs, prepare, *arguments), daemon=True, name="nursery")
-        self._process.start()
+        self._connection, theirs = forkserver.Pipe()
+        self._process = forkserver.start(tend, theirs, prepare, *arguments, name="nursery")
         theirs.close()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

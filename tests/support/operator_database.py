@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 from unittest import mock
 
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from .arrangements import ARRANGEMENTS, Arrangement, Plain
 from .operator_samples import SEED, UNDETERMINED, Sample, operators, samples_of, seed_everything
+from .shares import share
 
 FORWARD, BACKWARD, IN_PLACE, OUT = "forward", "backward", "in place", "out"
 DIRECTIONS = (FORWARD, BACKWARD, IN_PLACE, OUT)
@@ -40,21 +43,32 @@ class Scale:
         samples: How many of an operator's samples.
         arrangements: In how many arrangements the first sample is tried, the second, and so on; the last number counts
             for all that follow.
+        share: How many trials of each form of an operator a run makes, each day others; None makes all.
     """
 
     samples: int
     arrangements: tuple[int, ...]
+    share: int | None = None
 
-    def trials(self, number: int, among: Sequence[Arrangement], name: str, direction: str) -> Sequence[Arrangement]:
+    def trials(
+        self, form: Form, num_samples: int, among: Sequence[Arrangement], name: str
+    ) -> Sequence[tuple[int, Arrangement]]:
+        """Return the samples of a form and the arrangement that each is tried in."""
+        # A method is the same operator with another spelling: one sample is enough.
+        numbers = range(min(num_samples, 1) if form.name == "method" else num_samples)
+        every = [(number, each) for number in numbers for each in self._arrangements(number, among, name, form)]
+        return every if self.share is None else share(every, self.share, f"{name} {form.name} {form.direction}")
+
+    def _arrangements(self, number: int, among: Sequence[Arrangement], name: str, form: Form) -> Sequence[Arrangement]:
         """Return the arrangements of a sample; operators and samples begin at different ones."""
         count = self.arrangements[min(number, len(self.arrangements) - 1)]
-        count = count if direction in (FORWARD, BACKWARD) else (count + 1) // 2
+        count = count if form.direction in (FORWARD, BACKWARD) else (count + 1) // 2
         start = sum(name.encode()) + 3 * number
         return [among[(start + index) % len(among)] for index in range(min(count, len(among)))]
 
 
 FULL = Scale(6, (len(ARRANGEMENTS), 5, 3))
-QUICK = Scale(2, (2, 1))
+QUICK = replace(FULL, share=3)
 
 
 @dataclass(frozen=True)
@@ -179,15 +193,12 @@ def outcomes_of(
     """Try one operator."""
     op = operators()[name]
     forms = [form for form in forms_of(op) if form.direction in directions]
-    for number, sample in enumerate(samples_of(op, scale.samples)):
-        for form in forms:
-            if form.name == "method" and number:
-                continue  # it is the same operator with another spelling
-            expected = reference(name, form, sample)
-            if expected is None:
-                continue
-            for arrangement in scale.trials(number, among, name, form.direction):
-                verdict, text = verdict_of(form, sample, arrangement, expected)
+    samples = samples_of(op, scale.samples)
+    for form in forms:
+        for number, trials in groupby(scale.trials(form, len(samples), among, name), itemgetter(0)):
+            expected = reference(name, form, samples[number])
+            for _, arrangement in trials if expected is not None else ():
+                verdict, text = verdict_of(form, samples[number], arrangement, expected)
                 yield Outcome(name, form.direction, form.name, number, arrangement.name, verdict, text)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.shares import examples
 from support.states import bits_of, tensor_of, zeros_of
 
 import dtckpt
@@ -118,7 +119,7 @@ def test_few_descriptors_are_enough(tmp_path):
     assert_same(tree, target)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_runs_cover_each_value_once(data):
     files = [_Numbered(number) for number in range(2)]

@@ -6,18 +6,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.shares import SEED, amount
 
 import dtckpt
 from dtckpt import errors
 from dtckpt.comm import fork_guard
 
-NUM_CHILDREN = 204 if os.environ.get("DTCKPT_TESTS") == "all" else 17
+NUM_CHILDREN = amount(17, 204)
 RIGHTS = {"close", "shutdown", "sum"}
 
 
 @pytest.mark.processes
 def test_children_that_are_forked_during_saves(tmp_path):
-    script = f"from support import fork_cases; fork_cases.fork_during_saves({str(tmp_path)!r}, 1, {NUM_CHILDREN})"
+    script = f"from support import fork_cases; fork_cases.fork_during_saves({str(tmp_path)!r}, {SEED}, {NUM_CHILDREN})"
     ended = subprocess.run(
         [sys.executable, "-c", script],
         cwd=Path(__file__).parents[2],

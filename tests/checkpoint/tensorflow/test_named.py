@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.shares import examples
 from support.states import bits_of, differences, layouts, meshes, packed, tensor_of
 
 import dtckpt
@@ -47,7 +48,7 @@ def test_templates_for_some(tmp_path):
         dtckpt.name_based_restore(MESH, tmp_path / "s", {"b": packed(torch.zeros(2).int(), Layout(["x"], MESH))})
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.data())
 def test_slices_that_cover_a_tensor(tmp_path_factory, data):
     """A tensor cut in two along a dim; the parts lie in layouts of their own, on one mesh."""

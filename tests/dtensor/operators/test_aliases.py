@@ -1,7 +1,5 @@
 """Whatever shares memory with plain tensors shares values with DTensors, however these lie."""
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as functional
@@ -9,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.alias_programs import run_program, run_programs_on_clients, write_to_conjugate
 from support.operator_checks import record_redistributions
+from support.shares import SEED, examples
 
 from dtckpt import UNSHARDED, Layout, Partial, Replicate, Shard, abstract_mesh, pack
 from dtckpt.dtensor import distribute_tensor
 from dtckpt.dtensor.experimental import local_map
 
-EXAMPLES = int(os.environ.get("DTCKPT_ALIASES", "60"))
+EXAMPLES = examples(60)
 LINE = abstract_mesh({"x": 4})
 MESHES = (abstract_mesh({"x": 3}), LINE, abstract_mesh({"x": 2, "y": 2}), abstract_mesh({"x": 1}))
 
@@ -29,7 +28,7 @@ def test_programs_of_views_and_writes(mesh, data):
 @pytest.mark.parametrize("axes", [{"x": 3}, {"x": 2, "y": 2}])
 def test_programs_on_clients(pool, axes):
     clients = torch.Size(axes.values()).numel()
-    counts = pool.values(run_programs_on_clients, axes, EXAMPLES // 6, clients=clients, group=True, timeout_s=200)
+    counts = pool.values(run_programs_on_clients, axes, EXAMPLES // 6, SEED, clients=clients, group=True, timeout_s=200)
     assert len(set(counts)) == 1
     assert counts[0] > EXAMPLES // 12
 

@@ -1,20 +1,20 @@
 """Every operator of PyTorch's database is right on DTensors, but for those that `exceptions.toml` gives a reason for.
 
-The suite tries a part of the calls, the same each time; ``DTCKPT_OPERATORS=all`` tries all of them.
+A run tries a share of the calls of every operator, another one each day; ``DTCKPT_TESTS=all`` tries all of them.
 """
 
 from __future__ import annotations
 
-import os
 import tomllib
 from pathlib import Path
 
 import pytest
 from support.operator_database import BACKWARD, DIRECTIONS, FORWARD, FULL, QUICK, RIGHT, outcomes_of
 from support.operator_samples import operators
+from support.shares import IS_ALL
 from support.states import IS_DEVELOPMENT_TORCH
 
-SCALE = FULL if os.environ.get("DTCKPT_OPERATORS") == "all" else QUICK
+SCALE = FULL if IS_ALL else QUICK
 EXCEPTIONS = tomllib.loads(Path(__file__).with_name("exceptions.toml").read_text())
 LEAST_RIGHT = {FORWARD: 660, BACKWARD: 535} if IS_DEVELOPMENT_TORCH else {FORWARD: 655, BACKWARD: 529}
 """Of 663 and 541 operators, of PyTorch 2.11's 658 and 535; PyTorch's DTensor has 523 and 470 of a selection of 633."""

@@ -1,0 +1,8 @@
+"""Import what client processes need. The server that forks them imports this module; see `support.forkserver`."""
+
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
+import tensorstore  # noqa: F401
+import torch.distributed  # noqa: F401
+
+from . import checkpoint_cases  # noqa: F401

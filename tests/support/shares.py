@@ -1,0 +1,60 @@
+"""Choose today's share of an exhaustive sweep; ``DTCKPT_TESTS=all`` chooses all of it.
+
+A sweep has more cases than a run of the tests has time for: operators in every layout, a fault at every file
+operation, random histories. Its cases are shuffled once and dealt to the days like cards, so that no case is left out
+for ever. The seed is the number of the day. pytest prints it, and ``DTCKPT_TESTS_SEED`` sets it, to repeat a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TypeVar
+
+T = TypeVar("T")
+
+IS_ALL = os.environ.get("DTCKPT_TESTS") == "all"
+"""Whether the tests try all cases of every sweep."""
+SEED = int(os.environ.setdefault("DTCKPT_TESTS_SEED", str(datetime.now(UTC).date().toordinal())))
+"""Decides which share is today's. Set in the environment, so that the workers of one run agree at midnight too."""
+
+
+def share(cases: Sequence[T], count: int, key: str, seed: int = SEED) -> list[T]:
+    """Return today's ``count`` cases of a sweep, or all of them, in their order.
+
+    Seeds n, n + 1, ... give neighbouring hands of the shuffled cases. After ``len(cases) / count`` of them, rounded up,
+    every case has had its turn:
+
+        shuffled  | 4 0 7 | 2 5 1 | 6 3 (4) |
+        seed        n       n + 1   n + 2
+
+    Args:
+        cases: All cases.
+        count: How many of them one run tries.
+        key: Names the sweep; sweeps with different keys are shuffled in different ways.
+        seed: Which hand.
+    """
+    if IS_ALL or count >= len(cases):
+        return list(cases)
+    shuffled = random.Random(key).sample(range(len(cases)), len(cases))
+    hand = (shuffled[(seed * count + offset) % len(cases)] for offset in range(count))
+    return [cases[position] for position in sorted(hand)]
+
+
+def amount(some: int, most: int) -> int:
+    """Return how often something random is repeated: ``some`` times, or ``most`` with ``DTCKPT_TESTS=all``."""
+    return most if IS_ALL else some
+
+
+def examples(count: int) -> int:
+    """Return how many examples of a property Hypothesis tries; they are others in every run."""
+    return amount(count, 10 * count)
+
+
+def header() -> str:
+    """Return the line that says which cases this run tries."""
+    if IS_ALL:
+        return "sweeps: all cases (DTCKPT_TESTS=all)"
+    return f"sweeps: shares of seed {SEED} (DTCKPT_TESTS_SEED={SEED} tries the same ones, DTCKPT_TESTS=all all cases)"
