@@ -1,6 +1,7 @@
 """Clients that may do without their coordinator: all of them do, or none."""
 
 import secrets
+import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,11 +15,12 @@ from torch._C._distributed_c10d import HashStore
 
 from dtckpt import errors
 from dtckpt.coordination import connect
-from dtckpt.coordination.api import Member, Progress, Vote
+from dtckpt.coordination.api import BEGIN, Member, Progress, Vote
 from dtckpt.coordination.fallback import FallbackCoordination
 from dtckpt.coordination.grpc_client import GrpcCoordination
 from dtckpt.coordination.single_client import SingleClientCoordination
 from dtckpt.coordination.torch_store import TorchStoreCoordination
+from dtckpt.coordination.verdicts import PASSED, Decision
 
 from .test_outages import BARRIER, LATE, VICTIM, is_whole, missing
 
@@ -86,6 +88,53 @@ def test_verdict_that_one_was_not_told_is_at_the_store(collect):
         wait_until(lambda: clients[0].has_fallen_back)
         again = together(clients, at("b"))
         assert [result.value.generation for result in again.values()] == [1, 1]
+
+
+def test_operation_goes_on_though_one_was_not_told_at_the_coordinator_that_it_began(monkeypatch):
+    """At the store the others wait for that client, which has not given the operation up."""
+    with cut_off_clients(2) as (clients, network):
+        clients[1]._primary.give_up_s = 20.0
+        untold = Running(clients[1:], at("save/begin", operation=BEGIN, timeout_s=20))
+        wait_until(lambda: [barrier.missing for barrier in clients[0].status().barriers] == [(0,)])
+        network.flowing.clear()
+        (told,) = together(clients[:1], at("save/begin", operation=BEGIN, timeout_s=20)).values()
+        clients[0]._give_up(errors.CoordinatorUnavailableError("nobody answers"))
+        looks, judge = [], clients[0]._secondary._is_elsewhere
+        monkeypatch.setattr(clients[0]._secondary, "_is_elsewhere", lambda *of: looks.append(of) or judge(*of))
+        join, may_join = clients[1]._secondary.barrier, threading.Event()
+        monkeypatch.setattr(
+            clients[1]._secondary, "barrier", lambda *of, **options: may_join.wait(20) and join(*of, **options)
+        )
+        written = Running(clients[:1], at("save/written", operation=told.value.operation, timeout_s=20))
+        clients[1]._give_up(errors.CoordinatorUnavailableError("nobody answers"))
+        wait_until(lambda: looks)
+        may_join.set()
+        (begun,) = untold.results().values()
+        assert begun.error is None
+        assert begun.value.operation == told.value.operation
+        last = together(clients[1:], at("save/written", operation=begun.value.operation, timeout_s=20))
+        assert [result.error for result in (*written.results().values(), *last.values())] == [None, None]
+
+
+def test_verdict_that_comes_late_to_the_store_is_not_that_of_the_next_operation():
+    """A round there that was opened by a call made there waits for nothing that a coordinator has decided."""
+    store = HashStore()
+    clients = [
+        TorchStoreCoordination(store, Member("job", client, 2, 7 + client), heartbeat_timeout_s=TIMEOUT_S)
+        for client in range(2)
+    ]
+    old = Decision("save/begin", "", (0, 1), "round-of-the-coordinator", PASSED, {0: b"old", 1: b"old"})
+
+    def begin_with(payload):
+        return at("save/begin", operation=BEGIN, vote=Vote(payload=payload), collect=True, timeout_s=20)
+
+    first = Running(clients[:1], begin_with(b"new"))
+    wait_until(lambda: [barrier.missing for barrier in clients[0].status().barriers] == [(1,)])
+    clients[1].publish(old)
+    last = together(clients[1:], begin_with(b"new"))
+    results = [*first.results().values(), *last.values()]
+    assert [result.value.payloads for result in results] == [{0: b"new", 1: b"new"}] * 2
+    leave_all(clients)
 
 
 def test_failure_that_one_was_not_told_is_at_the_store():

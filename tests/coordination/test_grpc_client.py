@@ -453,6 +453,24 @@ def test_fork_while_another_thread_connects():
 
 
 @pytest.mark.processes
+def test_arrival_that_may_have_got_through_is_repeated_as_such(port):
+    """A coordinator that was killed may have told others of its round, so the next life must know that it had begun."""
+
+    class Unavailable(grpc.RpcError):
+        def code(self):
+            return grpc.StatusCode.UNAVAILABLE
+
+    class DyingCoordinator:
+        def Arrive(self, request, timeout):
+            raise Unavailable
+
+    (client,) = clients_at(port, 1)
+    request = pb.ArriveRequest(timeout_s=5)
+    with pytest.raises(Unavailable):
+        client._arrive(DyingCoordinator(), request, time.monotonic() + 5, 5)
+    assert (request.is_again, request.was_cut_off) == (True, True)
+
+
 def test_burst_of_arrivals():
     """All arrive at once: more calls than gRPC keeps pending by default."""
     num_clients = 1500

@@ -401,6 +401,16 @@ class ManyClientsContract(CoordinationContract):
         same_error(results, errors.BarrierCancelledError, expected)
         assert max(result.seconds for result in results.values()) < AT_ONCE_S
 
+    def test_round_does_not_wait_for_others_once_its_client_has_given_it_up(self, clients):
+        """The others, who come a moment later, would else pass it with a client that is not there."""
+        given_up = Running(clients[2:], inside(dict.fromkeys(range(3), BEGIN), "save/begin"))
+        wait_until(lambda: [barrier.missing for barrier in clients[2].status().barriers] == [(0, 1)])
+        calls_of(clients[2].member).leave_operation()
+        results = given_up.results()
+        expected = f"^barrier 'save/begin': {TASK.format(2)} has given up waiting"
+        same_error(results, errors.BarrierCancelledError, expected)
+        assert results[2].seconds < AT_ONCE_S
+
     def test_operations_that_wait_for_each_other_fail_at_once(self, clients):
         """Each client waits for the other one in another operation's first round."""
         save = Running(clients[:1], at("save/begin", operation=BEGIN, participants=[0, 1]))
