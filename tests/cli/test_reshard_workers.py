@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 from support import forkserver
 from support.shares import SEED, amount
 from support.states import bits_of
@@ -151,6 +152,30 @@ def test_damaged_marks_are_not_trusted(source, tmp_path):
     mark.write_bytes(b"x" + mark.read_bytes()[1:])
     with pytest.raises(errors.CheckpointCorruptError, match="is damaged; remove it and run worker 0 again"):
         work(source, target, 0)
+
+
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+def test_chunks_that_a_power_loss_left_incomplete_are_written_again(tmp_path, kvstore):
+    """Also chunks that the edge of the grid cuts short, which TensorStore reads before it writes them."""
+    tensors, mesh = {"w": torch.arange(101.0 * 3).reshape(101, 3)}, abstract_mesh({"x": 3})
+    dtckpt.save(tmp_path / "old", tensors)
+
+    def work_on(index):
+        layouts, options = {"w": dtckpt.Layout(["x", dtckpt.UNSHARDED], mesh)}, SaveOptions(kvstore=kvstore)
+        worker = Worker(index, NUM_WORKERS)
+        return reshard(tmp_path / "old", tmp_path / "new", mesh=mesh, layouts=layouts, worker=worker, options=options)
+
+    for index in range(NUM_WORKERS - 1):
+        work_on(index)
+    (staging,) = staging_of(tmp_path / "new")
+    for file in [file for file in staging.rglob("*") if file.is_file()]:
+        file.unlink() if file.name == MARK_NAME else os.truncate(file, 0)
+    for chunk in range(NUM_WORKERS):  # of the worker that has not come, from an earlier process
+        (staging / "w/c" / str(chunk)).mkdir(parents=True, exist_ok=True)
+        (staging / "w/c" / str(chunk) / "0").touch()
+    for index in range(NUM_WORKERS):
+        work_on(index)
+    assert is_new(tmp_path / "new", tensors)
 
 
 def test_workers_that_differ_do_not_mix(source, tmp_path, tensors):

@@ -41,7 +41,7 @@ from dtckpt.storage import commit_by_rename, fsync
 from dtckpt.storage.commit_by_rename import DirectoryAttempt
 from dtckpt.storage.directory_lock import lock_directory
 from dtckpt.storage.failures import translate_errors
-from dtckpt.storage.zarr_tensorstore import DATA_FOLDER, DATABASE_NAME, client_folder
+from dtckpt.storage.zarr_tensorstore import DATA_FOLDER, DATABASE_NAME, chunk_key, client_folder
 
 MAX_WORKERS = 10_000
 MARK_NAME = "part.done"
@@ -177,10 +177,10 @@ class SharedAttempt:
                 (own / MARK_NAME).unlink(missing_ok=True)
                 if self._options.fsync:  # before the files that the mark vouches for are removed
                     fsync.sync_all([own, self._path])
-                for (
-                    entry
-                ) in own.iterdir():  # leftovers of an earlier process of this worker, which is dead: the lock was free
+                # Leftovers of an earlier process of this worker, which is dead: the lock was free.
+                for entry in own.iterdir():
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                self._remove_edge_chunks()
             written = 0
 
             def count(nbytes: int) -> None:
@@ -199,6 +199,18 @@ class SharedAttempt:
             writer.write()
             self._leave_mark((own / CHUNKS_NAME).read_bytes())
             return written
+
+    def _remove_edge_chunks(self) -> None:
+        """Remove this worker's chunk files that the edge of the grid cuts short.
+
+        TensorStore reads such a file before it writes it, and after a power loss the file may be incomplete.
+        """
+        if self._options.kvstore != "zarr":
+            return  # the chunks are in the worker's own folder
+        for _, tensor, number in self._plan.owned_by(self._worker.index):
+            _, region = tensor.grid.chunk(number)
+            if region.shape != tensor.grid.chunk_shape:
+                (self._path / chunk_key(tensor.path, tensor.grid, region)).unlink(missing_ok=True)
 
     def _leave_mark(self, chunk_list: bytes) -> None:
         """Mark the part as finished. The mark is written last, and appears whole or not at all."""
@@ -254,8 +266,8 @@ class SharedAttempt:
                     num_clients=self._worker.count,
                     attempt=self.token,
                 )
-                fsync = self._options.fsync
-                merge_clients(self._plan, attempt.folder, self._chunk_lists(), complete, is_durable=fsync)
+                is_durable = self._options.fsync
+                merge_clients(self._plan, attempt.folder, self._chunk_lists(), complete, is_durable=is_durable)
                 self._remove_first_mark()
             remove_working_files(attempt.folder, self._remaining(), has_moves=False)
             with translate_errors("remove the marks of parts", self._path):
