@@ -1,3 +1,4 @@
+import logging
 import os
 
 # Both ends of a TCPStore connection look up the other's name. It is an IPv6 form of 127.0.0.1, which no hosts file has,
@@ -35,7 +36,9 @@ def one_client_alone(monkeypatch):
         if name.startswith(_PREFIXES) or name in _NAMES:
             monkeypatch.delenv(name)
     set_coordination(None)
+    level = logging.getLogger().level  # the coordinator's command changes it
     yield
+    logging.getLogger().setLevel(level)
     set_coordination(None)
     clients._virtual_devices.clear()
 
