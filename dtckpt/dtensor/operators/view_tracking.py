@@ -183,7 +183,8 @@ def _write_indices(tensor: DTensor, view: View) -> None:
 
 def _write_replicated(tensor: DTensor, view: View) -> None:
     """Write a view of any kind: every device writes all of it to all of the source, and keeps its component."""
-    (source,) = to_replicated([view.source], is_copied=True)
+    target, shape = _without_repeats(view.source), tuple(view.source.shape)
+    (source,) = to_replicated([target], is_copied=True)
     # As in `_write_indices`: no refresh before the source has the new values.
     tensor._view = None
     (moved,) = to_replicated([tensor])
@@ -193,6 +194,22 @@ def _write_replicated(tensor: DTensor, view: View) -> None:
     for number, component in enumerate(source.components):
         local_others = [other.components[number] for other in to_replicated(others)]
         args, kwargs = replace_tensors(view.args[1:], view.kwargs, local_others)
-        results = view.func(component, *args, **kwargs)
+        results = view.func(component.expand(shape), *args, **kwargs)
         (results if view.number is None else results[view.number]).copy_(values[number])
-    write_into(source, view.source)
+    write_into(source, target)
+
+
+def _without_repeats(tensor: DTensor) -> DTensor:
+    """Return the view of a tensor that has each element of its memory once: index 0 along dims that were expanded."""
+    specs = tensor._layout.sharding_specs
+    dims = [
+        dim
+        for dim, stride in enumerate(tensor.stride())
+        if stride == 0 and tensor.shape[dim] and specs[dim] == UNSHARDED
+    ]
+    if not dims:
+        return tensor
+    index = tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(tensor.ndim))
+    components = [component[index] for component in tensor.components]
+    shape = [1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
+    return DTensor(components, tensor._layout, shape, tensor.dtype, device=tensor.device)

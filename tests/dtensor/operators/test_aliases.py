@@ -45,6 +45,16 @@ def test_writes_to_data_reach_views_whose_values_had_to_move():
     assert torch.equal(ours.full_tensor(), whole)
 
 
+def test_writes_to_a_view_of_an_expanded_tensor_reach_its_memory():
+    """The values of the diagonal had to move, and all indices along the expanded dim are one element in memory."""
+    mesh = MESHES[0]
+    plain = torch.arange(12.0).reshape(1, 3, 4)
+    tensor = distribute_tensor(plain.clone(), mesh, [Shard(2)])
+    for each in (plain, tensor):
+        each.expand(2, 1, 3, 4).diagonal(0, 0, -1).add_(100)
+    assert torch.equal(tensor.full_tensor(), plain)
+
+
 def test_two_tensors_with_the_same_data_follow_it_both():
     whole = torch.arange(12.0).reshape(4, 3)
     ours = distribute_tensor(whole, LINE, [Shard(0)])
