@@ -1,5 +1,6 @@
 import logging
 import os
+from pathlib import Path
 
 # Both ends of a TCPStore connection look up the other's name. It is an IPv6 form of 127.0.0.1, which no hosts file has,
 # and a DNS answer that gets lost would stop all clients for 5 s. Set before anything resolves a name, or loads torch.
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support import forkserver, schedule, shares
 from support.client_processes import Pool
+from support.slow import is_slow
 
 from dtckpt.coordination.connect import set_coordination
 from dtckpt.layout import clients
@@ -25,6 +27,7 @@ settings.load_profile("nightly" if shares.IS_ALL else "ci")
 # Processes that tests start inherit what this one ignores.
 forkserver.reset_signals()
 
+TESTS = Path(__file__).parent
 _PREFIXES = ("DTENSOR_", "DTCKPT_", "TORCHELASTIC_")
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -59,6 +62,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "pool" in item.fixturenames:
             item.add_marker("processes")
+        if is_slow(str(item.path.relative_to(TESTS)), item.function.__name__):
+            item.add_marker("slow")
     if hasattr(config, "workerinput"):
         items[:] = schedule.dealt(items, config.workerinput["workercount"], lambda item: "processes" in item.keywords)
 

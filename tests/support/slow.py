@@ -1,0 +1,55 @@
+"""Which tests `make check` leaves out: sweeps, programs started as commands, and tests that wait for timeouts.
+
+Measured with ``pytest --durations=150``; each of these took more than two seconds, or its module more than five.
+"""
+
+FOLDERS_AND_FILES = (
+    "crash/",
+    "deploy/",
+    "elastic/",
+    "cli/test_process.py",
+    "cli/test_reshard_workers.py",
+    "comm/test_background_threads.py",
+    "coordination/test_fallback.py",
+    "coordination/test_faulty.py",
+    "coordination/test_grpc_client.py",
+    "coordination/test_model.py",
+    "coordination/test_names.py",
+    "coordination/test_outages.py",
+    "coordination/test_torch_store.py",
+    "dtensor/operators/test_aliases.py",
+    "dtensor/operators/test_database.py",
+    "dtensor/operators/test_gpt.py",
+    "dtensor/operators/test_silent_faults.py",
+    "dtensor/test_serialization.py",
+    "dtensor/test_visualize.py",
+    "format/test_content.py",
+    "server/",
+    "storage/test_commit.py",
+    "storage/test_object_stores.py",
+    "test_demo.py",
+    "test_package.py",
+)
+TESTS = (
+    "test_a_process_that_exits_commits_its_save",
+    "test_any_layout_to_any_other",
+    "test_attempts_that_live_are_left_alone",
+    "test_damage_is_noticed_and_named",
+    "test_nothing_is_imported_where_there_is_no_opentelemetry",
+    "test_objects_are_measured_before_they_are_read",
+    "test_one_process_at_a_time_saves",
+    "test_reshard_keeps_every_element",
+    "test_runs_cover_each_value_once",
+    "test_save_and_restore_on_any_meshes",
+    "test_slices_that_cover_a_tensor",
+)
+
+
+def is_slow(file: str, test: str) -> bool:
+    """Whether a test is slow.
+
+    Args:
+        file: Its file, relative to ``tests/``.
+        test: Name of the function.
+    """
+    return file.startswith(FOLDERS_AND_FILES) or test in TESTS
