@@ -24,6 +24,8 @@ LEAST_RIGHT = {FORWARD: 660, BACKWARD: 535} if IS_DEVELOPMENT_TORCH else {FORWAR
 def test_operator(name):
     # All calls of those in the list are tried: what has become right must leave it, so that the list stays true.
     outcomes = list(outcomes_of(name, FULL if name in EXCEPTIONS else SCALE))
+    if not any(outcome.direction == FORWARD for outcome in outcomes):  # a share of samples that the operator refuses
+        outcomes = list(outcomes_of(name, FULL))
     assert any(outcome.direction == FORWARD for outcome in outcomes)
     wrong = [outcome for outcome in outcomes if outcome.verdict != RIGHT]
     excepted = EXCEPTIONS.get(name, {}).get("directions", [])
