@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.saving.save import save
     from dtckpt.checkpoint.saving.save_async import SaveHandle, save_async
     from dtckpt.checkpoint.tensorflow.dtensor_checkpoint import DTensorCheckpoint
-    from dtckpt.checkpoint.tensorflow.named import name_based_restore, name_based_save, sharded_save
+    from dtckpt.checkpoint.tensorflow.named_tensors import name_based_restore, name_based_save, sharded_save
     from dtckpt.comm.rendezvous import init_process_group
     from dtckpt.coordination.connect import initialize_multi_client, job_status, shutdown_multi_client
     from dtckpt.dtensor import (
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "checkpoint.saving.save_async": ("SaveHandle", "save_async"),
     "checkpoint.managing.manager": ("CheckpointManager",),
-    "checkpoint.tensorflow.named": ("name_based_restore", "name_based_save", "sharded_save"),
+    "checkpoint.tensorflow.named_tensors": ("name_based_restore", "name_based_save", "sharded_save"),
     "checkpoint.managing.restore_newest": ("RestoredStep",),
     "checkpoint.tensorflow.dtensor_checkpoint": ("DTensorCheckpoint",),
     "checkpoint.options": ("RestoreOptions", "SaveOptions"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from dtckpt.checkpoint.restoring.renaming import Rename, validate_rename
+from dtckpt.checkpoint.restoring.rename_rules import Rename, validate_rename
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.errors import ConfigError
 from dtckpt.format.codecs import CODECS
@@ -70,7 +70,8 @@ class RestoreOptions:
             ``any``.
         allow_missing: Leave tensors and values of the target as they are if the checkpoint has none for them.
         allow_unexpected: Pass over tensors and values of the checkpoint that the target does not ask for.
-        rename: New names for tensors and values of the checkpoint; see `dtckpt.checkpoint.restoring.renaming.Rename`.
+        rename: New names for tensors and values of the checkpoint; see
+            `dtckpt.checkpoint.restoring.rename_rules.Rename`.
         report: Called with the `RestoreReport`, when all is restored, or when the restore is refused because something
             is missing, unexpected, reshaped or cast.
         read_once: Whether one client reads each byte from storage, and sends it to the others that need it (large

@@ -1,1 +1,1 @@
-"""Who is in the job, and barriers: through the coordinator, through a torch.distributed store, or alone."""
+"""The clients of a job and their barriers: through the coordinator, through a torch.distributed store, or alone."""

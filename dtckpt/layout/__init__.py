@@ -1,1 +1,1 @@
-"""Layouts of tensors: devices, meshes, placements, regions, and the text and proto forms of meshes and layouts."""
+"""Regions, placements, meshes and layouts, and their text forms."""

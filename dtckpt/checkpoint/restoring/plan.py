@@ -9,7 +9,7 @@ from typing import Any
 from dtckpt.checkpoint.leaves import Leaf
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
-from dtckpt.checkpoint.restoring.renaming import renamed
+from dtckpt.checkpoint.restoring.rename_rules import renamed
 from dtckpt.checkpoint.restoring.report import Cast, Reshaped, RestoreReport
 from dtckpt.errors import DTypeError, ShapeMismatchError, TensorNotFoundError, UnexpectedTensorError, capped
 from dtckpt.format.dtypes import is_convertible, is_lossless

@@ -1,1 +1,1 @@
-"""Save a checkpoint: plan, stage, write, merge, commit."""
+"""Saves: plan, stage, write, merge and commit a checkpoint."""

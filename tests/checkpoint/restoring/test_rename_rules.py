@@ -8,7 +8,7 @@ from support.states import packed
 
 import dtckpt
 from dtckpt import Layout, RestoreOptions, abstract_mesh
-from dtckpt.checkpoint.restoring.renaming import renamed
+from dtckpt.checkpoint.restoring.rename_rules import renamed
 from dtckpt.checkpoint.restoring.report import Cast, Reshaped
 from dtckpt.errors import (
     ConfigError,
