@@ -1,4 +1,4 @@
-"""Order the tests for the workers of xdist, and let at most two tests with client processes run at a time."""
+"""Order the tests for the workers of xdist, and bound how many tests with client processes run at a time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-SLOTS = 2
+SLOTS = 4
 """Tests with client processes that run at the same time."""
 WAIT_S = 1800.0
 LOOK_S = 0.02
 
 
 def dealt(tests: Sequence[T], num_workers: int, has_clients: Callable[[T], bool]) -> list[T]:
-    """Return tests in an order in which the first two workers begin with those that start client processes.
+    """Return tests in an order in which the first workers begin with those that start client processes.
 
     ``--dist worksteal`` gives each worker a run of neighbouring tests, of equal length:
 
@@ -28,11 +28,11 @@ def dealt(tests: Sequence[T], num_workers: int, has_clients: Callable[[T], bool]
     """
     clients = [test for test in tests if has_clients(test)]
     others = [test for test in tests if not has_clients(test)]
-    half = (len(clients) + 1) // 2
+    each = -(-len(clients) // SLOTS)
     ordered = []
     for worker in range(num_workers):
         length = len(tests) // num_workers + (worker < len(tests) % num_workers)
-        own = (clients[:half], clients[half:])[worker] if worker < SLOTS else []
+        own = clients[worker * each :][:each]
         num_others = max(0, length - len(own))
         ordered += [*own, *others[:num_others]]
         others = others[num_others:]
