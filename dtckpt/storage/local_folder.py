@@ -40,9 +40,11 @@ class LocalFolder:
 
     def read_whole(self, name: str, most: int) -> bytes:
         """As `Folder.read_whole`."""
-        if regular_nbytes(f"{self.path}/{name}") > most:
-            raise too_long_error(name, most)
-        return self.read(name, 0, most)
+        descriptor, nbytes = open_regular(f"{self.path}/{name}")
+        with open(descriptor, "rb") as file:
+            if nbytes > most:
+                raise too_long_error(name, most)
+            return file.read(nbytes)
 
     def find_short_file(self, sizes: Mapping[str, int]) -> str | None:
         """As `Folder.find_short_file`."""

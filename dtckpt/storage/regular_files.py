@@ -26,7 +26,11 @@ def regular_nbytes(path: str) -> int:
         FileNotFoundError: Nothing is there.
         MalformedError: The path leads to something other than a regular file.
     """
-    status = os.stat(path)
+    return _regular_nbytes(path, path)
+
+
+def _regular_nbytes(file: str | int, path: str) -> int:
+    status = os.stat(file)
     if not stat.S_ISREG(status.st_mode):
         raise MalformedError(f"{path} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}, expected a file")
     return status.st_size
@@ -36,10 +40,16 @@ def open_regular(path: str) -> tuple[int, int]:
     """Open a regular file for reading; return its descriptor and its size. Raises: as `regular_nbytes`.
 
     The kind of the file is looked up before the open. Should a fifo take its place in between, the open does not wait
-    for a writer (``O_NONBLOCK``).
+    for a writer (``O_NONBLOCK``). The size is that of the file that is open: a save may have put another one in its
+    place.
     """
-    nbytes = regular_nbytes(path)
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), nbytes
+    regular_nbytes(path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return descriptor, _regular_nbytes(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def too_long_error(name: str, most: int) -> MalformedError:
