@@ -4,6 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# Python compiles what it imports, once: less than all that is installed, and not again in each process of the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 RUN    := $(BIN)/torchrun --standalone --nproc-per-node
 
 .PHONY: install demo test check pytest pytest-fast bench wheels lint ruff types layers protos clean
@@ -12,7 +15,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
 	touch $@
 
 demo: install

@@ -52,25 +52,29 @@ def pytest_report_header():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """One more worker than cores, as tests of client processes wait more than they work; five at most."""
-    return min(len(os.sched_getaffinity(0)), 4) + 1
+    """Twice as many workers as cores, as tests of client processes wait more than they work; eight at most."""
+    return 2 * min(len(os.sched_getaffinity(0)), 4)
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark tests of client processes, so that they can be run apart; the first two workers of xdist begin with them."""
+    """Mark tests, let ``-k`` and ``-m`` choose, then take today's shares; the first workers get those with clients."""
     for item in items:
         if "pool" in item.fixturenames:
             item.add_marker("processes")
         if is_slow(str(item.path.relative_to(TESTS)), item.function.__name__):
             item.add_marker("slow")
+    yield
+    chosen = shares.todays(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
     if hasattr(config, "workerinput"):
         items[:] = schedule.dealt(items, config.workerinput["workercount"], lambda item: "processes" in item.keywords)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
-    """Run at most two tests with client processes at a time: they are about time, and each starts several processes."""
+    """Run few tests with client processes at a time: they are about time, and each starts several processes."""
     if "processes" not in item.keywords:
         return (yield)
     with schedule.slot(item.config.cache.mkdir("client-processes")):

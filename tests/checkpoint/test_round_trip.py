@@ -73,7 +73,7 @@ def assert_holds(restored, wholes):
 
 
 @pytest.mark.parametrize("make_mesh", MESH_MAKERS)
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(40))
 @given(options=options_drawn, data=st.data())
 def test_save_and_restore_on_any_meshes(make_mesh, options, data):
     mesh, wholes, chosen = data.draw(states(make_mesh))
@@ -98,7 +98,7 @@ def test_save_and_restore_on_any_meshes(make_mesh, options, data):
             assert checkpoint.verify().damages == ()
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(40))
 @given(states(), options_drawn, options_drawn, st.data())
 def test_reshard_keeps_every_element(state, options, new_options, data):
     mesh, wholes, chosen = state
@@ -121,7 +121,7 @@ def test_reshard_keeps_every_element(state, options, new_options, data):
         assert_holds(again, wholes)
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(20))
 @given(states(), options_drawn, st.data())
 def test_any_region_can_be_read(state, options, data):
     _, wholes, chosen = state

@@ -181,6 +181,7 @@ def _peak_nbytes(*args):
     return int(result.out.splitlines()[-1]) << 10
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_memory_stays_within_the_bound(tmp_path, kvstore, record_property):
     """256 MiB from rows to columns in 32 MiB, so that every stored chunk is needed by every new one."""

@@ -222,6 +222,7 @@ def reshard_until_killed(source, target, index, kvstore, at, pipe):
     pipe.send(num_changes)
 
 
+@pytest.mark.share(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(("kvstore", "step"), [("ocdbt", 2), ("zarr", 7)])
 def test_the_last_worker_is_killed_at_any_time(source, tmp_path, tensors, kvstore, step):

@@ -96,6 +96,7 @@ def saved_by_all(seen):
 WAYS = pytest.mark.parametrize("where", ["one path", "a path each", "manager"])
 
 
+@pytest.mark.share(1)
 @WAYS
 @pytest.mark.parametrize("is_lockstep", [False, True])
 def test_client_that_was_cut_off_for_a_while(tmp_path, where, is_lockstep):
@@ -109,6 +110,7 @@ def test_client_that_was_cut_off_for_a_while(tmp_path, where, is_lockstep):
     assert saved[-5:] == list(range(training.num_steps - 5, training.num_steps)), seen
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("where", ["one path", "a path each"])
 @pytest.mark.parametrize("is_lockstep", [False, True])
 def test_client_that_gave_a_save_up_while_it_was_cut_off(tmp_path, where, is_lockstep):
@@ -121,6 +123,7 @@ def test_client_that_gave_a_save_up_while_it_was_cut_off(tmp_path, where, is_loc
     assert saved[-4:] == list(range(steps - 4, steps)), seen
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("at_store", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_client_that_skipped_a_save(tmp_path, at_store, is_async):
@@ -133,12 +136,14 @@ def test_client_that_skipped_a_save(tmp_path, at_store, is_async):
     assert max(steps[3].seconds for steps in seen) < QUICK_S
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("at_store", [False, True])
 def test_client_that_skipped_a_save_of_a_step(tmp_path, at_store):
     training = Training(num_steps=6, is_lockstep=True, gives_step=True, skips=((1, 2),))
     assert saved_by_all(train(training, tmp_path, at_store=at_store)) == [0, 1, 3, 4, 5]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("at_store", [False, True])
 @pytest.mark.parametrize("gives_step", [False, True])
 def test_client_whose_state_cannot_be_had_while_others_run_ahead(tmp_path, at_store, gives_step):

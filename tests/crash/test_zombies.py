@@ -25,6 +25,7 @@ FEWEST_OPERATIONS = 90
 """File operations that a save has at least."""
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["nobody else saved", "a later attempt saved"])
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_a_frozen_client_comes_back_too_late(nursery, tmp_path, kvstore, is_replaced):

@@ -6,6 +6,7 @@ from support import dtensor_programs
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.share(16)
 @pytest.mark.parametrize("clients", [2, 4])
 @pytest.mark.parametrize("program", dtensor_programs.PROGRAMS, ids=lambda program: program.__name__)
 def test_programs_see_the_same(pool, program, clients):

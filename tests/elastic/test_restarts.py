@@ -47,6 +47,7 @@ def kill_some(job, chance):
     return seconds
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("meeting", ["store", "coordinator"])
 def test_killed_clients(tmp_path, meeting, part):

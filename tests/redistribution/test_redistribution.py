@@ -57,6 +57,7 @@ def test_gradients_come_back_from_any_layout_to_any_other(seed):
     redistribution_cases.check_gradient(seed)
 
 
+@pytest.mark.share(2)
 @pytest.mark.processes
 @pytest.mark.parametrize(("clients", "devices"), [(2, 1), (3, 1), (4, 1), (2, 3)])
 def test_any_layout_to_any_other_over_clients(pool, clients, devices):

@@ -54,6 +54,7 @@ def path(root):
     return f"{root}/step_1"
 
 
+@pytest.mark.share(4)
 def test_what_is_saved_is_restored(path, save):
     report = save(path)
     assert str(report.path) == path
@@ -70,6 +71,7 @@ def test_what_is_saved_is_restored(path, save):
         assert checkpoint.info("large").read_nbytes(region) < checkpoint.info("large").nbytes
 
 
+@pytest.mark.share(3)
 def test_nothing_is_replaced_without_consent(path, save):
     save(path, 1)
     with pytest.raises(CheckpointExistsError, match="overwrite"):
@@ -96,6 +98,7 @@ STEPS = {
 }
 
 
+@pytest.mark.share(12)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_save_that_fails_leaves_what_was_there(path, save, monkeypatch, step):
     save(path, 1)
@@ -120,6 +123,7 @@ def test_a_save_that_fails_leaves_what_was_there(path, save, monkeypatch, step):
     assert holds(path, 3)
 
 
+@pytest.mark.share(3)
 def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
     """A client's database that is missing would pass for one that holds nothing."""
     merge = merging.merge
@@ -139,6 +143,7 @@ def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
     assert holds(path, 1)
 
 
+@pytest.mark.share(3)
 def test_who_is_taken_over_amid_a_save_says_so(path, save, monkeypatch):
     commits = {kind: kind.commit for kind in (TensorStoreWriter, ChunkFileWriter)}
 
@@ -271,6 +276,7 @@ def test_removing(target):
 # --- managers --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.share(3)
 def test_a_manager(root, kvstore, caplog):
     options = SaveOptions(kvstore=kvstore)
     weight = torch.zeros(5)

@@ -49,6 +49,7 @@ def save(path, step=1, **options):
 # --- damage, replacement, copies ----------------------------------------------------------------------------
 
 
+@pytest.mark.share(2)
 @on_objects
 def test_damage_is_detected(root, kvstore):
     path = f"{root}/step_1"
@@ -181,6 +182,7 @@ def test_files_by_name(root):
 # --- through the other calls ----------------------------------------------------------------------------
 
 
+@pytest.mark.share(2)
 @on_objects
 def test_reshard_there_and_back(root, kvstore, tmp_path, capsys):
     local, back = tmp_path / "local", f"{root}/back"
@@ -245,6 +247,7 @@ STATE = {
 }
 
 
+@pytest.mark.share(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 @pytest.mark.parametrize(("victim", "when"), [(1, "amid its writes"), (0, "amid its writes"), (0, "before the commit")])
@@ -277,6 +280,7 @@ def test_a_client_that_is_killed_takes_nothing_along(pool, bucket, store, kvstor
     assert len(attempts) == 1
 
 
+@pytest.mark.share(1)
 @pytest.mark.processes
 def test_a_manager_of_several_clients(pool, bucket, store):
     for steps in (4, 5):
@@ -342,6 +346,7 @@ def refused_reads(scheme, why):
     return refused(why)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("why", REFUSALS)
 def test_refusals_are_explained(gateway, scheme, bucket, why):
     path = f"{bucket}/run/step"
@@ -372,6 +377,7 @@ REFUSED_COMMITS = [
 ]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("scheme", "why", "text"), REFUSED_COMMITS, indirect=["scheme"])
 def test_a_commit_that_is_refused(gateway, bucket, why, text):
     path = f"{bucket}/run/step"

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import TypeVar
+
+import pytest
 
 T = TypeVar("T")
 
@@ -24,23 +26,41 @@ SEED = int(os.environ.setdefault("DTCKPT_TESTS_SEED", str(datetime.now(UTC).date
 def share(cases: Sequence[T], count: int, key: str, seed: int = SEED) -> list[T]:
     """Return today's ``count`` cases of a sweep, or all of them, in their order.
 
-    Seeds n, n + 1, ... give neighbouring hands of the shuffled cases. After ``len(cases) / count`` of them, rounded up,
-    every case has had its turn:
+    The shuffled cases are dealt in hands, and each day has one. Days come in rounds of as many days as there are hands;
+    in each round every case has its turn:
 
         shuffled  | 4 0 7 | 2 5 1 | 6 3 (4) |
-        seed        n       n + 1   n + 2
+        hand          0       1       2          first round: days 0 1 2 take hands 1 0 2, second round: 2 0 1, ...
+
+    Each round takes the hands in another order. So a sweep within a case of another sweep does not meet the same hands
+    again and again on the days on which that case has its turn.
 
     Args:
         cases: All cases.
         count: How many of them one run tries.
         key: Names the sweep; sweeps with different keys are shuffled in different ways.
-        seed: Which hand.
+        seed: Which day.
     """
     if IS_ALL or count >= len(cases):
         return list(cases)
     shuffled = random.Random(key).sample(range(len(cases)), len(cases))
-    hand = (shuffled[(seed * count + offset) % len(cases)] for offset in range(count))
+    hands = -(-len(cases) // count)
+    order = random.Random(f"{key} {seed // hands}").sample(range(hands), hands)
+    first = order[seed % hands] * count
+    hand = (shuffled[(first + offset) % len(cases)] for offset in range(count))
     return [cases[position] for position in sorted(hand)]
+
+
+def todays(tests: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests of this run: of a test function marked ``share(count)``, today's ``count`` cases."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for test in tests:
+        functions.setdefault(test.nodeid.partition("[")[0], []).append(test)
+    chosen = set()
+    for function, cases in functions.items():
+        marker = cases[0].get_closest_marker("share")
+        chosen.update(share(cases, *marker.args, function) if marker else cases)
+    return chosen
 
 
 def amount(some: int, most: int) -> int:

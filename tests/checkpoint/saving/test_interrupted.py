@@ -36,6 +36,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.share(24)
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])

@@ -282,6 +282,7 @@ def test_a_client_without_memory_for_the_copy(pool, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("victim", "where"), [(0, "writing"), (0, "committing"), (1, "writing")])
 def test_a_client_that_is_killed_in_the_background(pool, tmp_path, meeting, victim, where):
     path, axes = f"{tmp_path}/s", {"x": 2}
@@ -315,6 +316,7 @@ def run(call):
     )
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("how", "code"), [("return", 0), ("SystemExit", 3), ("error", 1)])
 def test_a_process_that_exits_commits_its_save(tmp_path, how, code):
     ended = run(f"exit_amid_a_save({str(tmp_path / 's')!r}, {how!r})")

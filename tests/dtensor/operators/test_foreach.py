@@ -142,6 +142,7 @@ TENSOR_PARALLEL = ((S0, S0), (S1, R))
 MIXED = (((S0, S1), (S0, R)), ((R, S0), (R, R)))
 
 
+@pytest.mark.share(20)
 @pytest.mark.parametrize("placed", [FULLY_SHARDED, TENSOR_PARALLEL, MIXED], ids=["sharded", "rows and columns", "grid"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name, placed):

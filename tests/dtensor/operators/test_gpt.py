@@ -30,6 +30,7 @@ def test_it_learns():
     assert losses[-1] < 0.6 * losses[0]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("axes", [{"data": 2, "model": 2}, {"data": 1, "model": 4}, {"data": 3, "model": 1}])
 def test_virtual_devices_learn_the_same(axes):
     assert train(abstract_mesh(axes), STEPS) == pytest.approx(on_one_device(), rel=TOLERANCE)
