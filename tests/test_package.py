@@ -51,7 +51,7 @@ def test_importing_loads_no_library():
 
 def test_importing_costs_next_to_nothing():
     script = "import torch, time; start = time.perf_counter(); import dtckpt; print(time.perf_counter() - start)"
-    assert min(float(run(script)) for _ in range(TRIES)) < MAX_IMPORT_S
+    assert any(float(run(script)) < MAX_IMPORT_S for _ in range(TRIES))
 
 
 def test_the_core_never_loads_torchs_dtensor():

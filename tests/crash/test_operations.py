@@ -20,6 +20,7 @@ SAMPLE = 12
 """How many faults are tried per key-value store and number of clients."""
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("clients", [1, 2])
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_any_operation_may_be_the_last(nursery, tmp_path, kvstore, clients):

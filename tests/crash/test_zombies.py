@@ -13,13 +13,13 @@ from support.shares import amount, share
 
 pytestmark = pytest.mark.processes
 
-SAMPLE = 4
+SAMPLE = 3
 """How many operations a client freezes at, per key-value store."""
-SAVES = amount(5, 25)
+SAVES = amount(3, 25)
 """Saves in a row under random kills."""
-FROZEN_SAVES = amount(3, 25)
+FROZEN_SAVES = amount(2, 25)
 """Saves in a row of which one client freezes, each followed by one amid which such clients come back."""
-ROWS = share(range(20), 3, "rows of saves")
+ROWS = share(range(20), 2, "rows of saves")
 """Seeds of such rows."""
 FEWEST_OPERATIONS = 90
 """File operations that a save has at least."""

@@ -98,7 +98,7 @@ STEPS = {
 }
 
 
-@pytest.mark.share(12)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_save_that_fails_leaves_what_was_there(path, save, monkeypatch, step):
     save(path, 1)

@@ -188,6 +188,7 @@ def test_two_leaders_at_once(target, monkeypatch):
     assert outcomes >= {("a",), ("b",), ("a", "b"), ("b", "a")}  # the last one is what is there
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("leaders", "rounds"), [(2, 6), (3, 3)])
 def test_rivals_that_try_again_and_again(target, monkeypatch, leaders, rounds):
     """Whoever is refused is so for a rival that is committed: of those that save at the same time at least one is."""

@@ -12,6 +12,7 @@ def test_one_process(case):
     assert case() == []
 
 
+@pytest.mark.share(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("case", CASES)
 def test_clients(pool, case):
