@@ -170,6 +170,8 @@ class PendingWork:
 
     def arrivals(self) -> Iterator[int]:
         while self._receives:
+            # In the order in which they were posted, since `wait` is all that both transports offer. A message that
+            # overtakes others lies in its buffer until its turn.
             position, work = self._receives.popleft()
             if work is not None:
                 self._wait_for(work)
@@ -269,6 +271,9 @@ class PairwiseCollectives:
         return PendingWork(works, "reduce_scatter", self.members, on_done)
 
     def all_reduce(self, tensor: torch.Tensor, reduce_op: str) -> Work:
+        # A member receives 2 (n - 1) / n times the tensor's size, in two steps; to send all terms to all would take n -
+        # 1 times the size. Both steps use tag 0, which is safe, as messages of one pair arrive in the order of their
+        # sends.
         flat = tensor.view(-1)
         # Chunks of one size, the last ones shorter or empty. Each member reduces its own chunk, then all gather them.
         size = math.ceil(flat.numel() / len(self.members))
@@ -329,6 +334,8 @@ class NativeCollectives(PairwiseCollectives):
         operations += [dist.P2POp(dist.isend, byte_view(item), peer, group) for peer, item in messages if item.numel()]
         if not operations:
             return PendingWork([], "exchange", self.members, receives=[None] * len(receives))
+        # One batch, because messages that NCCL ran one after the other would wait for each other: two clients that both
+        # send first never come to receive.
         works = dist.batch_isend_irecv(operations)
         nbytes = sum(buffer.nbytes for _, buffer in receives)
         return self._pending("exchange", nbytes, works, num_receives=len(receives))
@@ -437,6 +444,8 @@ def all_gather_object(value: T, clients: Sequence[int]) -> list[T]:
 
 def reduce_terms(result: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str, divisor: int = 1) -> None:
     """Write the reduction of ``terms``, in their order, to ``result``; divide an average by ``divisor``."""
+    # One of the first two terms may be ``result`` itself, received in place: the first step reads both of them, element
+    # by element, before it writes. A later term must not be, since by then it is overwritten.
     reducer, (first, *others) = REDUCERS[reduce_op], terms
     if not others:
         result.copy_(first)

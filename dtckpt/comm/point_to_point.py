@@ -151,6 +151,7 @@ class Connections:
         """
         with self._lock:
             new = sorted(set(peers) - self.endpoints.keys())
+            # All handshakes begin before any is waited for, so that their latencies overlap.
             for client in new:
                 if client not in self._handshakes:
                     self._handshakes[client] = Handshake(client, gloo, ranks[client])
@@ -191,6 +192,7 @@ class Handshake:
             self._listener.listen()
         hello = self._host, address, os.getpid(), ctypes.addressof(self._probe), self._probe.raw
         self._wait_for_hello = self._exchange(_HELLO.pack(*hello))
+        # In a tuple, since None is an outcome too: Gloo carries the messages.
         self._outcome: tuple[Endpoint | None] | None = None
         self._lock = threading.Lock()
 
@@ -230,6 +232,7 @@ class Handshake:
                 connection.close()
             return None
         if self._listener is not None:
+            # It sent its answer after it had connected, so this does not wait.
             connection = _accept(self._listener, pid, timeout_s)
         assert connection is not None  # noqa: S101  (a client without a listener has made one above)
         logger.debug("messages to client %d, process %d of this host, go past the network", self._client, pid)
@@ -238,6 +241,7 @@ class Handshake:
     def _exchange(self, data: bytes) -> Callable[[], bytes]:
         """Start to exchange equally many bytes with the other client; return a function that waits for its bytes."""
         ours, theirs = (torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in (data, bytes(len(data))))
+        # Two rounds with one tag do not mix: Gloo keeps the order of one pair's messages.
         works = self._gloo.recv([theirs], self._rank, END_OF_TAGS), self._gloo.send([ours], self._rank, END_OF_TAGS)
 
         def wait() -> bytes:

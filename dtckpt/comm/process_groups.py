@@ -103,6 +103,7 @@ def process_group_of(
         raise CoordinationError(
             f"process group: got clients {capped(ranks)}, expected this client, {dist.get_rank()}, among them"
         )
+    # A group costs connections among its members, so the default group is taken where it serves as well.
     world, is_usual = dist.group.WORLD, override == (None, None)
     if (
         is_usual
@@ -114,6 +115,8 @@ def process_group_of(
     backend, options = override
     key = ranks, backend or backend_of(device_type), options
     with _lock:
+        # Under the lock: of two threads that made one group at once, the second would make the next generation, for
+        # which no other client waits.
         group = _groups.get(key)
         if group is None or not _is_alive(group):
             group = _groups[key] = _make(key)
@@ -154,6 +157,7 @@ def point_to_point_backend(clients: Iterable[int]) -> tuple[Any, Mapping[int, in
     """
     ranks = tuple(sorted(set(clients)))
     world, backends = dist.group.WORLD, _default_group_backends()
+    # Its connections serve any set of clients, since each message names its two ends.
     if world is not None and ranks[-1] < (size := world.size()) and backends.get("cpu") == _DEFAULT_BACKEND:
         return world._get_backend(_CPU), range(size)
     group = process_group_of(ranks, "cpu")
@@ -189,6 +193,7 @@ def _default_group_backends() -> dict[str, str]:
 def _is_alive(group: dist.ProcessGroup) -> bool:
     """Whether a group was not destroyed."""
     try:
+        # torch looks a group up in its own table, from which it removes the group when that is destroyed.
         dist.get_backend(group)
     except ValueError:
         return False
@@ -204,6 +209,7 @@ def _make(key: Key) -> dist.ProcessGroup:
     generations = _generations.setdefault(world, Counter())
     # A new name each time: the store still holds the addresses of a destroyed group under its name.
     generations[ranks, backend] += 1
+    # A digest keeps the name short, however many the clients are.
     members = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
     with _without_splitting(world), _connection_errors(ranks):
         group: dist.ProcessGroup
@@ -227,6 +233,7 @@ def _keep_groups_in_child() -> None:
     """Never destroy the parent's groups in a forked process: Gloo would wait for threads that do not exist there."""
     if fork_guard.is_forked() and dist.is_initialized():
         for group in _c10d._world.pg_map:
+            # Never given back on purpose: no destructor runs, not even when the process ends.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 

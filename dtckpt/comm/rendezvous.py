@@ -93,6 +93,7 @@ def init_process_group(
     own_store, attempt = agree_on_attempt(store, "process_group", config, timeout or TIMEOUT)
     try:
         dist.init_process_group(
+            # The timeout as it was given: None leaves every backend its own, which is not `TIMEOUT`.
             backend,
             timeout=timeout,
             store=own_store,
@@ -185,6 +186,7 @@ def agree_on_attempt(store: Store, topic: str, config: Config, timeout: timedelt
         BarrierTimeoutError: Clients did not come in time.
         CoordinatorUnavailableError: The store cannot be reached.
     """
+    # The keys of an attempt lie under its random name, where no killed process has ever written.
     topic_store = PrefixStore(f"dtckpt/{topic}", store)
     wait = _Wait(timeout.total_seconds())
     try:
@@ -209,6 +211,7 @@ class _Wait:
         Raises:
             BarrierTimeoutError: The deadline passes before; the clients that ``missing()`` returns did not come.
         """
+        # The store's own wait would do neither: notice that the leader changes, and tell which clients are missing.
         while not is_over():
             if time.monotonic() > self._deadline:
                 clients = missing()
@@ -222,6 +225,7 @@ class _Wait:
 
 def _lead(store: Store, config: Config, wait: _Wait) -> str:
     """Publish a new name, wait until all clients have joined under it, and begin the attempt; return the name."""
+    # Random, so that no key of an earlier attempt at this store lies under it.
     name = secrets.token_hex(8)
     keys = [f"joined/{name}/{client}" for client in range(config.num_clients)]
     store.set(keys[0], str(config.attempt))
@@ -253,5 +257,6 @@ def _join(store: Store, config: Config, wait: _Wait) -> str:
             joined = name
         return False
 
+    # Only the leader looks at who has joined, so all that this client can miss is the leader.
     wait.until(has_begun, lambda: [0])
     return joined

@@ -159,8 +159,10 @@ class RedistributionCall:
                 was in an earlier call, which had returned here.
         """
         with self._polling:
+            # Without a record no thread here has waited for long. Then the store is not asked: that costs a round trip.
             if self._record is not None and (error := _error_in(self._record.read())):
                 self._record.settle()
+                # Read again, now that all have written: the error must be the same on every client.
                 raise _error_in(self._record.read()) or error
         returned = self._history.returned[self._group]
         late = [call for call in returned if call._late_error is not None]
@@ -287,6 +289,7 @@ class CallRecord:
         current = self._store.get(self._key) if self._store.check([self._key]) else b""
         while change(state := _parse(current)):
             changed = json.dumps(state)
+            # To a store, an expected value of "" also stands for a key that nobody has written yet.
             stored = self._store.compare_set(self._key, current.decode(), changed)
             if stored.decode() == changed:
                 return
@@ -294,6 +297,7 @@ class CallRecord:
 
     def _register(self) -> None:
         self._store.set(f"{self._key}/{self._client}", "here")
+        # The count comes last, so whoever counts this client also finds its key and its request.
         self._store.add(f"{self._key}/here", 1)
 
     def join_requests(self) -> bool:
@@ -393,6 +397,7 @@ def _encode(changes: Sequence[LayoutChange]) -> str:
         ]
         for change in changes
     ]
+    # Requests are compared as texts, so nothing in them may depend on the client that wrote them.
     return json.dumps([items, [mesh.portable().as_proto().SerializeToString().hex() for mesh in meshes]])
 
 
@@ -438,6 +443,7 @@ def _watch_calls() -> None:
     seen: set[int] = set()
     while True:
         time.sleep(PATIENCE_S)
+        # A copy, because threads enter and leave calls meanwhile.
         now = dict(_waiting)
         # Only calls that waited at the last look already have waited for `PATIENCE_S`.
         for number in seen & now.keys():

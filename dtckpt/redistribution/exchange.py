@@ -196,6 +196,8 @@ class BoxExchange:
         axes = reduced_axes(source, target)
         source_regions, target_regions = _regions(source, change.shape), _regions(target, change.shape)
         source_devices, target_devices = _devices(source.mesh), _devices(target.mesh)
+        # Where each output is, as a whole, one component of the source on the same device, not even a copy is made: the
+        # output shares memory with the source, and a caller that must not share it copies it.
         is_reused = plan.is_local and not axes and _are_whole_components(plan.copies, source_regions, target_regions)
         is_reused = is_reused and all(
             source_devices[each.source] == target_devices[each.target] for each in plan.copies
@@ -212,6 +214,8 @@ class BoxExchange:
         if is_reused:
             return
 
+        # Through host memory a large box goes in pieces: one is packed or reduced while the next is in flight. NCCL
+        # runs an exchange as one operation, so there nothing would overlap.
         is_cut = self.device_type == "cpu" and not plan.is_local
 
         def pieces(moves: Iterable[Move]) -> Iterator[Move]:
@@ -230,6 +234,8 @@ class BoxExchange:
                 terms.setdefault(output_box(move), []).append((term_of(source, axes, move.source), source_box(move)))
             else:
                 self.copies.append((output_box(move), source_box(move)))
+        # Messages have no headers. A box is known by its position alone, so both sides go through tensors, then sorted
+        # moves, then pieces.
         for receiver, moves in plan.sends.items():
             sent_boxes.setdefault(receiver, []).extend(map(source_box, pieces(moves)))
         for sender, moves in plan.receives.items():
@@ -244,6 +250,7 @@ class BoxExchange:
             self.forwards.append((output_box(move), origin))
         if axes:
             reduce_op = reduction_kind(source.partial[axes[0]])
+            # Now, when the exchange is compiled: no message is under way yet, so the caller can still report the error.
             validate_reduction(reduce_op, dtype)
             divisor = math.prod(source.mesh.dim_size(axis) for axis in axes if source.partial[axis] == "avg")
             for box, box_terms in terms.items():
@@ -276,6 +283,7 @@ class BoxExchange:
         shape = self.changes[0].shape
         parts, wholes = _regions(target, shape), _regions(later_target, shape)
         num_staying = Counter[int]()
+        # A next exchange that reduces has no copies, so it never qualifies: its outputs are sums, not this one's terms.
         for into, source in later.copies:
             num_staying[into.device] += math.prod(into.shape) if into.device == source.device else 0
         # An empty part lies nowhere, though every region contains it.
@@ -327,6 +335,7 @@ class OutputBuffers:
         """Take a spare buffer for a box on its device; None if none is large enough."""
         buffers = self.spare.get(box.device, [])
         for number, spare in enumerate(buffers):
+            # The bytes around a part begin at any address; a view of a wider dtype must not.
             start = -spare.data_ptr() % ALIGNMENT
             stop = start + box.nbytes
             if stop <= spare.numel():
@@ -367,6 +376,7 @@ class BoxTransfer:
             # Before any flight: clients may end theirs after different rounds.
             exchange.collectives.connect(exchange.peers)
             self._post(exchange.flights[:1])
+        # Local work stands between the first flight and the others, so that messages are in flight meanwhile.
         for output_box, source_box in exchange.copies:
             output, source = output_box.view_in(self.outputs), source_box.view_in(tensors)
             if output.data_ptr() != source.data_ptr():  # the same where buffers are shared, see `OutputBuffers.within`
@@ -405,6 +415,7 @@ class BoxTransfer:
         message = self._shared.get(number)
         if message is None:
             message = self._exchange.messages[number].pack(self._tensors, device)
+            # Kept until the end of the transfer, as its receivers may belong to different flights.
             if number in self._exchange.shared_messages:
                 self._shared[number] = message
         self._sent.append(message)
@@ -429,6 +440,7 @@ class BoxTransfer:
     def finish(self) -> list[dict[int, torch.Tensor]]:
         """Wait until all messages are delivered and reduced, and return `outputs`."""
         self._complete()
+        # Last, because they read outputs which a message or a reduction may have written just now.
         for output_box, origin in self._exchange.forwards:
             output_box.view_in(self.outputs).copy_(origin.view_in(self.outputs))
         self._shared, self._tensors, self._buffers = {}, (), ()
@@ -466,6 +478,7 @@ class BoxTransfer:
         """Reduce the terms of an output box, all of which are here."""
         reduction = self._exchange.reductions[number]
         output = reduction.box.view_in(self.outputs)
+        # Popped, so that the memory of these terms is free before the next terms arrive.
         terms = [
             self._terms.pop(term) if isinstance(term, int) else term.view_in(self._tensors) for term in reduction.terms
         ]
@@ -480,6 +493,7 @@ def validate_reduction(reduce_op: str, dtype: torch.dtype) -> None:
         LayoutError: They cannot.
     """
     try:
+        # A trial, since only torch knows which of its functions takes which dtype.
         REDUCERS[reduce_op](torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype))
     except (RuntimeError, TypeError) as error:
         raise LayoutError(f"reduction: cannot reduce {dtype} by {reduce_op!r}: {error}; convert it first") from None
@@ -496,10 +510,12 @@ def _devices(mesh: Mesh) -> dict[int, torch.device]:
 def _pieces(move: Move, itemsize: int) -> Iterator[Move]:
     """Cut a move along the first dim that is longer than 1, into about even pieces; yield them."""
     nbytes = math.prod(move.shape) * itemsize
+    # Along the outermost such dim: so a piece of a contiguous box is contiguous, and can be received in place.
     dim = next((dim for dim, size in enumerate(move.shape) if size > 1), 0)
     if nbytes < 2 * PIECE_NBYTES:
         yield move
         return
+    # Every piece but the last has `PIECE_NBYTES` or more; where the dim has few large rows, a piece is at least a row.
     size = -(-move.shape[dim] // (nbytes // PIECE_NBYTES))
     for start in range(0, move.shape[dim], size):
         offset, shape = list(move.offset), list(move.shape)
@@ -510,6 +526,7 @@ def _pieces(move: Move, itemsize: int) -> Iterator[Move]:
 
 def _bytes_around(whole: torch.Tensor, part: Sequence[slice]) -> list[torch.Tensor]:
     """Return the bytes before and after a part of a tensor, if the part is rows of a contiguous tensor; else none."""
+    # Beside a part that is no rows, the bytes around it lie in many short runs between those of the part.
     is_rows = all(one == slice(0, size) for one, size in zip(part[1:], whole.shape[1:], strict=True))
     if not part or not is_rows or not whole.is_contiguous():
         return []

@@ -132,6 +132,7 @@ def kept_axes(source: Layout, target: Layout) -> tuple[str, ...]:
     ]
     if len({reduction_kind(source.partial[axis]) for axis in pending}) > 1:
         kept = list(itertools.takewhile(kept.__contains__, pending))
+        # A target whose axes stand in another order would reduce them in another order.
         if [axis for axis in target.mesh.mesh_dim_names if axis in kept] != kept:
             kept = []
     return tuple(kept)
@@ -186,6 +187,9 @@ class _Holders:
 
     def sender(self, part: Part, turn: int) -> tuple[int, int]:
         """Return the client and the device that send a part to a remote device with this turn; see `_turns`."""
+        # First the clients take turns, then the devices of each: receivers that follow each other have other senders.
+        #     replicas  4 5 | 8 9 | 12        turn   0  1   2  3  4   5
+        #     clients   0 0 | 1 1 |  2        sender 4  8  12  5  9  12
         starts = np.flatnonzero(self.is_first[part])
         turn, number = divmod(turn, len(starts))
         replicas = self.devices[part]
@@ -205,8 +209,11 @@ def _holders(layout: Layout, axes: tuple[str, ...]) -> _Holders:
     mesh = layout.mesh
     devices = layout.devices_by_part(axes)
     owners = mesh.owners.reshape(-1)[devices - mesh.min_global_device_id()]
+    # Stable, since the devices of one client must still ascend: `sender` and `_send` count on it.
     order = owners.argsort(axis=-1, kind="stable")
     devices, owners = (np.take_along_axis(array, order, axis=-1) for array in (devices, owners))
+    #     owners    0 0 1 1 2         sorted by client, so a client's replicas are one run,
+    #     is_first  T F T F T         and the marks are where runs start
     is_first = np.ones(owners.shape, dtype=np.bool_)
     np.not_equal(owners[..., 1:], owners[..., :-1], out=is_first[..., 1:])
     return _Holders(devices, owners, is_first)
@@ -235,6 +242,8 @@ def overlapping_shards(layout: Layout, shape: Sequence[int], region: Region) -> 
     """Yield every shard of a layout that overlaps a region: its index along every dim, and the overlap."""
     per_dim = []
     for dim, window in enumerate(_window(layout, shape, region)):
+        # Where several axes split a dim, an empty shard may stand before full ones: 5 elements in 4 are 2, 2, 1, 0, and
+        # the shards of the next 5 follow. Such a shard is in the window and has no overlap.
         overlaps = ((index, *_overlap(layout, shape, region, dim, index)) for index in window)
         per_dim.append([(index, start, length) for index, start, length in overlaps if length > 0])
     for combination in itertools.product(*per_dim):
@@ -297,6 +306,7 @@ class _Planner:
         draft = _Draft()
         for part, receivers in self._new_parts.items():
             self._receive(shape, part, receivers, draft)
+        # Where everybody holds all parts, nobody receives, and the search for receivers would be in vain.
         for part, senders in () if self._is_local else self._old_parts.items():
             self._send(shape, part, senders, draft)
         return ExchangePlan(
@@ -313,6 +323,7 @@ class _Planner:
         Where the client holds all terms of a box, each device copies it. Otherwise the first device gets the box and
         forwards it to the others.
         """
+        # Invariant: of a box, no byte comes to this client twice. So one device receives for all that need it.
         first, *others = receivers
         kept = part[len(shape) :]
         for index, box in overlapping_shards(self._source, shape, _box(self._target, shape, part)):
@@ -324,6 +335,7 @@ class _Planner:
                 continue
             for term in terms:
                 if term in self._old_parts:
+                    # Terms that are here already meet the received ones on the device that reduces them.
                     draft.copies.append(_move(self._local_sender(term, first), first, box))
                 else:
                     client, sender = self._senders.sender(term, int(self._turns[first - self._first_id]))
@@ -339,6 +351,8 @@ class _Planner:
         window = _window(self._target, shape, box)
         kept = part[len(shape) : len(shape) + self._num_kept]
         devices, owners, is_first = self._receivers.at((*(slice(each.start, each.stop) for each in window), *kept))
+        # The same arithmetic as in `_Holders.sender`. If the two differed, a client would wait for a box that nobody
+        # sends.
         turns = self._turns[devices - self._first_id]
         is_mine = is_first & (turns % len(clients) == clients.index(self._client))
         for index in map(tuple, np.argwhere(is_mine.any(axis=-1)).tolist()):
@@ -355,6 +369,7 @@ class _Planner:
 
     def _local_sender(self, part: Part, receiver: int) -> int:
         devices = self._old_parts[part]
+        # The very device, where it holds the part: that copy crosses no bus, and may even be left out.
         same = self._same_device.get(receiver)
         return same if same in devices else devices[receiver % len(devices)]
 
@@ -363,6 +378,7 @@ def _same_devices(source: Mesh, target: Mesh, client: int) -> Mapping[int, int]:
     """Return, by a client's target device ids, the id of the same device in the source mesh."""
     if source == target:
         return {device: device for device in target.devices_of(client)}
+    # Ids are counted in each mesh by itself, so only the name tells that two meshes have a device in common.
     by_name = {source.device_name(device): device for device in source.devices_of(client)}
     names = {device: target.device_name(device) for device in target.devices_of(client)}
     return {device: by_name[name] for device, name in names.items() if name in by_name}

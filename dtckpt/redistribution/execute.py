@@ -102,6 +102,8 @@ class RedistributionPlan:
             return [OutputBuffers(dict(into))]
         if index is None:
             return exchange.allocate_outputs() if isinstance(exchange, BoxExchange) else []
+        # From the back: the last exchange that shares the buffer allocates it, and those before get parts of parts.
+        #     step 1 [ part ]  within  step 2 [ ....part.... ]  within  step 3 [ all ], allocated
         later = self.output_buffers(step + 1, into)
         return [*later, later[-1].within(index)]
 
@@ -140,6 +142,7 @@ def _compile(change: LayoutChange, client: int, memory: str) -> RedistributionPl
     exchanges: list[Exchange] = []
     for before, after in itertools.pairwise((source, *path)):
         step = LayoutChange(before, after, shape, dtype)
+        # A client that has no device in this step is in no line of devices that a collective could run along.
         collective = find_collective(step) if step.device_type != "cpu" and step.client in step.clients else None
         exchanges.append(NativeExchange(step, collective) if collective else BoxExchange([step]))
     index_in_next = [
@@ -200,6 +203,7 @@ class Redistribution:
         self._transfers: list[Transfer] = []
         self._first_tag = _fingerprint(tuple(plans)) + count * _TAGS_APART
         try:
+            # Messages may be under way, and would still write to buffers that are freed with this error.
             outputs = self._start(plans, tensors, into)
         except BaseException:
             self._abandon()
@@ -215,6 +219,7 @@ class Redistribution:
         buffers: list[list[OutputBuffers]] = [[] for _ in plans]
         for step in range(max((len(plan.exchanges) for plan in plans), default=0)):
             self._finish()
+            # To post messages may block, too: on the handshake with a new peer, and on the flight before.
             with self._call.watched() if self._call else nullcontext():
                 for members, exchange in _exchanges_of(plans, step):
                     for member in members:
@@ -242,6 +247,7 @@ class Redistribution:
         try:
             self._finish()
             if self._call is not None:
+                # Once: to validate also enters the call into the history of those that returned.
                 call, self._call = self._call, None
                 call.validate()
         except DtckptError as error:
@@ -252,6 +258,7 @@ class Redistribution:
         with self._call.watched() if self._transfers and self._call else nullcontext():
             try:
                 while self._transfers:
+                    # Popped only when it is complete, so that `_abandon` also finds a transfer that was interrupted.
                     self._transfers[0].finish()
                     self._transfers.pop(0)
             except BaseException:
@@ -286,8 +293,10 @@ def _exchanges_of(plans: Sequence[RedistributionPlan], step: int) -> list[tuple[
         if isinstance(exchange, BoxExchange):
             mergeable.setdefault((exchange.clients, exchange.device_type), []).append(member)
         elif exchange is not None:
+            # Native collectives come first, on all clients: they have no tags, and are matched by their order alone.
             result.append(([member], exchange))
     for members in mergeable.values():
+        # In the order of the plans, which all clients share: the layout of the shared messages follows from it.
         exchanges = tuple(plans[member].exchanges[step] for member in members)
         result.append((members, exchanges[0] if len(exchanges) == 1 else _merge(exchanges)))
     return result
@@ -403,6 +412,7 @@ def redistribute_components(
         for plan in plans:
             change = plan.change
             _LOG.debug("redistribute %s of %s: %r to %r", change.shape, change.dtype, change.source, change.target)
+    # Only a host that waits can notice that others ask for something else, so only such calls are counted.
     host_waits = any(not plan.is_local and plan.change.device_type == "cpu" for plan in plans)
     if is_async and not host_waits and (cards := _cards(plans, tensors)):
         return EnqueuedRedistribution(plans, tensors, cards)
@@ -415,6 +425,7 @@ def redistribute_components(
     if not is_async:
         running.wait()
     elif host_waits:
+        # This thread goes on with other work, but other clients wait for what this one sends.
         ensure_progress()
     return running
 
@@ -430,6 +441,7 @@ def _plan_participation(changes_for: Callable[[int], Sequence[LayoutChange]], co
     """Plan this client's participation, with zeros, in changes that others ask for; see `disagreement.Planner`."""
     own = dist.get_rank()
     changes = changes_for(own)
+    # Through the same plans as those who ask for it in earnest: the messages must match theirs in size and tag.
     plans = [_cached_plan(change) for change in changes]
 
     @cache

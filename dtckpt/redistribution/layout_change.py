@@ -53,6 +53,8 @@ class LayoutChange:
     def device_type(self) -> str:
         """Where messages lie: ``cuda`` if every client has one card there and a backend for it, else ``cpu``."""
         for mesh in (self.source.mesh, self.target.mesh):
+            # The ranks of a process group are clients, so of several cards of a client NCCL could address none by
+            # itself.
             if mesh.device_type != "cuda" or mesh.num_clients != mesh.size():
                 return "cpu"
         return message_memory("cuda")
@@ -66,6 +68,7 @@ class LayoutChange:
     @property
     def fingerprint(self) -> int:
         """A number below 2**31, the same on all clients for the same change, and hardly ever for different ones."""
+        # No `hash`: that of a text differs from process to process.
         layouts = [(_fingerprint(each.mesh), each.sharding_specs, each.partial) for each in (self.source, self.target)]
         return zlib.crc32(f"{layouts} {self.shape} {self.dtype}".encode()) >> 1
 

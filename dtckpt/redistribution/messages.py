@@ -93,6 +93,7 @@ class MessageFormat:
     def of(cls, boxes: Sequence[Box]) -> MessageFormat:
         """Return the format of a message of these boxes, at least one."""
         ends = itertools.accumulate((-(-box.nbytes // ALIGNMENT) * ALIGNMENT for box in boxes), initial=0)
+        # The last box is not padded: the message ends with it.
         starts = tuple(ends)[:-1]
         return cls(tuple(boxes), starts, starts[-1] + boxes[-1].nbytes)
 
@@ -120,6 +121,7 @@ class MessageFormat:
             return (first if device in (None, first.device) else first.to(device)).contiguous()
         message = self.allocate(device or first.device)
         for box, view in zip(self.boxes, self.views(message), strict=True):
+            # Of boxes with pending conjugation or negation, `copy_` writes the values.
             view.copy_(box.view_in(tensors))
         return message
 
@@ -156,9 +158,11 @@ def group_boxes(sizes: Sequence[int]) -> Iterator[list[int]]:
     numbers: list[int] = []
     nbytes = 0
     for number, size in enumerate(sizes):
+        # It does not end the group: small boxes on both sides of a large one still share a message.
         if size >= LARGE_NBYTES:
             yield [number]
             continue
+        # No group is empty here: without boxes before it, one small box is far below the bound.
         if nbytes + size > MESSAGE_NBYTES:
             yield numbers
             numbers, nbytes = [], 0

@@ -48,10 +48,12 @@ def find_collective(change: LayoutChange) -> NativeCollective | None:
     """Return the collective that does a change of layout, or None if only an exchange of boxes does it."""
     source, target = change.source, change.target
     mesh = source.mesh
+    # The library's members are clients. Two devices of one client would be two members.
     if mesh != target.mesh or mesh.num_clients != mesh.size() or mesh.num_clients == 1:
         return None
     reduced = reduced_axes(source, target)
     before, after = source.split_axes, target.split_axes
+    # One op serves all axes: a path never leaves reductions of different kinds to one exchange.
     if reduced and before == after:
         return NativeCollective(ALL_REDUCE, reduced)
     differing = [dim for dim, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]]
@@ -112,6 +114,7 @@ class NativeExchange:
         region = self._change.target.region(self._device, self._change.shape)
         kind, dim = self._collective.kind, self._collective.dim
         if kind == ALL_REDUCE:
+            # The library reduces in place, and the source must keep its values.
             output = host_memory.detached_clone(component)
             work = self._collectives.all_reduce(output, self._reduce_op)
             return NativeTransfer(self._device, output, work, self._divisor)
@@ -121,6 +124,8 @@ class NativeExchange:
             terms = [chunks[piece].contiguous() for piece in self._piece_of_member]
             work = self._collectives.reduce_scatter(output, terms, self._reduce_op)
             return NativeTransfer(self._device, output, work, self._divisor)
+        # Along an inner dim, parts of the output are not contiguous: those are received beside it, and copied in
+        # `finish`.
         parts = [output.chunk(len(self._piece_of_member), dim)[piece] for piece in self._piece_of_member]
         buffers = [part if part.is_contiguous() else torch.empty_like(part).contiguous() for part in parts]
         work = self._collectives.all_gather(buffers, component.contiguous())

@@ -63,6 +63,7 @@ def plan_path(source: Layout, target: Layout, shape: tuple[int, ...], *, is_nati
     if is_native and axes and end == without(layout, axes):
         return (*path, end)
     candidates = _reducing_paths(layout, end, axes) if axes else _moving_paths(layout, end)
+    # Of equal candidates `min` takes the first, the direct one. Candidates stand in one order on every client.
     return (*path, *min(candidates, key=lambda candidate: _cost(layout, candidate, shape)))
 
 
@@ -103,6 +104,8 @@ def _normal_form(source: Layout, target: Layout) -> Path:
     source_axes, target_axes = source.split_axes, target.split_axes
     kept = {axis for split in target_axes for axis in split}
     # The gathers, backwards: from the target's axes, put back one gathered axis after the other.
+    #     a dim, from x to y:    x  --slice-->  x, y  --exchange-->  y, x  --gather-->  y
+    # The slice moves nothing, the exchange keeps the size of pieces, and gathers make them larger, up to the target's.
     gathered: list[Axes] = [target_axes]
     for dim, split in enumerate(source_axes):
         # A gather takes away the last axis of a dim. So backwards, the first one is put back first.
@@ -120,6 +123,7 @@ def _cost(source: Layout, path: Path, shape: Sequence[int]) -> tuple[Fraction, f
     Returns:
         Elements received, and the seconds that do not depend on them.
     """
+    # Exact, so that paths of equal bytes compare as equal, and the time decides between them.
     numel, seconds, before = Fraction(0), 0.0, source
     for after in path:
         terms = math.prod(before.mesh.dim_size(axis) for axis in reduced_axes(before, after))
