@@ -72,8 +72,10 @@ def pack(
         global_shape = None if shape is None else _shape_of(shape)
         components = _components(tensors, layout)
     except DtckptError as error:
+        # Kept and not raised: the other clients wait for this one's summary, and raise the error with it.
         failure = error
     summary = Summary.of(components, layout, failure, global_shape)
+    # Otherwise nothing is sent, and each client checks its own components against the shape that it was given.
     if (shape is None or run_check) and _is_shared(layout.mesh):
         summary = Summary.merged(all_gather_object(summary, layout.mesh.clients))
     summary.validate_agreement(layout)
@@ -82,6 +84,7 @@ def pack(
     summary.validate(layout, global_shape)
     if run_check:
         _validate_replicas(components, layout, global_shape)
+    # A client outside the mesh has no component and hears of none; so float32 is a stand-in there.
     dtype = components[0].dtype if components else getattr(torch, summary.dtype or "float32")
     return DTensor(components, layout, global_shape, dtype)
 
@@ -187,6 +190,7 @@ class Summary:
         shape: tuple[int, ...] | None,
     ) -> Summary:
         """Return the summary of this client's components."""
+        # Not strict: with a failure there are no components.
         by_device = dict(zip(layout.mesh.local_device_ids(), components, strict=False))
         return cls(
             {device: tuple(component.shape) for device, component in by_device.items()},
@@ -218,6 +222,7 @@ class Summary:
         """
         sizes = []
         for dim in range(layout.rank):
+            # Several devices may hold one shard; `validate` finds those whose sizes differ.
             lengths = {layout.shard_index(device)[dim]: shape[dim] for device, shape in self.shapes.items()}
             is_complete = len(lengths) == layout.num_shards(dim)
             sizes.append(
@@ -242,6 +247,7 @@ class Summary:
         """Check that the components are those of a tensor of ``shape``."""
         if len(shape) != layout.rank:
             raise ComponentError(f"global shape does not fit the layout; got {shape}, expected {layout.rank} dims")
+        # In order of devices, so that all clients name the same one.
         for device, actual in sorted(self.shapes.items()):
             expected = layout.region(device, shape).shape
             if actual != expected:
@@ -258,6 +264,7 @@ def _are_meta(components: Sequence[torch.Tensor]) -> bool:
 
 def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...]) -> None:
     """Compare components that must be copies of each other, on all clients where a process group connects them."""
+    # Terms of a pending reduction differ by design, and meta tensors have no values.
     if layout.partial or _are_meta(components):
         return
     names = layout.mesh.local_devices()
@@ -266,6 +273,7 @@ def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape
         for device, name, component in zip(layout.mesh.local_device_ids(), names, components, strict=True)
     ]
     if _is_shared(layout.mesh):
+        # Digests travel, never values: 16 bytes for each component, however large it is.
         digests = [item for listed in all_gather_object(digests, layout.mesh.clients) for item in listed]
     first: dict[Any, tuple[str, bytes]] = {}
     for region, name, digest in digests:
@@ -275,6 +283,7 @@ def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    # Bits, not values: NaN is equal to itself here, and 0.0 differs from -0.0.
     return byte_view(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
 
 

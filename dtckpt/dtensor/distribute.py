@@ -64,14 +64,18 @@ def distribute_tensor(
         return _validated(tensor, cached_layout(mesh, placements, tensor.ndim))
     layout = _layout_of(tensor, mesh, placements, src_data_rank)
     if src_data_rank is not None and not mesh.is_remote() and mesh.num_clients > 1:
+        # Before anybody sends: an error here, or other arguments, would leave the others waiting for values. So an
+        # error is a value until all clients have told theirs.
         layout = _agreed_layout(layout, tensor, mesh, src_data_rank)
     if isinstance(layout, DtckptError):
         raise layout
+    # In two steps: values travel once, then each device makes its term of a Partial one, and nothing moves.
     complete = Layout(layout.sharding_specs, mesh)  # nothing pending
     if src_data_rank is None or tensor.is_meta or mesh.num_clients == 1:
         distributed = copy_to_mesh(tensor.detach(), complete)
     else:
         source = _on_one_device(tensor.detach(), mesh, src_data_rank)
+        # The sender's own component may be a view of the caller's tensor, whose later writes must not reach the result.
         distributed = _without_shared_memory(redistribute(source, complete), tensor)
     result = redistribute(distributed, layout)
     result.requires_grad_(tensor.requires_grad)
@@ -104,6 +108,7 @@ def _layout_of(
             raise LayoutError(f"distribute_tensor needs a dense tensor; got layout {tensor.layout}")
         layout = cached_layout(mesh, placements, tensor.ndim)
         validate_reductions(layout.partial, tensor.dtype)
+        # Raises for a device that this client lacks, while the others can still hear of it.
         for name in mesh.local_devices():
             device_of(name)
         if position is not None and (not isinstance(position, int) or not 0 <= position < min(mesh.shape)):
@@ -125,6 +130,7 @@ def _agreed_layout(
     if isinstance(layout, DtckptError):
         failure_and_request: tuple[Any, ...] = (to_wire(layout), None)
     else:
+        # A meta tensor has no values to send. Beside clients that have some, its client would leave them waiting.
         device = ("meta",) if tensor.is_meta else ()
         request = (tuple(tensor.shape), str(tensor.dtype), str(layout.placements), position, *device)
         failure_and_request = (None, request)
@@ -146,6 +152,7 @@ def _on_one_device(tensor: torch.Tensor, mesh: Mesh, position: int) -> DTensor:
     device = mesh.device_ids[int(np.ravel_multi_index((position,) * mesh.ndim, mesh.shape))]
     name = mesh.portable().global_devices()[device - mesh.min_global_device_id()]
     is_local = device in mesh.local_device_ids()
+    # A mesh of this one device: to send the values is then a redistribution between meshes like any other.
     source = Mesh(["source"], np.arange(1), [0] if is_local else [], [name] if is_local else [], "", [name])
     components = [tensor.to(device_of(name))] if is_local else []
     return DTensor(components, Layout.replicated(source, tensor.ndim), tensor.shape, tensor.dtype)
@@ -194,6 +201,7 @@ def distribute_module(
         if partition_fn is not None:
             partition_fn(name, submodule, mesh)
         _replicate_rest(submodule, mesh, tied)
+    # After all submodules, since ``partition_fn`` may have replaced a tied tensor under one of its names only.
     tied.tie()
     if input_fn is not None:
         module.register_forward_pre_hook(lambda root, inputs: input_fn(root, inputs, mesh))
@@ -251,6 +259,7 @@ def _replicate_rest(module: nn.Module, mesh: Mesh, tied: _Tied) -> None:
     for registry in _registries(module):
         for name, tensor in registry.items():
             if tensor is not None and not isinstance(tensor, DTensor):
+                # Two DTensors of one tied parameter would be updated apart, and differ after a step.
                 replacement = tied.replacement_of(tensor)
                 registry[name] = _replicated(tensor, mesh) if replacement is None else replacement
 

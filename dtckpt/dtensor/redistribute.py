@@ -53,6 +53,7 @@ class _Request:
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, request: _Request, *tensors: DTensor) -> tuple[DTensor, ...]:
+        # Else torch would make zeros for results that nobody used, and these would have to be moved.
         ctx.set_materialize_grads(False)
         ctx.sources = [(tensor.layout, tensor.dtype) for tensor in tensors]
         ctx.backward_dtype = request.backward_dtype
@@ -107,6 +108,7 @@ def _redistribute_values(request: _Request, tensors: Sequence[DTensor]) -> tuple
         ]
         results.append(DTensor(ordered, layout, plan.change.shape, plan.change.dtype))
         if request.is_async:
+            # The first use of any of the results completes them all.
             results[-1]._pending = running
     return tuple(results)
 
@@ -137,6 +139,7 @@ def redistribute(
     try:
         target, plan = _plan(tensor, layout, forward_dtype, backward_dtype)
     except DtckptError as error:
+        # The others may find no error, and wait for this client's messages: they raise the same error instead.
         report_error(error, meshes_of([tensor, layout]))
         raise
     if plan is None:
@@ -188,6 +191,7 @@ def _plan(
         raise LayoutTypeError(f"redistribute needs a Layout; got {type(layout).__name__}")
     target, dtype = resolve_match(layout, tensor.layout), forward_dtype or tensor.dtype
     validate_reductions(target.partial, dtype)
+    # With a backward dtype, a tensor that stays passes through autograd too, which converts its gradient.
     is_done = target == tensor.layout and dtype == tensor.dtype and backward_dtype in (None, tensor.dtype)
     if is_done or tensor.is_meta:
         return target, None
@@ -200,6 +204,7 @@ def _without_moving(tensor: DTensor, layout: Layout, dtype: torch.dtype | None) 
 
 
 def _run(request: _Request, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
+    # A node of autograd would keep the source alive, and cost more time than a small exchange.
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return _apply(request, tensors) if needs_grad else _redistribute_values(request, tensors)
 

@@ -73,6 +73,7 @@ class DTensor(torch.Tensor):
         device: torch.device | None = None,
     ) -> DTensor:
         device = components[0].device if components else device or torch.device("cpu")
+        # The wrapper has sizes and strides but no memory: the values are in the components alone.
         wrapper = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=device, _extra_dispatch_keys=KEYS
         )
@@ -116,6 +117,7 @@ class DTensor(torch.Tensor):
         if not isinstance(tensor, DTensor):
             raise LayoutTypeError(f"the data of a DTensor is a DTensor; got {type(tensor).__name__}")
         _DATA.__set__(self, tensor)
+        # Both share memory from now on, so they share the write counter too.
         alias = view_tracking.alias_of(tensor)
         self._components, self._layout, self._spec = alias._components, alias._layout, None
         self._view, self._writes = alias._view, alias._writes

@@ -81,6 +81,7 @@ class Layout:
 
     def _set(self, specs: tuple[Spec, ...], mesh: Mesh, partial: tuple[tuple[str, str], ...], kind: LayoutType) -> None:
         _validate(specs, mesh, partial)
+        # In mesh order, so that layouts are equal however the caller listed the axes.
         ordered = tuple(sorted(partial, key=lambda pair: mesh.dim_names.index(pair[0])))
         vars(self).update(_specs=specs, _mesh=mesh, _partial=ordered, _type=kind)
 
@@ -189,6 +190,7 @@ class Layout:
                         f"placements: got {placement!r} on axis {axis!r}, expected a split factor among {before} "
                         f"(products of sizes of the axes {axes} that split the dim)"
                     )
+                # The factor is the number of pieces before this axis splits them, so it tells which axes precede it.
                 axes.insert(before.index(factor), axis)
             elif not isinstance(placement, Replicate):
                 raise LayoutTypeError(f"placements: got {placement!r} on axis {axis!r}, expected a Placement")
@@ -355,6 +357,7 @@ class Layout:
 
     def shards(self, dim: int, size: int) -> tuple[tuple[int, int], ...]:
         """Return ``(start, stop)`` of every shard along a dim of this global size, by shard index."""
+        # Raises for a dim that the layout lacks.
         self.num_shards(dim)
         return _nested_chunks(_valid_size(size), self._split_of(dim))
 
@@ -365,6 +368,8 @@ class Layout:
         indices = np.zeros((self._mesh.size(), self.rank), dtype=np.int64)
         for dim, (axes, sizes) in enumerate(zip(self.split_axes, self._splits, strict=True)):
             for axis, size in zip(axes, sizes, strict=True):
+                # A number whose digits are the coordinates along the axes that split the dim, the major one first:
+                #     axes of sizes 2, 3    coordinates (1, 2)    shard 1 * 3 + 2 = 5
                 indices[:, dim] = indices[:, dim] * size + grid[self._mesh.axis_index(axis)]
         return indices
 
@@ -403,6 +408,8 @@ class Layout:
         """
         front = [self._mesh.axis_index(axis) for axis in (*itertools.chain(*self.split_axes), *axes)]
         rest = [axis for axis in range(self._mesh.ndim) if axis not in front]
+        # With the axes of each dim side by side, major first, a reshape merges them into one shard index. The other
+        # axes stay in mesh order, so replicas ascend.
         grid = self._mesh.global_device_ids().transpose(front + rest)
         return grid.reshape(*self.shard_grid, *map(self._mesh.dim_size, axes), -1)
 
@@ -418,6 +425,7 @@ class Layout:
             stop: First element after the last.
         """
         splits = self._splits[dim]
+        # An empty range overlaps nothing, though it has a position: `_chunk_at` must not be asked for it.
         if start >= stop:
             return range(0)
         return range(_chunk_at(size, splits, start), _chunk_at(size, splits, stop - 1) + 1)
@@ -503,6 +511,7 @@ def _validate(specs: tuple[Spec, ...], mesh: Mesh, partial: tuple[tuple[str, str
     for axis in used:
         if axis not in allowed:
             raise LayoutError(f"layout {shown!r}: got {axis!r}, expected an axis of {mesh.dim_names} or 'unsharded'")
+    # A device has one coordinate along an axis, which can choose a piece of one dim, or a term, but not both.
     if len(set(used)) != len(used):
         twice = sorted({axis for axis in used if used.count(axis) > 1})
         raise LayoutError(f"layout {shown!r}: got {', '.join(twice)} more than once, expected every axis at most once")
@@ -535,6 +544,7 @@ def _combine(indices: Sequence[int], sizes: Sequence[int]) -> int:
 
 def _chunk(start: int, stop: int, count: int, index: int) -> tuple[int, int]:
     """Return start and stop of the chunk at an index, if ``range(start, stop)`` is split into ``count`` chunks."""
+    # The rule of ``torch.chunk``. The minima keep chunks beyond the last element empty, at its end.
     chunk = -(-(stop - start) // count)
     return min(stop, start + chunk * index), min(stop, start + chunk * (index + 1))
 
@@ -554,6 +564,7 @@ def _chunk_at(size: int, counts: Sequence[int], position: int) -> int:
     """Return the row-major index of the chunk of chunks, as in `_chunk_of`, that holds a position."""
     start, stop, index = 0, size, 0
     for count in counts:
+        # The chunk holds the position, so it is not empty, and the divisor is not 0.
         inner = (position - start) // -(-(stop - start) // count)
         start, stop = _chunk(start, stop, count, inner)
         index = index * count + inner

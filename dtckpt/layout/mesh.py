@@ -158,6 +158,7 @@ class Mesh:
     def seen_by(self, client: int) -> Mesh:
         """Return the equal mesh as another client sees it, which need not own a device."""
         record = self.portable().record
+        # The portable form, because a mesh that was made without ``global_devices`` records only local names.
         own = self.devices_of(client)
         names = tuple(record.global_devices[device - self._first_id] for device in own)
         return Mesh.from_record(replace(record, local_device_ids=own, local_devices=names))
@@ -167,12 +168,14 @@ class Mesh:
     @cached_property
     def identity(self) -> tuple[object, ...]:
         """The fields that are alike on all clients: name, axes, first id, names of all devices, marks."""
+        # Ids count up by one, so the first id and the axes tell them all.
         record, first = self._record, self._record.global_device_ids[:1]
         return record.name, record.dims, first, self.device_names, record.use_xla_spmd, record.single_device
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):
             return NotImplemented
+        # Hashes are kept, so most meshes that differ are told apart without comparing the names of all devices.
         return self is other or (hash(self) == hash(other) and self.identity == other.identity)
 
     def __hash__(self) -> int:
@@ -453,6 +456,7 @@ class Mesh:
 
     def get_rank(self) -> int:
         """Return this client's id, its rank in the default process group. The client need not own a device here."""
+        # A name tells its client, also in a process that has no process group.
         if self._record.local_devices:
             return task_of(self._record.local_devices[0])
         from dtckpt.comm import process_groups  # here, because it imports torch, which meshes do without
@@ -497,6 +501,7 @@ class Mesh:
         coordinates = map(self.coordinate, self._record.local_device_ids)
         lines = (owners[(*place[:position], *place[position + 1 :])].tolist() for place in coordinates)
         client_sets = {tuple(sorted(set(line))) for line in lines}
+        # Without a local device there is no set at all.
         if len(client_sets) != 1:
             raise MeshError(
                 f"{self.label}: got local devices that see {len(client_sets)} sets of clients along axis "
@@ -511,6 +516,7 @@ class Mesh:
     def owners(self) -> npt.NDArray[np.int64]:
         """Client of every device, as a read-only array of the mesh's shape."""
         owners = np.array([task_of(name) for name in self.device_names], dtype=np.int64)
+        # Every caller gets this one array.
         owners.flags.writeable = False
         return owners.reshape(self.shape if self.device_ids else (0,))
 

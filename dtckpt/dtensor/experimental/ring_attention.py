@@ -107,6 +107,7 @@ class Ring:
             tag: Keeps apart messages that are in flight together.
         """
         count = len(self.clients)
+        # The client before is one position back, and what it has then came from ``step`` positions before itself.
         length = lengths[(self.position - step - 1) % count]
         device = self.message_device
         buffers = [one.new_empty((*one.shape[:2], length, *one.shape[3:]), device=device) for one in tensors]
@@ -172,6 +173,8 @@ class RingSchedule:
         pairs = []
         for rows, query in zip(_slices(self.queries[position]), self.queries[position], strict=True):
             for columns, key in zip(_slices(self.keys[source]), self.keys[source], strict=True):
+                # Runs of queries and keys are equal or disjoint where attention is causal, so their starts tell which
+                # is later.
                 is_empty = rows.start == rows.stop or columns.start == columns.stop
                 if is_empty or (self.is_causal and key[0] > query[0]):
                     continue
@@ -203,6 +206,8 @@ class RingAttention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, schedule: RingSchedule
     ) -> torch.Tensor:
         precise = _precise(query.dtype)
+        # The softmax over no keys yet: a sum of 0, whose logarithm is minus infinity. Every pair of runs has a key for
+        # each query, a causal one at least the query's own, so a merge never takes minus infinity from minus infinity.
         out = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=precise)
         sums = query.new_full(query.shape[:3], -math.inf, dtype=precise)
         pair, count = [key, value], len(schedule.ring.clients)
@@ -227,6 +232,8 @@ class RingAttention(torch.autograd.Function):
         schedule: RingSchedule = ctx.schedule
         precise = out.dtype
         gradient = gradient.to(precise)
+        # Per query, sum(weights * gradient of weights) over all keys equals sum(gradient * out) over features: so the
+        # gradient of scores needs no sum over keys that have yet to come.
         delta = (gradient * out).sum(-1, keepdim=True)
         query_gradient = torch.zeros_like(query, dtype=precise)
         pair, count = [key, value], len(schedule.ring.clients)
@@ -241,6 +248,8 @@ class RingAttention(torch.autograd.Function):
                     for part in _blocks(rows):
                         first = part.start - rows.start if is_causal else None
                         scores = _scores(query[:, :, part], keys, schedule.scale, first)
+                        # Computed again from the saved logarithms: the weights of all keys would take memory of the
+                        # length squared.
                         weights = (scores - sums[:, :, part, None]).exp_()
                         upper = gradient[:, :, part]
                         own[1][:, :, columns] += weights.mT @ upper
@@ -251,6 +260,10 @@ class RingAttention(torch.autograd.Function):
                     own = [mine.add_(received) for mine, received in zip(own, gradients.wait(), strict=True)]
                 summed = own
                 if count > 1:
+                    # One step behind the keys that they belong to, and one shift more, which brings them home:
+                    #     step            0              1              2
+                    #     keys 0        client 0  -->  client 1  -->  client 2
+                    #     gradients 0   client 0  -->  client 1  -->  client 2  -->  client 0
                     gradients = shift(own, schedule.lengths, step, 1)
                 pair = shifting.wait() if shifting else pair
             if gradients is not None:
@@ -298,6 +311,7 @@ def _merge(out: torch.Tensor, sums: torch.Tensor, scores: torch.Tensor, value: t
         value: Values of the new keys, of shape (batch, heads, keys, features).
     """
     fresh = scores.logsumexp(-1)
+    # Rescale what was merged before, as if both sums had been one from the start. Logarithms do not overflow.
     both = torch.logaddexp(sums, fresh)
     weights = scores.sub_(both[..., None]).exp_()
     out.mul_((sums - both).exp_()[..., None]).add_(weights @ value)

@@ -117,9 +117,12 @@ def _add_to_key(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -
             key.append(type(value))
             if not value:
                 key.append(_ZERO)
+            # Infinity less itself is NaN, as is NaN less itself, and NaN counts as true; of any finite number it is
+            # zero.
             elif value - value:
                 key.append(_INFINITE)
         elif isinstance(value, list | tuple):
+            # The length keeps ([a], b) and ([a, b]) apart.
             key.append(len(value))
             is_plain |= _add_to_key(value, key, tensors)
         elif isinstance(value, torch.Tensor):
@@ -177,6 +180,7 @@ def _plan_and_run(
     COUNTS[func, plan.route] += 1
     if plan.route == "replication" and COUNTS[func, plan.route] == 1:
         _LOG.info("operator %s has no rule for such operands: every device computes all of it", func)
+    # Programs whose shapes never repeat would fill the memory with plans.
     if len(_PLANS) >= _BOUND:
         clear_plans()
     _PLANS[key] = plan

@@ -335,6 +335,8 @@ class CompositePlan:
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         del tensors
+        # Plain tensors that the function makes follow from its arguments, so all clients make the same: to compare them
+        # would take a collective for each.
         with trust_plain_tensors():
             return self.function(*args, **kwargs)
 
@@ -421,6 +423,7 @@ class ReplicationPlan:
         targets = list(tensors_in([call[name] for name in (*self._signature.written, *names)]))
         for tensor in targets or (tensors[:1] if self._signature.is_view else ()):
             unshare(tensor)
+        # Bound: every device needs memory for all of every operand. That is why rules come first.
         operands = to_replicated(tensors)
         for number, tensor in enumerate(tensors):
             if operands[number] is not tensor and any(tensor is target for target in targets):

@@ -60,6 +60,7 @@ def pointwise(shapes: Sequence[Sequence[int]], passes: Passes | None = None) -> 
             return None
         sizes.append(wide[0] if wide else 1)
     operands = tuple(
+        # A broadcast dim of size 1 has no factor: it stays whole while others that it meets are split.
         tuple((dim,) if size == sizes[dim] else () for dim, size in enumerate(shape) if dim >= rank - len(own))
         for own, shape in zip(shapes, padded, strict=True)
     )
@@ -95,6 +96,7 @@ def einsum(text: str, *shapes: Sequence[int]) -> Rule | None:
     left, _, result = text.partition("->")
     operands = left.split(",")
     paired = zip(shapes, operands, strict=True)
+    # The text's own ``...`` is three characters long; what it stands for may be shorter.
     num_leading = max((len(shape) - len(letters) + 3 for shape, letters in paired if "..." in letters), default=0)
     leading = "".join(chr(0x100 + number) for number in range(num_leading))  # letters that no text has
     operands = [letters.replace("...", leading) for letters in operands]
@@ -181,6 +183,7 @@ def reduce_dims(
 
 def reduced_dims(dim: int | Sequence[int] | None, ndim: int) -> frozenset[int] | None:
     """Return the dims that a reduction's argument names: all for None and for none; None if the tensor lacks one."""
+    # PyTorch lets a tensor without dims be reduced along 0 and -1.
     named = [dim] if isinstance(dim, int) else list(dim or range(ndim))
     if not all(-max(ndim, 1) <= one < max(ndim, 1) for one in named):
         return None
@@ -254,6 +257,7 @@ def batched(
 
     operands = tuple(with_item(dims, shape) for dims, shape in zip(batch.operands, call.shapes, strict=True))
     shapes = result_shapes(call)
+    # A result whose first dims are not the batch has mixed the items.
     if any(shape[: len(batch.sizes)] != batch.sizes for shape in shapes):
         return None
     results = tuple(with_item(batch.results[0], shape) for shape in shapes)
@@ -424,6 +428,7 @@ def masked_lookup(unmasked: Rule | None, dim: int, size: int, lookup: Lookup) ->
     def local(component: torch.Tensor, *args: Any, offsets: Sequence[tuple[int, ...]], **kwargs: Any) -> torch.Tensor:
         return lookup(component, offsets[0][dim], size, *args, **kwargs)
 
+    # A table that moves has a gradient of its size, which moves back; the strategy counts both.
     return replace(unmasked, local=local, takes_offsets=True, costly_to_move=frozenset({0}))
 
 

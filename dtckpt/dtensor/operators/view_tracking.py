@@ -101,6 +101,7 @@ def alias_of(tensor: DTensor) -> DTensor:
     """Return another DTensor with the same memory, layout and write counter."""
     unshare(tensor)
     alias = wrap_components(tensor.components, spec_of(tensor), tensor.device)
+    # A copy: the alias and the tensor are refreshed separately, and each `View` counts for its own components.
     alias._view = None if tensor._view is None else replace(tensor._view)
     alias._writes = write_counter(tensor)
     return alias
@@ -118,6 +119,7 @@ def write_through(tensor: DTensor) -> None:
             _write_indices(tensor, view)
         else:
             _write_replicated(tensor, view)
+    # The source is a tracked view too: its own source shares no memory with it.
     if view.source._view is not None:
         write_through(view.source)
 
@@ -146,6 +148,7 @@ def intersect(indices: range, offset: int, count: int) -> tuple[slice, slice]:
         offset: Global index at which the component begins.
         count: Size of the component's dim.
     """
+    # How many of the indices lie below each end of the component: ceil((end - start) / step), within 0 and all.
     first, last = (
         min(max(0, -((indices.start - end) // indices.step)), len(indices)) for end in (offset, offset + count)
     )
@@ -184,6 +187,8 @@ def _write_indices(tensor: DTensor, view: View) -> None:
 def _write_replicated(tensor: DTensor, view: View) -> None:
     """Write a view of any kind: every device writes all of it to all of the source, and keeps its component."""
     target, shape = _without_repeats(view.source), tuple(view.source.shape)
+    # Bound: each device holds all of the source meanwhile. The inverse of an arbitrary view is not known, but a view of
+    # a copy can be written to.
     (source,) = to_replicated([target], is_copied=True)
     # As in `_write_indices`: no refresh before the source has the new values.
     tensor._view = None
@@ -202,6 +207,8 @@ def _write_replicated(tensor: DTensor, view: View) -> None:
 def _without_repeats(tensor: DTensor) -> DTensor:
     """Return the view of a tensor that has each element of its memory once: index 0 along dims that were expanded."""
     specs = tensor._layout.sharding_specs
+    # Memory where several elements are one cannot be copied into. A dim that an axis splits keeps its size, from which
+    # the components' regions follow.
     dims = [
         dim
         for dim, stride in enumerate(tensor.stride())
