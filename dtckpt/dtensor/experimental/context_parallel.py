@@ -60,6 +60,7 @@ def context_parallel(
     lengths = [one.shape[dim] for one, dim in zip(tensors, dims, strict=True)]
     # Parts of one size tell how long the sequence is; for others, clients ask each other at every attention.
     is_even = all(length % (2 * len(ring.clients)) == 0 for length in lengths)
+    # Other tensors with the same memory: they keep it while each buffer itself becomes the part.
     whole = [one.detach() for one in tensors]
     with torch.no_grad():
         for one, before, dim in zip(tensors, whole, dims, strict=True):
@@ -67,6 +68,7 @@ def context_parallel(
     try:
         with _RingAttentionMode(ring, is_even):
             yield
+    # Without an exchange: a client that fails cannot know whether the others do.
     except BaseException:
         with torch.no_grad():
             for one, before in zip(tensors, whole, strict=True):
@@ -142,6 +144,7 @@ def _unsharded(part: torch.Tensor, dim: int, length: int, ring: Ring) -> torch.T
     sizes = [sum(stop - start for start, stop in client_runs) for client_runs in runs]
     device = ring.message_device
     parts = [part.new_empty((*part.shape[:dim], size, *part.shape[dim + 1 :]), device=device) for size in sizes]
+    # Collectives take buffers in the order of client ids; the ring may have another.
     by_client = [parts[ring.clients.index(client)] for client in sorted(ring.clients)]
     if count > 1:
         ring.collectives.all_gather(by_client, part.contiguous().to(device)).wait()
@@ -176,6 +179,7 @@ class _RingAttentionMode(TorchFunctionMode):
     ) -> Any:
         del types
         named = dict(kwargs or {})
+        # Attention of DTensors has a sharding rule of its own.
         if func is not _ATTENTION or any(isinstance(one, DTensor) for one in (*args, *named.values())):
             return func(*args, **named)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -222,6 +226,7 @@ class _RingAttentionMode(TorchFunctionMode):
         result = []
         for column in zip(*lengths, strict=True):
             runs = tuple(tuple(runs_of(sum(column), position, count)) for position in range(count))
+            # Messages have the sizes of the runs, so parts of other lengths would not fit the buffers.
             if tuple(sum(stop - start for start, stop in one) for one in runs) != column:
                 raise OperatorError(
                     f"attention in context_parallel: got parts of lengths {column}, expected those of a sequence in "

@@ -86,6 +86,7 @@ def _decorated(options: tuple[Any, ...], func: Callable[..., Any]) -> Callable[.
             for number, value in enumerate(inputs)
         ]
         outputs = []
+        # A client outside the mesh calls the function too, on an empty tensor: else it would not know the results.
         for device in range(max(1, len(first.components))):
             local = [
                 part[device] if isinstance(value, DTensor) else value for part, value in zip(parts, inputs, strict=True)
@@ -133,6 +134,7 @@ def _with_placements(number: int, value: Any, placements: Placements, is_checked
 
 def _parts(tensor: DTensor, gradient: Placements) -> Sequence[torch.Tensor]:
     """Return a tensor's components, which may be written to; on a client outside the mesh, one without elements."""
+    # The function may write to its arguments in place, for one device at a time.
     unshare(tensor)
     layout = (
         gradient_layout(tensor.layout) if gradient is None else cached_layout(tensor.device_mesh, gradient, tensor.ndim)
@@ -163,12 +165,14 @@ def _result(values: Sequence[Any], placements: Placements, mesh: Mesh) -> Any:
     if not isinstance(first, torch.Tensor):
         if placements is not None:
             raise LayoutError(f"local_map: got placements {placements} for a result that is {type(first).__name__}")
+        # 1, 1.0 and True are equal, but not one value.
         if any(type(value) is not type(first) or value != first for value in values[1:]):
             raise ComponentError(f"local_map: local devices return other values, {values!r}; expected one or a tensor")
         return first
     if any(isinstance(value, DTensor) for value in values):
         raise LayoutTypeError("local_map: the function returns a DTensor, expected a plain tensor")
     layout = cached_layout(mesh, placements, first.ndim)
+    # Of a result that no axis splits, one component says the shape; shards may be uneven, so clients exchange theirs.
     is_known = placements is not None and not any(layout.split_axes)
     shape = tuple(first.shape) if is_known else None
     return from_components(values, layout, shape=shape, run_check=placements is None)

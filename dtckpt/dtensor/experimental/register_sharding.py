@@ -93,6 +93,7 @@ def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Fun
     def register(function: Function) -> Function:
         for one in operators:
             registry.PLANNERS[one] = partial(RegisteredPlan, function=function)
+        # Plans made before would still run the operators by their old rules.
         dispatch.clear_plans()
         return function
 
@@ -119,6 +120,7 @@ class RegisteredPlan:
         floats = tuple(_floats_in((*args, *kwargs.values())))
         plan = self._plans.get(floats)
         if plan is None:
+            # A float that changes at every step, as a learning rate does, would make a plan for each.
             if len(self._plans) >= _BOUND:
                 self._plans.clear()
             plan = self._plans[floats] = _plan(Call(self.func, tuple(args), kwargs), self._function)
@@ -146,6 +148,7 @@ def _plan(call: Call, function: Function) -> Plan:
     ranks = [one.ndim for one in results], [one.ndim for one in tensors]
     rows = [_row(call, pair, ranks) for pair in function(*args, **kwargs)]
     written = [number for number, one in enumerate(tensors) if _is_among(one, call, signature.written)]
+    # Last: of equal costs `min` takes the first row, so a row of the program comes before replication.
     rows.append(([Replicate()] * len(results), [Replicate()] * len(tensors)))
     choice = _Operation(tensors, results, written).choice(rows)
     if choice is None:
@@ -174,6 +177,7 @@ class _RowPlan(RulePlan):
 
     def _wrap(self, number: int, components: Sequence[torch.Tensor]) -> DTensor:
         layout, shape = self._results[number], self._shapes[number]
+        # A row is a promise that nobody else checks. A wrong one would give a DTensor whose pieces do not fit.
         for device, component in zip(layout.mesh.local_device_ids(), components, strict=True):
             expected = layout.region(device, shape).shape
             if tuple(component.shape) != tuple(expected):
@@ -235,6 +239,7 @@ class _Operation:
             fitting = [row for row in rows if self._fits(row, chosen, mesh)]
             if not fitting:
                 return None
+            # Axis by axis: to try all combinations would take rows to the power of axes.
             chosen.append(min(fitting, key=lambda row: self._cost(row, axis, mesh.size(axis))))
         operands = [
             Layout.from_placements(mesh, [row[1][number] for row in chosen], tensor.ndim)
@@ -263,6 +268,8 @@ class _Operation:
             for number, tensor in enumerate(shaped):
                 new = row[side][number]
                 if isinstance(new, Shard):
+                    # Axes chosen so far that split the same dim: together they may leave a shard without elements,
+                    # though none does alone.
                     before = [mesh.size(other) for other, one in enumerate(chosen) if one[side][number] == new]
                     if not has_no_empty_piece(tensor.shape[new.dim], (*before, mesh.size(axis))):
                         return False

@@ -32,8 +32,10 @@ def to_layouts(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> 
     result = list(tensors)
     for number in changing:
         layout = layouts[number]
+        # Along an axis of one device every placement is the same, so the components serve as they are.
         if layout is not None and _differs_in_name_only(tensors[number]._layout, layout):
             result[number] = wrap_components(tensors[number].components, _spec_in(tensors[number], layout))
+    # All together: their boxes share messages, and clients wait for each other once.
     changing = [number for number in changing if result[number] is tensors[number]]
     if changing:
         with torch.no_grad():
@@ -128,6 +130,8 @@ def write_into(source: DTensor, target: DTensor) -> None:
     """
     if source.dtype != target.dtype and target.layout.partial:
         components = [component.to(target.dtype) for component in source.components]
+        # Before the redistribution, because the target's pending op may not fit the source's dtype, as ``band`` does
+        # not fit floats.
         source = DTensor(components, source.layout, source.shape, target.dtype, device=source.device)
     (moved,) = to_layouts([source], [target._layout])
     unshare(target)
