@@ -271,9 +271,8 @@ class PairwiseCollectives:
         return PendingWork(works, "reduce_scatter", self.members, on_done)
 
     def all_reduce(self, tensor: torch.Tensor, reduce_op: str) -> Work:
-        # A member receives 2 (n - 1) / n times the tensor's size, in two steps; to send all terms to all would take n -
-        # 1 times the size. Both steps use tag 0, which is safe, as messages of one pair arrive in the order of their
-        # sends.
+        # In two steps a member receives less than twice the tensor's size. If all sent their terms to all, it would
+        # receive the size once per member. Both steps use tag 0: messages of one pair keep their order.
         flat = tensor.view(-1)
         # Chunks of one size, the last ones shorter or empty. Each member reduces its own chunk, then all gather them.
         size = math.ceil(flat.numel() / len(self.members))

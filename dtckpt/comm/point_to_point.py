@@ -232,7 +232,7 @@ class Handshake:
                 connection.close()
             return None
         if self._listener is not None:
-            # It sent its answer after it had connected, so this does not wait.
+            # The other client has connected before it sent its answer, so this does not wait.
             connection = _accept(self._listener, pid, timeout_s)
         assert connection is not None  # noqa: S101  (a client without a listener has made one above)
         logger.debug("messages to client %d, process %d of this host, go past the network", self._client, pid)

@@ -204,7 +204,7 @@ def _without_moving(tensor: DTensor, layout: Layout, dtype: torch.dtype | None) 
 
 
 def _run(request: _Request, tensors: Sequence[DTensor]) -> tuple[DTensor, ...]:
-    # A node of autograd would keep the source alive, and cost more time than a small exchange.
+    # ``apply`` takes time also where it records nothing.
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return _apply(request, tensors) if needs_grad else _redistribute_values(request, tensors)
 

@@ -190,7 +190,7 @@ class Layout:
                         f"placements: got {placement!r} on axis {axis!r}, expected a split factor among {before} "
                         f"(products of sizes of the axes {axes} that split the dim)"
                     )
-                # The factor is the number of pieces before this axis splits them, so it tells which axes precede it.
+                # The factor is the number of pieces that axes to the right make first, so it tells which they are.
                 axes.insert(before.index(factor), axis)
             elif not isinstance(placement, Replicate):
                 raise LayoutTypeError(f"placements: got {placement!r} on axis {axis!r}, expected a Placement")

@@ -162,7 +162,7 @@ class RedistributionCall:
             # Without a record no thread here has waited for long. Then the store is not asked: that costs a round trip.
             if self._record is not None and (error := _error_in(self._record.read())):
                 self._record.settle()
-                # Read again, now that all have written: the error must be the same on every client.
+                # Read again, now that others have written, too: the error must be the same on every client.
                 raise _error_in(self._record.read()) or error
         returned = self._history.returned[self._group]
         late = [call for call in returned if call._late_error is not None]

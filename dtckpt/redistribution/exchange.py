@@ -478,7 +478,7 @@ class BoxTransfer:
         """Reduce the terms of an output box, all of which are here."""
         reduction = self._exchange.reductions[number]
         output = reduction.box.view_in(self.outputs)
-        # Popped, so that the memory of these terms is free before the next terms arrive.
+        # Popped: a term is kept until its reduction is done and its flight is complete, and no longer.
         terms = [
             self._terms.pop(term) if isinstance(term, int) else term.view_in(self._tensors) for term in reduction.terms
         ]

@@ -48,7 +48,7 @@ def find_collective(change: LayoutChange) -> NativeCollective | None:
     """Return the collective that does a change of layout, or None if only an exchange of boxes does it."""
     source, target = change.source, change.target
     mesh = source.mesh
-    # The library's members are clients. Two devices of one client would be two members.
+    # The library's members are clients, so two devices of one client could not be two members.
     if mesh != target.mesh or mesh.num_clients != mesh.size() or mesh.num_clients == 1:
         return None
     reduced = reduced_axes(source, target)
