@@ -72,6 +72,7 @@ class DTensor(torch.Tensor):
         *,
         device: torch.device | None = None,
     ) -> DTensor:
+        # On a client outside the mesh there is no component to tell the device.
         device = components[0].device if components else device or torch.device("cpu")
         # The wrapper has sizes and strides but no memory: the values are in the components alone.
         wrapper = torch.Tensor._make_wrapper_subclass(
@@ -100,6 +101,7 @@ class DTensor(torch.Tensor):
     def components(self) -> tuple[torch.Tensor, ...]:
         """The components of this client's devices, in `Mesh.local_devices` order; they share memory with it."""
         if self._pending is not None:
+            # Forgotten only after it has returned: if the redistribution failed, every later use raises the same error.
             self._pending.wait()
             self._pending = None
         if self._view is not None:
@@ -134,6 +136,7 @@ class DTensor(torch.Tensor):
         stored: torch.Tensor | None = _GRAD.__get__(self)
         if stored is None:
             return None
+        # The common case first: an optimizer reads every gradient at every step.
         if isinstance(stored, DTensor) and stored._layout is self._layout and not self._layout.partial:
             return stored
         gradient = plain_tensors.gradient_to_dtensor(stored, self.device_mesh)
@@ -198,6 +201,7 @@ class DTensor(torch.Tensor):
             layout = cached_layout(mesh, placements, local_tensor.ndim)
             gradient = None if grad_placements is None else Layout.from_placements(mesh, grad_placements, layout.rank)
         except DtckptError as error:
+            # Where clients exchange summaries, the others wait for this one's, and the error takes its place.
             raise shared_failure(error, mesh) if shape is None or run_check else error from None
         return local_tensors.from_local(local_tensor, layout, shape=shape, gradient=gradient, run_check=run_check)
 
@@ -266,6 +270,7 @@ class DTensor(torch.Tensor):
                 mesh = factories.require_mesh(device_mesh)
             layout = cached_layout(mesh, placements, self.ndim)
         except DtckptError as error:
+            # On both meshes, since clients of either may wait for what this one should send.
             execute.report_error(error, [self.device_mesh, mesh])
             raise
         return redistribute(self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op)

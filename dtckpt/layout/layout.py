@@ -227,6 +227,7 @@ class Layout:
         if not isinstance(other, Layout):
             # PyTorch's own functions compare a tensor's ``layout`` with ``torch.strided``, and components are dense.
             return True if repr(other) == "torch.strided" else NotImplemented
+        # Meshes last, as they take longest to compare.
         return (self._specs, self._partial, self._type, self._mesh) == (
             other._specs,
             other._partial,
@@ -239,6 +240,7 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
+        # Kept, since layouts are in the keys of all caches of plans.
         return hash((self._specs, self._partial, self._type, self._mesh))
 
     def __repr__(self) -> str:
@@ -496,6 +498,7 @@ def _normal_spec(spec: object) -> Spec:
     if isinstance(spec, Iterable) and not isinstance(spec, bytes):
         axes = tuple(spec)
         if axes and all(isinstance(axis, str) for axis in axes):
+            # One spelling for one axis, so that equal layouts compare as equal.
             return axes[0] if len(axes) == 1 else axes
         raise LayoutError(f"sharding spec: got {spec!r}, expected one or more axis names")
     raise LayoutTypeError(f"sharding spec: got {spec!r}, expected an axis name, a tuple of them or 'unsharded'")

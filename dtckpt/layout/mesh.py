@@ -270,6 +270,7 @@ class Mesh:
 
     def global_device_ids(self) -> npt.NDArray[np.int64]:
         """Return the global ids as an array of the mesh's shape."""
+        # The empty mesh has no axes, but an array of shape () would have one element; hence (0,).
         first = self._first_id if self.device_ids else 0
         return np.arange(first, first + self.size(), dtype=np.int64).reshape(self.shape if self.device_ids else (0,))
 
@@ -497,6 +498,7 @@ class Mesh:
         if isinstance(axis, str) and axis not in self.mesh_dim_names:
             return self[axis].clients
         position = self.axis_index(0 if axis is None else axis)
+        # The axis last: then the other coordinates of a device are the index of its line of devices.
         owners = np.moveaxis(self.owners, position, -1)
         coordinates = map(self.coordinate, self._record.local_device_ids)
         lines = (owners[(*place[:position], *place[position + 1 :])].tolist() for place in coordinates)

@@ -175,6 +175,7 @@ def reduce_dims(
         () if number in reduced else factor for number, factor in enumerate(dims) if keepdim or number not in reduced
     )
     # Neither contracted nor part of a result: no axis may split a factor of a dim that must be whole.
+    # A tensor without dims has no factor, though 0 then counts as a dim to reduce.
     contracted = {} if reduction is None else dict.fromkeys((dims[one][0] for one in reduced if dims), reduction)
     return Rule(
         factors.sizes, (dims,), (result,) * num_results, contracted=contracted, passes=passes or {}, local=local
@@ -251,6 +252,7 @@ def batched(
     sizes = list(batch.sizes)
 
     def with_item(dims: Dims, shape: Sequence[int]) -> Dims:
+        # New factors for each tensor: an item's dims have nothing in common with those of other tensors.
         more = range(len(sizes), len(sizes) + len(shape) - len(dims))
         sizes.extend(shape[len(dims) :])
         return (*dims, *((number,) for number in more))
@@ -426,6 +428,7 @@ def masked_lookup(unmasked: Rule | None, dim: int, size: int, lookup: Lookup) ->
         return None
 
     def local(component: torch.Tensor, *args: Any, offsets: Sequence[tuple[int, ...]], **kwargs: Any) -> torch.Tensor:
+        # The plan says where each operand's component begins; the table is the first operand.
         return lookup(component, offsets[0][dim], size, *args, **kwargs)
 
     # A table that moves has a gradient of its size, which moves back; the strategy counts both.
@@ -447,6 +450,7 @@ def result_shapes(call: Call) -> list[tuple[int, ...]]:
     """
     try:
         results = run_on_meta(call.func, call.args, call.kwargs, call.tensors)
+    # Other errors are the operator's own about its arguments, and reach the caller before anything moves.
     except NotImplementedError as error:
         raise UnknownShapeError from error
     return [tuple(result.shape) for result in tensors_in([results])]
