@@ -31,6 +31,7 @@ from dtckpt import errors
 MAX_PAYLOAD_BYTES = 4096
 MAX_NAME_BYTES = 256
 MAX_TOPIC_BYTES = 256
+# Longer than clients usually stall: a call that holds the interpreter's lock holds their heartbeats back, too.
 DEFAULT_HEARTBEAT_TIMEOUT_S = 60.0
 
 
@@ -135,6 +136,7 @@ class Verdict:
     generation: int
     payloads: Mapping[int, bytes]
     operation: Operation = BEGIN
+    # Such a client may have missed rounds of the others, so its count of operations says less than theirs.
     cut_off: tuple[int, ...] = ()
 
 
@@ -236,6 +238,7 @@ class TaskStatus:
     incarnation: int = 0
     heartbeat_age_s: float | None = None
     progress: Progress = Progress()
+    # Apart from the heartbeat's age, as heartbeats go on while a client is stuck: this one tells slow from hung.
     progress_age_s: float | None = None
     host: str = ""
     name: str = ""

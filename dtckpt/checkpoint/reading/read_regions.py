@@ -233,6 +233,7 @@ class RegionReader:
         # The destination may be small, and the part of the chunk around it not: memory for the part is taken below.
         if part.nbytes > UNCHECKED_NBYTES:
             self.validate_stored([(entry, part.chunk)])
+        # Compressed chunks are decoded as a whole, by `ChunkReader.start`.
         if entry.has_readable_blocks:
             read.value = self._reader.locate(entry.path, part.index)
         if read.value is not None:

@@ -289,6 +289,7 @@ def _merge_slices(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
                 f"slices of tensor {spec.name!r} disagree; got shape {spec.shape} {spec.dtype} "
                 f"beside {other.shape} {other.dtype}"
             )
+        # Two slices would have two values for one element, and nothing decides between them.
         clash = next(
             ((a.region, b.region) for a in spec.holdings for b in other.holdings if a.region.intersect(b.region)), None
         )
@@ -320,6 +321,7 @@ class _Draft:
 def _draft(spec: TensorSpec, max_chunk_nbytes: int) -> _Draft:
     """Plan one tensor, as far as the other tensors do not matter."""
     itemsize = validate_dtype(spec.stored_dtype).itemsize
+    # Slices do not overlap, so equal sizes mean that nothing is missing.
     is_whole = sum(holding.region.numel for holding in spec.holdings) == math.prod(spec.shape)
     boxes = [holding.region for holding in spec.holdings]
     grid = choose_grid(spec.shape, itemsize, boxes, max_chunk_nbytes, is_whole=is_whole)

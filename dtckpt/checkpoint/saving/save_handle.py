@@ -143,6 +143,7 @@ class SaveHandle:
         try:
             self._report = work()
         except BaseException as error:
+            # The traceback begins in this thread and does not show the call that began the save.
             error.add_note(f"This is what the save of {self.path} failed with, in the background.")
             self._failure, self._has_unseen_failure = error, True
         # Last: who sees that the save has ended sees its report or its error, too.

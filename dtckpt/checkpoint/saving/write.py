@@ -163,6 +163,7 @@ class ClientWriter:
                 writer.commit()
                 by_tensor, compared = digests.results(), copies()
         except BaseException:
+            # Writes that go on would make the attempt's folder again, after its leader has removed it.
             writer.abort()
             raise
         if any(result.blocks for result in by_tensor.values()):
