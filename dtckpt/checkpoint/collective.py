@@ -61,6 +61,7 @@ _parent: ContextVar[Collective | None] = ContextVar("_parent", default=None)
 
 def is_step(step: object) -> TypeGuard[SupportsIndex]:
     """Whether clients can compare this as a step."""
+    # A step travels as a number of 64 bits. True would pass for step 1, and is a mistake.
     return hasattr(step, "__index__") and not isinstance(step, bool) and 0 <= operator.index(step) < 1 << 63
 
 
@@ -158,12 +159,14 @@ class Collective:
             yield
         finally:
             calls_of(self._coordination.member).leave_operation()
+            # Only now: else the next operation, in another thread, could be reported as left, too.
             _process_lock.release()
             self._coordination.heartbeat(Progress())
 
     @contextmanager
     def as_parent(self) -> Iterator[None]:
         """Run the operations that this thread starts in the context inside this one, whose first round is over."""
+        # Alone, this operation has no identity that an inner one could take.
         token = _parent.set(self if len(self.participants) > 1 else None)
         try:
             yield
@@ -209,6 +212,7 @@ class Collective:
 
         if len(self.participants) == 1:
             return self._run(name, part, lambda vote: self._barrier(name, vote).payloads, phase, meanwhile)
+        # Kept for `_barrier`: how a round fails tells whether this client was cut off.
         tracker = self._tracker = tracker_of(self._coordination.member, self._name, self.participants)
         ordinal = tracker.next_ordinal(operator.index(step)) if is_step(step) else tracker.next_ordinal()
         # A client with a bad step says no. The others must learn that at whatever operation they are.
@@ -291,6 +295,7 @@ class Collective:
             vote = Vote(payload=payload) if failure is None else Vote.of_error(failure)
             met = None
             if meanwhile is not None and failure is None:
+                # The others need this client's vote now, and not when its ``meanwhile`` is over.
                 met = begin(lambda: meet(vote), "dtckpt-round")
                 value = meanwhile(value)
             with self.phases.measure(BARRIER):
@@ -307,6 +312,7 @@ class Collective:
     def _barrier(self, name: str, vote: Vote, position: Position = NO_POSITION) -> Verdict:
         """Wait once at the barrier of a round; the verdict's identity is that of the operation from then on."""
         full_name = f"{self._name}/{name}{self._name_suffix}"
+        # First rounds are not counted: a client that waits for others meets several times before the identity is given.
         if self._operation.id:
             # Inside one operation all clients go through the same rounds, so they count them alike.
             self._num_rounds[full_name] += 1
@@ -327,6 +333,7 @@ class Collective:
             if self._tracker is not None:
                 self._tracker.note_failure(error, self.client, monotonic() - start)
             raise
+        # From the verdict, not made here: all participants get the same identity, or none.
         self._operation = verdict.operation
         return verdict
 

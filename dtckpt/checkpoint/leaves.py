@@ -73,6 +73,7 @@ class Leaf:
 @lru_cache(maxsize=4096)
 def _distinct(regions: tuple[Region, ...]) -> tuple[tuple[Region, tuple[int, ...]], ...]:
     """Return the distinct non-empty regions, each with its positions in the tuple."""
+    # Devices that hold the same region hold replicas of it: one is written, and the others are compared with it.
     numbers: dict[Region, list[int]] = {}
     for number, region in enumerate(regions):
         if not region.is_empty:
@@ -89,6 +90,7 @@ def _facts(
     validate_dtype(name)
     if layout is None:
         return name, (Region.full(shape),)
+    # A device has one summand, not the value, and no client could write the sum.
     if layout.has_partial:
         raise LayoutError(
             f"a tensor with pending reductions has no values yet; got partial axes {dict(layout.partial)}; "
@@ -138,12 +140,14 @@ def as_leaf(value: torch.Tensor, name: str) -> Leaf:
         layout, components = value.layout, value.components
     else:
         layout, components = None, (value,)
+    # The common case costs no more than this look: a model has thousands of tensors.
     if not all(map(_is_dense, components)):
         components = tuple(_dense(memory, name) for memory in components)
     devices = () if layout is None else layout.mesh.record.local_device_ids
     shape = tuple(value.shape)
     try:
         dtype, regions = _facts(layout, devices, shape, value.dtype)
+    # The function is cached for tensors that are alike, so it knows no name.
     except DTypeError as error:
         raise DTypeError(f"tensor {name!r}: {error.message}; convert it, or pass a view() as integers") from None
     save_as_bf16 = isinstance(value, DVariable) and value.save_as_bf16
@@ -152,6 +156,7 @@ def as_leaf(value: torch.Tensor, name: str) -> Leaf:
 
 def _dense(memory: torch.Tensor, name: str) -> torch.Tensor:
     """Return a tensor's memory, after the collective that fills it; refuse a tensor that has none."""
+    # Its memory is filled when the collective ends; read before, it would be stored half filled.
     if isinstance(memory, AsyncCollectiveTensor):
         memory = memory.wait()
     if not _is_dense(memory):
@@ -220,6 +225,7 @@ def host_array(memory: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return a numpy view of a CPU tensor; a tensor elsewhere is copied to the host."""
     array = own_array(memory)
     if array is None:
+        # The memory of a lazy conjugate or negative holds other numbers than the tensor: they are computed first.
         array = own_array(memory.detach().resolve_conj().resolve_neg().cpu())
     assert array is not None  # noqa: S101  (nothing is left to be resolved)
     return array
@@ -229,6 +235,7 @@ def own_array(memory: torch.Tensor) -> np.ndarray[Any, Any] | None:
     """Return a numpy view of a tensor's own memory: a write to it fills the tensor. None if it `is_elsewhere`."""
     if is_elsewhere(memory):
         return None
+    # numpy() refuses tensors that require gradients.
     memory = memory.detach() if memory.requires_grad else memory
     bits = _BITS.get(memory.dtype)
     # numpy lacks some types; their bits travel as integers of the same size.
@@ -255,5 +262,6 @@ _NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 _BITS = {
     dtype: getattr(torch, f"uint{8 * dtype.itemsize}")
     for name, dtype in _TORCH_DTYPES.items()
+    # `isbuiltin` is 1 for NumPy's own types; PyTorch makes no arrays of the others.
     if DTYPES[name].isbuiltin != 1 or name in UNCONVERTED
 }

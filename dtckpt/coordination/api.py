@@ -26,9 +26,12 @@ from typing import Protocol, runtime_checkable
 
 from dtckpt import errors
 
+# Each client that collects gets every payload: with 4096 clients 16 MiB. The coordinator has the same limits, and
+# refuses what is longer (`dtckpt_server.events`).
 MAX_PAYLOAD_BYTES = 4096
 MAX_NAME_BYTES = 256
 MAX_TOPIC_BYTES = 256
+# Longer than clients usually stall: a call that holds the interpreter's lock holds their heartbeats back, too.
 DEFAULT_HEARTBEAT_TIMEOUT_S = 60.0
 
 
@@ -59,12 +62,14 @@ class Vote:
     reason: str = ""
 
     def __post_init__(self) -> None:
+        # A vote that is too long fails here, at the client that made it; later it would be a failure of the barrier.
         for what, value, limit in (
             ("payload", self.payload, MAX_PAYLOAD_BYTES),
             ("topic", self.topic, MAX_TOPIC_BYTES),
         ):
             if len(value) > limit:
                 raise errors.ConfigError(f"vote's {what} is too long: got {len(value)} bytes, at most {limit} fit")
+        # Cut, not refused: these texts come from any exception, and the report of a failure must not fail.
         object.__setattr__(self, "code", wire_text(self.code)[:64])
         object.__setattr__(self, "reason", wire_text(self.reason))
 
@@ -91,6 +96,7 @@ class Operation:
     """
 
     id: str = ""
+    # Not compared: the id alone is the identity, and a dict has no hash.
     calls: Mapping[int, int] = field(default_factory=dict, compare=False)
 
 
@@ -106,6 +112,7 @@ class Position:
         is_certain: Whether a client that skipped rounds would have another text.
     """
 
+    # The meeting point never orders positions: steps and counts of calls are alike to it.
     text: str = ""
     is_certain: bool = False
 
@@ -129,6 +136,7 @@ class Verdict:
     generation: int
     payloads: Mapping[int, bytes]
     operation: Operation = BEGIN
+    # Such a client may have missed rounds of the others, so its count of operations says less than theirs.
     cut_off: tuple[int, ...] = ()
 
 
@@ -160,10 +168,13 @@ class Member:
             raise errors.ConfigError(
                 f"client {self.client} does not fit job {self.job!r}: expected an id from 0 to {self.num_clients - 1}"
             )
+        # A field of 32 bits on the wire.
         if not 0 <= self.attempt < 1 << 32:
             raise errors.ConfigError(f"attempt of job {self.job!r} is {self.attempt}; expected 0 to 2^32 - 1")
         for name in (self.job, self.job_name):
             try:
+                # Names go into messages and keys as UTF-8; an error there would come in the middle of a barrier, or of
+                # a heartbeat.
                 name.encode()
             except UnicodeEncodeError as error:
                 raise errors.ConfigError(f"name of the job, {name!r}, is not valid Unicode: {error.reason}") from None
@@ -200,10 +211,12 @@ class Progress:
             )
         object.__setattr__(self, "phase", wire_text(self.phase))
         for name, number in numbers.items():
+            # Plain integers: JSON, in which heartbeats at a store are written, has no NumPy numbers.
             object.__setattr__(self, name, operator.index(number))
 
 
 def _is_sendable(number: object) -> bool:
+    # A signed field of 64 bits on the wire. `__index__` lets NumPy's and PyTorch's integers pass, and no floats.
     return hasattr(number, "__index__") and -(1 << 63) <= operator.index(number) < 1 << 63
 
 
@@ -225,6 +238,7 @@ class TaskStatus:
     incarnation: int = 0
     heartbeat_age_s: float | None = None
     progress: Progress = Progress()
+    # Apart from the heartbeat's age, as heartbeats go on while a client is stuck: this one tells slow from hung.
     progress_age_s: float | None = None
     host: str = ""
     name: str = ""

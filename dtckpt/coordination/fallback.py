@@ -73,6 +73,8 @@ class FallbackCoordination:
         self._leaving = threading.Event()
         primary.on_decision = self._note
         primary.give_up_s = GIVE_UP_TIMEOUTS * primary.heartbeat_timeout_s
+        # No call stays at the coordinator for longer than an interval, so a barrier there soon sees that it is
+        # abandoned.
         primary.max_wait_s = min(primary.max_wait_s, self._interval_s)
 
     @property
@@ -96,6 +98,7 @@ class FallbackCoordination:
 
     def _look(self) -> None:
         """Follow the decision, if there is one."""
+        # Asked at the store even while the coordinator answers this client: another one may be cut off from it.
         if not self._reason and (reason := self._secondary.recorded(_KEY)):
             self._switch(reason)
 
@@ -129,10 +132,12 @@ class FallbackCoordination:
     def _note(self, decision: Decision) -> None:
         key = decision.name, decision.operation, decision.participants
         with self._lock:
+            # Put at the end anew: the names that were used longest ago are dropped first.
             self._decisions.pop(key, None)
             self._decisions[key] = decision
             while len(self._decisions) > KEPT_DECISIONS:
                 self._decisions.popitem(last=False)
+            # The verdict came while this client switched: `_switch` did not have it yet.
             if self._reason:
                 self._publish(decision)
 
@@ -159,6 +164,7 @@ class FallbackCoordination:
         if self._reason:
             self._secondary.register()
             return
+        # The job may have left the coordinator before this process began.
         if self._watching is None:
             self._look()
         try:

@@ -177,6 +177,8 @@ class GrpcCoordination(Caller):
         while not self._is_over(leaving):
             if num_skipped >= num_to_skip:
                 is_good = self._run_stream(leaving)
+                # A stream that never works is tried again after 1, 3, 7, 15 and then 31 single heartbeats: a proxy that
+                # refuses streams costs little, one that is repaired is noticed.
                 num_skipped, num_to_skip = 0, 1 if is_good else min(2 * num_to_skip + 1, MAX_SKIPPED_BEATS)
                 if self._is_over(leaving):
                     return
@@ -197,6 +199,7 @@ class GrpcCoordination(Caller):
         except (grpc.RpcError, errors.DtckptError, UnknownError) as error:
             logger.info("the heartbeat stream of %s ended, single calls go on: %s", self._who(), describe(error))
         finally:
+            # A later registration may have begun its own stream meanwhile.
             if self._stream is stream:
                 self._stream = None
         return stream.num_answers > 0
@@ -216,6 +219,8 @@ class GrpcCoordination(Caller):
         notice = response.notice
         if notice.name:
             logger.info("barrier %r failed: %s", notice.name, notice.failure.message)
+            # Notices come of an operation's later rounds only. Each takes place once, so no other round can get this
+            # failure.
             self._failures[notice.name, notice.operation, tuple(notice.participants)] = notice.failure
             while len(self._failures) > KEPT_FAILURES:
                 self._failures.popitem(last=False)
@@ -265,6 +270,7 @@ class GrpcCoordination(Caller):
     def _stop_heartbeats(self, thread: threading.Thread) -> None:
         self._leaving.set()
         self._wake.set()
+        # In order first; the stream is cut off only if it does not end.
         for at_once in (False, True):
             if (stream := self._stream) is not None:
                 stream.end(at_once=at_once)
@@ -277,6 +283,7 @@ class GrpcCoordination(Caller):
             self._wake_heartbeats()
 
     def leave(self) -> None:
+        # A forked process inherits this object: it must not say goodbye for its parent.
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -315,7 +322,10 @@ class GrpcCoordination(Caller):
         request = pb.ArriveRequest(
             task=self._identity,
             name=name,
+            # The number is what makes a repeated request safe: the coordinator gives one call one round, however often
+            # it comes.
             call=number,
+            # Empty stands for all clients: else every arrival of a job of thousands would list thousands.
             participants=() if len(members) == self.member.num_clients else members,
             timeout_s=timeout_s,
             vote=pb.Vote(ok=vote.ok, payload=vote.payload, topic=vote.topic, code=vote.code, reason=vote.reason),
@@ -369,6 +379,8 @@ class GrpcCoordination(Caller):
         arrived: pb.ArriveResponse | None = None
         for pause_s in backoffs():
             try:
+                # Computed anew at each try, as the arrival's timeout is: after an outage only the rest of the time is
+                # left.
                 until = deadline + CALL_TIMEOUT_S
                 self._shorten(request, deadline)
                 arrived = self._arrive_on_stream(request, min(limit_s, until - self._clock())) or self._call(
@@ -437,6 +449,8 @@ class GrpcCoordination(Caller):
         arrival.max_wait_s = 0.0
         cancel = pb.CancelRequest(task=self._identity, reason=barrier_texts.WAS_INTERRUPTED)
         try:
+            # The interrupt may have come before the answer that names the barrier. The same call again returns it at
+            # once.
             cancel.barrier_id = self._call_once(lambda stub, t: stub.Arrive(arrival, timeout=t), 1.0).barrier_id
             self._call_once(lambda stub, t: stub.Cancel(cancel, timeout=t), 1.0)
         except (grpc.RpcError, errors.DtckptError, UnknownError) as error:

@@ -179,6 +179,7 @@ class TorchStoreCoordination:
         return own
 
     def _send_heartbeats(self) -> None:
+        # A connection of its own: a barrier's call without an answer must not hold heartbeats back.
         store = self._store_calls.open_connection()
         others = [client for client in range(self.member.num_clients) if client != self.member.client]
         try:
@@ -194,6 +195,8 @@ class TorchStoreCoordination:
             logger.warning("%s stops sending heartbeats: %s", self._who(), error)
 
     def _send(self, store: StoreConnection, state: str) -> None:
+        # Written only over this process's own last heartbeat: a process whose place was taken learns so, and changes
+        # nothing.
         beat = _Heartbeat(self.member.incarnation, self._last_sent.count + 1, state, self._progress, self._calls.report)
         if store.compare_set(_heartbeat_key(self.member.client), self._last_sent.dump(), beat.dump()) != beat.dump():
             raise errors.FencedError(barrier_texts.was_replaced(self._who()))
@@ -212,6 +215,7 @@ class TorchStoreCoordination:
     def leave(self) -> None:
         with self._lock:
             thread, self._heartbeat_thread = self._heartbeat_thread, None
+        # A forked process inherits this object: it must not say goodbye for its parent.
         if thread is None or os.getpid() != self._pid:
             return
         self._leaving.set()
@@ -226,6 +230,7 @@ class TorchStoreCoordination:
         others = [client for client in range(self.member.num_clients) if client != self.member.client]
         deadline = self._clock() + self.heartbeat_timeout_s
         while others and self._clock() < deadline and not store.abandoned.is_set():
+            # A lost client reads no verdict any more, and one that never registered waits for none.
             states = {state for state, _ in self._observe(store, others).values()}
             if states.isdisjoint(("registered", "suspect")):
                 return
@@ -268,6 +273,8 @@ class TorchStoreCoordination:
                 calls = {client: arrival.call for client, arrival in arrivals.items()}
                 begun = operation if operation.id else Operation(round_.header.round_id, calls)
         finally:
+            # With a verdict or without: heartbeats now say that this call has ended, so a round that still waits for it
+            # fails.
             if operation is not None and call is None:
                 self._calls.end(number, operation.id or begun.id)
             with self._lock:
@@ -295,6 +302,7 @@ class TorchStoreCoordination:
             outcome = self._rounds.arrive(store, joined, call) or self._wait_for_verdict(store, joined, call, begin)
         elif outcome.code and not round_.operation:
             self._rounds.note_told(store, round_, call)
+        # An operation's first round needs them, too: they hold the number of each client's call, see `_is_elsewhere`.
         needs_arrivals = not outcome.code and (call.collect or call.operation == BEGIN)
         arrivals = self._rounds.arrivals(store, round_) if needs_arrivals else {}
         self._forget_old(store, round_)
@@ -344,6 +352,8 @@ class TorchStoreCoordination:
                 next_log = now + verdicts.STILL_WAITING_S
                 missing = self._missing(store, round_)
                 logger.warning("barrier %r: still waiting for %s", call.name, errors.capped(missing.values()))
+            # An eighth of the wait so far, so nobody learns a verdict much later than it is decided; at most POLL_S, or
+            # with many clients what the store can answer.
             store.abandoned.wait(max(self._least_poll_s, min((now - begin) / 8, POLL_S)))
         return outcome
 
@@ -364,6 +374,7 @@ class TorchStoreCoordination:
             seen: The last heartbeat read of each client. One that has not changed is skipped.
         """
         for client in watched:
+            # Read a moment ago, when `_find_lost` looked.
             text = self._seen[client][0] if client in self._seen else NO_HEARTBEAT
             beat = _Heartbeat.load(text)
             if client == self.member.client or beat is None or seen.get(client) == text:
@@ -555,10 +566,12 @@ def from_environment(
     else:
         config = Config.from_environ()
         store = rendezvous.open_store(config)
+        # Several agents: each counts the restarts that its own processes caused, so their counts may differ.
         if agent_hosts and int(os.environ.get("LOCAL_WORLD_SIZE", config.num_clients)) < config.num_clients:
             topic = f"coordination/{quote(member.job, safe='')}"
             store, attempt = rendezvous.agree_on_attempt(store, topic, config)
             member = replace(member, attempt=attempt)
+    # The store of an agent outlives the clients, so none of them has to leave last.
     return TorchStoreCoordination(
         store, member, heartbeat_timeout_s=heartbeat_timeout_s, host_client=None if agent_hosts else 0
     )

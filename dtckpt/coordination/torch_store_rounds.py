@@ -217,6 +217,7 @@ class StoreRounds:
 
     def decide(self, store: StoreConnection, round_: Round, outcome: Outcome) -> Outcome:
         """Propose a verdict and return the one that counts: the one that was stored first."""
+        # The time of day, as clients on other hosts read it; only error texts name it, nothing is decided by it.
         proposal = replace(outcome, decided_at=self._wall_clock())
         return Outcome.load(store.compare_set(round_.verdict_key, "", proposal.dump()))
 
@@ -242,10 +243,12 @@ class StoreRounds:
                 told=call.moved_from,
             ),
         )  # fmt: skip
+        # The random id makes this header unlike all others: equal text means that this client has opened the round.
         text = store.compare_set(own.open_key, "", own.header.dump())
         missed = None
         while text != own.header.dump():
             latest = replace(own, header=RoundHeader.load(text))
+            # The verdict of a round that is over is removed; that the round is decided is all that counts below.
             outcome = verdicts.PASSED if latest.header.is_over else self.verdict(store, latest)
             # A later barrier of an operation takes place once. And a round that the coordinator decided is this call's
             # round if the client left the coordinator without having got that verdict.
@@ -263,6 +266,7 @@ class StoreRounds:
                     return JoinedRound(latest, None, missed)
                 # This client gave up the call that had arrived there, and now comes anew.
                 outcome = self.decide(store, latest, verdicts.gave_up(latest.name, self._who()))
+            # A round that passed had all participants, so nobody can be late for a failed one before it.
             failed = (*latest.header.failed, (latest.header.generation, latest.header.position)) if outcome.code else ()
             header = replace(own.header, generation=latest.header.generation + 1, failed=failed[-KEPT_FAILURES:])
             own = replace(own, header=header)
@@ -285,6 +289,7 @@ class StoreRounds:
         """
         header, me = latest.header, self._member.client
         failed = (*header.failed, (header.generation, header.position)) if outcome and outcome.code else header.failed
+        # The newest first: a late client gets the latest verdict of those that it missed.
         for generation, position in reversed(failed):
             round_ = replace(latest, header=replace(header, generation=generation))
             if (
@@ -389,6 +394,7 @@ class StoreRounds:
         if round_.operation:
             store.delete(round_.open_key)
         else:  # without its verdict the round would look open
+            # Only if it is still the latest header: that of a newer round stays.
             header = replace(round_.header, failed=(), is_over=True)
             store.compare_set(round_.open_key, round_.header.dump(), header.dump())
         store.delete(round_.verdict_key)

@@ -35,6 +35,7 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "dtckpt.manifest"
 MAX_MANIFEST_NBYTES = 512 << 20
 """Bytes of the manifest of a petabyte in chunks of 16 MiB; a longer one is neither written nor read."""
+# Clients that restore tell each other this token, in a barrier's payload, which is bounded, too.
 MAX_ATTEMPT_CHARS = 1024
 BLOCKS_NAME = "dtckpt.blocks"
 """A file in each client's folder: the digests of blocks (8 bytes each, little endian), of all chunks of several blocks
@@ -74,6 +75,7 @@ class ArrayKind:
     has_readable_blocks: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        # Computed here once for all tensors of the kind: every read of every chunk asks for them.
         itemsize = validate_dtype(self.stored_dtype).itemsize
         object.__setattr__(self, "itemsize", itemsize)
         object.__setattr__(self, "blocks", Blocks.of(self.grid, itemsize))
@@ -209,6 +211,7 @@ class Manifest:
         Raises:
             ConfigError: The file would be longer than `MAX_MANIFEST_NBYTES`.
         """
+        # Positions in the order of first use, and tensors by name: equal manifests give equal bytes.
         meshes: dict[Mesh, int] = {}
         message = checkpoint_pb2.Manifest(
             job=self.job,
@@ -228,13 +231,19 @@ class Manifest:
             kind = kinds.get(entry.kind)
             if kind is None:
                 kind = kinds[entry.kind] = _kind_proto(entry.kind, meshes).SerializeToString()
+            # Serialized once per kind and merged as bytes: a model has thousands of tensors of few kinds.
             tensor.MergeFromString(kind)
         message.meshes.extend(mesh.portable().as_proto() for mesh in meshes)
+        # The digest is of these very bytes, which the envelope holds as they are:
+        #     ManifestFile   | format_version | digest | manifest |
+        #                                                   |
+        #     Manifest                        | job | meshes | tensors | tree | ... |
         payload = message.SerializeToString(deterministic=True)
         envelope = checkpoint_pb2.ManifestFile(
             format_version=self.format_version, digest=bytes_digest(payload), manifest=payload
         )
         data = envelope.SerializeToString(deterministic=True)
+        # Refused at the save, before the commit: no reader would open it.
         if len(data) > MAX_MANIFEST_NBYTES:
             raise ConfigError(
                 f"the manifest would have {len(data)} bytes, expected at most {MAX_MANIFEST_NBYTES}; save fewer "
@@ -258,17 +267,23 @@ class Manifest:
             envelope = checkpoint_pb2.ManifestFile.FromString(data)
         except DecodeError as error:
             raise CheckpointCorruptError(f"manifest {origin} cannot be read: {error}; restore another step") from error
+        # Before anything else is looked at: a newer version may define all of it anew.
         if envelope.format_version > FORMAT_VERSION:
             raise CheckpointVersionError(
                 f"manifest {origin} is of a newer format; got version {envelope.format_version}, expected at most "
                 f"{FORMAT_VERSION}; upgrade dtckpt"
             )
+        # Version 0 is what protobuf returns for a field that is absent, as in an empty file, which parses without
+        # error.
         if envelope.format_version == 0 or bytes_digest(envelope.manifest) != envelope.digest:
             raise CheckpointCorruptError(
                 f"manifest {origin} is damaged: its digest does not match; restore another step"
             )
         try:
+            # A digest can be computed by anybody, so from here on every number is checked before something is made of
+            # it.
             message = checkpoint_pb2.Manifest.FromString(envelope.manifest)
+            # Meshes are large, and each is there for some tensor.
             if len(message.meshes) > len(message.tensors):
                 raise ValueError(f"it has {len(message.meshes)} meshes for {len(message.tensors)} tensors")
             meshes = [Mesh.from_proto(mesh) for mesh in message.meshes]
@@ -282,12 +297,14 @@ class Manifest:
             ]
             if len({entry.name for entry in entries}) != len(entries):
                 raise ValueError("a tensor occurs twice")
+            # 0 is a field that is absent.
             if not 1 <= message.kvstore <= len(KVSTORES):
                 raise ValueError(f"key-value store {message.kvstore} is unknown")
             kvstore = KVSTORES[message.kvstore - 1]
             if len(message.attempt) > MAX_ATTEMPT_CHARS:
                 raise ValueError(f"the token of its attempt has {len(message.attempt)} characters")
             costs = costs_from_proto(message.clients, message.phases)
+        # Also the errors of layouts, grids and dtypes that the values above do not fit.
         except (DecodeError, DtckptError, IndexError, OverflowError, ValueError) as error:
             raise CheckpointCorruptError(f"manifest {origin} contradicts itself: {error}") from error
         return cls(
@@ -312,6 +329,7 @@ def phases_to_proto(costs: Costs) -> list[checkpoint_pb2.PhaseCosts]:
     none = PhaseCost()
     rows = [phases for _, phases in sorted(costs.items())]
     names = dict.fromkeys(name for phases in rows for name in phases)
+    # One list per phase and not one message per client: some 8 bytes a client, for thousands of them.
     columns = {name: [phases.get(name, none) for phases in rows] for name in names}
     return [
         checkpoint_pb2.PhaseCosts(
@@ -353,6 +371,8 @@ def _kind_proto(kind: ArrayKind, meshes: dict[Mesh, int]) -> checkpoint_pb2.Tens
         dtype=kind.dtype,
         stored_dtype="" if kind.stored_dtype == kind.dtype else kind.stored_dtype,
         chunk_shape=kind.grid.chunk_shape,
+        # Neighbouring chunks are often of one shard, and so of one writer: a run takes the place of thousands of
+        # numbers. A missing chunk has writer 0 there, as the field has no sign; ``missing`` tells it apart.
         writers=[
             checkpoint_pb2.WriterRun(client=client, count=len(list(run)))
             for client, run in groupby(max(0, writer) for writer in kind.writers.tolist())
@@ -386,9 +406,11 @@ def _entry(
         IndexError: It names a mesh that the manifest does not have.
     """
     name, path = message.name, message.path
+    # A path of its own choice could lead a reader to another tensor's chunks.
     if not is_path_of(path, name):
         raise ValueError(f"array {path!r} is not that of tensor {name!r}")
     content = message.content if message.HasField("content") else None
+    # What is left is equal for all tensors of a kind, byte by byte, and so is parsed once.
     for field_name in ("name", "path", "digests", "content"):
         message.ClearField(field_name)
     key = message.SerializeToString()
@@ -404,6 +426,7 @@ def _kind(message: checkpoint_pb2.TensorEntry, name: str, num_digests: int, mesh
     """Parse the part of a tensor's message that all tensors of a kind share. Raises: as `_entry`."""
     grid = ChunkGrid(tuple(message.shape), tuple(message.chunk_shape))
     missing = frozenset(message.missing)
+    # A chunk larger than its tensor would make a reader take memory for elements that do not exist.
     if any(chunk > max(1, size) for chunk, size in zip(grid.chunk_shape, grid.shape, strict=True)):
         raise ValueError(f"chunks {grid.chunk_shape} of tensor {name!r} are larger than it, {grid.shape}")
     # Checked before memory of that size is taken: a manifest may be hostile.

@@ -82,15 +82,20 @@ class _Flattening:
         if depth > MAX_DEPTH:
             raise TreeError(f"state tree is deeper than {MAX_DEPTH} levels at {where[:200]!r}; does it contain itself?")
         if self.is_leaf(value):
+            # A tree that is one tensor has an empty path; arrays need a name.
             name = where or "value"
+            # As {"a": {"b": t}, "a/b": t} would give.
             if name in self.leaves:
                 raise TreeError(f"two tensors of the state tree would both be named {name!r}; rename a key")
             self.leaves[name] = value
             return {"tensor": name}
+        # The exact type: a subclass would come back as its base.
         if type(value) in _BASES:
             return self._items(value, prefix, depth)
         if is_plain(value):
             return encode_value(value, where)
+        # One level deeper: an object whose state is another such object, and so on without end, is refused at
+        # `MAX_DEPTH`.
         if (state := self.state_of(value)) is not value:
             return self.visit(state, prefix, depth + 1)
         kind = name_of(value)
@@ -129,6 +134,7 @@ def _decode_key(key: Any) -> Any:
 
 def dump(node: Node) -> bytes:
     """Return a structure as JSON; equal structures give equal bytes."""
+    # JSON has no NaN; floats that it lacks are nodes of their own.
     return json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -141,7 +147,10 @@ def load(data: bytes) -> Node:
     """
     try:
         node: Node = json.loads(data)
+        # Built once, with names in place of tensors: so all that is malformed is found when the checkpoint is opened,
+        # and not in the middle of a restore.
         build(node, lambda name: name)
+    # Looked up in closed tables: a name that they lack is one that a newer version has.
     except KeyError as error:
         raise CheckpointVersionError(
             f"the manifest's state tree holds {error}, which this version does not know; upgrade dtckpt"
@@ -175,6 +184,7 @@ def build(node: Node, tensor: Callable[[str], Any], depth: int = 0) -> Any:
     if kind == "type":
         name, argument, items = content
         container = CONTAINERS[name]
+        # Nor may a type be directly inside a type: such a chain would not count as levels.
         if _only(items)[0] != container.base.__name__:
             raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {name}")
         return container.make(argument, build(items, tensor, depth))
@@ -186,6 +196,7 @@ def build(node: Node, tensor: Callable[[str], Any], depth: int = 0) -> Any:
         children = [build(child, tensor, depth + 1) for child in content]
         return children if kind == "list" else tuple(children)
     built = {_decode_key(key): build(child, tensor, depth + 1) for key, child in content}
+    # Two keys may be equal in Python and not in JSON, as 1 and True are.
     if len(built) != len(content):
         raise CheckpointCorruptError("the manifest's state tree holds a key twice")
     return built
@@ -225,6 +236,7 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
             before[path] = node, {str(key): key for key, _ in opened[1]}
             for key, below in opened[1]:
                 collect(below, (*path, str(key)))
+        # An empty container is a leaf: nothing below would bring it back.
         if opened is None or not opened[1]:
             name = node.get("tensor", "/".join(path))
             leaves.append((tuple(names[name].split("/")) if name in names else path, node))
@@ -234,6 +246,8 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
             if len(items) > 1:
                 raise TensorNameError(f"names lead through {'/'.join(path)!r}, which is a tensor or a value itself")
             return items[0][1]
+        # Grouped by the first key, in the order of the walk, so that a tree that is renamed in part keeps its order:
+        #     a/x -> b/x       {"a": {"x", "y"}}   becomes   {"b": {"x"}, "a": {"y"}}
         below: dict[str, list[tuple[tuple[str, ...], Node]]] = {}
         for (first, *rest), leaf in items:
             below.setdefault(first, []).append((tuple(rest), leaf))
@@ -257,6 +271,7 @@ def _with_items(container: Node, keys: Mapping[str, Any], children: Mapping[str,
         name, argument, items = content
         renewed = _with_items(items, keys, children)
         return {kind: [name, argument, renewed]} if renewed.keys() == items.keys() else renewed
+    # Only if the items are the same positions, none missing and none new: otherwise they would move up.
     if kind != "dict" and list(keys) == list(children):
         return {kind: list(children.values())}
     same = keys if kind == "dict" else {}

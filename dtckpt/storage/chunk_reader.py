@@ -96,6 +96,7 @@ def content(read: Any, nbytes: int) -> bytes:
         result = read.result()
     except FileNotFoundError:
         raise MalformedError("the chunk is missing") from None
+    # TensorStore reports a missing file as a result, not as an error.
     if isinstance(result, ts.KvStore.ReadResult):
         result = result.value if result.state == "value" else b""
     if len(result) != nbytes:
@@ -120,6 +121,7 @@ class ChunkReader:
         self._context: Any = None if root.kvstore() is None else open_context()
         self._database = OcdbtDatabase(root, self._context) if kind == "ocdbt" else None
         self._local_path = root.path if by_file and isinstance(root, LocalFolder) else None
+        # A file that is dropped here stays open while a `StoredValue` refers to it.
         self._files = lru_cache(maxsize=MAX_OPEN_FILES)(OpenFile)
         self._lazy_pool: Pool | None = None
 
@@ -128,6 +130,7 @@ class ChunkReader:
         return FileRange(key) if self._database is None else self._database.find(key)
 
     def _pool(self) -> Pool:
+        # Made at first use: chunks that `locate` finds are read without these threads.
         if self._lazy_pool is None:
             self._lazy_pool = Pool(NUM_THREADS, "dtckpt-chunks")
         return self._lazy_pool
@@ -228,9 +231,11 @@ class ChunkReader:
         try:
             stored = self._find(key)
         except FileNotFoundError:
+            # Too few bytes: `content` raises when the read is finished, as for every other damaged chunk.
             return _ReadyValue(b"")
         if isinstance(stored, bytes):
             return _ReadyValue(stored[start:stop])
+        # The bytes behind a value in a data file belong to other values.
         if stored.nbytes is not None and stop > stored.nbytes:
             return _ReadyValue(b"")
         file, begin, end = stored.file, stored.start + start, stored.start + stop
@@ -262,8 +267,10 @@ class ChunkReader:
             data = self._read_value(key, chunk_bounds(array.codec, nbytes)[1])
         except FileNotFoundError:
             raise MalformedError("the chunk is missing") from None
+        # The bound above is on what is read, this one on what it decodes to.
         validate_encoded(array.codec, data, nbytes)
         # Decoded from memory: TensorStore never opens a file of an untrusted checkpoint.
+        # A context of its own: stores in memory are shared within a context, and other threads decode other chunks.
         store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
         store[key] = data
         opened = open_array(store, array, self._context)
@@ -300,6 +307,8 @@ class ChunkReader:
                     sizes[stored.file] = sizes.get(stored.file, 0) + nbytes
                 if not least <= nbytes <= most:
                     return key
+                # Of kind zarr, each of millions of chunks is a file: their names and sizes are not all in memory at
+                # once.
                 if len(sizes) >= MAX_SIZES:
                     if (short := self._where.find_short_file(sizes)) is not None:
                         return short

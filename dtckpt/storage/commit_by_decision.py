@@ -89,6 +89,7 @@ class AttemptRegister:
             start = self._folder.read(attempt + _DECISION, 0, _DECISION_NBYTES)
         except FileNotFoundError:
             return b""
+        # Anything else comes back as it is: the attempt counts as decided, but neither as committed nor as given up.
         return next((decision for decision in (COMMITTED, GIVEN_UP) if start and decision.startswith(start)), start)
 
     def decide(self, attempt: str, decision: bytes) -> bool:
@@ -106,6 +107,8 @@ class AttemptRegister:
 
     def claim(self, token: str) -> str:
         """Claim a new attempt, newer than all others; return its name."""
+        # More than the newest number: a host whose clock is behind would otherwise claim an attempt that is old at
+        # once.
         newest = max((_start_ns(attempt) for attempt in self.attempts()), default=0)
         attempt = f"{max(int(self._clock() * 1e9), newest + 1):020d}-{token}"
         self.renew(attempt)
@@ -136,6 +139,8 @@ class AttemptRegister:
 
     def remove(self, attempt: str) -> None:
         """Remove an attempt that was committed; for readers it is gone in one step, with its decision."""
+        # First the decision, then the data, then the entries: a removal that stops halfway leaves an attempt that was
+        # given up, and the next `collect` removes the rest.
         self._folder.write(attempt + _DECISION, GIVEN_UP)
         (self.data / attempt).clear()
         self.forget(attempt)
@@ -236,6 +241,11 @@ class ObjectStoreTarget:
         """As `CommitTarget.begin`."""
         with translate_errors("begin the checkpoint", self.where):
             for _ in range(MAX_TRIES):
+                # Claim first, look then: of two leaders that begin at once, the one that wrote last sees the other's
+                # claim. So the older one of them goes on only if the newer one sees it, and gives it up before it
+                # commits:
+                #     older:  claim 7 . look: {7}     . goes on
+                #     newer:            claim 8 . look: {7, 8} . goes on
                 attempt = self._register.claim(token)
                 if all(other <= attempt for other in self._register.attempts()):
                     self._register.collect(silent_for_s=SILENT_AFTER_S, before=attempt)
@@ -301,9 +311,12 @@ class ObjectStoreAttempt:
         """As `CommitAttempt.commit`."""
         register = self._register
         with translate_errors("commit the checkpoint", register.where):
+            # Before its own decision: an older attempt that decided after it would report a commit that no reader looks
+            # at.
             register.give_up_older(self.token)
             if not overwrite and register.newest_committed() is not None:
                 raise _exists_error(register.where)
+            # A forgotten attempt has lost the decision that would refuse it, but its claim is gone, too.
             if not register.is_claimed(self.token) or not register.decide(self.token, COMMITTED):
                 raise taken_over_error(register.where)
         try:
@@ -320,6 +333,8 @@ class ObjectStoreAttempt:
     def abandon(self) -> None:
         """As `CommitAttempt.abandon`."""
         try:
+            # False if the attempt is committed after all: the answer to that write was lost, and the files are the
+            # checkpoint.
             if self._register.decide(self.token, GIVEN_UP):
                 self.folder.clear()
         except Exception as error:  # the caller has an error to report already; the next attempt removes it
@@ -328,6 +343,7 @@ class ObjectStoreAttempt:
     def sweep(self) -> None:
         """As `CommitAttempt.sweep`."""
         try:
+            # It only looks: as long as nobody has decided, the leader may still commit these files.
             if self._register.decision(self.token) == GIVEN_UP:
                 self.folder.clear()
         except Exception as error:

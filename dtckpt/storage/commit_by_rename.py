@@ -167,6 +167,7 @@ def _attempt_number(path: Path, target: Path) -> int:
 
 def _is_alive(path: Path) -> bool:
     try:
+        # Shared, so that two processes that look at the same time do not take each other for the leader.
         with lock_directory(path, is_shared=True) as is_free:
             return not is_free
     except OSError:  # gone, or nothing that a leader could have lock_directory
@@ -212,6 +213,7 @@ def commit(directory: WorkingDirectory, *, overwrite: bool, is_durable: bool = T
         _validate_own(directory, directory.path)
         aside = None
         if not target.exists():
+            # Another leader may commit after the look above: then this fails, and does not replace its checkpoint.
             _rename(directory.path, target, _RENAME_NOREPLACE)
             if inode_of(target) != directory.inode:
                 # Between the check and the rename, a late writer had made the directory again.
@@ -300,6 +302,8 @@ def discard(folder: Path, target: Path, *, is_durable: bool = False) -> None:
         target: The checkpoint's directory; the trash lies beside it.
         is_durable: Whether a power loss must not bring it back.
     """
+    # Deleted in place, a checkpoint would be there with some files missing; after the rename no reader finds it. If the
+    # deletion stops halfway, the next attempt's `begin` deletes the rest.
     trash = _sibling(target, "trash", secrets.token_hex(4))
     try:
         folder.rename(trash)
@@ -347,6 +351,7 @@ def _rename(source: Path, target: Path, flag: int) -> None:
         if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag) == 0:
             return
         code = ctypes.get_errno()
+    # A plain rename replaces an empty directory at most, never a checkpoint.
     if flag == _RENAME_NOREPLACE and code in _UNSUPPORTED:
         source.rename(target)
         return
@@ -374,6 +379,7 @@ class DirectoryTarget:
 
     def join(self, token: str) -> DirectoryAttempt:
         """As `CommitTarget.join`."""
+        # A client that does not see the directory gets inode None here: `validate` raises, and `sweep` removes nothing.
         path = working_path(self.where, token)
         return DirectoryAttempt(WorkingDirectory(path, self.where, token, inode_of(path)))
 

@@ -35,6 +35,7 @@ class LocalFolder:
         """As `Folder.read`."""
         descriptor, nbytes = open_regular(f"{self.path}/{name}")
         with open(descriptor, "rb") as file:
+            # The size bounds the read: Python allocates as many bytes as it is asked for, however short the file is.
             file.seek(start)
             return file.read(max(0, (nbytes if stop is None else min(stop, nbytes)) - start))
 
@@ -42,12 +43,14 @@ class LocalFolder:
         """As `Folder.read_whole`."""
         descriptor, nbytes = open_regular(f"{self.path}/{name}")
         with open(descriptor, "rb") as file:
+            # The size of the open file: a save may have replaced the one at this path.
             if nbytes > most:
                 raise too_long_error(name, most)
             return file.read(nbytes)
 
     def find_short_file(self, sizes: Mapping[str, int]) -> str | None:
         """As `Folder.find_short_file`."""
+        # -1 is less than any size, so a missing file is a short one, even where it may be empty.
         return next((name for name, least in sizes.items() if self._nbytes(name) < least), None)
 
     def _nbytes(self, name: str) -> int:

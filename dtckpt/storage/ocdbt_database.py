@@ -32,6 +32,7 @@ MAX_HEIGHT = 16
 MAX_CACHED_KEYS = 1 << 19
 """Keys of the nodes that are kept decoded; the nodes of one path through the tree are kept in any case."""
 
+# The bytes of a node:  | magic 4 | length 8 | version 1 | compression 1 | content ... | checksum 4 |
 _VERSION, _COMPRESSION, _HEADER_NBYTES = 12, 13, 14
 """Positions of these fields in a node, after magic and length; then the header's size."""
 _TRAILER_NBYTES = 4
@@ -126,6 +127,7 @@ class OcdbtDatabase:
                 return node.entries.get(key)
             # The child with the greatest first key that is not above the key.
             position = bisect_right(node.keys, key) - 1
+            # A key before all of them leads to the first child, which does not have it.
             location, prefix = node.children[max(0, position)]
             if not key.startswith(prefix):
                 return None
@@ -139,6 +141,7 @@ class OcdbtDatabase:
         versions = self._dump(data).get("versions")
         if not versions:
             raise MalformedError(f"{DATABASE_NAME} holds no version of the database")
+        # In the order of their commits; older versions play no part.
         newest = versions[-1]
         if newest["root_height"] > MAX_HEIGHT:
             raise MalformedError(f"the database's tree is none: it is {newest['root_height']} nodes high")
@@ -152,6 +155,7 @@ class OcdbtDatabase:
             return node
         stored = _file_range(location)
         start, nbytes = stored.start, stored.nbytes or 0
+        # Refused before the read, for the location may claim any length.
         if nbytes > MAX_NODE_NBYTES:
             raise MalformedError(f"the database's node {location} is too long")
         node = _Node.from_dump(
@@ -192,6 +196,7 @@ def _file_range(location: str) -> FileRange:
         MalformedError: The location is malformed, or leads out of the checkpoint.
     """
     try:
+        # Five fields, or it is refused: no file or folder of a save's database has a colon in its name.
         _, folder, name, start, nbytes = location.split(":")
         return FileRange(_validated_name(folder + name), int(start), int(nbytes))
     except ValueError:

@@ -108,6 +108,7 @@ class BucketFolder:
         try:
             result = self._open().read(name, **part).result()
         except ValueError as error:
+            # TensorStore refuses a range that begins behind the end; to a `Folder` that is a read of no bytes.
             if "OUT_OF_RANGE" in str(error):
                 return b""
             raise
@@ -131,6 +132,7 @@ class BucketFolder:
         while batch := list(itertools.islice(files, MAX_PROBES)):
             # A read of the last byte that a file must have tells whether the file is long enough.
             probes = [(name, self.start_read(name, least - 1, least)) for name, least in batch]
+            # All answers are waited for before one of them counts, so no request is left under way.
             answers = [(name, probe.exception(), probe) for name, probe in probes]
             for name, error, probe in answers:
                 if error is not None and "OUT_OF_RANGE" not in str(error):
@@ -152,6 +154,8 @@ class BucketFolder:
 
     def create(self, name: str, data: bytes) -> bool:
         """As `ObjectFolder.create`."""
+        # The condition of the write is that the file is still missing: a file that another one creates after this look
+        # wins.
         current = self._open().read(name).result()
         if current.state != "missing":
             return False
@@ -168,6 +172,7 @@ class BucketFolder:
     def remove(self, names: Iterable[str]) -> None:
         """As `Folder.remove`."""
         store = self._open()
+        # The list makes all requests before the first is waited for.
         for removal in [store.write(name, None) for name in names]:
             removal.result()
 
@@ -185,6 +190,7 @@ class BucketFolder:
         return self._store
 
 
+# TensorStore bounds the requests in flight per context: with one context the bound holds for all folders together.
 @functools.cache
 def _shared_context() -> Any:
     return open_context()

@@ -190,10 +190,13 @@ class TensorStoreWriter:
                 self._put(key, elements.tobytes())
                 self._note(held_nbytes)
                 return
+            # Files of kind zarr have to be synced one by one, by their keys; a database has few files, which are listed
+            # later.
             if not self._is_database:
                 self._keys.append(chunk_key(array.path, array.grid, region))
             opened = self._open(array).with_transaction(self._transaction)
             target = opened[region.slices()] if region.ndim else opened
+            # Large chunks are not copied: the elements must stay as they are until they are on storage.
             write = target.write(elements, can_reference_source_data_indefinitely=True)
             self._pending.append(write.copy if self._transaction else write)
         self._note(held_nbytes)
@@ -244,12 +247,15 @@ class TensorStoreWriter:
                 self._folder.sync(_data_files(self._folder) if self._is_database else self._keys)
 
     def _write_out(self) -> None:
+        # The kernel writes back while TensorStore still writes, so that the sync at the end has less to wait for.
         is_early = self._is_durable and self._is_database
         syncing = self._folder.early_sync(DATA_FOLDER) if is_early else nullcontext()
         with translate_errors("write chunks", self._where), syncing:
             for write in self._pending:
                 write.result()
             if self._transaction is not None:
+                # Among the pending writes before the wait: if an interrupt ends the wait, `abort` waits for this
+                # commit.
                 commit = self._transaction.commit_async()
                 self._pending.append(commit)
                 commit.result()
@@ -316,6 +322,7 @@ def merge(kind: str, root: Folder, last_written: Mapping[int, str]) -> None:
             is_visible = {client: _is_file(root, key) for client, key in last_written.items()}
         else:
             store = _merge_stores(kind, root, last_written)
+            # All reads are under way before the first answer: one round trip to storage, not one for each client.
             reads = {client: store.read(key, byte_range=slice(0, 1)) for client, key in last_written.items()}
             is_visible = {client: read.result().state == "value" for client, read in reads.items()}
     # The merge cannot tell: a database that is not seen, or seen in an earlier state, looks like one that holds less.
@@ -331,6 +338,9 @@ def _merge_stores(kind: str, root: Folder, clients: Iterable[int]) -> Any:
     context = open_context()
     store = ts.KvStore.open(_kvstore(kind, root, to_write=True), context=context).result()
     if kind == "ocdbt":
+        # One transaction: the root database refers to all clients' data, or to nothing.
+        #     manifest.ocdbt -> nodes -+-> client_0/d/...   by reference
+        #                              +-> client_1/d/...
         transaction = ts.Transaction(atomic=True)
         target = store.with_transaction(transaction)
         for client in clients:
@@ -360,6 +370,7 @@ def sync_merged(kind: str, root: Folder) -> None:
 
 
 def _merged_files(kind: str, root: Folder) -> Iterator[str]:
+    # The entries of the root only: the clients have synced what they wrote below.
     yield from root.names()
     if kind == "ocdbt":
         yield from _data_files(root)

@@ -232,6 +232,7 @@ class CheckpointManager:
 
         def collect() -> State:
             if is_leader:
+                # Inside the save's first round: if another process has the root, all clients raise the error.
                 self._root.right.acquire()
                 if metrics:
                     files[METRICS_NAME] = json.dumps({name: float(metrics[name]) for name in metrics}).encode()
@@ -244,6 +245,7 @@ class CheckpointManager:
             options=options,
             coordination=coordination,
             extra_files=files,
+            # Only after the commit: until then the old checkpoints may be the only good ones.
             then=lambda handle: self._remove_old(step) if is_leader and handle.is_committed else None,
             step=step,
         )
@@ -378,5 +380,6 @@ class CheckpointManager:
 
     def _remove(self, step: int) -> None:
         with self._removal_lock:
+            # Looked at under the lock, so a restore cannot choose the step between the look and the removal.
             if step not in self._pinned:
                 self._folders.place(step).remove()

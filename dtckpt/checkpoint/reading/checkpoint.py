@@ -44,6 +44,7 @@ class Checkpoint:
 
     def __init__(self, path: Location, root: Folder, manifest: Manifest) -> None:
         self._structure = trees.load(manifest.tree) if manifest.tree else None
+        # Lists, not sets: a name that occurs twice is refused, too.
         if self._structure is not None and sorted(trees.tensor_names(self._structure)) != sorted(manifest.arrays):
             raise CheckpointCorruptError(
                 f"the manifest of {path} contradicts itself: its state tree does not name every tensor once"
@@ -51,6 +52,7 @@ class Checkpoint:
         self.path = path
         self.manifest = manifest
         self.is_remote = is_remote(path)
+        # Local files are read by preadv into the destination; elsewhere many requests have to be under way at once.
         self._reader = ChunkReader(manifest.kvstore, root, by_file=not self.is_remote)
         self._root = root
         self._block_digests = BlockDigests(manifest, root)
@@ -98,6 +100,7 @@ class Checkpoint:
         """
         info = self.info(name)
         region = Region.full(info.shape) if region is None else region
+        # Before memory is taken: the tensor's shape is a claim of the manifest, and may be any.
         self.validate_stored([(name, region)])
         result = new_memory(name, region.shape, info.dtype)
         self.read_into(name, region, host_array(result))
@@ -159,6 +162,7 @@ class Checkpoint:
         Returns:
             The bytes read from storage.
         """
+        # An iterator: the reads of millions of chunks are never planned all at once.
         entries = ((self.entry(name), buffers) for name, buffers in requests)
         try:
             return self._regions.read(entries, max_in_flight, count)
@@ -179,6 +183,7 @@ class Checkpoint:
         Raises:
             CheckpointCorruptError: A document is not the one that was written.
         """
+        # An iterator: the documents of millions of arrays are never in memory together.
         documents = self._reader.read_documents(entry.path for entry in self.manifest.arrays.values())
         if documents_digest(documents) != self.manifest.documents:
             raise CheckpointCorruptError(
@@ -192,10 +197,12 @@ class Checkpoint:
     def _cause_of(self, error: CheckpointError) -> CheckpointError:
         """Return the error, or another one if a save has replaced the checkpoint since it was opened."""
         try:
+            # The token of an attempt is random, so equal tokens mean that no save came in between.
             is_same = open_checkpoint(self.path).manifest.attempt == self.manifest.attempt
         except CheckpointNotFoundError:
             is_same = False
         except CheckpointError:
+            # It cannot be told, and the first error says more than this one.
             is_same = True
         if is_same:
             return error
@@ -223,6 +230,7 @@ def new_memory(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Ten
     """
     try:
         return host_memory.allocate(shape, dtype)
+    # PyTorch's class for an allocation that fails.
     except RuntimeError as error:
         raise CheckpointError(
             f"this host lacks the memory for tensor {name!r}; got shape {tuple(shape)} of {dtype}; read a part of it, "
@@ -249,6 +257,8 @@ def open_checkpoint(path: str | Location) -> Checkpoint:
                 data = folder.read_whole(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
             return Checkpoint(place.where, folder, Manifest.from_bytes(data, f"{folder}/{MANIFEST_NAME}"))
         except CheckpointError:
+            # Still the same folder: the error is about this checkpoint, and another try would give it again.
             if is_last or str(place.locate()) == str(folder):
                 raise
+    # Not reached: the last try returns or raises.
     raise CheckpointNotFoundError(f"there is no checkpoint at {place.where}")

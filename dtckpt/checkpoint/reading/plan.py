@@ -106,6 +106,7 @@ def plan_reads(grid: ChunkGrid, itemsize: int, regions: tuple[Region, ...], *, b
     Raises:
         RegionError: A region is outside the tensor.
     """
+    # Larger plans are not kept, but made chunk by chunk while the reader goes through them.
     if grid.num_chunks <= _KEPT_CHUNKS:
         return _kept_plan(grid, itemsize, regions, by_blocks)
     _validate_inside(grid, regions)
@@ -143,6 +144,7 @@ def _parts(grid: ChunkGrid, itemsize: int, regions: tuple[Region, ...], by_block
         needed = range(blocks.count(chunk.shape) if by_blocks else 1)
         if len(needed) > 1:
             spans = [blocks.meeting(chunk, overlap) for _, overlap in overlaps]
+            # One run of blocks, even if two regions of the chunk lie far apart: a read has one start and one end.
             needed = range(min(span.start for span in spans), max(span.stop for span in spans))
             box = blocks.span(chunk, needed.start, needed.stop)
         uses = tuple(
@@ -156,12 +158,14 @@ def _parts(grid: ChunkGrid, itemsize: int, regions: tuple[Region, ...], by_block
 
 def _rows(grid: ChunkGrid, itemsize: int, chunk: Region, box: Region, overlaps: Sequence[Region]) -> StoredRows:
     """Return the position in the stored chunk of a box of whole blocks, of which some overlaps are wanted."""
+    # A scalar: one element, one row, and no dim to cut.
     if not box.ndim:
         return StoredRows(None, 0, itemsize, 1, 1, (0, 1) if len(overlaps) == 1 else (0, 0))
     blocks, (first, *more) = Blocks.of(grid, itemsize), overlaps
     dim = blocks.dim
     row_nbytes = itemsize * math.prod(grid.chunk_shape[dim + 1 :])
     start, count = box.offset[dim], box.shape[dim]
+    # A chunk that the tensor's edge cuts short is never dense in a later dim: its rows are stored with padding.
     is_dense = first.shape[dim + 1 :] == grid.chunk_shape[dim + 1 :] and not more
     wanted = (first.offset[dim] - start, first.stop[dim] - start) if is_dense else (0, 0)
     return StoredRows(dim, (start - chunk.offset[dim]) * row_nbytes, row_nbytes, count, blocks.rows, wanted)
@@ -174,12 +178,14 @@ def plan_tensor_reads(entry: ArrayEntry, regions: tuple[Region, ...]) -> Iterabl
         RegionError: A region is outside the tensor.
         RegionNotFoundError: A region needs a chunk that was not saved.
     """
+    # Compressed chunks have no blocks that can be read alone.
     plan = partial(plan_reads, entry.grid, entry.itemsize, regions, by_blocks=entry.has_readable_blocks)
     try:
         parts = plan()
     except RegionError:
         outside = next(region for region in regions if not _is_inside(region, entry.shape))
         raise RegionError(f"region {outside} is outside tensor {entry.name!r} of shape {entry.shape}") from None
+    # Planned a second time: the plan of a large tensor is an iterator, which this look would use up.
     if entry.missing and (lost := next((part.chunk for part in plan() if part.number in entry.missing), None)):
         raise RegionNotFoundError(
             f"tensor {entry.name!r} was saved in part, without {lost}; read a region that was saved"

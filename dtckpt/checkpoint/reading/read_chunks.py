@@ -84,6 +84,7 @@ class Scratch(threading.local):
         It is the memory that the call before returned. It is aligned to the file's position, up to a line of the
         cache, so that the read is not slow (see `is_slow`).
         """
+        # Up to one page to begin at a page's first byte, and up to one for the position's place in its page.
         if self._memory.size < nbytes + 2 * mmap.PAGESIZE:
             self._memory = np.empty(nbytes + 2 * mmap.PAGESIZE, np.uint8)
             self._first = -self._memory.ctypes.data % mmap.PAGESIZE
@@ -163,6 +164,7 @@ class BlockReader:
         rows = self._part.rows
         first, last = rows.wanted
         begin, nbytes = start * rows.row_nbytes, (stop - start) * rows.row_nbytes
+        # Spans at the ends of the wanted rows go the other way: they are verified whole, and only a part is delivered.
         if self._destination is not None and first <= start and stop <= last:
             offset = begin - first * rows.row_nbytes
             buffer = self._destination[offset : offset + nbytes]
@@ -199,6 +201,7 @@ def from_span(entry: ArrayEntry, part: ChunkPart, data: bytes | np.ndarray[Any, 
     elements = np.frombuffer(data, DTYPES[entry.stored_dtype])
     if dim is None:
         return elements.reshape(())
+    # Dims before the one that is cut into blocks have size 1, so rows lie behind each other.
     elements = elements.reshape(*shape[:dim], -1, *stored[dim + 1 :])
     if shape[dim + 1 :] == stored[dim + 1 :]:
         return elements
@@ -210,5 +213,6 @@ def convert(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
     if source.dtype == target.dtype:
         np.copyto(target, source)
         return
+    # Whether to convert was decided before (`RestoreOptions.cast`); NumPy would warn of each value that does not fit.
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(target, source, casting="unsafe")

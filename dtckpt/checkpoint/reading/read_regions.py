@@ -109,6 +109,7 @@ class RegionReader:
         nbytes = in_flight = 0
         threads = 1 if self._is_remote or max_in_flight is not None else _spare_threads()
         usual = REMOTE_IN_FLIGHT_NBYTES if self._is_remote else LOCAL_IN_FLIGHT_NBYTES * threads
+        # Each thread has a part and one more waits, even if each part alone is beyond the limit.
         limit, fewest = (usual, threads + 1) if max_in_flight is None else (max_in_flight, 1)
         pending: deque[tuple[ChunkRead, Callable[[], int]]] = deque()
         scratch = Scratch()
@@ -172,6 +173,7 @@ class RegionReader:
             StorageError: Storage refused.
         """
         sized = sorted(
+            # The number breaks ties: entries have no order.
             ((region.numel * entry.itemsize, number, entry, region) for number, (entry, region) in enumerate(regions))
         )
         ends = accumulate(nbytes for nbytes, *_ in sized)
@@ -179,6 +181,7 @@ class RegionReader:
         for entry, region in checked:
             if entry.missing:
                 plan_tensor_reads(entry, (region,))  # raises: a chunk that was never saved is not damage
+        # The largest regions first: a claim that is much too large is found at its first chunks.
         chunks = ((entry, index) for entry, region in reversed(checked) for index in entry.grid.meeting(region))
         if (lost := self._reader.find_missing_chunk(chunks)) is not None:
             raise CheckpointCorruptError(
@@ -227,8 +230,10 @@ class RegionReader:
     def _start(self, read: ChunkRead) -> None:
         """Find the part in a file of this machine, or request it from storage."""
         entry, part = read.entry, read.part
+        # The destination may be small, and the part of the chunk around it not: memory for the part is taken below.
         if part.nbytes > UNCHECKED_NBYTES:
             self.validate_stored([(entry, part.chunk)])
+        # Compressed chunks are decoded as a whole, by `ChunkReader.start`.
         if entry.has_readable_blocks:
             read.value = self._reader.locate(entry.path, part.index)
         if read.value is not None:
@@ -264,6 +269,7 @@ class RegionReader:
             boxes = entry.blocks.cut(Region.full(memory.shape))
             digest, digests = 0, [bytes_digest(as_bytes(memory[box.slices()]).data) for box in boxes]
         self._validate(read, digest, digests)
+        # Only now: what is converted or copied has been verified. (A direct read has filled the destination already.)
         if read.handle is not None and not read.is_direct:
             for (_, of_box, _), target in zip(part.uses, read.targets, strict=True):
                 convert(cut(memory, of_box), target)
@@ -311,6 +317,7 @@ def _spare_threads() -> int:
         clients = (
             config.local_world_size if config.local_world_size_text else max(config.num_clients, process_groups.size())
         )
+    # How many clients share the machine is not known; one thread takes nothing from the others.
     except ConfigError:
         return 1
     return max(1, min(MAX_THREADS, cores // clients))

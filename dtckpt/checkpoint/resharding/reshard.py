@@ -138,10 +138,13 @@ def reshard(
     if worker is not None and not isinstance(place, DirectoryTarget):
         raise ConfigError(f"several workers can write to a file system only; got {place.where}")
     with open_checkpoint(src) as checkpoint:
+        # With several workers another one may have committed already, which is no error; see
+        # `SharedAttempt.check_target`.
         if worker is None:
             place.check_target(overwrite=options.overwrite)
         _validate_apart(checkpoint.path, place.where)
         budget = Budget.of(checkpoint, max_memory)
+        # A chunk must fit a block, as a block is made of whole chunks.
         chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, budget.block))
         writers = tuple(range(1 if worker is None else worker.count))
         target = _Target(mesh, new_dtype, options.codec, writers)
@@ -155,6 +158,7 @@ def reshard(
         saved = part = None
         source = CheckpointSource(checkpoint, budget, progress)
         if worker is not None and isinstance(place, DirectoryTarget):
+            # Workers that read another source build in another directory.
             salt = checkpoint.manifest.to_bytes()
             shared = SharedAttempt(place.where, plan, salt, worker, options)
             shared.check_target()
@@ -162,6 +166,7 @@ def reshard(
                 part = shared.write(source, checkpoint.manifest)
         elif not dry_run:
             state = State(tuple(specs), source, checkpoint.manifest.tree)
+            # One process writes all shards, so the clients of the mesh play no part in the save.
             alone = SingleClientCoordination(
                 Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63))
             )
@@ -274,6 +279,7 @@ class Budget:
     def of(cls, checkpoint: Checkpoint, max_memory: int) -> Budget:
         """Divide ``max_memory`` bytes."""
         largest = max((info.max_chunk_nbytes for info in checkpoint.tensors.values()), default=0)
+        # At least the largest stored chunk; `_validate_memory` refuses a bound that leaves too little for the rest.
         reads = max(largest, max_memory // 4)
         return cls(largest, reads, max(1, (max_memory - reads) // 3))
 
@@ -284,6 +290,8 @@ def _validate_memory(plan: SavePlan, budget: Budget, max_memory: int) -> None:
         (math.prod(item.grid.chunk_shape) * DTYPES[item.spec.dtype].itemsize, item.spec.name) for item in plan.tensors
     )
     largest, name = max(sizes, default=(0, ""))
+    # The memory in use at one time:
+    #     | stored chunks | block being filled | block being written | encoded |
     needed = budget.largest + 3 * largest
     if needed > max_memory:
         raise ConfigError(
@@ -314,6 +322,7 @@ class CheckpointSource:
         """Return the elements of one new chunk."""
         name = plan.spec.name
         if self._elements is None or self._block is None or self._name != name or not self._block.contains(region):
+            # The old block is let go before the new one is taken; chunks of it may still wait to be written.
             self._name, self._block, self._elements = name, block_of(plan, region, self._budget.block), None
             self._elements = np.empty(self._block.shape, DTYPES[plan.spec.dtype])
             # The reader starts one chunk beyond its bound before it waits for the first.
@@ -333,6 +342,7 @@ def block_of(plan: TensorPlan, region: Region, max_nbytes: int) -> Region:
 
     It grows from the last dim to the first, so that a walk over the chunks in row-major order enters each block once.
     """
+    # A larger box could reach over chunks that were never saved.
     if plan.missing:
         return region
     offset, shape = list(region.offset), list(region.shape)
@@ -343,6 +353,7 @@ def block_of(plan: TensorPlan, region: Region, max_nbytes: int) -> Region:
         fitting = max(shape[dim], max_nbytes // max(1, line) // chunk * chunk)
         if offset[dim] == 0 or fitting < size:
             shape[dim] = min(fitting, size - offset[dim])
+        # A box that goes on in an outer dim must be whole in all inner ones; else the walk would come back to it.
         if shape[dim] < size:
             break
     return Region(tuple(offset), tuple(shape))

@@ -70,6 +70,7 @@ class SharedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes that a client reads: those of the client that reads most, so that all clients batch alike."""
+        # Rounded up to the largest shard: a client with fewer rows must not put one tensor more into its batch.
         mesh = self.rows.mesh
         rows = (-(-size // shards) for size, shards in zip(self.leaf.shape, self.rows.shard_grid, strict=True))
         return math.prod(rows) * torch_dtype(self.leaf.dtype).itemsize * (mesh.size() // mesh.num_clients)
@@ -88,6 +89,7 @@ def shareable_tensors(checkpoint: Checkpoint, leaves: Sequence[NamedLeaf]) -> li
         tensor = SharedTensor(name, leaf, layout, rows_layout(layout, info.row_dim))
         if tensor.nbytes <= MAX_NBYTES and reads_per_byte(info, layout) >= MIN_READS:
             tensors.append(tensor)
+    # By facts that all clients of a mesh share: the order of the target's tensors may differ by client.
     return sorted(tensors, key=lambda tensor: (_key(tensor.layout.mesh), tensor.name))
 
 
@@ -114,6 +116,8 @@ def digests_by_mesh(shared: Sequence[SharedTensor]) -> dict[str, str]:
     """Return a digest of each mesh's tensors, by a digest of the mesh, to be compared with those of other clients."""
     facts_by_mesh: dict[str, list[str]] = {}
     for tensor in shared:
+        # Everything that the messages of the redistribution depend on; if it differed, clients would wait for each
+        # other.
         facts = tensor.name, tensor.leaf.shape, tensor.leaf.dtype, tensor.layout.sharding_specs
         facts_by_mesh.setdefault(_key(tensor.layout.mesh), []).append(repr(facts))
     return {mesh: _digest(repr(facts)) for mesh, facts in list(facts_by_mesh.items())[:_MAX_MESHES]}
@@ -130,6 +134,7 @@ def agreed_tensors(shared: Sequence[SharedTensor], digests: Mapping[int, Mapping
 
     def is_agreed(mesh: Mesh) -> bool:
         key = _key(mesh)
+        # A client that would not share these tensors sends no digest of them, so no client shares them.
         return key in own and all(digests.get(client, {}).get(key) == own[key] for client in mesh.clients)
 
     meshes = {tensor.layout.mesh: None for tensor in shared}
@@ -155,6 +160,7 @@ def read_shared(checkpoint: Checkpoint, shared: Sequence[SharedTensor], phases: 
                         [
                             (tensor.rows.region(device, tensor.leaf.shape), host_array(part))
                             for device, part in parts.items()
+                            # A device may have no rows, where there are fewer rows than devices.
                             if part.numel()
                         ],
                     )
@@ -204,6 +210,7 @@ def _empty_rows(tensor: SharedTensor) -> dict[int, torch.Tensor]:
 
 def _components(tensor: SharedTensor) -> dict[int, torch.Tensor]:
     """Return the memory to be filled, by device."""
+    # A write to a parameter itself would be an operation of autograd.
     components = (memory.detach() for memory in tensor.leaf.components)
     return dict(zip(tensor.layout.mesh.local_device_ids(), components, strict=True))
 

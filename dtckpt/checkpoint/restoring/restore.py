@@ -99,6 +99,7 @@ def restore(
         failure, participants = error, list(range(coordination.member.num_clients))
 
     def plan(checkpoint: Checkpoint) -> RestorePlan:
+        # Raised inside the first round, as this client's vote: all clients raise it.
         if failure is not None:
             raise failure
         if target is not None:
@@ -135,6 +136,7 @@ def run_restore(
             # A save replaced the checkpoint meanwhile. Several clients may not all notice, so they do not try again.
             if is_last or not is_alone:
                 raise
+    # Not reached: the last try returns or raises.
     return None
 
 
@@ -171,6 +173,7 @@ def _run_once(
     )
     opened = {client: _Opened(*json.loads(data)) for client, data in payloads.items()}
     with prepared.checkpoint as checkpoint:
+        # All clients compare the same payloads, so either all go on or all raise, without another barrier.
         _validate_same(opened)
         shared = agreed_tensors(prepared.shared, {client: facts.shared for client, facts in opened.items()})
 
@@ -182,6 +185,7 @@ def _run_once(
         slow = find_slow({client: Written.from_bytes(data).costs for client, data in payloads.items()})
         if slow is not None and collective.is_leader:
             logger.warning("restore of %s: %s", path, slow)
+        # After the round: plain values and stateful objects change only if every client has read its tensors.
         result = prepared.plan.finish()
     if options.report is not None:
         options.report(replace(prepared.report, phases=phases.costs))
@@ -209,10 +213,12 @@ def _prepare(
     with gc_paused():
         leaves, tied = split_tied(planned.leaves)
         validate_apart(leaves)
+    # By default where storage is likely to be slower than the network between the clients.
     is_shared = checkpoint.is_remote if options.read_once is None else options.read_once
     shared = shareable_tensors(checkpoint, leaves) if is_shared and len(collective.participants) > 1 else []
     if collective.phases.is_shown:  # to count the bytes costs about as much as to plan
         collective.phases.expect("read", read_nbytes(checkpoint, leaves))
+    # Of a long path the end, which has the step.
     facts = _Opened(checkpoint.manifest.attempt, str(checkpoint.path)[-MAX_PATH_CHARS:], digests_by_mesh(shared))
     return _Prepared(checkpoint, planned, report, leaves, tied, shared), json.dumps(facts).encode()
 
@@ -235,6 +241,7 @@ def _validate_same(opened: Mapping[int, _Opened]) -> None:
     """Check that all clients opened the same checkpoint, saved by the same attempt."""
     first, *others = sorted(opened)
     for client in others:
+        # Not the paths: clients may see one checkpoint under different mounts.
         if opened[client].attempt != opened[first].attempt:
             raise CheckpointConflictError(
                 f"client {client} and client {first} opened different checkpoints; got {opened[client].path} and "

@@ -74,6 +74,7 @@ def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions) ->
     renewed = matcher.visit(target, structure, ())
 
     def finish() -> Any:
+        # First the tree, then the objects: `load_state_dict` copies out of memory that is filled by then.
         result = renewed()
         for load in matcher.loads:
             load()
@@ -118,6 +119,7 @@ class _Matcher:
                 raise self._misfit(node, "tensor", path)
             name = node["tensor"]
             self.used.add(name)
+            # The target keeps its own tensor: an optimizer, a tied layer or a graph may hold it, too.
             self.leaves.append((name, as_leaf(target, name)))
             return lambda: target
         if is_plain(target):
@@ -141,6 +143,7 @@ class _Matcher:
         self.used.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
         names = trees.tensor_names(node)
         infos = {name: self._checkpoint.info(name) for name in names}
+        # Before memory is taken: the shapes are claims of the manifest.
         self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
         new = {name: new_memory(name, info.shape, info.dtype) for name, info in infos.items()}
         self.used.update(names)

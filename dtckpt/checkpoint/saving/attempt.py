@@ -87,6 +87,7 @@ class SaveAttempt:
                 phase="plan",
                 meanwhile=self._stage_state,
             )
+            # All clients have the same payloads, so all of them come to the same result without another barrier.
             token = validate_agreement(payloads, planned.plan)
             if planned.staging_failure is not None:
                 # The others are past this round; they learn of the failure in their next one.
@@ -104,6 +105,7 @@ class SaveAttempt:
 
     def _plan(self, construction: _Construction) -> tuple[_Planned, bytes]:
         """Describe and plan the state; on the leader, begin to build. Return the plan, and the vote's payload."""
+        # If the last save failed in the background and nobody has looked, its error is raised here, on all clients.
         save_handle.raise_unseen_failure()
         # Resolved here: a save in the background keeps its path when the process changes its working directory.
         place = commit.commit_target_of(location_of(self._path))
@@ -112,10 +114,15 @@ class SaveAttempt:
         token = ""
         if self.collective.is_leader:
             validate_kind(self._options.kvstore, place.folder, (spec.codec for spec in state.specs))
+            # Before the attempt begins: a save that is refused must not take away what another one has under
+            # construction.
             place.check_target(overwrite=self._options.overwrite)
             member = self._member
+            # The number of the job's attempt comes first: `commit_by_rename` compares it. The random part tells apart
+            # the saves of one process.
             token = construction.lead(place, f"{member.attempt}-{member.incarnation:x}-{secrets.token_hex(4)}")
         self.collective.phases.expect("write", plan.loads.get(self.collective.client, 0))
+        # Everything else in the options must be equal: it decides what the clients write.
         agreed = replace(self._options, progress=False)  # one client alone may show its progress
         summary = Summary.of(str(place.where), token, plan, state.tree, agreed)
         return _Planned(place, state, plan), summary.to_bytes()
@@ -255,6 +262,7 @@ class BegunSave:
             )
             if plan.has_moves:
                 collective.run_round("edges", lambda: self._hand_over(writer))
+            # After this barrier all chunks are written, and synced if they must be: the leader may merge.
             payloads = collective.run_round("written", lambda: self._write(writer), phase="write")
             collective.run_round("merged", lambda: self._merge_and_commit(payloads), phase="merge")
             collective.phases.end()
@@ -266,6 +274,7 @@ class BegunSave:
         try:
             yield
         except CheckpointError as error:
+            # Without its folder the work fails somewhere, with an error of storage that says nothing of the reason.
             joined = self.construction.joined
             if joined is not None and joined.is_taken_over():
                 raise taken_over_error(self.where) from error
@@ -300,6 +309,7 @@ class BegunSave:
             tree=state.tree,
             job=self.job,
             num_clients=len(self.collective.participants),
+            # By this a reader finds out that a save has replaced the checkpoint that it reads.
             attempt=self.token,
             costs=costs,
         )
@@ -311,5 +321,6 @@ class BegunSave:
                     if options.fsync:
                         led.folder.sync([name])
             merge_clients(plan, led.folder, chunk_lists, manifest, is_durable=options.fsync)
+            # Before the commit: after it the folder is the checkpoint, and nobody changes it.
             remove_working_files(led.folder, sorted(written), has_moves=plan.has_moves)
         led.commit(overwrite=options.overwrite, is_durable=options.fsync)

@@ -237,6 +237,8 @@ def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = 
     drafts: list[_Draft] = []
     listed = [spec for _, spec in sorted(merged.items())]
     for spec in listed:
+        # `holdings_of` and `copies_of` return one object for equal arguments. The specs keep it alive, so its id stays
+        # its own.
         key = id(spec.holdings), spec.shape, spec.stored_dtype
         draft = drafts_by_kind[key] = drafts_by_kind.get(key) or _draft(spec, max_chunk_nbytes)
         for client, nbytes in draft.loads.items():
@@ -253,6 +255,8 @@ def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = 
     # loads in a heap get stale: an entry is renewed when it comes to the top. Loads only grow, so no other entry that
     # is less loaded lies below it.
     heaps: dict[int, list[tuple[int, int]]] = {}
+    # The largest first, as the small ones even out what is left; of equal ones the first, so that all clients deal
+    # alike.
     for negative_nbytes, position, number, clients in sorted(shared):
         heap = heaps.get(id(clients)) or heaps.setdefault(id(clients), [(0, client) for client in clients])
         while (current := loads.get(heap[0][1], 0)) != heap[0][0]:
@@ -261,6 +265,7 @@ def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = 
         loads[owner] = current - negative_nbytes
         heapreplace(heap, (loads[owner], owner))
         owners[starts[position] + number] = owner
+    # The plan may be kept for later saves, and its tensors have views of this array.
     owners.flags.writeable = False
     tensors = tuple(
         TensorPlan(spec, paths[spec.name], draft.grid, owners[start:stop], draft.pieces)
@@ -284,6 +289,7 @@ def _merge_slices(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
                 f"slices of tensor {spec.name!r} disagree; got shape {spec.shape} {spec.dtype} "
                 f"beside {other.shape} {other.dtype}"
             )
+        # Two slices would have two values for one element, and nothing decides between them.
         clash = next(
             ((a.region, b.region) for a in spec.holdings for b in other.holdings if a.region.intersect(b.region)), None
         )
@@ -315,6 +321,7 @@ class _Draft:
 def _draft(spec: TensorSpec, max_chunk_nbytes: int) -> _Draft:
     """Plan one tensor, as far as the other tensors do not matter."""
     itemsize = validate_dtype(spec.stored_dtype).itemsize
+    # Slices do not overlap, so equal sizes mean that nothing is missing.
     is_whole = sum(holding.region.numel for holding in spec.holdings) == math.prod(spec.shape)
     boxes = [holding.region for holding in spec.holdings]
     grid = choose_grid(spec.shape, itemsize, boxes, max_chunk_nbytes, is_whole=is_whole)
@@ -325,6 +332,7 @@ def _draft(spec: TensorSpec, max_chunk_nbytes: int) -> _Draft:
     split: dict[int, list[Holding]] = {}
     for holding in spec.holdings:
         region, client = holding.region, holding.clients[0]
+        # The usual case, by one assignment: a shard may have thousands of chunks.
         if len(holding.clients) == 1 and (chunks := _whole_chunks(grid, region)):
             by_index[chunks] = client
             loads[client] = loads.get(client, 0) + region.numel * itemsize
@@ -332,6 +340,9 @@ def _draft(spec: TensorSpec, max_chunk_nbytes: int) -> _Draft:
         for index in grid.meeting(region):
             chunk, number = grid.region(index), grid.number(index)
             part = region.intersect(chunk)
+            # A shard ends inside the chunk, so its owner needs pieces from others:
+            #     shards   |----- client 0 -----|----- client 1 -----|
+            #     chunks   |.......|.......|....+..|.......|.........|
             if part != chunk:
                 split.setdefault(number, []).append(Holding(part or chunk, holding.clients))
             elif len(holding.clients) > 1:
@@ -341,6 +352,7 @@ def _draft(spec: TensorSpec, max_chunk_nbytes: int) -> _Draft:
                 loads[client] = loads.get(client, 0) + chunk.numel * itemsize
     pieces: dict[int, tuple[Piece, ...]] = {}
     for number, parts in sorted(split.items()):
+        # The largest piece stays where it is, and only the others move.
         owner = max(parts, key=lambda part: part.region.numel).clients[0]
         owners[number] = owner
         loads[owner] = loads.get(owner, 0) + grid.region(grid.index(number)).numel * itemsize
@@ -354,6 +366,7 @@ def _draft(spec: TensorSpec, max_chunk_nbytes: int) -> _Draft:
 def _whole_chunks(grid: ChunkGrid, region: Region) -> tuple[slice, ...]:
     """Return the chunks that a region consists of, as an index by dim; empty if it cuts a chunk (or has no dims)."""
     for start, stop, size, chunk in zip(region.offset, region.stop, grid.shape, grid.chunk_shape, strict=True):
+        # A chunk that the tensor's edge cuts short is whole, too.
         if start % chunk or (stop % chunk and stop != size):
             return ()
     bounds = zip(region.offset, region.stop, grid.chunk_shape, strict=True)

@@ -90,6 +90,7 @@ class SaveHandle:
         """
         fork_guard.validate_process()
         if not self._ended.wait(timeout_s):
+            # The timeout is the caller's patience only; it ends nothing, and `result` may be called again.
             progress = self.progress
             raise SaveTimeoutError(
                 f"the save of {self.path} did not end in {timeout_s:g} s and goes on: phase {progress.phase!r}, "
@@ -142,8 +143,10 @@ class SaveHandle:
         try:
             self._report = work()
         except BaseException as error:
+            # The traceback begins in this thread and does not show the call that began the save.
             error.add_note(f"This is what the save of {self.path} failed with, in the background.")
             self._failure, self._has_unseen_failure = error, True
+        # Last: who sees that the save has ended sees its report or its error, too.
         self._ended.set()
 
     def launch(self, work: Callable[[], SaveReport], locks: ExitStack, then: Callable[[SaveHandle], object]) -> None:
@@ -161,10 +164,13 @@ class SaveHandle:
             with locks:
                 self._run(work)
                 del work  # and with it the staged state, before the next save may stage its own
+            # Without the locks: other saves need not wait for what follows this one, such as the removal of old
+            # checkpoints.
             then(self)
 
         keep_reserve()
         self._thread = threading.Thread(target=run, daemon=True, name="dtckpt-save")
+        # Before the thread starts: if the process ends at once, `_wait_at_exit` must find this save.
         before, _latest = _latest, self
         try:
             self._thread.start()
@@ -174,6 +180,7 @@ class SaveHandle:
             raise
 
 
+# Not an RLock: another thread releases it than the one that took it.
 _turn = threading.Lock()
 """Held while a save is in flight, from its call to its end in the background."""
 _latest: SaveHandle | None = None

@@ -119,8 +119,10 @@ class ClientWriter:
                 as_bytes(self._stored(self._plan.tensors[index], region)).tobytes()
                 for index, _, region in self._plan.moves(self._client, owner)
             ]
+            # The owner plans the same, so it expects no file where there are no pieces.
             if pieces:
                 data = b"".join(pieces)
+                # The owner digests a chunk only when it is put together; until then nothing else protects the pieces.
                 digest = bytes_digest(data).to_bytes(_DIGEST_NBYTES, "big")
                 self._put(_edges_name(owner), data + digest)
                 self._count(len(data))
@@ -142,6 +144,7 @@ class ClientWriter:
         self._open_folder()
         received = self._read_pieces()
         options, max_pending_nbytes = self._options, self._source.max_pending_nbytes
+        # Elements that are made for the save stay in memory until they are written: unbounded, the whole state could.
         writer = open_writer(
             options.kvstore,
             self._attempt.folder,
@@ -160,6 +163,7 @@ class ClientWriter:
                 writer.commit()
                 by_tensor, compared = digests.results(), copies()
         except BaseException:
+            # Writes that go on would make the attempt's folder again, after its leader has removed it.
             writer.abort()
             raise
         if any(result.blocks for result in by_tensor.values()):
@@ -171,11 +175,13 @@ class ClientWriter:
             digests=[digest for result in by_tensor.values() for digest in result.chunks.values()],
             contents=[result.content for result in by_tensor.values()] if options.content_digest else [],
         )
+        # The digest travels with the vote: so the leader notices a list that it sees in an older state, or damaged.
         data = chunk_list.SerializeToString(deterministic=True)
         self._put(CHUNKS_NAME, data)
         return bytes_digest(data)
 
     def _put(self, name: str, data: bytes) -> None:
+        # Not synced: pieces and chunk list are read once, and removed before the commit.
         with translate_errors(f"write {name}", self._folder):
             self._folder.write(name, data)
 
@@ -243,6 +249,7 @@ class ClientWriter:
             start = 0
             for index, number, region in moves:
                 dtype = DTYPES[self._plan.tensors[index].spec.stored_dtype]
+                # A view: the file's bytes stay in memory until the chunks are put together.
                 elements = np.frombuffer(body, dtype, region.numel, start).reshape(region.shape)
                 received[index, number, region] = elements
                 start += elements.nbytes
