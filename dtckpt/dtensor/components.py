@@ -1,7 +1,8 @@
 """Pack components into DTensors and unpack them: `pack`, `unpack`.
 
 `pack` checks that the components of all clients fit each other. Clients exchange a summary of their components (shapes,
-dtypes, errors), never the values; so an error of one client is raised on all.
+dtypes, errors), never the values; so an error of one client is raised on all. When components like those of an earlier
+call come again, their global shape is taken for granted and nothing is exchanged (`dtckpt.redistribution.agreements`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtckpt.comm.collectives import all_gather_object, byte_view
+from dtckpt.comm.collectives import byte_view
 from dtckpt.comm.process_groups import is_connected
 from dtckpt.comm.torch_device import device_of
+from dtckpt.dtensor.gather_objects import gather_objects
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import (
     ComponentError,
@@ -32,6 +34,7 @@ from dtckpt.errors import (
 from dtckpt.layout.layout import MATCH, Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import validate_reductions
+from dtckpt.redistribution import agreements
 
 
 def pack(
@@ -44,7 +47,9 @@ def pack(
 
     Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``, if the mesh spans several clients
     and a process group connects them: they exchange shapes and dtypes, and raise the same error. Otherwise no
-    communication.
+    communication. Without ``run_check`` they exchange them once for components of the same shapes, dtype and layout.
+    If later the components of some clients have changed and those of others not, the next exchange raises LayoutError
+    on all; pass ``shape`` where that may happen.
 
     Args:
         tensors: One tensor, array, scalar or nested sequence of numbers per local device.
@@ -60,6 +65,11 @@ def pack(
         ReplicaMismatchError: Copies differ (with ``run_check``).
     """
     _validate_mesh(layout)
+    case = None
+    if shape is None and isinstance(tensors, list | tuple) and _can_agree(layout.mesh):
+        case = _case_of(tensors, layout)
+        if not run_check and (again := _pack_again(tensors, layout, case)) is not None:
+            return again
     if shape is None and layout.mesh.is_remote():
         raise ComponentError(
             f"this client has no device in mesh {layout.mesh.name!r} {layout.mesh.axis_sizes} of clients "
@@ -77,16 +87,54 @@ def pack(
     summary = Summary.of(components, layout, failure, global_shape)
     # Otherwise nothing is sent, and each client checks its own components against the shape that it was given.
     if (shape is None or run_check) and _is_shared(layout.mesh):
-        summary = Summary.merged(all_gather_object(summary, layout.mesh.clients))
+        summary = _gathered(summary, layout.mesh, failure)
     summary.validate_agreement(layout)
     if global_shape is None:
         global_shape = summary.global_shape(layout)
     summary.validate(layout, global_shape)
     if run_check:
         _validate_replicas(components, layout, global_shape)
+    if case is not None:
+        is_as_given = all(map(operator.is_, components, tensors))
+        agreements.remember(layout.mesh.clients, case, (global_shape, is_as_given))
     # A client outside the mesh has no component and hears of none; so float32 is a stand-in there.
     dtype = components[0].dtype if components else getattr(torch, summary.dtype or "float32")
     return DTensor(components, layout, global_shape, dtype)
+
+
+def _pack_again(tensors: Sequence[Any], layout: Layout, case: tuple[Any, ...]) -> DTensor | None:
+    """Return the DTensor of components whose kind `pack` has seen before; None if it has not."""
+    known = agreements.recall(layout.mesh.clients, case)
+    if known is None:
+        return None
+    shape, is_as_given = known
+    components = tensors if is_as_given else _components(tensors, layout)
+    return DTensor(components, layout, shape, components[0].dtype)
+
+
+def _gathered(summary: Summary, mesh: Mesh, failure: DtckptError | None) -> Summary:
+    """Return the summary of all clients' components."""
+    try:
+        return Summary.merged(gather_objects(summary, mesh))
+    except DtckptError as error:
+        # The others do something else, and raise because this client does not. Its own failure says why.
+        raise failure or error from error
+
+
+def _can_agree(mesh: Mesh) -> bool:
+    return not mesh.is_remote() and (mesh.num_clients == 1 or is_connected(mesh.clients))
+
+
+def _case_of(tensors: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
+    """Return all that decides what `pack` does with this client's components, their values apart."""
+    # Equal meshes may be seen from different clients of one process.
+    return layout, id(layout.mesh), *map(_kind_of, tensors)
+
+
+def _kind_of(tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return object()  # equal to nothing: such components are looked at each time
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.is_conj(), tensor.is_neg()
 
 
 def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
@@ -96,7 +144,7 @@ def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
     """
     if not _is_shared(mesh):
         return error
-    summaries = all_gather_object(Summary({}, {}, to_wire(error)), mesh.clients)
+    summaries = gather_objects(Summary({}, {}, to_wire(error)), mesh)
     return from_wire(*(Summary.merged(summaries).failure or to_wire(error)))
 
 
@@ -113,7 +161,7 @@ def unpack(tensor: DTensor) -> list[torch.Tensor]:
 
 def _is_shared(mesh: Mesh) -> bool:
     """Whether this client and others of the mesh can talk."""
-    return mesh.num_clients > 1 and not mesh.is_remote() and is_connected(mesh.clients)
+    return mesh.num_clients > 1 and _can_agree(mesh)
 
 
 def _validate_mesh(layout: Layout) -> None:
@@ -274,7 +322,7 @@ def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape
     ]
     if _is_shared(layout.mesh):
         # Digests travel, never values: 16 bytes for each component, however large it is.
-        digests = [item for listed in all_gather_object(digests, layout.mesh.clients) for item in listed]
+        digests = [item for listed in gather_objects(digests, layout.mesh) for item in listed]
     first: dict[Any, tuple[str, bytes]] = {}
     for region, name, digest in digests:
         other_name, other = first.setdefault(region, (name, digest))

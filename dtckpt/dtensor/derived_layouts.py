@@ -46,17 +46,17 @@ def _layout(mesh: Mesh, identity: int, placements: tuple[Placement, ...], ndim: 
     return Layout.from_placements(mesh, placements, ndim)
 
 
-def one_device_per_client(mesh: Mesh) -> Mesh:
+def one_device_per_client(mesh: Mesh, axis: str = "client") -> Mesh:
     """Return the mesh of every client's first device, on one axis."""
-    return _host_mesh(mesh, id(mesh))
+    return _host_mesh(mesh, id(mesh), axis)
 
 
 @lru_cache(maxsize=256)
-def _host_mesh(mesh: Mesh, identity: int) -> Mesh:
+def _host_mesh(mesh: Mesh, identity: int, axis: str) -> Mesh:
     # Equal meshes may be seen from different clients of one process.
     del identity
     names = mesh.portable().global_devices()
     first_id = mesh.min_global_device_id()
     hosts = [names[mesh.devices_of(client)[0] - first_id] for client in mesh.clients]
     own = [mesh.clients.index(mesh.client_of(device)) for device in mesh.local_device_ids()[:1]]
-    return Mesh(["client"], np.arange(len(hosts)), own, [hosts[index] for index in own], "", hosts)
+    return Mesh([axis], np.arange(len(hosts)), own, [hosts[index] for index in own], "", hosts)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from dtckpt.comm.collectives import all_gather_object
 from dtckpt.comm.host_memory import detached_clone
 from dtckpt.comm.process_groups import is_connected
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor.derived_layouts import cached_layout
 from dtckpt.dtensor.factories import require_mesh
+from dtckpt.dtensor.gather_objects import gather_objects
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor, described
 from dtckpt.dtensor.tensorflow_names import MeshLike, copy_to_mesh
@@ -31,6 +32,7 @@ from dtckpt.errors import (
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Placement, validate_reductions
+from dtckpt.redistribution import agreements
 
 _APPLIED = "_distribute_module_applied"
 
@@ -130,11 +132,19 @@ def _agreed_layout(
     if isinstance(layout, DtckptError):
         failure_and_request: tuple[Any, ...] = (to_wire(layout), None)
     else:
+        case = "distribute_tensor", tensor.shape, tensor.dtype, tensor.is_meta, layout, position
+        # Where the arguments of another client have changed, the redistribution that follows raises on all.
+        if agreements.recall(mesh.clients, case):
+            return layout
         # A meta tensor has no values to send. Beside clients that have some, its client would leave them waiting.
         device = ("meta",) if tensor.is_meta else ()
         request = (tuple(tensor.shape), str(tensor.dtype), str(layout.placements), position, *device)
         failure_and_request = (None, request)
-    gathered = all_gather_object(failure_and_request, mesh.clients)
+    try:
+        gathered = gather_objects(failure_and_request, mesh)
+    except DtckptError as error:
+        # The others do something else, and raise because this client does not. Its own failure says why.
+        raise (layout if isinstance(layout, DtckptError) else error) from error
     failure = next((failure for failure, _ in gathered if failure is not None), None)
     if failure is not None:
         return from_wire(*failure)
@@ -144,18 +154,26 @@ def _agreed_layout(
             f"distribute_tensor: clients differ in shape, dtype, placements or src_data_rank; got {capped(requests)}; "
             "expected the same on every client"
         )
+    agreements.remember(mesh.clients, case, fact=True)
     return layout
 
 
 def _on_one_device(tensor: torch.Tensor, mesh: Mesh, position: int) -> DTensor:
     """Return the tensor as the one component of a mesh that has only the device at ``position`` along every axis."""
+    source = _source_mesh(mesh, id(mesh), position)
+    components = [tensor.to(device_of(name)) for name in source.local_devices()]
+    return DTensor(components, cached_layout(source, None, tensor.ndim), tensor.shape, tensor.dtype)
+
+
+@lru_cache(maxsize=256)
+def _source_mesh(mesh: Mesh, identity: int, position: int) -> Mesh:
+    # Equal meshes may be seen from different clients of one process.
+    del identity
     device = mesh.device_ids[int(np.ravel_multi_index((position,) * mesh.ndim, mesh.shape))]
     name = mesh.portable().global_devices()[device - mesh.min_global_device_id()]
     is_local = device in mesh.local_device_ids()
     # A mesh of this one device: to send the values is then a redistribution between meshes like any other.
-    source = Mesh(["source"], np.arange(1), [0] if is_local else [], [name] if is_local else [], "", [name])
-    components = [tensor.to(device_of(name))] if is_local else []
-    return DTensor(components, Layout.replicated(source, tensor.ndim), tensor.shape, tensor.dtype)
+    return Mesh(["source"], np.arange(1), [0] if is_local else [], [name] if is_local else [], "", [name])
 
 
 def _without_shared_memory(result: DTensor, tensor: torch.Tensor) -> DTensor:

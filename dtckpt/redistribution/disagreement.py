@@ -47,6 +47,8 @@ from dtckpt.comm.process_groups import is_connected
 from dtckpt.errors import DtckptError, LayoutError, capped, from_wire, to_wire
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
+from dtckpt.redistribution import agreements
+from dtckpt.redistribution.agreements import Group
 from dtckpt.redistribution.layout_change import LayoutChange
 
 PATIENCE_S = 0.25
@@ -73,12 +75,12 @@ class Participation(NamedTuple):
     run: Callable[[], None]
 
 
-Planner = Callable[[Callable[[int], Sequence[LayoutChange]], int], Participation]
-"""Returns a participation. Takes the changes that are asked for, as a function of the client that looks at them, and
-the number of the call among its clients."""
+Planner = Callable[[Callable[[int], Sequence[LayoutChange]], int, int], Participation]
+"""Returns a participation. Takes the changes that are asked for, as a function of the client that looks at them, the
+number of the call among its clients, and the digest of what those who ask take for granted."""
 
-Group = tuple[int, ...]
-"""Clients, ascending."""
+ARGUMENTS_AXIS = "arguments"
+"""The axis of meshes on which clients exchange the arguments of a call (`dtckpt.dtensor.gather_objects`)."""
 
 _c10d: Any = distributed_c10d
 _MAX_RETURNED = 8
@@ -128,6 +130,7 @@ class RedistributionCall:
 
     Attributes:
         count: The number of the call among these clients, alike on all of them.
+        granted: The digest of what this client takes for granted; see `dtckpt.redistribution.agreements`.
     """
 
     def __init__(self, changes: Sequence[LayoutChange], plan: Planner) -> None:
@@ -135,6 +138,7 @@ class RedistributionCall:
         self._group = _group(tuple({mesh: None for change in changes for mesh in change.meshes}))
         self._history = _CallHistory.current()
         self.count = self._history.next(self._group)
+        self.granted = agreements.digest(self._group)
         self._record: CallRecord | None = None
         self._next_poll = 0.0
         self._polling, self._registering = threading.Lock(), threading.Lock()
@@ -162,6 +166,7 @@ class RedistributionCall:
             # Without a record no thread here has waited for long. Then the store is not asked: that costs a round trip.
             if self._record is not None and (error := _error_in(self._record.read())):
                 self._record.settle()
+                agreements.forget(self._group)
                 # Read again, now that others have written, too: the error must be the same on every client.
                 raise _error_in(self._record.read()) or error
         returned = self._history.returned[self._group]
@@ -171,6 +176,7 @@ class RedistributionCall:
             _leave_to_watcher(call._register())
         returned.append(self)
         if late:
+            agreements.forget(self._group)
             raise next(call._late_error for call in late if call._late_error is not None)
 
     def poll(self, now: float) -> None:
@@ -190,7 +196,7 @@ class RedistributionCall:
         """Join the requests of others in this call, which has returned here while others wait for this client."""
         with self._polling:
             record = self._record or CallRecord(self._group, self.count, self._plan)
-            state, own = record.read(), _encode(self._changes)
+            state, own = record.read(), _encode(self._changes, self.granted)
             if state["errors"] or state["requests"].keys() - {own}:
                 # Note the error before registering. As soon as others see this client registered, they may complete
                 # this call and then its present one, in which `validate` must find the error, while this thread is
@@ -204,7 +210,7 @@ class RedistributionCall:
         with self._registering:
             if self._record is None:
                 record = CallRecord(self._group, self.count, self._plan)
-                record.add_request(_encode(self._changes))
+                record.add_request(_encode(self._changes, self.granted))
                 self._record = record
             return self._record
 
@@ -310,7 +316,7 @@ class CallRecord:
         # could each take part in the request that the next one waits for.
         for request in [request for request in self.read()["requests"] if request not in self._joined]:
             if request not in self._participations:
-                self._participations[request] = self._plan(partial(_decode, request), self._count)
+                self._participations[request] = self._plan(partial(_decode, request), self._count, _granted_in(request))
             prerequisites, run = self._participations[request]
             keys = [f"{self._key}/{client}" for client in sorted(prerequisites)]
             if keys and not self._store.check(keys):
@@ -359,6 +365,8 @@ def _error_in(state: Mapping[str, Any]) -> DtckptError | None:
         return from_wire(code, f"client {client}: {message}")
     if len(state["requests"]) < 2:
         return None
+    if len({_granted_in(request) for request in state["requests"]}) > 1:
+        return LayoutError(agreements.MISMATCH)
     requests = sorted(f"client {client}: {_summary(request)}" for request, client in state["requests"].items())
     return LayoutError(
         f"redistribute: clients want different things; got {capped(requests, 4)}; expected the same on all"
@@ -379,8 +387,8 @@ def _group(meshes: tuple[Mesh, ...]) -> Group:
 # --- requests, as text ---------------------------------------------------------------------------------------------
 
 
-def _encode(changes: Sequence[LayoutChange]) -> str:
-    """Return changes as a text, which is the same on every client."""
+def _encode(changes: Sequence[LayoutChange], granted: int) -> str:
+    """Return changes, and what is taken for granted, as a text, which is the same on every client that agrees."""
     meshes: list[Mesh] = []
 
     def encode_layout(layout: Layout) -> list[Any]:
@@ -398,12 +406,17 @@ def _encode(changes: Sequence[LayoutChange]) -> str:
         for change in changes
     ]
     # Requests are compared as texts, so nothing in them may depend on the client that wrote them.
-    return json.dumps([items, [mesh.portable().as_proto().SerializeToString().hex() for mesh in meshes]])
+    return json.dumps([items, [mesh.portable().as_proto().SerializeToString().hex() for mesh in meshes], granted])
+
+
+def _granted_in(request: str) -> int:
+    granted: int = json.loads(request)[2]
+    return granted
 
 
 def _decode(request: str, client: int) -> list[LayoutChange]:
     """Return the changes that a text describes, as ``client`` sees them."""
-    items, texts = json.loads(request)
+    items, texts, _ = json.loads(request)
     meshes = [Mesh.from_proto(layout_pb2.MeshProto.FromString(bytes.fromhex(text))).seen_by(client) for text in texts]
 
     def decode_layout(number: int, specs: Sequence[Any], partial: dict[str, str]) -> Layout:
@@ -417,6 +430,8 @@ def _decode(request: str, client: int) -> list[LayoutChange]:
 
 def _summary(request: str) -> str:
     changes = _decode(request, -1)
+    if changes[0].source.mesh.mesh_dim_names == (ARGUMENTS_AXIS,):
+        return "from_local, pack or distribute_tensor with arguments that are new there"
     texts = [f"{change.shape} of {change.dtype} to {change.target.placements}" for change in changes]
     return capped(texts, 3)
 

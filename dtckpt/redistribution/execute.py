@@ -185,6 +185,7 @@ class Redistribution:
         call: Watches over what this client waits for; None if the host never waits.
         count: The number of the call among its clients; it keeps messages of different calls apart.
         into: Buffers for the new components of each. Components that are old ones are not copied there.
+        granted: The digest of what the clients take for granted; it keeps messages of those apart that do not agree.
 
     Attributes:
         components: The new components of every tensor, by device id of its target mesh; complete after `wait`.
@@ -197,11 +198,13 @@ class Redistribution:
         call: disagreement.RedistributionCall | None = None,
         count: int = 0,
         into: Sequence[Components] | None = None,
+        *,
+        granted: int = 0,
     ) -> None:
         self._call = call
         self._error: DtckptError | None = None
         self._transfers: list[Transfer] = []
-        self._first_tag = _fingerprint(tuple(plans)) + count * _TAGS_APART
+        self._first_tag = (_fingerprint(tuple(plans)) ^ granted) + count * _TAGS_APART
         try:
             # Messages may be under way, and would still write to buffers that are freed with this error.
             outputs = self._start(plans, tensors, into)
@@ -421,7 +424,7 @@ def redistribute_components(
     call = None
     if host_waits:
         call = disagreement.RedistributionCall([plan.change for plan in plans], _plan_participation)
-    running = Redistribution(plans, tensors, call, call.count if call else 0, into)
+    running = Redistribution(plans, tensors, call, call.count if call else 0, into, granted=call.granted if call else 0)
     if not is_async:
         running.wait()
     elif host_waits:
@@ -437,7 +440,9 @@ def _cards(plans: Sequence[RedistributionPlan], tensors: Sequence[Components]) -
     return [device for device in dict.fromkeys((*sources, *messages)) if device.type == "cuda"]
 
 
-def _plan_participation(changes_for: Callable[[int], Sequence[LayoutChange]], count: int) -> disagreement.Participation:
+def _plan_participation(
+    changes_for: Callable[[int], Sequence[LayoutChange]], count: int, granted: int
+) -> disagreement.Participation:
     """Plan this client's participation, with zeros, in changes that others ask for; see `disagreement.Planner`."""
     own = dist.get_rank()
     changes = changes_for(own)
@@ -457,7 +462,7 @@ def _plan_participation(changes_for: Callable[[int], Sequence[LayoutChange]], co
             waiting |= {peer for each in exchanges if isinstance(each, BoxExchange) for peer in each.peers}
 
     def run() -> None:
-        Redistribution(plans, [_zeros(change) for change in changes], count=count).wait()
+        Redistribution(plans, [_zeros(change) for change in changes], count=count, granted=granted).wait()
 
     return disagreement.Participation(frozenset(waiting - {own}), run)
 

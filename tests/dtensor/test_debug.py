@@ -441,7 +441,7 @@ def test_communications_of_clients_count_with_the_bytes_that_came(pool):
             ({"exchange": 1}, {"exchange": 48 * 4}),
             ({"exchange": 1}, {"exchange": 24 * 4}),
             ({}, {}),
-            {"all_gather_object": 1},
+            {"exchange": 1},
         ]
 
 
