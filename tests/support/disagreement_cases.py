@@ -101,8 +101,9 @@ def _slow(join_requests: Callable[[Any], bool], has_asked: threading.Event) -> C
 def _results(
     tensor: DTensor, requests: Sequence[Any], after: int, late: Sequence[int] = ()
 ) -> list[tuple[str, str] | bool]:
-    client, clients = dtckpt.client_id(), range(dtckpt.num_clients())
-    record = disagreement.CallRecord(tuple(clients), 0, execute._plan_participation)
+    client, clients = dtckpt.client_id(), tuple(range(dtckpt.num_clients()))
+    next_call = disagreement._CallHistory.current().counts[clients]
+    record = disagreement.CallRecord(clients, next_call, execute._plan_participation)
     while record.num_registered() < after:
         time.sleep(0.01)
     store = dist.distributed_c10d._get_default_store()
