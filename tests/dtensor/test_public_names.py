@@ -17,3 +17,7 @@ def test_all_that_is_shown_exists():
         assert getattr(dtensor, name) is not None
     for name in SUBMODULES:
         assert importlib.import_module(f"dtckpt.dtensor.{name}").__all__
+
+
+def test_each_name_is_there():
+    assert [name for name in dir(dtensor) if not hasattr(dtensor, name)] == []
