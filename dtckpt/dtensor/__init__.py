@@ -7,7 +7,10 @@ imported by the programs that use them.
 
 from torch.serialization import add_safe_globals
 
-from dtckpt.dtensor import debug, experimental, placement_types, torch_hooks
+from dtckpt.dtensor import debug as debug
+from dtckpt.dtensor import experimental as experimental
+from dtckpt.dtensor import placement_types as placement_types
+from dtckpt.dtensor import torch_hooks
 from dtckpt.dtensor.components import pack, unpack
 from dtckpt.dtensor.distribute import distribute_module, distribute_tensor
 from dtckpt.dtensor.factories import empty, full, ones, rand, randn, zeros
