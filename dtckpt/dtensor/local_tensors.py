@@ -10,6 +10,7 @@ caller may choose; by default `gradient_layout` of the tensor's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from dtckpt.dtensor.components import pack
 from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout, one_device_per_client
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor, described
-from dtckpt.errors import ComponentError, LayoutError
+from dtckpt.errors import ComponentError, LayoutError, capped
 from dtckpt.layout.layout import Layout
+from dtckpt.layout.placement import Placement
 
 
 class _FromComponents(torch.autograd.Function):
@@ -71,7 +73,7 @@ def to_local(tensor: DTensor, gradient: Layout) -> torch.Tensor:
 
     Raises:
         ComponentError: This client has several devices in the mesh.
-        LayoutError: The gradient's layout is on another mesh.
+        LayoutError: See `validate_gradient`.
     """
     if len(tensor.components) > 1:
         raise ComponentError(
@@ -89,10 +91,36 @@ def to_components(tensor: DTensor, gradient: Layout) -> tuple[torch.Tensor, ...]
         gradient: The layout that the components' gradients are in.
 
     Raises:
-        LayoutError: The gradient's layout is on another mesh.
+        LayoutError: See `validate_gradient`.
     """
-    if gradient.mesh != tensor.device_mesh:
-        raise LayoutError(f"gradient placements: got {described(gradient)}, expected {described(tensor.layout)}")
+    validate_gradient(gradient, tensor.layout, tuple(tensor.shape))
+    return _to_components(tensor, gradient)
+
+
+def validate_gradient(gradient: Layout, layout: Layout, shape: tuple[int, ...]) -> None:
+    """Refuse a layout of a gradient whose components have other shapes than the tensor's.
+
+    All clients find the same: the shapes on every device count, also where this client's are alike.
+
+    Raises:
+        LayoutError: The shapes differ on some device, or the gradient's layout is on another mesh.
+    """
+    if gradient is layout or (gradient.split_axes == layout.split_axes and gradient.mesh == layout.mesh):
+        return
+    if gradient.mesh != layout.mesh or not _have_equal_shapes(gradient, layout, shape):
+        raise LayoutError(
+            f"gradient placements: got {described(gradient)}, expected {described(layout)}, or others with components "
+            f"of the same shapes, for a tensor of shape {shape}"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _have_equal_shapes(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
+    return all(one.region(device, shape).shape == other.region(device, shape).shape for device in one.mesh.device_ids)
+
+
+def _to_components(tensor: DTensor, gradient: Layout) -> tuple[torch.Tensor, ...]:
+    """Return this client's components; ``gradient`` may be on another mesh with one component per client."""
     if not (torch.is_grad_enabled() and tensor.requires_grad and tensor.components):
         return tensor.components
     parts: tuple[torch.Tensor, ...] = _ToComponents.apply(  # type: ignore[no-untyped-call]  # as above
@@ -135,12 +163,42 @@ def from_components(
     """
     components = [] if layout.mesh.is_remote() else [part.detach() for part in parts]
     packed = pack(components, layout, shape, run_check=run_check)
+    if gradient is not None:
+        validate_gradient(gradient, layout, tuple(packed.shape))
     if not components:
         packed = DTensor([], layout, packed.shape, parts[0].dtype, device=parts[0].device)
     if not (torch.is_grad_enabled() and any(part.requires_grad for part in parts)):
         return packed
     placed = [part.to(component.device) for part, component in zip(parts, packed.components, strict=True)] or parts
     return _from_components(layout, tuple(packed.shape), gradient or gradient_layout(layout), placed)
+
+
+def whole_gradient_layout(tensor: DTensor, placements: Sequence[Placement]) -> Layout:
+    """Return the layout of the gradient of a whole tensor, of which every client holds one; see `full_tensor`.
+
+    Args:
+        tensor: The tensor.
+        placements: Of the gradient, one per axis of the tensor's mesh.
+
+    Raises:
+        LayoutError: The placements do not fit the mesh, shard the gradient, or tell devices of one client apart.
+    """
+    mesh = tensor.device_mesh
+    layout = Layout.from_placements(mesh, placements, tensor.ndim)
+    if any(layout.split_axes):
+        raise LayoutError(
+            f"full_tensor: got grad_placements {list(placements)}, expected Replicate or Partial along every axis, as "
+            "the gradient of a whole tensor has its shape on every client"
+        )
+    if mesh.num_clients == mesh.size():
+        return layout
+    if len(set(placements)) > 1:
+        raise LayoutError(
+            f"full_tensor: got grad_placements {list(placements)} on mesh {mesh.axis_sizes} of clients "
+            f"{capped(mesh.clients)}, expected one placement along all axes, as a client with several devices has one "
+            "gradient"
+        )
+    return cached_layout(one_device_per_client(mesh), placements[:1], tensor.ndim)
 
 
 def full_tensor(tensor: DTensor, gradient: Layout | None = None) -> torch.Tensor:
@@ -150,8 +208,9 @@ def full_tensor(tensor: DTensor, gradient: Layout | None = None) -> torch.Tensor
 
     Args:
         tensor: The tensor.
-        gradient: The layout that the whole tensor's gradient is in, on `one_device_per_client`; default replicated.
+        gradient: The layout that the whole tensor's gradient is in, see `whole_gradient_layout`; default replicated.
     """
     hosts = one_device_per_client(tensor.device_mesh)
     whole = redistribute(tensor, cached_layout(hosts, None, tensor.ndim))
-    return to_local(whole, whole.layout if gradient is None else gradient)
+    parts = _to_components(whole, whole.layout if gradient is None else gradient)
+    return parts[0] if parts else torch.empty(0, dtype=tensor.dtype)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout, one_device_per_client
+from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
 from dtckpt.errors import DtckptError, LayoutError, LayoutTypeError, capped
 from dtckpt.layout import text_format
 from dtckpt.layout.layout import Layout
@@ -215,6 +215,7 @@ class DTensor(torch.Tensor):
 
         Raises:
             ComponentError: This client has several devices in the mesh; `unpack` gives all components.
+            LayoutError: ``grad_placements`` do not fit the mesh, or would give components of other shapes.
         """
         if grad_placements is None:
             return local_tensors.to_local(self, gradient_layout(self._layout))
@@ -233,12 +234,20 @@ class DTensor(torch.Tensor):
         timeout.
 
         Args:
-            grad_placements: Placements of the gradient on the mesh of one device per client; default replicated.
+            grad_placements: Placements of the whole tensor's gradient, one per mesh axis: Partial if each client's
+                gradient is a term of it. Default replicated.
+
+        Raises:
+            LayoutError: ``grad_placements`` do not fit the mesh, or shard the gradient of what is whole.
         """
         if grad_placements is None:
             return local_tensors.full_tensor(self)
-        hosts = one_device_per_client(self.device_mesh)
-        return local_tensors.full_tensor(self, Layout.from_placements(hosts, grad_placements, self.ndim))
+        try:
+            gradient = local_tensors.whole_gradient_layout(self, grad_placements)
+        except DtckptError as error:
+            execute.report_error(error, [self.device_mesh])
+            raise
+        return local_tensors.full_tensor(self, gradient)
 
     def redistribute(
         self,
@@ -251,6 +260,8 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """Return the tensor with other placements, on its mesh or on another. Differentiable, twice too.
 
+        The result is a new tensor. It shares memory with this one if nothing moves and the dtype stays.
+
         Collective: Over the clients of both meshes, unless nothing changes or every client holds the whole tensor.
 
         Args:
@@ -261,9 +272,9 @@ class DTensor(torch.Tensor):
             backward_dtype: Convert the gradient to this dtype before moving it back.
         """
         is_plain = device_mesh is None and forward_dtype is None and backward_dtype is None
-        # Most calls change nothing. They cost this comparison only.
+        # Most calls change nothing. They cost this comparison and a new wrapper only.
         if is_plain and isinstance(placements, list | tuple) and tuple(placements) == self.placements:
-            return self
+            return view_tracking.differentiable_alias(self)
         mesh = self.device_mesh
         try:
             if device_mesh is not None:
@@ -273,7 +284,10 @@ class DTensor(torch.Tensor):
             # On both meshes, since clients of either may wait for what this one should send.
             execute.report_error(error, [self.device_mesh, mesh])
             raise
-        return redistribute(self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op)
+        moved = redistribute(
+            self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op
+        )
+        return view_tracking.differentiable_alias(self) if moved is self else moved
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance method

@@ -240,7 +240,13 @@ def redistribute_tensors(api: Any) -> Any:
     later = same.redistribute(placements=[whole], async_op=True)
     with torch.no_grad():
         is_kept = kept.to_local() is same.to_local()
-    return seen, is_kept, later.full_tensor(), later.to_local() + 1
+    leaf = api.distribute_tensor(whole_of(5, 4).requires_grad_(), every, [shard(0)])
+    doubled = leaf.redistribute(placements=[shard(0)])
+    doubled.mul_(2)
+    with torch.no_grad():
+        leaf.redistribute(placements=[shard(0)]).requires_grad_(False)
+    kinds = doubled is leaf, doubled.is_leaf, leaf.requires_grad, leaf.to_local()
+    return seen, is_kept, later.full_tensor(), later.to_local() + 1, kinds
 
 
 def redistribute_with_dtypes(api: Any) -> Any:
@@ -315,6 +321,12 @@ def gradient_placements(api: Any) -> Any:
     leaf = api.distribute_tensor(whole_of(4, 3).requires_grad_(), every, [api.Shard(0)])
     (leaf.full_tensor(grad_placements=[api.Partial()]) * (dist.get_rank() + 1)).sum().backward()
     seen.append(leaf.grad.to_local())
+    mesh = grid(api)
+    for wanted in ([api.Partial(), api.Replicate()], [api.Replicate(), api.Partial()], [api.Replicate()] * 2):
+        leaf = api.distribute_tensor(whole_of(4, 3).requires_grad_(), mesh, [api.Shard(0), api.Replicate()])
+        place = sum(mesh.get_local_rank(axis) for axis, one in enumerate(wanted) if one.is_partial())
+        (leaf.full_tensor(grad_placements=wanted) * (place + 1)).sum().backward()
+        seen.append(leaf.grad.full_tensor())
     return seen
 
 
