@@ -50,6 +50,8 @@ class DTensor(torch.Tensor):
     _layout: Layout
     _pending: RunningRedistribution | None = None
     """The redistribution that still writes to the components; whoever reads them waits for it."""
+    _is_async: bool = False
+    """Whether it was redistributed with ``async_op``: programs may call ``wait`` on what `to_local` returns."""
     _spec: Spec | None = None
     """Description for operators, made when it is first asked for; see `dtckpt.dtensor.operators.tensor_spec`."""
     _view: View | None = None
@@ -176,24 +178,26 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """Return the DTensor of which each client's ``local_tensor`` is a component. Differentiable.
 
-        Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``: they exchange shapes and
-        digests.
+        Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``: they exchange shapes, and with
+        ``run_check`` values.
 
         Args:
-            local_tensor: This client's component. It shares memory with the result and is not written to.
+            local_tensor: This client's component. It shares memory with the result, unless ``run_check`` replaces it.
+                A client outside the mesh passes one like the others'; the result has none there.
             device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
             placements: One per mesh axis; None means replicated.
-            run_check: Compare the values of copies on all clients.
-            shape: Global shape. Without it the clients find it together, also for uneven shards.
-            stride: Accepted as in PyTorch, and ignored: the global tensor is always contiguous.
+            run_check: Compare shapes and dtypes on all clients, then give every copy the values of the first device
+                along the replicated axes. No tensor of a caller is written to.
+            shape: Global shape. Without it the clients find it together, also for uneven shards. A client outside the
+                mesh takes the shards to be even.
+            stride: Strides of the global tensor. Without it they follow from the components if ``shape`` is None; with
+                ``shape`` they are those of a contiguous tensor.
             grad_placements: Placements of the component's gradient; default the tensor's, with Replicate for Partial.
 
         Raises:
             ComponentError: Components do not fit each other, the layout or ``shape``, or clients give other placements.
             LayoutError: The placements do not fit the mesh or the tensor.
-            ReplicaMismatchError: Copies differ.
         """
-        del stride
         mesh = factories.require_mesh(device_mesh)
         try:
             if not isinstance(local_tensor, torch.Tensor):
@@ -203,12 +207,15 @@ class DTensor(torch.Tensor):
         except DtckptError as error:
             # Where clients exchange summaries, the others wait for this one's, and the error takes its place.
             raise shared_failure(error, mesh) if shape is None or run_check else error from None
-        return local_tensors.from_local(local_tensor, layout, shape=shape, gradient=gradient, run_check=run_check)
+        return local_tensors.from_local(
+            local_tensor, layout, shape=shape, stride=stride, gradient=gradient, run_check=run_check
+        )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the component of this client's only device; it shares memory with the tensor. Differentiable.
 
-        A client that is no member of the mesh gets a tensor of shape (0,).
+        A client that is no member of the mesh gets a tensor of shape (0,). After ``redistribute`` with ``async_op`` the
+        result has a method ``wait``, which returns it.
 
         Args:
             grad_placements: Placements of the component's gradient; default the tensor's, with Replicate for Partial.

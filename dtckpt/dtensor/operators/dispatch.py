@@ -27,14 +27,14 @@ import torch
 
 from dtckpt.dtensor.operators import plans, rules
 from dtckpt.dtensor.operators.call import Call, Operator, functional_of, replace_tensors, signature_of, tensors_in
-from dtckpt.dtensor.operators.operands import to_replicated
+from dtckpt.dtensor.operators.operands import common_mesh, to_replicated
 from dtckpt.dtensor.operators.plain_tensors import to_dtensors
 from dtckpt.dtensor.operators.registry import COMPOSITES, PLANNERS, builder_of
 from dtckpt.dtensor.operators.rule_builders import UnknownShapeError
 from dtckpt.dtensor.operators.strategy import choose_layouts
 from dtckpt.dtensor.operators.tensor_spec import spec_of
-from dtckpt.dtensor.tensor import DTensor, described
-from dtckpt.errors import ClientFailedError, DtckptError, LayoutError, capped
+from dtckpt.dtensor.tensor import DTensor
+from dtckpt.errors import ClientFailedError, DtckptError
 from dtckpt.redistribution import execute
 
 assert rules  # noqa: S101  (importing them fills the table)
@@ -65,7 +65,8 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         kwargs: Arguments by name.
 
     Raises:
-        LayoutError: DTensors are on different meshes, or an operator would change the shape of a tensor it writes to.
+        MeshMismatchError: DTensors are on different meshes.
+        LayoutError: An operator would change the shape of a tensor it writes to.
         ReplicaMismatchError: A plain tensor beside DTensors differs between clients.
     """
     key: list[Any] = [id(func)]  # Operators live as long as the process, and an int hashes faster.
@@ -135,7 +136,7 @@ def _add_to_key(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -
 def _run_with_plain_tensors(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator with plain tensors beside DTensors: they count as replicated."""
     tensors = list(tensors_in((*args, *kwargs.values())))
-    mesh = _common_mesh(func, [tensor for tensor in tensors if isinstance(tensor, DTensor)])
+    mesh = common_mesh(f"operator {func}", [tensor for tensor in tensors if isinstance(tensor, DTensor)])
     dtensors = to_dtensors(tensors, mesh)
     result = dispatch(func, *replace_tensors(args, kwargs, dtensors))
     written = list(tensors_in([Call(func, tuple(args), kwargs)[name] for name in signature_of(func).written]))
@@ -145,27 +146,11 @@ def _run_with_plain_tensors(func: Operator, args: Sequence[Any], kwargs: Mapping
     return result
 
 
-def _common_mesh(func: Operator, tensors: Sequence[DTensor]) -> Any:
-    """Return the mesh of all tensors; raise, on all clients of them all, if there are several."""
-    meshes = {tensor.device_mesh: None for tensor in tensors}
-    if len(meshes) > 1:
-        layouts = dict.fromkeys(described(tensor.layout) for tensor in tensors)
-        error = LayoutError(
-            f"operator {func}: got DTensors on different meshes ({capped(layouts)}), expected one mesh; redistribute "
-            "moves a DTensor to another mesh"
-        )
-        for mesh in {mesh.clients: mesh for mesh in meshes}.values():
-            if execute.report_error(error, [mesh]):
-                break
-        raise error
-    return next(iter(meshes))
-
-
 def _plan_and_run(
     key: tuple[Any, ...], func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
 ) -> Any:
     """Make a plan for a call that has none, run it, and keep it: a plan that fails is not kept."""
-    _common_mesh(func, tensors)
+    common_mesh(f"operator {func}", tensors)
     call = Call(func, tuple(args), kwargs)
     function = COMPOSITES.get(func) or _decomposition_of(func)
     plan: plans.Plan | None = None
