@@ -34,7 +34,8 @@ from dtckpt.dtensor.operators.rule_builders import UnknownShapeError
 from dtckpt.dtensor.operators.strategy import choose_layouts
 from dtckpt.dtensor.operators.tensor_spec import spec_of
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.errors import ClientFailedError, DtckptError
+from dtckpt.errors import ClientFailedError, DtckptError, capped
+from dtckpt.layout.layout import Layout
 from dtckpt.redistribution import execute
 
 assert rules  # noqa: S101  (importing them fills the table)
@@ -83,10 +84,26 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         if plan is None:
             return _plan_and_run(plan_key, func, args, kwargs, tensors)
         plan.calls += 1
+        if _LOG.isEnabledFor(logging.DEBUG):
+            _LOG.debug("operator %s runs by %s, as before, on %s", func, plan.route, _Texts(tensors))
         return plan.run(args, kwargs, tensors)
     except Exception as error:
         _report_error(error, func, tensors)
         raise
+
+
+class _Texts:
+    """Shapes and placements of DTensors, as text that is made only if it is shown."""
+
+    def __init__(self, tensors: Sequence[DTensor]) -> None:
+        self._tensors = tensors
+
+    def __str__(self) -> str:
+        return capped(f"{tuple(tensor.shape)} {_text_of(tensor._layout)}" for tensor in self._tensors)
+
+
+def _text_of(layout: Layout | None) -> str:
+    return "as it is" if layout is None else f"[{', '.join(map(str, layout.placements))}]"
 
 
 def _report_error(error: Exception, func: Operator, tensors: Sequence[DTensor]) -> None:
@@ -137,9 +154,14 @@ def _run_with_plain_tensors(func: Operator, args: Sequence[Any], kwargs: Mapping
     """Run an operator with plain tensors beside DTensors: they count as replicated."""
     tensors = list(tensors_in((*args, *kwargs.values())))
     mesh = common_mesh(f"operator {func}", [tensor for tensor in tensors if isinstance(tensor, DTensor)])
-    dtensors = to_dtensors(tensors, mesh)
+    call, signature = Call(func, tuple(args), kwargs), signature_of(func)
+    written = list(tensors_in([call[name] for name in signature.written]))
+    # What is passed as ``out`` is only written to, unless it is an operand too.
+    is_out = bool(written) and signature.written[0] != signature.names[0]
+    operands = list(tensors_in([call[name] for name in signature.names if name not in signature.written]))
+    unread = [one for one in written if is_out and not any(one is operand for operand in operands)]
+    dtensors = to_dtensors(tensors, mesh, unread)
     result = dispatch(func, *replace_tensors(args, kwargs, dtensors))
-    written = list(tensors_in([Call(func, tuple(args), kwargs)[name] for name in signature_of(func).written]))
     for tensor, dtensor in zip(tensors, dtensors, strict=True):
         if not isinstance(tensor, DTensor) and any(tensor is one for one in written) and dtensor.components:
             tensor.resize_(dtensor.shape).copy_(to_replicated([dtensor])[0].components[0])
@@ -161,6 +183,8 @@ def _plan_and_run(
             plan = None
     if plan is None:
         plan = plan_of(call)
+        if _LOG.isEnabledFor(logging.DEBUG):
+            _LOG.debug("operator %s will run by %s on %s", func, plan.route, _Texts(tensors))
         result = plan.run(args, kwargs, tensors)
     COUNTS[func, plan.route] += 1
     if plan.route == "replication" and COUNTS[func, plan.route] == 1:
@@ -208,6 +232,9 @@ def plan_of(call: Call) -> plans.Plan:
         result_nbytes = sum(torch.Size(shape).numel() for shape in shapes) * max(t.element_size() for t in call.tensors)
         layouts = [tensor._layout for tensor in call.tensors]
         choice = choose_layouts(rule, layouts, nbytes, result_nbytes, is_in_place=is_in_place)
+        if choice is not None and _LOG.isEnabledFor(logging.DEBUG):
+            moves, results = map(_text_of, choice.operands), map(_text_of, choice.results)
+            _LOG.debug("operator %s: chose operands %s, results %s", func, capped(moves), capped(results))
         if choice is not None and not (is_in_place and rule.shape(0) != tuple(call.tensors[0].shape)):
             return plans.RulePlan(call, rule, choice)
     if functional is not None:
