@@ -45,8 +45,6 @@ def pack(
     shape: Sequence[int] | None = None,
     *,
     run_check: bool = False,
-    stride: Sequence[int] | None = None,
-    compares_values: bool = True,
 ) -> DTensor:
     """Make a DTensor from the components of this client's devices.
 
@@ -65,15 +63,35 @@ def pack(
         shape: Global shape. Without it the shape follows from the components; a client outside the mesh must pass it.
         run_check: Compare the values of components that are copies of each other, on all clients where a process
             group connects them (collective then).
-        stride: Strides of the global tensor, as it would be in one memory. Without them they follow from the largest
-            component if ``shape`` is None, and are those of a contiguous tensor otherwise.
-        compares_values: False if ``run_check`` is to compare shapes and dtypes only.
 
     Raises:
         LayoutTypeError: ``layout`` is no Layout, or ``tensors`` no sequence.
         LayoutError: The layout cannot hold a tensor (MATCH, single device, empty mesh, bitwise reductions of floats).
         ComponentError: Count, rank, shapes or dtypes do not fit the layout or each other.
         ReplicaMismatchError: Copies differ (with ``run_check``).
+    """
+    return pack_strided(tensors, layout, shape, run_check=run_check)
+
+
+def pack_strided(
+    tensors: Sequence[Any],
+    layout: Layout,
+    shape: Sequence[int] | None = None,
+    *,
+    stride: Sequence[int] | None = None,
+    run_check: bool = False,
+    compares_values: bool = True,
+) -> DTensor:
+    """As `pack`, with strides.
+
+    Args:
+        tensors: As there.
+        layout: As there.
+        shape: As there.
+        stride: Strides of the global tensor, as it would be in one memory. Without them they follow from the largest
+            component if ``shape`` is None, and are those of a contiguous tensor otherwise.
+        run_check: As there.
+        compares_values: False if ``run_check`` is to compare shapes and dtypes only.
     """
     _validate_mesh(layout)
     case = None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.broadcast_copies import broadcast_copies
-from dtckpt.dtensor.components import is_shared, pack
+from dtckpt.dtensor.components import is_shared, pack_strided
 from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout, one_device_per_client
 from dtckpt.dtensor.operators.tensor_spec import (
     Spec,
@@ -201,7 +201,9 @@ def from_components(
         compares_values: False if ``run_check`` is to compare shapes and dtypes only.
     """
     components = [] if layout.mesh.is_remote() else [part.detach() for part in parts]
-    packed = pack(components, layout, shape, run_check=run_check, stride=stride, compares_values=compares_values)
+    packed = pack_strided(
+        components, layout, shape, run_check=run_check, stride=stride, compares_values=compares_values
+    )
     if gradient is not None:
         validate_gradient(gradient, layout, tuple(packed.shape))
     if not components:
