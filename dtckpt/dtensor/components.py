@@ -180,7 +180,16 @@ def _kind_of(tensor: Any) -> Any:
         return object()  # equal to nothing: such components are looked at each time
     # What is not dense is refused, and may have no strides.
     stride = tensor.stride() if tensor.layout is torch.strided else None
-    return type(tensor), tensor.shape, stride, tensor.dtype, tensor.device, tensor.layout, tensor.is_conj(), tensor.is_neg()
+    return (
+        type(tensor),
+        tensor.shape,
+        stride,
+        tensor.dtype,
+        tensor.device,
+        tensor.layout,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
