@@ -89,6 +89,10 @@ class SliceError(DtckptError, ValueError):
     """A ``shape_and_slices`` string is malformed or does not fit its tensor."""
 
 
+class MeshMismatchError(LayoutError, AssertionError):
+    """DTensors of one call are on different meshes. PyTorch's `local_map` is documented to raise AssertionErrors."""
+
+
 class ComponentError(LayoutError):
     """Components do not fit their layout: wrong count, shape, dtype or kind."""
 

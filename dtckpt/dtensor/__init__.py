@@ -19,6 +19,7 @@ from dtckpt.dtensor.serialization import SAFE_GLOBALS
 from dtckpt.dtensor.tensor import DTensor, check_layout, fetch_layout
 from dtckpt.dtensor.tensorflow_names import call_with_layout, copy_to_mesh, relayout, run_on
 from dtckpt.dtensor.torch_compile import keep_from_tracing
+from dtckpt.dtensor.torch_logs import follow_torch_logs
 from dtckpt.dtensor.variable import DVariable, enable_save_as_bf16
 from dtckpt.layout.device_mesh import DeviceMesh, init_device_mesh
 from dtckpt.layout.placement import Partial, Placement, Replicate, Shard
@@ -54,6 +55,7 @@ __all__ = [
 _SUBMODULES = ("debug", "experimental", "placement_types")
 
 torch_hooks.install()
+follow_torch_logs()
 add_safe_globals([DTensor, DVariable, *SAFE_GLOBALS])
 
 keep_from_tracing([DTensor, DVariable, *(globals()[name] for name in __all__ if name.islower())])

@@ -8,9 +8,10 @@ call come again, their global shape is taken for granted and nothing is exchange
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from dtckpt.comm.collectives import byte_view
 from dtckpt.comm.process_groups import is_connected
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor.gather_objects import gather_objects
+from dtckpt.dtensor.operators.tensor_spec import global_stride, intern_spec, wrap_components
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import (
     ComponentError,
@@ -38,7 +40,11 @@ from dtckpt.redistribution import agreements
 
 
 def pack(
-    tensors: Sequence[Any], layout: Layout, shape: Sequence[int] | None = None, *, run_check: bool = False
+    tensors: Sequence[Any],
+    layout: Layout,
+    shape: Sequence[int] | None = None,
+    *,
+    run_check: bool = False,
 ) -> DTensor:
     """Make a DTensor from the components of this client's devices.
 
@@ -64,10 +70,33 @@ def pack(
         ComponentError: Count, rank, shapes or dtypes do not fit the layout or each other.
         ReplicaMismatchError: Copies differ (with ``run_check``).
     """
+    return pack_strided(tensors, layout, shape, run_check=run_check)
+
+
+def pack_strided(
+    tensors: Sequence[Any],
+    layout: Layout,
+    shape: Sequence[int] | None = None,
+    *,
+    stride: Sequence[int] | None = None,
+    run_check: bool = False,
+    compares_values: bool = True,
+) -> DTensor:
+    """As `pack`, with strides.
+
+    Args:
+        tensors: As there.
+        layout: As there.
+        shape: As there.
+        stride: Strides of the global tensor, as it would be in one memory. Without them they follow from the largest
+            component if ``shape`` is None, and are those of a contiguous tensor otherwise.
+        run_check: As there.
+        compares_values: False if ``run_check`` is to compare shapes and dtypes only.
+    """
     _validate_mesh(layout)
     case = None
     if shape is None and isinstance(tensors, list | tuple) and _can_agree(layout.mesh):
-        case = _case_of(tensors, layout)
+        case = (*_case_of(tensors, layout), stride)
         if not run_check and (again := _pack_again(tensors, layout, case)) is not None:
             return again
     if shape is None and layout.mesh.is_remote():
@@ -86,20 +115,35 @@ def pack(
         failure = error
     summary = Summary.of(components, layout, failure, global_shape)
     # Otherwise nothing is sent, and each client checks its own components against the shape that it was given.
-    if (shape is None or run_check) and _is_shared(layout.mesh):
+    if (shape is None or run_check) and is_shared(layout.mesh):
         summary = _gathered(summary, layout.mesh, failure)
     summary.validate_agreement(layout)
     if global_shape is None:
         global_shape = summary.global_shape(layout)
     summary.validate(layout, global_shape)
-    if run_check:
+    if run_check and compares_values:
         _validate_replicas(components, layout, global_shape)
+    if stride is None and shape is None:
+        stride = summary.global_stride(global_shape)
     if case is not None:
         is_as_given = all(map(operator.is_, components, tensors))
-        agreements.remember(layout.mesh.clients, case, (global_shape, is_as_given))
+        agreements.remember(layout.mesh.clients, case, (global_shape, stride, is_as_given))
     # A client outside the mesh has no component and hears of none; so float32 is a stand-in there.
     dtype = components[0].dtype if components else getattr(torch, summary.dtype or "float32")
-    return DTensor(components, layout, global_shape, dtype)
+    return _strided(components, layout, global_shape, stride, dtype)
+
+
+def _strided(
+    components: Sequence[torch.Tensor],
+    layout: Layout,
+    shape: tuple[int, ...],
+    stride: Sequence[int] | None,
+    dtype: torch.dtype,
+) -> DTensor:
+    """Return the DTensor with these strides; None stands for those of a contiguous tensor."""
+    if stride is None:
+        return DTensor(components, layout, shape, dtype)
+    return wrap_components(components, intern_spec(layout, shape, tuple(stride), dtype))
 
 
 def _pack_again(tensors: Sequence[Any], layout: Layout, case: tuple[Any, ...]) -> DTensor | None:
@@ -107,9 +151,9 @@ def _pack_again(tensors: Sequence[Any], layout: Layout, case: tuple[Any, ...]) -
     known = agreements.recall(layout.mesh.clients, case)
     if known is None:
         return None
-    shape, is_as_given = known
+    shape, stride, is_as_given = known
     components = tensors if is_as_given else _components(tensors, layout)
-    return DTensor(components, layout, shape, components[0].dtype)
+    return _strided(components, layout, shape, stride, components[0].dtype)
 
 
 def _gathered(summary: Summary, mesh: Mesh, failure: DtckptError | None) -> Summary:
@@ -134,7 +178,18 @@ def _case_of(tensors: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
 def _kind_of(tensor: Any) -> Any:
     if not isinstance(tensor, torch.Tensor):
         return object()  # equal to nothing: such components are looked at each time
-    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.is_conj(), tensor.is_neg()
+    # What is not dense is refused, and may have no strides.
+    stride = tensor.stride() if tensor.layout is torch.strided else None
+    return (
+        type(tensor),
+        tensor.shape,
+        stride,
+        tensor.dtype,
+        tensor.device,
+        tensor.layout,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
@@ -142,7 +197,7 @@ def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
 
     Collective: Over the mesh's clients. It takes the place of the exchange in `pack`, which this client cannot reach.
     """
-    if not _is_shared(mesh):
+    if not is_shared(mesh):
         return error
     summaries = gather_objects(Summary({}, {}, to_wire(error)), mesh)
     return from_wire(*(Summary.merged(summaries).failure or to_wire(error)))
@@ -159,7 +214,7 @@ def unpack(tensor: DTensor) -> list[torch.Tensor]:
     return list(tensor.components)
 
 
-def _is_shared(mesh: Mesh) -> bool:
+def is_shared(mesh: Mesh) -> bool:
     """Whether this client and others of the mesh can talk."""
     return mesh.num_clients > 1 and _can_agree(mesh)
 
@@ -219,6 +274,7 @@ class Summary:
         shapes: Component shape by global device id.
         dtypes: Component dtype by global device id.
         failure: ``(code, message)`` of an error because of which a client has no components.
+        strides: Component strides by global device id, of components that are not contiguous.
         layouts: The layouts that clients pass, as texts, and whether their tensors are meta tensors; each text once.
         global_shapes: The global shapes that clients pass, each once.
     """
@@ -226,6 +282,7 @@ class Summary:
     shapes: Mapping[int, tuple[int, ...]]
     dtypes: Mapping[int, str]
     failure: tuple[str, str] | None
+    strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     layouts: tuple[str, ...] = ()
     global_shapes: tuple[tuple[int, ...] | None, ...] = ()
 
@@ -244,6 +301,7 @@ class Summary:
             {device: tuple(component.shape) for device, component in by_device.items()},
             {device: str(component.dtype).removeprefix("torch.") for device, component in by_device.items()},
             to_wire(failure) if failure else None,
+            {device: part.stride() for device, part in by_device.items() if not part.is_contiguous()},
             () if failure else (f"{', '.join(map(str, layout.placements))}{' on meta' * _are_meta(components)}",),
             (shape,),
         )
@@ -254,9 +312,10 @@ class Summary:
         shapes = {device: shape for each in summaries for device, shape in each.shapes.items()}
         dtypes = {device: dtype for each in summaries for device, dtype in each.dtypes.items()}
         failure = next((each.failure for each in summaries if each.failure), None)
+        strides = {device: stride for each in summaries for device, stride in each.strides.items()}
         layouts = tuple(sorted({text for each in summaries for text in each.layouts}))
         global_shapes = tuple(dict.fromkeys(shape for each in summaries for shape in each.global_shapes))
-        return cls(shapes, dtypes, failure, layouts, global_shapes)
+        return cls(shapes, dtypes, failure, strides, layouts, global_shapes)
 
     @property
     def dtype(self) -> str | None:
@@ -277,6 +336,20 @@ class Summary:
                 sum(lengths.values()) if is_complete else max(lengths.values(), default=0) * layout.num_shards(dim)
             )
         return tuple(sizes)
+
+    def global_stride(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the strides of the global tensor, with dims in the order that the largest component has them.
+
+        None stands for a contiguous tensor. All clients must find the same: components with dims of size 1, or without
+        elements, do not tell the order.
+        """
+        if not self.strides:
+            return None
+        largest = max(sorted(self.shapes), key=lambda device: math.prod(self.shapes[device]))
+        if largest not in self.strides:
+            return None
+        component = torch.empty_strided(self.shapes[largest], self.strides[largest], device="meta")
+        return global_stride(component, shape)
 
     def validate_agreement(self, layout: Layout) -> None:
         """Check that every client has components, that all have one dtype and layout, and that these fit each other."""
@@ -320,7 +393,7 @@ def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape
         (layout.region(device, shape), name, hashlib.blake2b(_bits(component).numpy().data, digest_size=16).digest())
         for device, name, component in zip(layout.mesh.local_device_ids(), names, components, strict=True)
     ]
-    if _is_shared(layout.mesh):
+    if is_shared(layout.mesh):
         # Digests travel, never values: 16 bytes for each component, however large it is.
         digests = [item for listed in gather_objects(digests, layout.mesh) for item in listed]
     first: dict[Any, tuple[str, bytes]] = {}

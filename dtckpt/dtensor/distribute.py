@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -202,18 +204,20 @@ def distribute_module(
         partition_fn: Called with name, submodule and mesh for every submodule, the root (``""``) first; it may replace
             parameters by DTensors. Those that it leaves plain are replicated.
         input_fn: Called with module, inputs and mesh before the module's forward; returns the inputs to use.
-        output_fn: Called with module, outputs and mesh after it; returns the outputs to use.
+        output_fn: Called with module, outputs and mesh after it; returns the outputs to use. Hooks without the module
+            are deprecated.
 
     Returns:
         ``module``.
 
     Raises:
-        LayoutError: The module was distributed before, or ``partition_fn`` gave several layouts to one tensor that is
-            registered under several names.
+        LayoutError: The module was distributed before, a hook takes neither three arguments nor two, or
+            ``partition_fn`` gave several layouts to one tensor that is registered under several names.
     """
     mesh = require_mesh(device_mesh)
     if getattr(module, _APPLIED, False):
         raise LayoutError("distribute_module was applied to this module already; a module can be distributed once")
+    before, after = _with_module("input_fn", "inputs", input_fn), _with_module("output_fn", "outputs", output_fn)
     tied = _Tied(module)
     for name, submodule in module.named_modules():
         if partition_fn is not None:
@@ -221,12 +225,39 @@ def distribute_module(
         _replicate_rest(submodule, mesh, tied)
     # After all submodules, since ``partition_fn`` may have replaced a tied tensor under one of its names only.
     tied.tie()
-    if input_fn is not None:
-        module.register_forward_pre_hook(lambda root, inputs: input_fn(root, inputs, mesh))
-    if output_fn is not None:
-        module.register_forward_hook(lambda root, _, outputs: output_fn(root, outputs, mesh))
+    if before is not None:
+        module.register_forward_pre_hook(lambda root, inputs: before(root, inputs, mesh))
+    if after is not None:
+        module.register_forward_hook(lambda root, _, outputs: after(root, outputs, mesh))
     setattr(module, _APPLIED, True)
     return module
+
+
+def _with_module(name: str, values: str, hook: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Return a hook that takes module, values and mesh, also for one that takes values and mesh only, as of old."""
+    if hook is None:
+        return None
+    if _takes(hook, 3):
+        return hook
+    if not _takes(hook, 2):
+        raise LayoutError(
+            f"distribute_module: got {name} with parameters {inspect.signature(hook)}, expected module, {values}, mesh"
+        )
+    warnings.warn(
+        f"distribute_module: {name} of two arguments is deprecated; let it take module, {values} and mesh",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return lambda _, given, mesh: hook(given, mesh)
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many arguments."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 Registry = dict[str, Any]

@@ -10,35 +10,46 @@ caller may choose; by default `gradient_layout` of the tensor's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from dtckpt.dtensor.components import pack
+from dtckpt.dtensor.broadcast_copies import broadcast_copies
+from dtckpt.dtensor.components import is_shared, pack_strided
 from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout, one_device_per_client
+from dtckpt.dtensor.operators.tensor_spec import (
+    Spec,
+    contiguous_stride,
+    global_stride,
+    intern_spec,
+    spec_of,
+    wrap_components,
+)
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor, described
-from dtckpt.errors import ComponentError, LayoutError
+from dtckpt.errors import ComponentError, LayoutError, capped
 from dtckpt.layout.layout import Layout
+from dtckpt.layout.placement import Placement
 
 
 class _FromComponents(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layout: Layout, shape: tuple[int, ...], gradient: Layout, *parts: torch.Tensor) -> DTensor:
+    def forward(ctx: Any, spec: Spec, gradient: Layout, *parts: torch.Tensor) -> DTensor:
         ctx.set_materialize_grads(False)  # torch would make plain zeros, which are no gradient of a DTensor
         ctx.gradient, ctx.shapes, ctx.device = gradient, [part.shape for part in parts], parts[0].device
-        components = [] if layout.mesh.is_remote() else [part.view_as(part) for part in parts]
-        return DTensor(components, layout, shape, parts[0].dtype, device=ctx.device)
+        components = [] if spec.layout.mesh.is_remote() else [part.view_as(part) for part in parts]
+        return wrap_components(components, spec, ctx.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor | None) -> tuple[Any, ...]:
         if gradient is None:
-            return None, None, None, *(None for _ in ctx.shapes)
+            return None, None, *(None for _ in ctx.shapes)
         moved = redistribute(gradient, ctx.gradient)
         if not moved.components:
             zeros = (torch.zeros(shape, dtype=gradient.dtype, device=ctx.device) for shape in ctx.shapes)
-            return None, None, None, *zeros
-        return None, None, None, *to_components(moved, moved.layout)
+            return None, None, *zeros
+        return None, None, *to_components(moved, moved.layout)
 
 
 class _ToComponents(torch.autograd.Function):
@@ -50,14 +61,13 @@ class _ToComponents(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         parts = [gradient.contiguous() for gradient in gradients]
-        return _from_components(ctx.gradient, ctx.shape, ctx.gradient, parts), None
+        spec = intern_spec(ctx.gradient, ctx.shape, contiguous_stride(ctx.shape), parts[0].dtype)
+        return _from_components(spec, ctx.gradient, parts), None
 
 
-def _from_components(
-    layout: Layout, shape: tuple[int, ...], gradient: Layout, parts: Sequence[torch.Tensor]
-) -> DTensor:
+def _from_components(spec: Spec, gradient: Layout, parts: Sequence[torch.Tensor]) -> DTensor:
     tensor: DTensor = _FromComponents.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        layout, shape, gradient, *parts
+        spec, gradient, *parts
     )
     return tensor
 
@@ -71,14 +81,28 @@ def to_local(tensor: DTensor, gradient: Layout) -> torch.Tensor:
 
     Raises:
         ComponentError: This client has several devices in the mesh.
-        LayoutError: The gradient's layout is on another mesh.
+        LayoutError: See `validate_gradient`.
     """
     if len(tensor.components) > 1:
         raise ComponentError(
             f"to_local needs one local device; got {len(tensor.components)}; unpack returns every component"
         )
     parts = to_components(tensor, gradient)
-    return parts[0] if parts else torch.empty(0, dtype=tensor.dtype)
+    local = parts[0] if parts else torch.empty(0, dtype=tensor.dtype)
+    return local.as_subclass(AwaitedTensor) if tensor._is_async else local
+
+
+class AwaitedTensor(torch.Tensor):
+    """A component of a DTensor that was redistributed with ``async_op``: a plain tensor that has `wait`, as PyTorch's.
+
+    What operators make of it are plain tensors.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch types it otherwise
+
+    def wait(self) -> torch.Tensor:
+        """Return the plain tensor. Its values are there: `to_local` has waited for them."""
+        return self.as_subclass(torch.Tensor)
 
 
 def to_components(tensor: DTensor, gradient: Layout) -> tuple[torch.Tensor, ...]:
@@ -89,10 +113,36 @@ def to_components(tensor: DTensor, gradient: Layout) -> tuple[torch.Tensor, ...]
         gradient: The layout that the components' gradients are in.
 
     Raises:
-        LayoutError: The gradient's layout is on another mesh.
+        LayoutError: See `validate_gradient`.
     """
-    if gradient.mesh != tensor.device_mesh:
-        raise LayoutError(f"gradient placements: got {described(gradient)}, expected {described(tensor.layout)}")
+    validate_gradient(gradient, tensor.layout, tuple(tensor.shape))
+    return _to_components(tensor, gradient)
+
+
+def validate_gradient(gradient: Layout, layout: Layout, shape: tuple[int, ...]) -> None:
+    """Refuse a layout of a gradient whose components have other shapes than the tensor's.
+
+    All clients find the same: the shapes on every device count, also where this client's are alike.
+
+    Raises:
+        LayoutError: The shapes differ on some device, or the gradient's layout is on another mesh.
+    """
+    if gradient is layout or (gradient.split_axes == layout.split_axes and gradient.mesh == layout.mesh):
+        return
+    if gradient.mesh != layout.mesh or not _have_equal_shapes(gradient, layout, shape):
+        raise LayoutError(
+            f"gradient placements: got {described(gradient)}, expected {described(layout)}, or others with components "
+            f"of the same shapes, for a tensor of shape {shape}"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _have_equal_shapes(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
+    return all(one.region(device, shape).shape == other.region(device, shape).shape for device in one.mesh.device_ids)
+
+
+def _to_components(tensor: DTensor, gradient: Layout) -> tuple[torch.Tensor, ...]:
+    """Return this client's components; ``gradient`` may be on another mesh with one component per client."""
     if not (torch.is_grad_enabled() and tensor.requires_grad and tensor.components):
         return tensor.components
     parts: tuple[torch.Tensor, ...] = _ToComponents.apply(  # type: ignore[no-untyped-call]  # as above
@@ -106,11 +156,24 @@ def from_local(
     layout: Layout,
     *,
     shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
     gradient: Layout | None = None,
     run_check: bool = False,
 ) -> DTensor:
     """Return the DTensor of which ``local`` is this client's component. Differentiable. See `DTensor.from_local`."""
-    return from_components([local], layout, shape=shape, gradient=gradient, run_check=run_check)
+    if shape is None and layout.mesh.is_remote():
+        shape = [size * layout.num_shards(dim) for dim, size in enumerate(local.shape)]
+        stride = global_stride(local, shape)
+    made = from_components(
+        [local],
+        layout,
+        shape=shape,
+        stride=stride,
+        gradient=gradient,
+        run_check=run_check,
+        compares_values=False,
+    )
+    return broadcast_copies(made) if run_check and is_shared(layout.mesh) and not made.is_meta else made
 
 
 def from_components(
@@ -118,8 +181,10 @@ def from_components(
     layout: Layout,
     *,
     shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
     gradient: Layout | None = None,
     run_check: bool = False,
+    compares_values: bool = True,
 ) -> DTensor:
     """Return the DTensor whose components on this client are ``parts``. Differentiable.
 
@@ -130,17 +195,52 @@ def from_components(
             and device count.
         layout: The tensor's layout.
         shape: Global shape; None means that the clients find it together.
+        stride: Strides of the global tensor.
         gradient: The layout that the components' gradients are in; default `gradient_layout` of ``layout``.
         run_check: Compare the values of components that are copies of each other.
+        compares_values: False if ``run_check`` is to compare shapes and dtypes only.
     """
     components = [] if layout.mesh.is_remote() else [part.detach() for part in parts]
-    packed = pack(components, layout, shape, run_check=run_check)
+    packed = pack_strided(
+        components, layout, shape, run_check=run_check, stride=stride, compares_values=compares_values
+    )
+    if gradient is not None:
+        validate_gradient(gradient, layout, tuple(packed.shape))
     if not components:
-        packed = DTensor([], layout, packed.shape, parts[0].dtype, device=parts[0].device)
+        spec = intern_spec(layout, tuple(packed.shape), packed.stride(), parts[0].dtype)
+        packed = wrap_components([], spec, parts[0].device)
     if not (torch.is_grad_enabled() and any(part.requires_grad for part in parts)):
         return packed
     placed = [part.to(component.device) for part, component in zip(parts, packed.components, strict=True)] or parts
-    return _from_components(layout, tuple(packed.shape), gradient or gradient_layout(layout), placed)
+    return _from_components(spec_of(packed), gradient or gradient_layout(layout), placed)
+
+
+def whole_gradient_layout(tensor: DTensor, placements: Sequence[Placement]) -> Layout:
+    """Return the layout of the gradient of a whole tensor, of which every client holds one; see `full_tensor`.
+
+    Args:
+        tensor: The tensor.
+        placements: Of the gradient, one per axis of the tensor's mesh.
+
+    Raises:
+        LayoutError: The placements do not fit the mesh, shard the gradient, or tell devices of one client apart.
+    """
+    mesh = tensor.device_mesh
+    layout = Layout.from_placements(mesh, placements, tensor.ndim)
+    if any(layout.split_axes):
+        raise LayoutError(
+            f"full_tensor: got grad_placements {list(placements)}, expected Replicate or Partial along every axis, as "
+            "the gradient of a whole tensor has its shape on every client"
+        )
+    if mesh.num_clients == mesh.size():
+        return layout
+    if len(set(placements)) > 1:
+        raise LayoutError(
+            f"full_tensor: got grad_placements {list(placements)} on mesh {mesh.axis_sizes} of clients "
+            f"{capped(mesh.clients)}, expected one placement along all axes, as a client with several devices has one "
+            "gradient"
+        )
+    return cached_layout(one_device_per_client(mesh), placements[:1], tensor.ndim)
 
 
 def full_tensor(tensor: DTensor, gradient: Layout | None = None) -> torch.Tensor:
@@ -150,8 +250,9 @@ def full_tensor(tensor: DTensor, gradient: Layout | None = None) -> torch.Tensor
 
     Args:
         tensor: The tensor.
-        gradient: The layout that the whole tensor's gradient is in, on `one_device_per_client`; default replicated.
+        gradient: The layout that the whole tensor's gradient is in, see `whole_gradient_layout`; default replicated.
     """
     hosts = one_device_per_client(tensor.device_mesh)
     whole = redistribute(tensor, cached_layout(hosts, None, tensor.ndim))
-    return to_local(whole, whole.layout if gradient is None else gradient)
+    parts = _to_components(whole, whole.layout if gradient is None else gradient)
+    return parts[0] if parts else torch.empty(0, dtype=tensor.dtype)

@@ -109,7 +109,7 @@ def _redistribute_values(request: _Request, tensors: Sequence[DTensor]) -> tuple
         results.append(DTensor(ordered, layout, plan.change.shape, plan.change.dtype))
         if request.is_async:
             # The first use of any of the results completes them all.
-            results[-1]._pending = running
+            results[-1]._pending, results[-1]._is_async = running, True
     return tuple(results)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout, one_device_per_client
+from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
 from dtckpt.errors import DtckptError, LayoutError, LayoutTypeError, capped
 from dtckpt.layout import text_format
 from dtckpt.layout.layout import Layout
@@ -50,6 +50,8 @@ class DTensor(torch.Tensor):
     _layout: Layout
     _pending: RunningRedistribution | None = None
     """The redistribution that still writes to the components; whoever reads them waits for it."""
+    _is_async: bool = False
+    """Whether it was redistributed with ``async_op``: programs may call ``wait`` on what `to_local` returns."""
     _spec: Spec | None = None
     """Description for operators, made when it is first asked for; see `dtckpt.dtensor.operators.tensor_spec`."""
     _view: View | None = None
@@ -176,24 +178,26 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """Return the DTensor of which each client's ``local_tensor`` is a component. Differentiable.
 
-        Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``: they exchange shapes and
-        digests.
+        Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``: they exchange shapes, and with
+        ``run_check`` values.
 
         Args:
-            local_tensor: This client's component. It shares memory with the result and is not written to.
+            local_tensor: This client's component. It shares memory with the result, unless ``run_check`` replaces it.
+                A client outside the mesh passes one like the others'; the result has none there.
             device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
             placements: One per mesh axis; None means replicated.
-            run_check: Compare the values of copies on all clients.
-            shape: Global shape. Without it the clients find it together, also for uneven shards.
-            stride: Accepted as in PyTorch, and ignored: the global tensor is always contiguous.
+            run_check: Compare shapes and dtypes on all clients, then give every copy the values of the first device
+                along the replicated axes. No tensor of a caller is written to.
+            shape: Global shape. Without it the clients find it together, also for uneven shards. A client outside the
+                mesh takes the shards to be even.
+            stride: Strides of the global tensor. Without it they follow from the components if ``shape`` is None; with
+                ``shape`` they are those of a contiguous tensor.
             grad_placements: Placements of the component's gradient; default the tensor's, with Replicate for Partial.
 
         Raises:
             ComponentError: Components do not fit each other, the layout or ``shape``, or clients give other placements.
             LayoutError: The placements do not fit the mesh or the tensor.
-            ReplicaMismatchError: Copies differ.
         """
-        del stride
         mesh = factories.require_mesh(device_mesh)
         try:
             if not isinstance(local_tensor, torch.Tensor):
@@ -203,18 +207,22 @@ class DTensor(torch.Tensor):
         except DtckptError as error:
             # Where clients exchange summaries, the others wait for this one's, and the error takes its place.
             raise shared_failure(error, mesh) if shape is None or run_check else error from None
-        return local_tensors.from_local(local_tensor, layout, shape=shape, gradient=gradient, run_check=run_check)
+        return local_tensors.from_local(
+            local_tensor, layout, shape=shape, stride=stride, gradient=gradient, run_check=run_check
+        )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the component of this client's only device; it shares memory with the tensor. Differentiable.
 
-        A client that is no member of the mesh gets a tensor of shape (0,).
+        A client that is no member of the mesh gets a tensor of shape (0,). After ``redistribute`` with ``async_op`` the
+        result has a method ``wait``, which returns it.
 
         Args:
             grad_placements: Placements of the component's gradient; default the tensor's, with Replicate for Partial.
 
         Raises:
             ComponentError: This client has several devices in the mesh; `unpack` gives all components.
+            LayoutError: ``grad_placements`` do not fit the mesh, or would give components of other shapes.
         """
         if grad_placements is None:
             return local_tensors.to_local(self, gradient_layout(self._layout))
@@ -233,12 +241,20 @@ class DTensor(torch.Tensor):
         timeout.
 
         Args:
-            grad_placements: Placements of the gradient on the mesh of one device per client; default replicated.
+            grad_placements: Placements of the whole tensor's gradient, one per mesh axis: Partial if each client's
+                gradient is a term of it. Default replicated.
+
+        Raises:
+            LayoutError: ``grad_placements`` do not fit the mesh, or shard the gradient of what is whole.
         """
         if grad_placements is None:
             return local_tensors.full_tensor(self)
-        hosts = one_device_per_client(self.device_mesh)
-        return local_tensors.full_tensor(self, Layout.from_placements(hosts, grad_placements, self.ndim))
+        try:
+            gradient = local_tensors.whole_gradient_layout(self, grad_placements)
+        except DtckptError as error:
+            execute.report_error(error, [self.device_mesh])
+            raise
+        return local_tensors.full_tensor(self, gradient)
 
     def redistribute(
         self,
@@ -251,6 +267,8 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """Return the tensor with other placements, on its mesh or on another. Differentiable, twice too.
 
+        The result is a new tensor. It shares memory with this one if nothing moves and the dtype stays.
+
         Collective: Over the clients of both meshes, unless nothing changes or every client holds the whole tensor.
 
         Args:
@@ -261,9 +279,9 @@ class DTensor(torch.Tensor):
             backward_dtype: Convert the gradient to this dtype before moving it back.
         """
         is_plain = device_mesh is None and forward_dtype is None and backward_dtype is None
-        # Most calls change nothing. They cost this comparison only.
+        # Most calls change nothing. They cost this comparison and a new wrapper only.
         if is_plain and isinstance(placements, list | tuple) and tuple(placements) == self.placements:
-            return self
+            return view_tracking.differentiable_alias(self)
         mesh = self.device_mesh
         try:
             if device_mesh is not None:
@@ -273,7 +291,10 @@ class DTensor(torch.Tensor):
             # On both meshes, since clients of either may wait for what this one should send.
             execute.report_error(error, [self.device_mesh, mesh])
             raise
-        return redistribute(self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op)
+        moved = redistribute(
+            self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op
+        )
+        return view_tracking.differentiable_alias(self) if moved is self else moved
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance method

@@ -116,6 +116,13 @@ class Mesh:
 
         return torch_device_mesh.adopt(device_mesh)
 
+    @staticmethod
+    def from_group(group: Any, device_type: str, mesh: Any = None, *, mesh_dim_names: Any = None) -> Mesh:
+        """Return the mesh with given process groups; see `dtckpt.layout.device_mesh.DeviceMesh.from_group`."""
+        from dtckpt.layout.device_mesh import DeviceMesh  # here for the reasons in `from_device_mesh`
+
+        return DeviceMesh.from_group(group, device_type, mesh, mesh_dim_names=mesh_dim_names)
+
     def to_device_mesh(self) -> Any:
         """Return the PyTorch ``DeviceMesh`` with this mesh's process groups; every client owns at most one device.
 

@@ -19,7 +19,7 @@ from dtckpt import (
     copy_to_mesh,
     pack,
 )
-from dtckpt.dtensor import DeviceMesh, distribute_tensor, ones, zeros
+from dtckpt.dtensor import distribute_tensor, ones, zeros
 from dtckpt.errors import ComponentError, LayoutError
 
 from .test_factories import alike
@@ -183,6 +183,28 @@ def ask_for_a_gradient_elsewhere():
     zeros(6, 3, device_mesh=line()).to_local(grad_placements=[Shard(0), Shard(1)])
 
 
+def ask_for_whole_gradients_elsewhere():
+    zeros(2, 3, device_mesh=line(), placements=[Shard(0)]).full_tensor(grad_placements=[Replicate(), Shard(0)])
+
+
+def ask_alone_for_whole_gradients_elsewhere():
+    placements = [Replicate()] * (2 if dtckpt.client_id() == 1 else 1)
+    zeros(2, 3, device_mesh=line(), placements=[Shard(0)]).full_tensor(grad_placements=placements)
+
+
+def shard_gradients_of_the_whole():
+    zeros(2, 3, device_mesh=line(), placements=[Shard(0)]).full_tensor(grad_placements=[Shard(0)])
+
+
+def ask_for_gradients_of_other_shapes():
+    zeros(2, 3, device_mesh=line(), placements=[Shard(0)]).to_local(grad_placements=[Shard(1)])
+
+
+def give_gradients_of_other_shapes():
+    part = torch.zeros(int(dtckpt.client_id() < 2), 3, requires_grad=True)
+    DTensor.from_local(part, line(), [Shard(0)], grad_placements=[Replicate()])
+
+
 def mix_meshes():
     clients = dtckpt.num_clients()
     other = cluster_mesh({"y": clients, "z": 2}, clients, dtckpt.client_id())
@@ -204,7 +226,11 @@ def distribute_where_a_device_is_missing():
         (reduce_bits_of_floats, "LayoutError", "expected integers or bool for bitwise ones"),
         (check_another_layout, "LayoutError", "on cpu mesh '' {'x': 3} of clients 0, 1, 2"),
         (ask_for_a_gradient_elsewhere, "LayoutError", "got 2 for axes ['x']"),
-        (mix_meshes, "LayoutError", "got DTensors on different meshes"),
+        (ask_for_whole_gradients_elsewhere, "LayoutError", "got 2 for axes ['x']"),
+        (shard_gradients_of_the_whole, "LayoutError", "expected Replicate or Partial along every axis"),
+        (ask_for_gradients_of_other_shapes, "LayoutError", "gradient placements: got sharding_specs:unsharded,x"),
+        (give_gradients_of_other_shapes, "LayoutError", "gradient placements: got sharding_specs:unsharded,unsharded"),
+        (mix_meshes, "MeshMismatchError", "got DTensors on different meshes"),
         (distribute_where_a_device_is_missing, "LayoutError", "task:0/device:TPU:0' on its client"),
     ],
 )
@@ -214,22 +240,19 @@ def test_texts_are_the_same_on_every_client(pool, case, kind, text):
     assert text in message
 
 
-def stand_outside():
-    mesh = DeviceMesh("cpu", [0, 2])
-    try:
-        return tuple(DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]).shape)
-    except ComponentError as error:
-        return str(error)
-
-
 @pytest.mark.processes
-def test_a_client_outside_the_mesh_cannot_find_the_shape(pool):
-    inside, outside, other = pool.values(stand_outside, clients=3, group=True)
-    assert inside == other == (4, 3)
-    assert outside == (
-        "this client has no device in mesh '' {'dim_0': 2} of clients 0, 2, so it cannot find the global shape; "
-        "got no shape, expected one"
-    )
+def test_all_clients_learn_of_one_whose_whole_gradient_is_to_be_elsewhere(pool):
+    first, guilty, third = pool.run(ask_alone_for_whole_gradients_elsewhere, clients=3, group=True)
+    assert {answer.error for answer in (first, guilty, third)} == {"LayoutError"}
+    assert first.text == third.text == f"client 1: {guilty.text}"
+
+
+def test_gradients_of_the_whole_where_clients_have_several_devices():
+    leaf = copy_to_mesh(WHOLE, ROWS).requires_grad_()
+    leaf.full_tensor(grad_placements=[Partial(), Partial()]).sum().backward()
+    assert torch.equal(leaf.grad.full_tensor(), torch.ones_like(WHOLE))
+    with pytest.raises(LayoutError, match="expected one placement along all axes"):
+        leaf.full_tensor(grad_placements=[Partial(), Replicate()])
 
 
 def test_outside_the_mesh():

@@ -219,9 +219,43 @@ def test_another_mesh_also_with_the_same_placements(tensor):
     assert torch.equal(values(moved), WHOLE)
 
 
-def test_nothing_to_do_gives_the_tensor_itself(tensor):
-    assert tensor.redistribute(placements=tensor.placements) is tensor
+def test_nothing_to_do_gives_another_tensor_in_the_same_memory(tensor):
+    for again in (
+        tensor.redistribute(placements=tensor.placements),
+        tensor.redistribute(tensor.device_mesh, tensor.placements),
+    ):
+        assert again is not tensor
+        assert list(map(id, again.components)) == list(map(id, tensor.components))
     assert relayout(tensor, tensor.layout) is tensor
+
+
+def test_the_other_tensor_is_free(tensor):
+    leaf = tensor.detach().requires_grad_()
+    with torch.no_grad():
+        leaf.redistribute(placements=leaf.placements).requires_grad_(False)
+    assert leaf.requires_grad
+    doubled = leaf.redistribute(placements=leaf.placements)
+    assert not doubled.is_leaf
+    doubled.mul_(2)
+    assert torch.equal(values(leaf), WHOLE * 2)
+    doubled.sum().backward()
+    assert torch.equal(values(leaf.grad), torch.full_like(WHOLE, 2))
+
+
+def test_autograd_notices_writes_in_the_same_memory(tensor):
+    leaf = tensor.detach().requires_grad_()
+    squares = leaf.redistribute(placements=leaf.placements).square()
+    with torch.no_grad():
+        leaf.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.sum().backward()
+
+
+def test_gradients_of_a_tensor_that_stays_are_in_its_layout(tensor):
+    terms = tensor.detach().redistribute(placements=[Partial(), Shard(1)]).requires_grad_()
+    again = terms.redistribute(placements=terms.placements)
+    (gradient,) = torch.autograd.grad(again.redistribute(placements=[Shard(0), Replicate()]).sum(), terms)
+    assert gradient.placements == (Replicate(), Shard(1))
 
 
 @pytest.mark.parametrize("reduce_op", ["sum", "avg", "min", "max", "product"])

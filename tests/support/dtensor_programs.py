@@ -68,16 +68,35 @@ def tensors_on_slices(api: Any) -> Any:
     ]
 
 
+def meshes_of_groups(api: Any) -> Any:
+    mesh, every = grid(api), dist.group.WORLD
+    ranks = list(range(dist.get_world_size()))
+    made = [
+        api.DeviceMesh.from_group(every, "cpu"),
+        api.DeviceMesh.from_group(every, "cpu", ranks, mesh_dim_names=("world",)),
+        api.DeviceMesh.from_group(every, "cpu", torch.tensor(ranks)),
+        api.DeviceMesh.from_group([every], "cpu", ranks, mesh_dim_names=("world",)),
+        api.DeviceMesh.from_group(mesh.get_group("tp"), "cpu"),
+        api.DeviceMesh.from_group(mesh.get_all_groups(), "cpu", mesh.mesh, mesh_dim_names=("dp", "tp")),
+        mesh.from_group(every, "cpu"),
+    ]
+    groups = [one.get_group(0) is every for one in made[:4]], made[5].get_group("dp") is mesh.get_group("dp")
+    seen = [(tuple(one.shape), one.mesh, one.get_coordinate(), one.size(), one.device_type) for one in made]
+    totals = [api.DTensor.from_local(own_of(2), one, [api.Partial()] * one.ndim).full_tensor() for one in made]
+    return groups, seen, totals, made[5] == mesh
+
+
 def meshes_on_some_clients(api: Any) -> Any:
     mesh = api.DeviceMesh("cpu", list(range(1, dist.get_world_size())))
     whole = api.distribute_tensor(whole_of(5, 3), mesh, [api.Shard(0)])
     copies = whole.redistribute(placements=[api.Replicate()])
     zeros = api.zeros(4, 2, device_mesh=mesh, placements=[api.Shard(1)])
     given = api.DTensor.from_local(own_of(2, 2), mesh, [api.Shard(0)], shape=(2 * mesh.size(), 2), stride=(2, 1))
+    found = api.DTensor.from_local(own_of(2, 2).t(), mesh, [api.Shard(0)])
     is_member = mesh.get_coordinate() is not None
     return (
-        [tuple(each.shape) for each in (whole, copies, zeros, given)],
-        [each.to_local() for each in (whole, copies, zeros, given)],
+        [(tuple(each.shape), each.stride()) for each in (whole, copies, zeros, given, found)],
+        [each.to_local() for each in (whole, copies, zeros, given, found)],
         whole.full_tensor(),
         is_member,
     )
@@ -210,6 +229,47 @@ def from_local(api: Any) -> Any:
     return seen, shared.to_local()
 
 
+def copies_of_the_first(api: Any) -> Any:
+    mesh, every, seen = grid(api), line(api), []
+    whole, terms = api.Replicate(), api.Partial()
+    for on, wanted in (
+        (every, [whole]),
+        (mesh, [whole, whole]),
+        (mesh, [api.Shard(0), whole]),
+        (mesh, [whole, api.Shard(1)]),
+        (mesh, [terms, whole]),
+        (mesh, [whole, terms]),
+        (mesh, [api.Shard(0), terms]),
+    ):
+        made = api.DTensor.from_local(own_of(2, 3), on, wanted, run_check=True)
+        seen.append((tuple(made.shape), made.to_local(), made.full_tensor()))
+    local = own_of(2, 3).requires_grad_()
+    made = api.DTensor.from_local(local * 2, every, [whole], run_check=True)
+    (made.to_local() * (dist.get_rank() + 1)).sum().backward()
+    return seen, made.to_local(), local.grad
+
+
+def strides(api: Any) -> Any:
+    mesh, every, seen = grid(api), line(api), []
+    images = own_of(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    for local, on, wanted in (
+        (own_of(3, 2).t(), every, [api.Shard(0)]),
+        (own_of(3, 2).t(), every, [api.Shard(1)]),
+        (own_of(3, 2).t(), mesh, [api.Shard(1), api.Replicate()]),
+        (own_of(2, 3, 4).permute(2, 0, 1), mesh, [api.Shard(1), api.Shard(0)]),
+        (images, every, [api.Shard(0)]),
+        (images, mesh, [api.Shard(2), api.Partial()]),
+    ):
+        made = api.DTensor.from_local(local, on, wanted)
+        seen.append((tuple(made.shape), made.stride(), made.is_contiguous(), made.to_local(), made.full_tensor()))
+    made = api.DTensor.from_local(images, every, [api.Shard(0)])
+    is_last = made.is_contiguous(memory_format=torch.channels_last), (made + 1).stride()
+    shape, stride = (3 * dist.get_world_size(), 2), (1, 3 * dist.get_world_size())
+    given = api.DTensor.from_local(own_of(2, 3).t(), every, [api.Shard(0)], shape=shape, stride=stride)
+    learns = api.DTensor.from_local(own_of(3, 2).t().requires_grad_(), every, [api.Shard(0)])
+    return seen, is_last, given.stride(), given.full_tensor(), learns.stride()
+
+
 # --- moving tensors -----------------------------------------------------------------------------------------------
 
 
@@ -240,7 +300,14 @@ def redistribute_tensors(api: Any) -> Any:
     later = same.redistribute(placements=[whole], async_op=True)
     with torch.no_grad():
         is_kept = kept.to_local() is same.to_local()
-    return seen, is_kept, later.full_tensor(), later.to_local() + 1
+    leaf = api.distribute_tensor(whole_of(5, 4).requires_grad_(), every, [shard(0)])
+    doubled = leaf.redistribute(placements=[shard(0)])
+    doubled.mul_(2)
+    with torch.no_grad():
+        leaf.redistribute(placements=[shard(0)]).requires_grad_(False)
+    kinds = doubled is leaf, doubled.is_leaf, leaf.requires_grad, leaf.to_local()
+    awaited = kept.redistribute(placements=[whole], async_op=True).to_local().wait()
+    return seen, is_kept, later.full_tensor(), later.to_local() + 1, kinds, awaited, type(awaited + 1) is torch.Tensor
 
 
 def redistribute_with_dtypes(api: Any) -> Any:
@@ -315,6 +382,12 @@ def gradient_placements(api: Any) -> Any:
     leaf = api.distribute_tensor(whole_of(4, 3).requires_grad_(), every, [api.Shard(0)])
     (leaf.full_tensor(grad_placements=[api.Partial()]) * (dist.get_rank() + 1)).sum().backward()
     seen.append(leaf.grad.to_local())
+    mesh = grid(api)
+    for wanted in ([api.Partial(), api.Replicate()], [api.Replicate(), api.Partial()], [api.Replicate()] * 2):
+        leaf = api.distribute_tensor(whole_of(4, 3).requires_grad_(), mesh, [api.Shard(0), api.Replicate()])
+        place = sum(mesh.get_local_rank(axis) for axis, one in enumerate(wanted) if one.is_partial())
+        (leaf.full_tensor(grad_placements=wanted) * (place + 1)).sum().backward()
+        seen.append(leaf.grad.full_tensor())
     return seen
 
 
@@ -391,7 +464,17 @@ def distribute_modules(api: Any) -> Any:
     (out**2).sum().backward()
     seen = [(name, each.to_local(), each.full_tensor()) for name, each in placed.state_dict().items()]
     grads = [(name, each.grad.placements == each.placements, each.grad.to_local()) for name, each in named(placed)]
-    return placed is model, calls, out, seen, grads
+    old = Column(3, 2 * dist.get_world_size())
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        api.distribute_module(old, every, partition, lambda inputs, on: (inputs[0] + 1,), lambda out, on: out * 2)
+    kinds = [warning.category for warning in warned if "two arguments" in str(warning.message)]
+    refused = False
+    try:
+        api.distribute_module(Column(3, 2), every, None, lambda inputs: inputs)
+    except ValueError:
+        refused = True
+    return placed is model, calls, out, seen, grads, kinds == [FutureWarning] * 2, old(whole_of(5, 3)), refused
 
 
 def named(module: nn.Module) -> Any:
@@ -520,12 +603,15 @@ PROGRAMS = (
     meshes,
     tensors_on_slices,
     meshes_on_some_clients,
+    meshes_of_groups,
     distribute_tensors,
     leaves,
     texts,
     placements,
     factories,
     from_local,
+    copies_of_the_first,
+    strides,
     redistribute_tensors,
     redistribute_with_dtypes,
     gradients,

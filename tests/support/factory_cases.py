@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dtckpt
-from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Partial, Replicate, Shard, abstract_mesh
+from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Partial, Replicate, Shard, abstract_mesh, pack
 from dtckpt.comm import observers
 from dtckpt.dtensor import distribute_module, distribute_tensor, empty, full, init_device_mesh, ones, rand, randn, zeros
 from dtckpt.dtensor.random.keys import FIRST_COMPARED
@@ -154,7 +154,7 @@ def create_over_clients():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for each in copies:
-            DTensor.from_local(each.to_local(), mesh, run_check=True)
+            pack([each.to_local()], each.layout, run_check=True)
     whole = tuple(tuple(each.full_tensor().flatten().tolist()) for each in (*copies, *shards))
     return found, whole, tuple(tuple(each.to_local().flatten().tolist()) for each in shards)
 

@@ -218,6 +218,6 @@ def copies_that_differ() -> None:
     mesh = cluster_mesh({"x": dtckpt.num_clients()}, dtckpt.num_clients(), dtckpt.client_id())
     local = torch.full((2,), float(dtckpt.client_id() == 1))
     try:
-        DTensor.from_local(local, mesh, [dtckpt.Replicate()], run_check=True)
+        dtckpt.pack([local], Layout.replicated(mesh, 1), run_check=True)
     finally:
         assert local.unique().numel() == 1, "the caller's tensor was written to"

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import dtckpt
 from dtckpt.dtensor import Shard, distribute_module, distribute_tensor
+from dtckpt.errors import ReplicaMismatchError
 
 from .silent_faults import S0, S1, SUM, WHOLE, Call, are_equal, faults_of, line, numbers
 
@@ -113,8 +115,37 @@ def infinities() -> Iterator[Call]:
 
 def faults_of_calls() -> list[str]:
     """Return what is wrong, in all clients' order of the calls."""
-    groups = (sorts(), batch_norms(), einsums(), kept_composites(), infinities())
+    groups = (sorts(), batch_norms(), einsums(), kept_composites(), infinities(), chunked_losses())
     return [fault for group in groups for call in group for fault in faults_of(call)]
+
+
+def chunked_losses() -> Iterator[Call]:
+    """PyTorch 2.12 and older lack them."""
+    if not hasattr(functional, "linear_cross_entropy"):
+        return
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+    for reduction in ("none", "mean"):
+        for placements in ((S0, WHOLE, S0), (S1, S0, WHOLE), (SUM, S1, S0)):
+            yield Call(
+                f"linear_cross_entropy, {reduction}, {placements}",
+                lambda *given, how=reduction: functional.linear_cross_entropy(*given, reduction=how, options=options),
+                (numbers(5, 3), numbers(4, 3, seed=2), torch.tensor([0, 3, 1, 1, 2])),
+                placements,
+            )
+
+
+def faults_of_buffers() -> list[str]:
+    """Return which buffers are wrong that differ between clients before a result is written to them."""
+    rows, found = distribute_tensor(numbers(5, 3), line(), [S0]), []
+    buffer = torch.full((5, 3), float(dtckpt.client_id()))
+    if not are_equal(torch.mul(rows, 2, out=buffer), numbers(5, 3) * 2):
+        found.append("a buffer that is written to")
+    buffer.fill_(dtckpt.client_id())
+    try:
+        torch.mul(rows, buffer, out=buffer)
+    except ReplicaMismatchError:
+        return found
+    return [*found, "a buffer that is read, too"] if dtckpt.num_clients() > 1 else found
 
 
 def faults_of_steps() -> list[str]:

@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from dtckpt.dtensor import factories
 from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
 from dtckpt.dtensor.local_tensors import from_components, to_components
-from dtckpt.dtensor.operators.operands import unshare
+from dtckpt.dtensor.operators.operands import common_mesh, unshare
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.dtensor.tensorflow_names import MeshLike
@@ -49,11 +49,12 @@ def local_map(
             The entry of a plain tensor does not matter.
         in_grad_placements: Placements of the components' gradients, one entry per value likewise; None means the
             argument's own, with Replicate for Partial.
-        device_mesh: The mesh of the results; default that of the first DTensor.
+        device_mesh: The mesh of all DTensors, arguments and results; default that of the arguments.
         redistribute_inputs: Redistribute arguments to ``in_placements``. Otherwise, other placements are an error.
 
     Raises:
         LayoutError: By the returned function: entries do not fit the arguments or results.
+        MeshMismatchError: DTensors are on different meshes, or not on ``device_mesh``.
         LayoutTypeError: A result is a DTensor.
         ComponentError: Local devices return different structures, or different values that are no tensors.
     """
@@ -71,10 +72,11 @@ def _decorated(options: tuple[Any, ...], func: Callable[..., Any]) -> Callable[.
         flat, structure = tree_flatten(args)
         placements = _entries("in_placements", in_placements, len(flat))
         gradients = _entries("in_grad_placements", in_grad_placements, len(flat))
-        first = next((value for value in flat if isinstance(value, DTensor)), None)
-        if first is None:
+        tensors = [value for value in flat if isinstance(value, DTensor)]
+        if not tensors:
             return func(*args, **kwargs)
-        mesh = first.device_mesh if device_mesh is None else factories.require_mesh(device_mesh)
+        first = tensors[0]
+        mesh = common_mesh("local_map", tensors, None if device_mesh is None else factories.require_mesh(device_mesh))
         inputs = [
             _with_placements(
                 number, value, placements[number] if placements else None, bool(placements), redistribute_inputs

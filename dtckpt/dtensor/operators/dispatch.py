@@ -27,14 +27,15 @@ import torch
 
 from dtckpt.dtensor.operators import plans, rules
 from dtckpt.dtensor.operators.call import Call, Operator, functional_of, replace_tensors, signature_of, tensors_in
-from dtckpt.dtensor.operators.operands import to_replicated
+from dtckpt.dtensor.operators.operands import common_mesh, to_replicated
 from dtckpt.dtensor.operators.plain_tensors import to_dtensors
 from dtckpt.dtensor.operators.registry import COMPOSITES, PLANNERS, builder_of
 from dtckpt.dtensor.operators.rule_builders import UnknownShapeError
 from dtckpt.dtensor.operators.strategy import choose_layouts
 from dtckpt.dtensor.operators.tensor_spec import spec_of
-from dtckpt.dtensor.tensor import DTensor, described
-from dtckpt.errors import ClientFailedError, DtckptError, LayoutError, capped
+from dtckpt.dtensor.tensor import DTensor
+from dtckpt.errors import ClientFailedError, DtckptError, capped
+from dtckpt.layout.layout import Layout
 from dtckpt.redistribution import execute
 
 assert rules  # noqa: S101  (importing them fills the table)
@@ -65,7 +66,8 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         kwargs: Arguments by name.
 
     Raises:
-        LayoutError: DTensors are on different meshes, or an operator would change the shape of a tensor it writes to.
+        MeshMismatchError: DTensors are on different meshes.
+        LayoutError: An operator would change the shape of a tensor it writes to.
         ReplicaMismatchError: A plain tensor beside DTensors differs between clients.
     """
     key: list[Any] = [id(func)]  # Operators live as long as the process, and an int hashes faster.
@@ -82,10 +84,26 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         if plan is None:
             return _plan_and_run(plan_key, func, args, kwargs, tensors)
         plan.calls += 1
+        if _LOG.isEnabledFor(logging.DEBUG):
+            _LOG.debug("operator %s runs by %s, as before, on %s", func, plan.route, _Texts(tensors))
         return plan.run(args, kwargs, tensors)
     except Exception as error:
         _report_error(error, func, tensors)
         raise
+
+
+class _Texts:
+    """Shapes and placements of DTensors, as text that is made only if it is shown."""
+
+    def __init__(self, tensors: Sequence[DTensor]) -> None:
+        self._tensors = tensors
+
+    def __str__(self) -> str:
+        return capped(f"{tuple(tensor.shape)} {_text_of(tensor._layout)}" for tensor in self._tensors)
+
+
+def _text_of(layout: Layout | None) -> str:
+    return "as it is" if layout is None else f"[{', '.join(map(str, layout.placements))}]"
 
 
 def _report_error(error: Exception, func: Operator, tensors: Sequence[DTensor]) -> None:
@@ -135,37 +153,26 @@ def _add_to_key(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -
 def _run_with_plain_tensors(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator with plain tensors beside DTensors: they count as replicated."""
     tensors = list(tensors_in((*args, *kwargs.values())))
-    mesh = _common_mesh(func, [tensor for tensor in tensors if isinstance(tensor, DTensor)])
-    dtensors = to_dtensors(tensors, mesh)
+    mesh = common_mesh(f"operator {func}", [tensor for tensor in tensors if isinstance(tensor, DTensor)])
+    call, signature = Call(func, tuple(args), kwargs), signature_of(func)
+    written = list(tensors_in([call[name] for name in signature.written]))
+    # What is passed as ``out`` is only written to, unless it is an operand too.
+    is_out = bool(written) and signature.written[0] != signature.names[0]
+    operands = list(tensors_in([call[name] for name in signature.names if name not in signature.written]))
+    unread = [one for one in written if is_out and not any(one is operand for operand in operands)]
+    dtensors = to_dtensors(tensors, mesh, unread)
     result = dispatch(func, *replace_tensors(args, kwargs, dtensors))
-    written = list(tensors_in([Call(func, tuple(args), kwargs)[name] for name in signature_of(func).written]))
     for tensor, dtensor in zip(tensors, dtensors, strict=True):
         if not isinstance(tensor, DTensor) and any(tensor is one for one in written) and dtensor.components:
             tensor.resize_(dtensor.shape).copy_(to_replicated([dtensor])[0].components[0])
     return result
 
 
-def _common_mesh(func: Operator, tensors: Sequence[DTensor]) -> Any:
-    """Return the mesh of all tensors; raise, on all clients of them all, if there are several."""
-    meshes = {tensor.device_mesh: None for tensor in tensors}
-    if len(meshes) > 1:
-        layouts = dict.fromkeys(described(tensor.layout) for tensor in tensors)
-        error = LayoutError(
-            f"operator {func}: got DTensors on different meshes ({capped(layouts)}), expected one mesh; redistribute "
-            "moves a DTensor to another mesh"
-        )
-        for mesh in {mesh.clients: mesh for mesh in meshes}.values():
-            if execute.report_error(error, [mesh]):
-                break
-        raise error
-    return next(iter(meshes))
-
-
 def _plan_and_run(
     key: tuple[Any, ...], func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
 ) -> Any:
     """Make a plan for a call that has none, run it, and keep it: a plan that fails is not kept."""
-    _common_mesh(func, tensors)
+    common_mesh(f"operator {func}", tensors)
     call = Call(func, tuple(args), kwargs)
     function = COMPOSITES.get(func) or _decomposition_of(func)
     plan: plans.Plan | None = None
@@ -176,6 +183,8 @@ def _plan_and_run(
             plan = None
     if plan is None:
         plan = plan_of(call)
+        if _LOG.isEnabledFor(logging.DEBUG):
+            _LOG.debug("operator %s will run by %s on %s", func, plan.route, _Texts(tensors))
         result = plan.run(args, kwargs, tensors)
     COUNTS[func, plan.route] += 1
     if plan.route == "replication" and COUNTS[func, plan.route] == 1:
@@ -223,6 +232,9 @@ def plan_of(call: Call) -> plans.Plan:
         result_nbytes = sum(torch.Size(shape).numel() for shape in shapes) * max(t.element_size() for t in call.tensors)
         layouts = [tensor._layout for tensor in call.tensors]
         choice = choose_layouts(rule, layouts, nbytes, result_nbytes, is_in_place=is_in_place)
+        if choice is not None and _LOG.isEnabledFor(logging.DEBUG):
+            moves, results = map(_text_of, choice.operands), map(_text_of, choice.results)
+            _LOG.debug("operator %s: chose operands %s, results %s", func, capped(moves), capped(results))
         if choice is not None and not (is_in_place and rule.shape(0) != tuple(call.tensors[0].shape)):
             return plans.RulePlan(call, rule, choice)
     if functional is not None:

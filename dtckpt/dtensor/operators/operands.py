@@ -10,9 +10,11 @@ import torch
 
 from dtckpt.dtensor import derived_layouts, redistribute
 from dtckpt.dtensor.operators.tensor_spec import Spec, contiguous_stride, intern_spec, wrap_components
-from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensor import DTensor, described
+from dtckpt.errors import MeshMismatchError, capped
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
+from dtckpt.redistribution import execute
 
 
 def to_layouts(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> list[DTensor]:
@@ -98,6 +100,35 @@ def _with_strides(tensor: DTensor, like: DTensor) -> DTensor:
         copy = torch.empty_strided(component.shape, stride, dtype=component.dtype, device=component.device)
         components.append(copy.copy_(component))
     return DTensor(components, tensor.layout, tensor.shape, tensor.dtype, device=tensor.device)
+
+
+def common_mesh(what: str, tensors: Sequence[DTensor], mesh: Mesh | None = None) -> Mesh:
+    """Return the mesh of all tensors.
+
+    Args:
+        what: Who needs it, for the error.
+        tensors: The tensors, at least one.
+        mesh: A mesh that must be theirs, too.
+
+    Raises:
+        MeshMismatchError: There are several meshes; on all clients of them all.
+    """
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors)
+    if mesh is not None:
+        meshes[mesh] = None
+    if len(meshes) > 1:
+        found = [described(tensor.layout) for tensor in tensors]
+        if mesh is not None:
+            found.append(f"device_mesh {mesh.label}")
+        error = MeshMismatchError(
+            f"{what}: got DTensors on different meshes ({capped(dict.fromkeys(found))}), expected one mesh; "
+            "redistribute moves a DTensor to another mesh"
+        )
+        for each in {one.clients: one for one in meshes}.values():
+            if execute.report_error(error, [each]):
+                break
+        raise error
+    return next(iter(meshes))
 
 
 def replicated_layout(mesh: Mesh, ndim: int) -> Layout:

@@ -15,7 +15,7 @@ from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.mesh import Mesh
 
 
-def to_dtensors(tensors: Sequence[torch.Tensor], mesh: Mesh) -> list[Any]:
+def to_dtensors(tensors: Sequence[torch.Tensor], mesh: Mesh, unread: Sequence[torch.Tensor] = ()) -> list[Any]:
     """Return tensors with the plain ones as replicated DTensors.
 
     Collective: Over the mesh's clients, which compare digests of plain tensors that have more than one element, except
@@ -24,6 +24,7 @@ def to_dtensors(tensors: Sequence[torch.Tensor], mesh: Mesh) -> list[Any]:
     Args:
         tensors: DTensors, which it returns as they are, and plain tensors.
         mesh: The mesh of the new DTensors.
+        unread: Those whose values do not matter, as nothing but the result is written to them.
 
     Raises:
         ReplicaMismatchError: The values of a plain tensor differ between clients.
@@ -41,7 +42,8 @@ def to_dtensors(tensors: Sequence[torch.Tensor], mesh: Mesh) -> list[Any]:
             for number, name in enumerate(names)
         ]
         layout = replicated_layout(mesh, tensor.ndim)
-        if tensor.numel() > 1 and mesh.num_clients > 1 and not are_plain_tensors_trusted() and not tensor.is_meta:
+        is_read = tensor.numel() > 1 and not tensor.is_meta and not any(tensor is one for one in unread)
+        if is_read and mesh.num_clients > 1 and not are_plain_tensors_trusted():
             packing.pack(components, layout, tensor.shape, run_check=True)
         dtensors.append(DTensor(components, layout, tensor.shape, tensor.dtype, device=tensor.device))
     return dtensors

@@ -24,9 +24,11 @@ from typing import Any
 
 import torch
 
+from dtckpt.dtensor.derived_layouts import gradient_layout
 from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, tensors_in
 from dtckpt.dtensor.operators.operands import to_layouts, to_replicated, unshare, write_into
 from dtckpt.dtensor.operators.tensor_spec import spec_of, wrap_components
+from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.layout import UNSHARDED, Layout
 
@@ -105,6 +107,33 @@ def alias_of(tensor: DTensor) -> DTensor:
     alias._view = None if tensor._view is None else replace(tensor._view)
     alias._writes = write_counter(tensor)
     return alias
+
+
+def differentiable_alias(tensor: DTensor) -> DTensor:
+    """Return another DTensor with the same components and layout. Differentiable; not a view in autograd's eyes."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        alias: DTensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return alias
+    return _detached(tensor)
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> DTensor:
+        ctx.set_materialize_grads(False)  # torch would make plain zeros, which are no gradient of a DTensor
+        ctx.layout = tensor._layout
+        return _detached(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> DTensor | None:
+        return None if gradient is None else redistribute(gradient, gradient_layout(ctx.layout))
+
+
+def _detached(tensor: DTensor) -> DTensor:
+    """Return the tensor without gradients: the very components, and one version counter, which autograd looks at."""
+    alias: Any = tensor.detach()
+    alias._components = tensor.components
+    return alias  # type: ignore[no-any-return]
 
 
 def write_through(tensor: DTensor) -> None:

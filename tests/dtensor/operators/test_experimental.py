@@ -14,7 +14,14 @@ from dtckpt.dtensor import distribute_tensor, experimental
 from dtckpt.dtensor.experimental import local_map, register_sharding
 from dtckpt.dtensor.operators import dispatch, registry
 from dtckpt.dtensor.operators.plans import are_plain_tensors_trusted
-from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError, OperatorError, ReplicaMismatchError
+from dtckpt.errors import (
+    ComponentError,
+    LayoutError,
+    LayoutTypeError,
+    MeshMismatchError,
+    OperatorError,
+    ReplicaMismatchError,
+)
 
 LINE = abstract_mesh({"x": 4})
 GRID = abstract_mesh({"x": 2, "y": 2})
@@ -109,6 +116,7 @@ def test_results_lie_on_the_mesh_that_is_given():
 
 
 TENSOR = on(LINE, ROWS, 8, 2)
+APART = on(abstract_mesh({"apart": 4}), ROWS, 8, 2)
 COUNTER = iter(range(100))
 REFUSED = [
     (LayoutError, "2 entries, expected one", lambda: local_map(torch.sin, ROWS, (ROWS, None))(TENSOR)),
@@ -117,6 +125,12 @@ REFUSED = [
     (LayoutError, "argument 1 is int", lambda: local_map(torch.mul, ROWS, (ROWS, WHOLE))(TENSOR, 2)),
     (LayoutError, "out_placements has 2", lambda: local_map(torch.sin, (ROWS, None))(TENSOR)),
     (LayoutError, "result that is int", lambda: local_map(len, ROWS)(TENSOR)),
+    (
+        MeshMismatchError,
+        "local_map: got DTensors on different meshes",
+        lambda: local_map(torch.add, ROWS)(TENSOR, APART),
+    ),
+    (AssertionError, "device_mesh", lambda: local_map(torch.sin, ROWS, device_mesh=GRID)(TENSOR)),
     (LayoutTypeError, "returns a DTensor", lambda: local_map(lambda part: TENSOR, ROWS)(TENSOR)),
     (ComponentError, "return other values", lambda: local_map(lambda part: next(COUNTER), (None,))(TENSOR)),
     (ComponentError, "other structures", lambda: local_map(lambda part: [part] * next(COUNTER), ROWS)(TENSOR)),

@@ -4,7 +4,11 @@ import pytest
 from support import several_client_cases
 from support.silent_faults import DEVICES
 
-CASES = [several_client_cases.faults_of_calls, several_client_cases.faults_of_steps]
+CASES = [
+    several_client_cases.faults_of_calls,
+    several_client_cases.faults_of_steps,
+    several_client_cases.faults_of_buffers,
+]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,7 +4,7 @@
 operators on elements                `pointwise` `copy_fill` `dropout` `random` `foreach`
 products                             `matmul` `convolution` `attention` `attention_dropout` `linalg` `fft`
 reductions                           `reductions` `minmax` `softmax` `variance_norm` `foreach_norm` `comparison`
-normalization and losses             `normalization` `batch_norm` `losses` `nll_loss`
+normalization and losses             `normalization` `batch_norm` `losses` `nll_loss` `chunked_cross_entropy`
 views, and other arrangements        `view` `slicing` `concat_pad` `flip_roll` `triangular`
 indices, sorting                     `indexing` `embedding` `scan_sort`
 images                               `pooling` `vision`
@@ -20,6 +20,9 @@ from dtckpt.dtensor.operators.rules import (
 )
 from dtckpt.dtensor.operators.rules import (
     batch_norm as batch_norm,
+)
+from dtckpt.dtensor.operators.rules import (
+    chunked_cross_entropy as chunked_cross_entropy,
 )
 from dtckpt.dtensor.operators.rules import (
     comparison as comparison,

@@ -1,11 +1,12 @@
 """Operators whose gradient of zeros PyTorch makes from the shape alone, as a plain tensor: ``sgn``, ``copysign``.
 
-A hook on the operand makes a DTensor of it. ``cat`` and ``repeat`` of empty tensors have such gradients too, and no
-hook: every call would cost some microseconds more.
+A hook on the operand makes a DTensor of it. ``cat`` has such gradients of empty tensors, and ``repeat`` of tensors that
+are repeated no times.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,20 @@ def _with_dtensor_gradients(operator: Operator, keys: Any, *args: Any, **kwargs:
     hooked = map(_hooked, tensors_in((*args, *kwargs.values())))
     new_args, new_kwargs = replace_tensors(args, kwargs, list(hooked))
     return operator.redispatch(keys, *new_args, **new_kwargs)
+
+
+@before_autograd(_aten.cat.default)
+def _cat(operator: Operator, keys: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+    """As `_with_dtensor_gradients`, where there are tensors of shape (0,), which may be joined to any others."""
+    if any(not len(tensor) for tensor in tensors if tensor.ndim == 1):
+        tensors = list(map(_hooked, tensors))
+    return operator.redispatch(keys, tensors, dim)
+
+
+@before_autograd(_aten.repeat.default)
+def _repeat(operator: Operator, keys: Any, tensor: torch.Tensor, repeats: Sequence[int]) -> Any:
+    """As `_with_dtensor_gradients`, where the result has no elements."""
+    return operator.redispatch(keys, tensor if all(repeats) else _hooked(tensor), repeats)
 
 
 def _hooked(tensor: torch.Tensor) -> torch.Tensor:
