@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dtckpt.comm.host_memory import detached_clone
-from dtckpt.comm.process_groups import is_connected
+from dtckpt.comm.process_groups import validate_connected
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor.derived_layouts import cached_layout
 from dtckpt.dtensor.factories import require_mesh
@@ -60,6 +60,7 @@ def distribute_tensor(
         ComponentError: The clients' tensors differ in shape or dtype, or the other arguments do.
         LayoutError: A DTensor has another mesh or other placements (use redistribute), or the tensor is no leaf.
         MeshError: The mesh has no such position.
+        CoordinationError: Clients must talk, and no process group connects them.
     """
     mesh = require_mesh(device_mesh)
     if isinstance(tensor, DTensor):
@@ -125,10 +126,12 @@ def _agreed_layout(
 ) -> Layout | DtckptError:
     """Return ``layout`` if all clients ask for the same, else an error, the same one on all clients.
 
-    Collective: Over the mesh's clients, if a process group connects them.
+    Collective: Over the mesh's clients.
+
+    Raises:
+        CoordinationError: No process group connects the clients.
     """
-    if not is_connected(mesh.clients):
-        return layout
+    validate_connected(mesh.clients, "distribute_tensor")
     if isinstance(layout, DtckptError):
         failure_and_request: tuple[Any, ...] = (to_wire(layout), None)
     else:

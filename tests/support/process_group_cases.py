@@ -1,0 +1,90 @@
+"""Cases of clients that call `initialize_multi_client` alone, most without a store in the environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dtckpt
+from dtckpt.comm.rendezvous import attempt_of_default_group
+
+
+def _forget_store(attempt: int, jobs: str = "", job: str = "") -> None:
+    """Leave only what a program for TensorFlow has in its environment."""
+    for name in [name for name in os.environ if name.startswith(("MASTER_", "TORCHELASTIC_"))]:
+        del os.environ[name]
+    client, clients = os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
+    os.environ |= {"DTENSOR_CLIENT_ID": client, "DTCKPT_ATTEMPT": str(attempt)}
+    os.environ |= {"DTENSOR_JOBS": jobs} if jobs else {"DTENSOR_NUM_CLIENTS": clients}
+    os.environ |= {"DTCKPT_JOB": job} if job else {}
+
+
+def exchange() -> list[Any]:
+    """Return what clients get from each other by pack, relayout and a sum."""
+    mesh = dtckpt.create_distributed_mesh({"x": 2})
+    own = torch.arange(2.0 - dtckpt.client_id()) + 10 * dtckpt.client_id()
+    packed = dtckpt.pack([own], dtckpt.Layout(["x"], mesh))
+    whole = dtckpt.relayout(packed, dtckpt.Layout(["unsharded"], mesh))
+    return [tuple(packed.shape), whole.components[0].tolist(), packed.full_tensor().tolist(), packed.sum().item()]
+
+
+EXCHANGED = [(3,), [0.0, 1.0, 10.0], [0.0, 1.0, 10.0], 11.0]
+
+
+def initialize_alone(attempt: int = 0, jobs: str = "", job: str = "", *, dies: bool = False) -> tuple[Any, ...]:
+    """Initialize twice; see that the first group is gone in between."""
+    _forget_store(attempt, jobs, job)
+    dtckpt.initialize_multi_client()
+    results = [exchange()]
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    facts = dist.get_backend(), attempt_of_default_group()
+    current = dtckpt.coordination.connect.current_coordination()
+    current.barrier("all have seen it", timeout_s=30)
+    dtckpt.shutdown_multi_client()
+    assert not dist.is_initialized()
+    return (*results, *facts)
+
+
+def initialize_at_a_store() -> list[Any]:
+    """Initialize under torchrun's variables."""
+    dtckpt.initialize_multi_client()
+    return exchange()
+
+
+def initialize_with_a_group() -> bool:
+    """Initialize where there is a group, which stays when the client leaves."""
+    group = dist.group.WORLD
+    dtckpt.initialize_multi_client()
+    exchange()
+    dtckpt.shutdown_multi_client()
+    return dist.group.WORLD is group
+
+
+def initialize_again() -> list[Any]:
+    """Initialize, leave, and initialize again."""
+    _forget_store(0)
+    results = []
+    for _ in range(2):
+        dtckpt.initialize_multi_client()
+        results.append(exchange())
+        dtckpt.coordination.connect.current_coordination().barrier("all have seen it", timeout_s=30)
+        dtckpt.shutdown_multi_client()
+    return results
+
+
+def initialize_unreachable() -> bool:
+    """Client 0 tells an address of which client 1 knows nothing."""
+    from dtckpt.coordination import process_group
+
+    _forget_store(0)
+    process_group._machine = lambda: ""
+    process_group._own_host = lambda *_: "nowhere.invalid"
+    process_group.REACH_TIMEOUT = timedelta(seconds=1)
+    dtckpt.initialize_multi_client()
+    return False
