@@ -141,7 +141,7 @@ def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
 
     Collective: Over the mesh's clients. It takes the place of the exchange in `pack`, which this client cannot reach.
     """
-    if mesh.num_clients == 1 or mesh.is_remote() or not is_connected(mesh.clients):
+    if mesh.num_clients < 2 or mesh.is_remote() or not is_connected(mesh.clients):
         return error
     summaries = gather_objects(Summary({}, {}, to_wire(error)), mesh)
     return from_wire(*(Summary.merged(summaries).failure or to_wire(error)))
@@ -164,7 +164,7 @@ def _is_shared(mesh: Mesh) -> bool:
     Raises:
         CoordinationError: They must, and cannot.
     """
-    if mesh.num_clients == 1 or mesh.is_remote():
+    if mesh.num_clients < 2 or mesh.is_remote():
         return False
     validate_connected(mesh.clients, "comparing components")
     return True
@@ -270,18 +270,12 @@ class Summary:
         return next(iter(self.dtypes.values()), None)
 
     def global_shape(self, layout: Layout) -> tuple[int, ...]:
-        """Return the global shape that follows from the components.
-
-        Shards of unknown shape are taken to be as long as the longest known one.
-        """
+        """Return the global shape that follows from the components of all devices."""
         sizes = []
         for dim in range(layout.rank):
             # Several devices may hold one shard; `validate` finds those whose sizes differ.
             lengths = {layout.shard_index(device)[dim]: shape[dim] for device, shape in self.shapes.items()}
-            is_complete = len(lengths) == layout.num_shards(dim)
-            sizes.append(
-                sum(lengths.values()) if is_complete else max(lengths.values(), default=0) * layout.num_shards(dim)
-            )
+            sizes.append(sum(lengths.values()))
         return tuple(sizes)
 
     def validate_agreement(self, layout: Layout) -> None:

@@ -173,7 +173,7 @@ def _source_mesh(mesh: Mesh, identity: int, position: int) -> Mesh:
     # Equal meshes may be seen from different clients of one process.
     del identity
     device = mesh.device_ids[int(np.ravel_multi_index((position,) * mesh.ndim, mesh.shape))]
-    name = mesh.portable().global_devices()[device - mesh.min_global_device_id()]
+    name = mesh.device_name(device)
     is_local = device in mesh.local_device_ids()
     # A mesh of this one device: to send the values is then a redistribution between meshes like any other.
     return Mesh(["source"], np.arange(1), [0] if is_local else [], [name] if is_local else [], "", [name])

@@ -88,3 +88,15 @@ def initialize_unreachable() -> bool:
     process_group.REACH_TIMEOUT = timedelta(seconds=1)
     dtckpt.initialize_multi_client()
     return False
+
+
+def move_on_a_foreign_mesh() -> tuple[Any, ...]:
+    """Move a tensor of ten elements between a mesh whose ids are in no order and one whose ids ascend."""
+    mine = [f"/job:worker/replica:0/task:{dtckpt.client_id()}/device:CPU:{i}" for i in range(2)]
+    first = 2 * dtckpt.client_id()
+    mesh = dtckpt.Mesh.from_string(f"|x=4|3,0,2,1|{first},{first + 1}|{','.join(mine)}")
+    whole = torch.arange(10.0)
+    parts = [whole[mesh.coordinate(device)[0] * 3 :][:3] for device in mesh.local_device_ids()]
+    packed = dtckpt.pack(parts, dtckpt.Layout(["x"], mesh))
+    moved = packed.redistribute(dtckpt.create_distributed_mesh({"x": 2}), [dtckpt.Shard(0)])
+    return packed.full_tensor().tolist(), moved.full_tensor().tolist()
