@@ -152,8 +152,8 @@ class RestoreStatus:
         self._target = target
         self._restoration = restoration
         self._counter = counter
-        self._is_accepted = restoration is None
-        self._missing_at_first = set(self.missing)
+        self._missing_at_first = frozenset(self.missing)
+        self._is_accepted = not (self._missing_at_first or self.unexpected)
 
     @property
     def path(self) -> Location | None:
@@ -213,8 +213,10 @@ class RestoreStatus:
             RestoreMismatchError: The checkpoint has parts that no object has taken, or an object of the time of the
                 restore has got nothing.
         """
+        if self._is_accepted:
+            return  # without a walk through the objects
         missing = tuple(name for name in self.missing if name in self._missing_at_first)
-        if not self._is_accepted and (missing or self.unexpected):
+        if missing or self.unexpected:
             raise RestoreMismatchError(
                 f"this save would lose data: {self._describe(missing, self.unexpected)}; if that is meant, call "
                 "expect_partial() on what restore() returned",
@@ -223,8 +225,8 @@ class RestoreStatus:
             )
 
     def mismatch(self) -> str:
-        """Return in words what does not match; empty if all does."""
-        return self._describe(self.missing, self.unexpected) if self.missing or self.unexpected else ""
+        """Return in words what does not match; empty if the caller has accepted that, or all matched at first."""
+        return "" if self._is_accepted else self._describe(self.missing, self.unexpected)
 
     def _check(self, missing: tuple[str, ...], unexpected: tuple[str, ...]) -> RestoreStatus:
         self._validate_restored()
