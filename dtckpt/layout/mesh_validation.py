@@ -172,9 +172,10 @@ def names_of_all(record: text_format.MeshRecord, label: str) -> tuple[str, ...]:
     if len(by_id) == len(ids):
         return tuple(by_id[device_id] for device_id in ids)
     local = [by_id[device_id] for device_id in sorted(by_id)]
-    own_block = (min(by_id) - min(ids)) // len(local)
+    first = min(ids)
+    own_block = (min(by_id) - first) // len(local)
     first_tasks = [task_of(name) - own_block for name in local]
-    places = (divmod(device_id - min(ids), len(local)) for device_id in ids)
+    places = (divmod(device_id - first, len(local)) for device_id in ids)
     return tuple(with_task(local[place], first_tasks[place] + block) for block, place in places)
 
 

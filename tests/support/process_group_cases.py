@@ -98,5 +98,8 @@ def move_on_a_foreign_mesh() -> tuple[Any, ...]:
     whole = torch.arange(10.0)
     parts = [whole[mesh.coordinate(device)[0] * 3 :][:3] for device in mesh.local_device_ids()]
     packed = dtckpt.pack(parts, dtckpt.Layout(["x"], mesh))
-    moved = packed.redistribute(dtckpt.create_distributed_mesh({"x": 2}), [dtckpt.Shard(0)])
+    grid = dtckpt.Mesh.from_string(f"|x=2,y=2|3,0,2,1|{first},{first + 1}|{','.join(mine)}")
+    copies = packed.redistribute(grid, [dtckpt.Replicate(), dtckpt.Shard(0)])
+    ascending = dtckpt.create_distributed_mesh({"y": 2}, local_devices=["CPU:0"])
+    moved = copies.redistribute(ascending, [dtckpt.Shard(0)]).redistribute(grid, [dtckpt.Shard(0), dtckpt.Replicate()])
     return packed.full_tensor().tolist(), moved.full_tensor().tolist()
