@@ -46,7 +46,8 @@ def pack(
     A component that is on its device already, or on the meta device, shares memory with the result.
 
     Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``, if the mesh spans several clients:
-    they exchange shapes and dtypes, and raise the same error. Otherwise no communication. Without ``run_check`` they exchange them once for components of the same shapes, dtype and layout.
+    they exchange shapes and dtypes, and raise the same error. Otherwise no communication.
+    Without ``run_check`` they exchange them once for components of the same shapes, dtype and layout.
     If later the components of some clients have changed and those of others not, the next exchange raises LayoutError
     on all; pass ``shape`` where that may happen.
 

@@ -33,10 +33,6 @@ def test_through_the_coordinator(pool, coordinator):
     assert found == [(cases.EXCHANGED, "gloo", 0)] * 2
 
 
-def test_again_through_the_coordinator(pool, coordinator):
-    assert pool.values(cases.initialize_again, clients=2, coordinator=coordinator) == [[cases.EXCHANGED] * 2] * 2
-
-
 def test_restarted_through_the_coordinator(pool, coordinator):
     killed = pool.run(
         cases.initialize_alone, 0, job="restarted", dies=True, clients=2, coordinator=coordinator, heartbeat_timeout_s=5

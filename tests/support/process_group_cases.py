@@ -37,7 +37,7 @@ EXCHANGED = [(3,), [0.0, 1.0, 10.0], [0.0, 1.0, 10.0], 11.0]
 
 
 def initialize_alone(attempt: int = 0, jobs: str = "", job: str = "", *, dies: bool = False) -> tuple[Any, ...]:
-    """Initialize twice; see that the first group is gone in between."""
+    """Initialize, and leave; see that the group is gone then."""
     _forget_store(attempt, jobs, job)
     dtckpt.initialize_multi_client()
     results = [exchange()]
@@ -64,18 +64,6 @@ def initialize_with_a_group() -> bool:
     exchange()
     dtckpt.shutdown_multi_client()
     return dist.group.WORLD is group
-
-
-def initialize_again() -> list[Any]:
-    """Initialize, leave, and initialize again."""
-    _forget_store(0)
-    results = []
-    for _ in range(2):
-        dtckpt.initialize_multi_client()
-        results.append(exchange())
-        dtckpt.coordination.connect.current_coordination().barrier("all have seen it", timeout_s=30)
-        dtckpt.shutdown_multi_client()
-    return results
 
 
 def initialize_unreachable() -> bool:
