@@ -1,7 +1,8 @@
 """Configuration from environment variables: this client's id, its job, and the number of clients.
 
 Three sources; the first one that is set counts: TensorFlow's variables (``DTENSOR_JOBS``, ``DTENSOR_CLIENT_ID``,
-``DTENSOR_NUM_CLIENTS``), torchrun's (``RANK``, ``WORLD_SIZE``), else a single client.
+``DTENSOR_NUM_CLIENTS``), torchrun's (``RANK``, ``WORLD_SIZE``), else a single client. The number of addresses
+in ``DTENSOR_JOBS`` is the number of clients; ``DTENSOR_NUM_CLIENTS`` counts only without them.
 """
 
 from __future__ import annotations
@@ -73,17 +74,9 @@ class Config:
     def num_clients(self) -> int:
         if self.is_torchrun:
             return self._torchrun_position[1]
-        stated = None
-        if self.num_clients_text is not None:
-            stated = _integer("DTENSOR_NUM_CLIENTS", self.num_clients_text, 1, None)
-        if self.jobs_text is None:
-            return stated or 1
-        count = len(self.jobs)
-        if stated not in (None, count):
-            raise ConfigError(
-                f"DTENSOR_NUM_CLIENTS: got {stated}, expected {count}, the number of entries of DTENSOR_JOBS"
-            )
-        return count
+        if self.jobs_text is not None:
+            return len(self.jobs)
+        return 1 if self.num_clients_text is None else _integer("DTENSOR_NUM_CLIENTS", self.num_clients_text, 1, None)
 
     @property
     def client_id(self) -> int:

@@ -54,6 +54,20 @@ def is_connected(clients: Iterable[int]) -> bool:
     return dist.is_available() and dist.is_initialized() and max(clients) < dist.get_world_size()
 
 
+def validate_connected(clients: Iterable[int], operation: str = "process group") -> None:
+    """Check that a default process group spans some clients, before an operation that communicates among them.
+
+    Raises:
+        CoordinationError: There is no such group.
+    """
+    members = tuple(clients)
+    if not members or not is_connected(members):
+        raise CoordinationError(
+            f"{operation}: got clients {capped(sorted(set(members)))}, expected clients that a default process "
+            "group spans; call dtckpt.initialize_multi_client or dtckpt.init_process_group on every client first"
+        )
+
+
 def rank() -> int | None:
     """Return this client's rank in the default process group, None if there is no such group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
@@ -94,11 +108,7 @@ def process_group_of(
             members cannot be connected.
     """
     ranks = tuple(sorted(set(clients)))
-    if not ranks or not is_connected(ranks):
-        raise CoordinationError(
-            f"process group: got clients {capped(ranks)}, expected clients that a default process group spans; "
-            "call dtckpt.init_process_group on every client first"
-        )
+    validate_connected(ranks)
     if dist.get_rank() not in ranks:
         raise CoordinationError(
             f"process group: got clients {capped(ranks)}, expected this client, {dist.get_rank()}, among them"

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 import torch
@@ -66,7 +67,8 @@ def init_process_group(
 
     `torch.distributed.init_process_group` hangs or fails there, because it finds the addresses of the killed processes.
 
-    Collective: Over all clients, which find each other at the store that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
+    Collective: Over all clients, which find each other at the store that ``MASTER_ADDR`` and ``MASTER_PORT`` name, else
+    at the first address of ``DTENSOR_JOBS`` (see `open_store`).
 
     Blocks: On the slowest client, at most ``timeout``, by default 5 minutes.
 
@@ -91,17 +93,30 @@ def init_process_group(
     config = Config.from_environ()
     store = open_store(config, timeout or TIMEOUT)
     own_store, attempt = agree_on_attempt(store, "process_group", config, timeout or TIMEOUT)
+    # The timeout as it was given: None leaves every backend its own, which is not `TIMEOUT`.
+    make_default_group(own_store, attempt, config, backend, timeout=timeout, pg_options=pg_options, device_id=device_id)
+
+
+def make_default_group(
+    store: Store, attempt: int, config: Config, backend: str | None = None, **options: Any
+) -> dist.ProcessGroup:
+    """Make the default process group at a store that holds nothing of earlier attempts; return it.
+
+    Collective: Over all clients.
+
+    Args:
+        store: The store.
+        attempt: The job's attempt.
+        config: This client's id, and the number of clients.
+        backend: As for PyTorch.
+        options: As for PyTorch.
+
+    Raises:
+        ConfigError: There is no such backend.
+        CoordinationError: The clients could not be connected.
+    """
     try:
-        dist.init_process_group(
-            # The timeout as it was given: None leaves every backend its own, which is not `TIMEOUT`.
-            backend,
-            timeout=timeout,
-            store=own_store,
-            rank=config.client_id,
-            world_size=config.num_clients,
-            pg_options=pg_options,
-            device_id=device_id,
-        )
+        dist.init_process_group(backend, store=store, rank=config.client_id, world_size=config.num_clients, **options)
     except ValueError as error:
         raise ConfigError(f"process group: {error}") from error
     except RuntimeError as error:
@@ -110,6 +125,7 @@ def init_process_group(
         ) from error
     assert dist.group.WORLD is not None  # noqa: S101  (made just now)
     _attempts[dist.group.WORLD] = attempt
+    return dist.group.WORLD
 
 
 def attempt_of_default_group() -> int | None:
@@ -143,28 +159,44 @@ def key_suffix() -> str:
 
 
 def open_store(config: Config, timeout: timedelta = TIMEOUT) -> Store:
-    """Return the store that ``MASTER_ADDR`` and ``MASTER_PORT`` name: that of torchrun's agent, or of client 0.
+    """Return the store at which clients meet.
+
+    It is the one that ``MASTER_ADDR`` and ``MASTER_PORT`` name: that of torchrun's agent, or of client 0. Else client 0
+    makes one at its own address, the first in ``DTENSOR_JOBS``, at that very port: nothing else of this library listens
+    there.
 
     Raises:
-        ConfigError: One of the variables is missing, or the port is no port number.
+        ConfigError: Neither names an address, or the port is no port number.
         CoordinatorUnavailableError: The store cannot be reached.
     """
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
+    url, address = "env://", f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if not all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
+        address = config.jobs[0] if config.jobs_text else ""
+        url = f"tcp://{address}"
+        if not _is_address(url):
+            name = "MASTER_PORT" if os.environ.get("MASTER_ADDR") else "MASTER_ADDR"
             raise ConfigError(
                 f"{config.num_clients} clients have no place to meet: got no {name}, expected the address of a store; "
-                "run under torchrun, or set MASTER_ADDR and MASTER_PORT; a coordinator is named by "
-                "DTCKPT_COORDINATOR=host:port"
+                "run under torchrun, or set MASTER_ADDR and MASTER_PORT, or DTENSOR_JOBS=host:port,host:port,...; a "
+                "coordinator is named by DTCKPT_COORDINATOR=host:port"
             )
     store: Store
     try:
-        store, _, _ = next(rendezvous("env://", config.client_id, config.num_clients, timeout=timeout))
+        store, _, _ = next(rendezvous(url, config.client_id, config.num_clients, timeout=timeout))
     except ValueError as error:
         raise ConfigError(f"{config.num_clients} clients have no place to meet: {error}; see MASTER_PORT") from error
     except dist.DistError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CoordinatorUnavailableError(f"the store at {address} cannot be reached: {error}") from error
     return store
+
+
+def _is_address(url: str) -> bool:
+    """Whether a URL has a host and a port."""
+    parts = urlsplit(url)
+    try:
+        return bool(parts.hostname and parts.port)
+    except ValueError:
+        return False
 
 
 def agree_on_attempt(store: Store, topic: str, config: Config, timeout: timedelta = TIMEOUT) -> tuple[Store, int]:

@@ -28,7 +28,7 @@ from dtckpt.coordination.api import (
 )
 from dtckpt.coordination.discovery import find_coordinator
 from dtckpt.coordination.single_client import SingleClientCoordination
-from dtckpt.errors import ConfigError
+from dtckpt.errors import ConfigError, ConfigTypeError
 
 if TYPE_CHECKING:
     from dtckpt.coordination.grpc_client import GrpcCoordination
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dtckpt.coordination")
 _lock = threading.RLock()
 _current: Coordination | None = None
+_has_process_group = False
+"""Whether `initialize_multi_client` has made the default process group."""
 
 
 def connect(
@@ -135,13 +137,31 @@ def set_coordination(coordination: Coordination | None) -> None:
 
 
 def initialize_multi_client(
-    coordinator: str | None = None, *, heartbeat_timeout_s: float | None = None, fallback: str | None = None
+    coordinator: str | None = None,
+    *,
+    enable_coordination_service: bool = True,
+    heartbeat_timeout_s: float | None = None,
+    fallback: str | None = None,
 ) -> None:
     """Connect this process to the other clients of its job and register it.
+
+    If there are several clients and no default process group of `torch.distributed`, this makes one, as operators and
+    changes of layout need it: of Gloo on the host, and of NCCL too where there are cards. The clients find each other
+
+    1. at the store that ``MASTER_ADDR`` and ``MASTER_PORT`` name, as under torchrun;
+    2. else through the coordinator, if there is one: client 0 opens a port, and tells the others;
+    3. else at the first address of ``DTENSOR_JOBS``, where client 0 listens.
+
+    Collective: Over all clients, if it makes the process group.
+
+    Blocks: On the slowest client then, at most 5 minutes.
 
     Args:
         coordinator: ``host:port`` of a running ``dtckpt-coordinator serve``; default: the one that the environment
             names (`dtckpt.coordination.discovery`), else the store of `torch.distributed`.
+        enable_coordination_service: Register this client now, so that the others know of it and notice its loss. False:
+            it registers when something first needs that, as a save does, or making the process group through the
+            coordinator.
         heartbeat_timeout_s: Silence after which a client counts as lost; default ``DTCKPT_HEARTBEAT_TIMEOUT_S`` or 60.
         fallback: ``process_group``: when the coordinator has not answered one of the clients for two heartbeat
             timeouts, all clients meet at the store of `torch.distributed` from then on. The same for all clients.
@@ -152,17 +172,67 @@ def initialize_multi_client(
         ForkedProcessError: This process was forked from one that uses checkpoints.
         FencedError: Another process has this client's place.
         CoordinatorUnavailableError: The meeting point cannot be reached.
+        BarrierTimeoutError: Clients did not come in time.
+        CoordinationError: The clients came, but could not be connected.
     """
     fork_guard.claim_process()
+    if coordinator is not None and not isinstance(coordinator, str):
+        raise ConfigTypeError(
+            f"initialize_multi_client: coordinator is {coordinator!r}, expected host:port; pass "
+            "enable_coordination_service by its name"
+        )
     with _lock:
         if _current is not None:
             raise ConfigError(
                 "multi-client is already initialized (by an earlier call, or by first use); call it once, before "
                 "anything that coordinates, or call shutdown_multi_client() in between"
             )
-        coordination = connect(coordinator=coordinator, heartbeat_timeout_s=heartbeat_timeout_s, fallback=fallback)
-        coordination.register()
+        endpoint = find_coordinator(os.environ, coordinator)
+        coordination: Coordination | None = None
+        try:
+            made = endpoint is None or _has_store_address()
+            if made:
+                _make_process_group()
+            coordination = connect(coordinator=coordinator, heartbeat_timeout_s=heartbeat_timeout_s, fallback=fallback)
+            if enable_coordination_service:
+                coordination.register()
+            if endpoint is not None and not made:
+                _make_process_group(coordination, endpoint.address)
+        except BaseException:
+            if coordination is not None:
+                coordination.leave()
+            _end_process_group()
+            raise
         set_coordination(coordination)
+
+
+def _has_store_address() -> bool:
+    return all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+
+
+def _make_process_group(coordination: Coordination | None = None, coordinator: str = "") -> None:
+    """Make the default process group if several clients have none; through the coordinator if one is given."""
+    global _has_process_group  # noqa: PLW0603  (one default group per process)
+    if Config.from_environ().num_clients == 1:
+        return
+    from dtckpt.coordination import process_group  # it imports torch, which one client alone may not need
+
+    if process_group.is_wanted():
+        _has_process_group = True
+        if coordination is None:
+            process_group.make_at_store()
+        else:
+            process_group.make_through(coordination, coordinator)
+
+
+def _end_process_group() -> None:
+    """Destroy the default process group if `initialize_multi_client` has made it."""
+    global _has_process_group  # noqa: PLW0603  (one default group per process)
+    if _has_process_group:
+        from dtckpt.coordination import process_group
+
+        _has_process_group = False
+        process_group.end()
 
 
 def job_status() -> JobStatus:
@@ -184,7 +254,10 @@ def job_status() -> JobStatus:
 
 
 def shutdown_multi_client() -> None:
-    """Leave the job, if this process is part of one. Idempotent; runs by itself when the process exits."""
+    """Leave the job, if this process is part of one. Idempotent; runs by itself when the process exits.
+
+    It destroys the default process group only if `initialize_multi_client` has made it.
+    """
     if fork_guard.is_forked():
         return  # the parent process is the client
     with _lock:
@@ -192,6 +265,7 @@ def shutdown_multi_client() -> None:
         set_coordination(None)
     if coordination is not None:
         coordination.leave()
+    _end_process_group()
 
 
 atexit.register(shutdown_multi_client)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from dtckpt.comm.collectives import byte_view
-from dtckpt.comm.process_groups import is_connected
+from dtckpt.comm.process_groups import is_connected, validate_connected
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor.gather_objects import gather_objects
 from dtckpt.dtensor.operators.tensor_spec import global_stride, intern_spec, wrap_components
@@ -51,9 +51,9 @@ def pack(
     Component ``i`` belongs to ``layout.mesh.local_devices()[i]`` and is that device's region of the global tensor.
     A component that is on its device already, or on the meta device, shares memory with the result.
 
-    Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``, if the mesh spans several clients
-    and a process group connects them: they exchange shapes and dtypes, and raise the same error. Otherwise no
-    communication. Without ``run_check`` they exchange them once for components of the same shapes, dtype and layout.
+    Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``, if the mesh spans several clients:
+    they exchange shapes and dtypes, and raise the same error. Otherwise no communication.
+    Without ``run_check`` they exchange them once for components of the same shapes, dtype and layout.
     If later the components of some clients have changed and those of others not, the next exchange raises LayoutError
     on all; pass ``shape`` where that may happen.
 
@@ -61,14 +61,14 @@ def pack(
         tensors: One tensor, array, scalar or nested sequence of numbers per local device.
         layout: The layout; every tensor dim needs a spec.
         shape: Global shape. Without it the shape follows from the components; a client outside the mesh must pass it.
-        run_check: Compare the values of components that are copies of each other, on all clients where a process
-            group connects them (collective then).
+        run_check: Compare the values of components that are copies of each other, on all clients (collective then).
 
     Raises:
         LayoutTypeError: ``layout`` is no Layout, or ``tensors`` no sequence.
         LayoutError: The layout cannot hold a tensor (MATCH, single device, empty mesh, bitwise reductions of floats).
         ComponentError: Count, rank, shapes or dtypes do not fit the layout or each other.
         ReplicaMismatchError: Copies differ (with ``run_check``).
+        CoordinationError: Clients must talk, and no process group connects them.
     """
     return pack_strided(tensors, layout, shape, run_check=run_check)
 
@@ -197,7 +197,7 @@ def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
 
     Collective: Over the mesh's clients. It takes the place of the exchange in `pack`, which this client cannot reach.
     """
-    if not is_shared(mesh):
+    if mesh.num_clients < 2 or not _can_agree(mesh):
         return error
     summaries = gather_objects(Summary({}, {}, to_wire(error)), mesh)
     return from_wire(*(Summary.merged(summaries).failure or to_wire(error)))
@@ -215,8 +215,15 @@ def unpack(tensor: DTensor) -> list[torch.Tensor]:
 
 
 def is_shared(mesh: Mesh) -> bool:
-    """Whether this client and others of the mesh can talk."""
-    return mesh.num_clients > 1 and _can_agree(mesh)
+    """Whether this client and others of the mesh must talk.
+
+    Raises:
+        CoordinationError: They must, and cannot.
+    """
+    if mesh.num_clients < 2 or mesh.is_remote():
+        return False
+    validate_connected(mesh.clients, "comparing components")
+    return True
 
 
 def _validate_mesh(layout: Layout) -> None:
@@ -323,18 +330,12 @@ class Summary:
         return next(iter(self.dtypes.values()), None)
 
     def global_shape(self, layout: Layout) -> tuple[int, ...]:
-        """Return the global shape that follows from the components.
-
-        Shards of unknown shape are taken to be as long as the longest known one.
-        """
+        """Return the global shape that follows from the components of all devices."""
         sizes = []
         for dim in range(layout.rank):
             # Several devices may hold one shard; `validate` finds those whose sizes differ.
             lengths = {layout.shard_index(device)[dim]: shape[dim] for device, shape in self.shapes.items()}
-            is_complete = len(lengths) == layout.num_shards(dim)
-            sizes.append(
-                sum(lengths.values()) if is_complete else max(lengths.values(), default=0) * layout.num_shards(dim)
-            )
+            sizes.append(sum(lengths.values()))
         return tuple(sizes)
 
     def global_stride(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -384,7 +385,7 @@ def _are_meta(components: Sequence[torch.Tensor]) -> bool:
 
 
 def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...]) -> None:
-    """Compare components that must be copies of each other, on all clients where a process group connects them."""
+    """Compare components that must be copies of each other, on all clients."""
     # Terms of a pending reduction differ by design, and meta tensors have no values.
     if layout.partial or _are_meta(components):
         return

@@ -55,8 +55,6 @@ def one_device_per_client(mesh: Mesh, axis: str = "client") -> Mesh:
 def _host_mesh(mesh: Mesh, identity: int, axis: str) -> Mesh:
     # Equal meshes may be seen from different clients of one process.
     del identity
-    names = mesh.portable().global_devices()
-    first_id = mesh.min_global_device_id()
-    hosts = [names[mesh.devices_of(client)[0] - first_id] for client in mesh.clients]
+    hosts = [mesh.device_name(mesh.devices_of(client)[0]) for client in mesh.clients]
     own = [mesh.clients.index(mesh.client_of(device)) for device in mesh.local_device_ids()[:1]]
     return Mesh([axis], np.arange(len(hosts)), own, [hosts[index] for index in own], "", hosts)

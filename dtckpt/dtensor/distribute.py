@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dtckpt.comm.host_memory import detached_clone
-from dtckpt.comm.process_groups import is_connected
+from dtckpt.comm.process_groups import validate_connected
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor.derived_layouts import cached_layout
 from dtckpt.dtensor.factories import require_mesh
@@ -62,6 +62,7 @@ def distribute_tensor(
         ComponentError: The clients' tensors differ in shape or dtype, or the other arguments do.
         LayoutError: A DTensor has another mesh or other placements (use redistribute), or the tensor is no leaf.
         MeshError: The mesh has no such position.
+        CoordinationError: Clients must talk, and no process group connects them.
     """
     mesh = require_mesh(device_mesh)
     if isinstance(tensor, DTensor):
@@ -127,10 +128,12 @@ def _agreed_layout(
 ) -> Layout | DtckptError:
     """Return ``layout`` if all clients ask for the same, else an error, the same one on all clients.
 
-    Collective: Over the mesh's clients, if a process group connects them.
+    Collective: Over the mesh's clients.
+
+    Raises:
+        CoordinationError: No process group connects the clients.
     """
-    if not is_connected(mesh.clients):
-        return layout
+    validate_connected(mesh.clients, "distribute_tensor")
     if isinstance(layout, DtckptError):
         failure_and_request: tuple[Any, ...] = (to_wire(layout), None)
     else:
@@ -172,7 +175,7 @@ def _source_mesh(mesh: Mesh, identity: int, position: int) -> Mesh:
     # Equal meshes may be seen from different clients of one process.
     del identity
     device = mesh.device_ids[int(np.ravel_multi_index((position,) * mesh.ndim, mesh.shape))]
-    name = mesh.portable().global_devices()[device - mesh.min_global_device_id()]
+    name = mesh.device_name(device)
     is_local = device in mesh.local_device_ids()
     # A mesh of this one device: to send the values is then a redistribution between meshes like any other.
     return Mesh(["source"], np.arange(1), [0] if is_local else [], [name] if is_local else [], "", [name])

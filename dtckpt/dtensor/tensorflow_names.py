@@ -23,7 +23,7 @@ MeshLike = Mesh | PyTorchMesh
 """A mesh, of this library or of PyTorch."""
 
 
-def relayout(tensor: Any, layout: Any) -> Any:
+def relayout(tensor: Any, layout: Any, name: str | None = None) -> Any:
     """Return a tensor, or all tensors of a tree, in other layouts. Differentiable for DTensors.
 
     The tensors of a tree are redistributed together: boxes that go from one client to another share messages.
@@ -34,6 +34,7 @@ def relayout(tensor: Any, layout: Any) -> Any:
         tensor: A tensor, a value for `torch.as_tensor`, or a tree (dicts, lists, tuples) with tensors in it.
         layout: A Layout, for all tensors, or a tree of the same structure with one for each; a MATCH spec keeps the
             present one.
+        name: Accepted as in TensorFlow, and ignored: it names an operation of a graph, which there is none of here.
 
     Returns:
         A DTensor, or a tree of the same structure. Leaves that are no tensors stay.
@@ -42,6 +43,7 @@ def relayout(tensor: Any, layout: Any) -> Any:
         LayoutTypeError: ``layout`` is no Layout, or ``tensor`` no tensor.
         LayoutError: The ranks differ, or the trees do.
     """
+    del name
     leaves, structure = tree_flatten(tensor)
     if isinstance(tensor, torch.Tensor) or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return redistribute(tensor, layout) if isinstance(tensor, DTensor) else copy_to_mesh(tensor, layout)
@@ -61,16 +63,22 @@ def relayout(tensor: Any, layout: Any) -> Any:
     return tree_unflatten([result[number] for number in range(len(leaves))], structure)
 
 
-def copy_to_mesh(tensor: Any, layout: Layout) -> DTensor:
+def copy_to_mesh(tensor: Any, layout: Layout, source_layout: Layout | None = None) -> DTensor:
     """Return a DTensor of a plain tensor: each client cuts its devices' components out of its own copy.
 
     Nothing is communicated. Uneven sizes follow ``torch.chunk``; a MATCH spec means unsharded. A DTensor is
     redistributed instead (collective then).
 
+    Args:
+        tensor: A tensor, or a value for `torch.as_tensor`.
+        layout: The layout of the result.
+        source_layout: Accepted as in TensorFlow, and ignored as there: the tensor tells its layout.
+
     Raises:
         LayoutTypeError: ``layout`` is no Layout, or ``tensor`` cannot become a tensor.
         LayoutError: The ranks differ, or a reduction would be pending.
     """
+    del source_layout
     if not isinstance(layout, Layout):
         raise LayoutTypeError(f"copy_to_mesh needs a Layout; got {type(layout).__name__}")
     if isinstance(tensor, DTensor):

@@ -411,9 +411,10 @@ class Layout:
         front = [self._mesh.axis_index(axis) for axis in (*itertools.chain(*self.split_axes), *axes)]
         rest = [axis for axis in range(self._mesh.ndim) if axis not in front]
         # With the axes of each dim side by side, major first, a reshape merges them into one shard index. The other
-        # axes stay in mesh order, so replicas ascend.
+        # axes stay in mesh order, so replicas ascend, if ids do.
         grid = self._mesh.global_device_ids().transpose(front + rest)
-        return grid.reshape(*self.shard_grid, *map(self._mesh.dim_size, axes), -1)
+        parts = grid.reshape(*self.shard_grid, *map(self._mesh.dim_size, axes), -1)
+        return parts if self._mesh.offsets.are_consecutive else np.sort(parts, axis=-1)
 
     def shards_meeting(self, dim: int, size: int, start: int, stop: int) -> range:
         """Return the indices of the shards along a dim that overlap ``range(start, stop)``.

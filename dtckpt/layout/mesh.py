@@ -17,6 +17,7 @@ from dtckpt.config import Config
 from dtckpt.errors import AxisNotFoundError, MeshError, MeshTypeError
 from dtckpt.layout import default_mesh, mesh_validation, submesh, text_format
 from dtckpt.layout.device_names import DeviceSpec, full_name, kind_of, task_of
+from dtckpt.layout.device_offsets import DeviceOffsets
 from dtckpt.layout.mesh_validation import RESERVED_NAMES, dims_of, ids_of, tuple_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Mesh:
     """An n-d grid of devices with named axes, seen from one client.
 
     Immutable. Two meshes are equal if axes, device ids, devices and name are equal; the client that sees a mesh makes
-    no difference. Global device ids count up by one in row-major order.
+    no difference. Global device ids count up by one in row-major order, unless a text or a proto has others.
 
     Args:
         dim_names: Name of every axis, major first.
@@ -70,7 +71,7 @@ class Mesh:
             global_devices=tuple(map(full_name, tuple_of("global_devices", global_devices or ()))),
             use_xla_spmd=bool(use_xla_spmd),
         )
-        mesh_validation.validate_record(record)
+        mesh_validation.validate_record(record, may_lack_names=False)
         object.__setattr__(self, "_record", record)
 
     # --- constructors and conversions ---------------------------------------------------------------------------------
@@ -167,17 +168,18 @@ class Mesh:
         record = self.portable().record
         # The portable form, because a mesh that was made without ``global_devices`` records only local names.
         own = self.devices_of(client)
-        names = tuple(record.global_devices[device - self._first_id] for device in own)
+        names = tuple(map(self.device_name, own))
         return Mesh.from_record(replace(record, local_device_ids=own, local_devices=names))
 
     # --- equality, hash, pickle, with ---------------------------------------------------------------------------------
 
     @cached_property
     def identity(self) -> tuple[object, ...]:
-        """The fields that are alike on all clients: name, axes, first id, names of all devices, marks."""
-        # Ids count up by one, so the first id and the axes tell them all.
-        record, first = self._record, self._record.global_device_ids[:1]
-        return record.name, record.dims, first, self.device_names, record.use_xla_spmd, record.single_device
+        """The fields that are alike on all clients: name, axes, ids, names of all devices, marks."""
+        record, ids = self._record, self._record.global_device_ids
+        ids = ids[:1] if self.offsets.are_consecutive else ids  # the first id and the axes tell them all
+        names = self.device_names if record.local_devices or record.global_devices else ()
+        return record.name, record.dims, ids, names, record.use_xla_spmd, record.single_device
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):
@@ -278,8 +280,7 @@ class Mesh:
     def global_device_ids(self) -> npt.NDArray[np.int64]:
         """Return the global ids as an array of the mesh's shape."""
         # The empty mesh has no axes, but an array of shape () would have one element; hence (0,).
-        first = self._first_id if self.device_ids else 0
-        return np.arange(first, first + self.size(), dtype=np.int64).reshape(self.shape if self.device_ids else (0,))
+        return np.array(self.device_ids, dtype=np.int64).reshape(self.shape if self.device_ids else (0,))
 
     def global_devices(self) -> list[str]:
         """Return the names of all devices if the mesh was made with them, else an empty list."""
@@ -298,7 +299,9 @@ class Mesh:
 
     def min_global_device_id(self) -> int:
         """Return the lowest global id."""
-        return self._first_id
+        if not self.device_ids:
+            raise MeshError(f"{self.label}: got a mesh without a grid of devices, expected one that has ids")
+        return self.offsets.lowest
 
     def is_remote(self) -> bool:
         """Tell whether this client owns none of the devices."""
@@ -362,9 +365,9 @@ class Mesh:
 
     def local_device_locations(self) -> list[dict[str, int]]:
         """Return the position of every local device, by axis name."""
-        if self.device_ids and self._first_id != 0:
+        if self.device_ids and self.offsets.lowest != 0:
             raise MeshError(
-                f"{self.label}: local_device_locations got ids from {self._first_id}, expected ids from 0; "
+                f"{self.label}: local_device_locations got ids from {self.offsets.lowest}, expected ids from 0; "
                 "use coordinate(device_id)"
             )
         coordinates = map(self.coordinate, self._record.local_device_ids)
@@ -523,7 +526,7 @@ class Mesh:
 
     @cached_property
     def owners(self) -> npt.NDArray[np.int64]:
-        """Client of every device, as a read-only array of the mesh's shape."""
+        """Client of every device, as a read-only array of the mesh's shape. Raises: as `device_names`."""
         owners = np.array([task_of(name) for name in self.device_names], dtype=np.int64)
         # Every caller gets this one array.
         owners.flags.writeable = False
@@ -550,16 +553,16 @@ class Mesh:
 
     def devices_of(self, client: int) -> tuple[int, ...]:
         """Return the ids of a client's devices, ascending."""
-        return tuple((np.flatnonzero(self.owners == client) + self._first_id).tolist())
+        return tuple(sorted(self.device_ids[offset] for offset in np.flatnonzero(self.owners == client).tolist()))
 
     def device_name(self, device_id: int) -> str:
-        """Return the complete name of a device."""
+        """Return the complete name of a device. Raises: as `device_names`."""
         return self.device_names[self._offset(device_id)]
 
     @cached_property
     def device_names(self) -> tuple[str, ...]:
-        """Names of all devices in row-major order."""
-        return mesh_validation.names_of_all(self._record)
+        """Names of all devices in row-major order. Raises MeshError: The mesh is remote and names none."""
+        return mesh_validation.names_of_all(self._record, self.label)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
@@ -569,17 +572,16 @@ class Mesh:
         axes = ",".join(f"{name}={size}" for name, size in self._record.dims)
         return f"mesh {self.name!r} ({axes or self.single_device or 'empty'})"
 
-    @property
-    def _first_id(self) -> int:
-        if not self.device_ids:
-            raise MeshError(f"{self.label}: got a mesh without a grid of devices, expected one that has ids")
-        return self.device_ids[0]
+    @cached_property
+    def offsets(self) -> DeviceOffsets:
+        """The row-major offsets of the devices by their ids."""
+        return DeviceOffsets(self.device_ids)
 
     def _offset(self, device_id: int) -> int:
-        offset = operator.index(device_id) - self._first_id
-        if not 0 <= offset < self.size():
+        first = self.min_global_device_id()
+        if (offset := self.offsets.of(device_id)) is None:
             raise MeshError(
-                f"{self.label}: got device {device_id}, expected an id from {self._first_id} to {self.device_ids[-1]}"
+                f"{self.label}: got device {device_id}, expected an id from {first} to {max(self.device_ids)}"
             )
         return offset
 

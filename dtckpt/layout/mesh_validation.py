@@ -16,6 +16,7 @@ import numpy as np
 from dtckpt.errors import MeshError, MeshTypeError, capped
 from dtckpt.layout import text_format
 from dtckpt.layout.device_names import DEVICE_KINDS, DeviceSpec, kind_of, task_of, with_task
+from dtckpt.layout.device_offsets import DeviceOffsets
 
 RESERVED_NAMES = ("unsharded", "match", "any", "scalar")
 """Words of the text form; they cannot be names of axes."""
@@ -53,11 +54,17 @@ def dims_of(dim_names: Sequence[str], ids: object) -> tuple[tuple[str, int], ...
         )
     if not ids.size:
         raise MeshError(f"mesh: got no devices (ids of shape {ids.shape}), expected at least one")
+    if not DeviceOffsets(flat := ids.ravel().tolist()).are_consecutive:
+        raise MeshError(f"mesh: got global ids {capped(flat)}, expected ids that count up by one in row-major order")
     return tuple(zip(names, ids.shape, strict=True))
 
 
-def validate_record(record: text_format.MeshRecord) -> None:
+def validate_record(record: text_format.MeshRecord, *, may_lack_names: bool = True) -> None:
     """Refuse fields that describe no mesh.
+
+    Args:
+        record: The fields.
+        may_lack_names: Whether a remote mesh need not name its devices.
 
     Raises:
         MeshError: The fields describe no mesh.
@@ -68,7 +75,10 @@ def validate_record(record: text_format.MeshRecord) -> None:
         return
     _validate_names(record)
     _validate_ids(record)
-    _validate_devices(record)
+    if record.local_devices or record.global_devices or record.local_device_ids:
+        _validate_devices(record)
+    elif not may_lack_names:
+        raise MeshError("mesh: got neither local nor global devices, expected at least one of the lists")
 
 
 def _validate_names(record: text_format.MeshRecord) -> None:
@@ -95,20 +105,21 @@ def _validate_ids(record: text_format.MeshRecord) -> None:
     sizes = [size for _, size in record.dims]
     if min(sizes, default=1) < 1 or math.prod(sizes) != len(ids):
         raise MeshError(f"mesh: got {len(ids)} device ids for axes {dict(record.dims)}, expected their product")
-    if ids[0] < 0 or ids != tuple(range(ids[0], ids[0] + len(ids))):
-        raise MeshError(f"mesh: got global ids {capped(ids)}, expected ids that count up by one in row-major order")
-    if len(set(local_ids)) != len(local_ids) or not set(local_ids) <= set(range(ids[0], ids[0] + len(ids))):
+    if min(ids) < 0 or len(set(ids)) != len(ids):
+        raise MeshError(f"mesh: got global ids {capped(ids)}, expected distinct ids from 0")
+    if len(set(local_ids)) != len(local_ids) or not set(local_ids) <= set(ids):
         raise MeshError(
-            f"mesh: got local ids {capped(local_ids)}, expected distinct ids from {ids[0]} to {ids[-1]}, the global ids"
+            f"mesh: got local ids {capped(local_ids)}, expected distinct ones of the global ids {capped(ids)}"
         )
     if local_ids and len(ids) % len(local_ids):
         raise MeshError(
             f"mesh: got {len(local_ids)} local of {len(ids)} global devices, "
             "expected equally many devices on every client"
         )
-    if local_ids and not record.global_devices:
-        start = min(local_ids) - ids[0]
-        if start % len(local_ids) or max(local_ids) - min(local_ids) != len(local_ids) - 1:
+    if local_ids and not record.global_devices and len(local_ids) != len(ids):
+        start = min(local_ids) - min(ids)
+        is_run = max(ids) - min(ids) == len(ids) - 1 and max(local_ids) - min(local_ids) == len(local_ids) - 1
+        if start % len(local_ids) or not is_run:
             raise MeshError(
                 f"mesh: got local ids {capped(local_ids)} of {len(ids)}, expected an aligned run of consecutive ids; "
                 "pass global_devices to say who owns the others"
@@ -117,8 +128,6 @@ def _validate_ids(record: text_format.MeshRecord) -> None:
 
 def _validate_devices(record: text_format.MeshRecord) -> None:
     local, everyone = record.local_devices, record.global_devices
-    if not local and not everyone:
-        raise MeshError("mesh: got neither local nor global devices, expected at least one of the lists")
     if len(local) != len(record.local_device_ids):
         raise MeshError(
             f"mesh: got {len(record.local_device_ids)} local ids and {len(local)} local devices, expected as many"
@@ -134,9 +143,9 @@ def _validate_devices(record: text_format.MeshRecord) -> None:
         raise MeshError(
             f"mesh: got local devices {capped(local)}, expected each once (or one and the same CPU everywhere)"
         )
+    offsets = DeviceOffsets(record.global_device_ids)
     if everyone and any(
-        everyone[i - record.global_device_ids[0]] != name
-        for i, name in zip(record.local_device_ids, local, strict=True)
+        everyone[offsets.of(i) or 0] != name for i, name in zip(record.local_device_ids, local, strict=True)
     ):
         raise MeshError(
             f"mesh: got local devices {capped(local)}, expected the names that global_devices has for their ids"
@@ -145,23 +154,29 @@ def _validate_devices(record: text_format.MeshRecord) -> None:
         raise MeshError(f"mesh: got use_xla_spmd on {kinds[0]} devices, expected TPU devices")
 
 
-def names_of_all(record: text_format.MeshRecord) -> tuple[str, ...]:
+def names_of_all(record: text_format.MeshRecord, label: str) -> tuple[str, ...]:
     """Return the names of all devices; if the record lacks them, derive them from this client's, by their tasks.
 
     Without ``global_devices`` every client owns a block of as many consecutive ids as this one, and the task numbers
-    of the blocks ascend by one.
+    of the blocks ascend by one. ``label`` names the mesh in errors.
+
+    Raises:
+        MeshError: The record names no device.
     """
+    ids = record.global_device_ids
+    if ids and not record.global_devices and not record.local_devices:
+        raise MeshError(f"{label}: got no names of its devices, expected some, which tell whose the devices are")
     if record.global_devices or not record.local_devices:
         return record.global_devices
-    local = [name for _, name in sorted(zip(record.local_device_ids, record.local_devices, strict=True))]
-    own_block = (min(record.local_device_ids) - record.global_device_ids[0]) // len(local)
+    by_id = dict(zip(record.local_device_ids, record.local_devices, strict=True))
+    if len(by_id) == len(ids):
+        return tuple(by_id[device_id] for device_id in ids)
+    local = [by_id[device_id] for device_id in sorted(by_id)]
+    first = min(ids)
+    own_block = (min(by_id) - first) // len(local)
     first_tasks = [task_of(name) - own_block for name in local]
-    blocks = range(len(record.global_device_ids) // len(local))
-    if len(blocks) == 1:
-        return tuple(local)
-    return tuple(
-        with_task(name, first + block) for block in blocks for name, first in zip(local, first_tasks, strict=True)
-    )
+    places = (divmod(device_id - first, len(local)) for device_id in ids)
+    return tuple(with_task(local[place], first_tasks[place] + block) for block, place in places)
 
 
 def slice_record(
@@ -182,12 +197,11 @@ def slice_record(
     kept_axes = [axes.index(axis) for _, combined in parts for axis in combined]
     if not kept_axes or len(set(kept_axes)) != len(kept_axes):
         raise MeshError(f"{label}: got axes {[axes[axis] for axis in kept_axes]} to keep, expected some, each once")
-    first = record.global_device_ids[0]
     other_axes = [axis for axis in range(len(axes)) if axis not in kept_axes]
     # One row per slice: the offsets of its devices, with the kept axes in the new order.
     offsets = np.arange(len(devices)).reshape(shape).transpose(other_axes + kept_axes)
     offsets = offsets.reshape(-1, math.prod(shape[axis] for axis in kept_axes))
-    mine = [device_id - first for device_id in record.local_device_ids]
+    mine = _local_offsets(record)
     rows = np.flatnonzero(np.isin(offsets, mine).any(axis=1)) if other_axes else np.array([0])
     if len(rows) != 1:
         raise MeshError(
@@ -268,7 +282,7 @@ def concatenated_record(
         The fields of the new mesh, and the row-major offsets of its devices in the mesh.
     """
     dims = tuple(dim for axes, _ in parts for dim in axes)
-    mine = [device_id - record.global_device_ids[0] for device_id in record.local_device_ids]
+    mine = _local_offsets(record)
     if not mine:
         raise MeshError(f"meshes to concatenate: got axes {dict(dims)}, expected this client to have a device in them")
     grid = np.array(mine[0])
@@ -284,11 +298,17 @@ def concatenated_record(
     return _record_of_offsets(record, dims, picked, devices), picked
 
 
+def _local_offsets(record: text_format.MeshRecord) -> list[int]:
+    """Return the row-major offsets of the local devices."""
+    offsets = DeviceOffsets(record.global_device_ids)
+    return [offset for device_id in record.local_device_ids if (offset := offsets.of(device_id)) is not None]
+
+
 def _record_of_offsets(
     record: text_format.MeshRecord, dims: tuple[tuple[str, int], ...], picked: Sequence[int], devices: Sequence[str]
 ) -> text_format.MeshRecord:
     """Return the mesh of the devices at some offsets in a mesh, this client's devices among them."""
-    mine = [device_id - record.global_device_ids[0] for device_id in record.local_device_ids]
+    mine = _local_offsets(record)
     return replace(
         record,
         dims=dims,

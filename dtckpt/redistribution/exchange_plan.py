@@ -208,7 +208,7 @@ class _Holders:
 def _holders(layout: Layout, axes: tuple[str, ...]) -> _Holders:
     mesh = layout.mesh
     devices = layout.devices_by_part(axes)
-    owners = mesh.owners.reshape(-1)[devices - mesh.min_global_device_id()]
+    owners = mesh.owners.reshape(-1)[mesh.offsets.of_all(devices)]
     # Stable, since the devices of one client must still ascend: `sender` and `_send` count on it.
     order = owners.argsort(axis=-1, kind="stable")
     devices, owners = (np.take_along_axis(array, order, axis=-1) for array in (devices, owners))
@@ -297,7 +297,7 @@ class _Planner:
         self._client = client
         self._num_kept = len(kept)
         self._terms = list(itertools.product(*(range(source.mesh.dim_size(axis)) for axis in reduced)))
-        self._first_id = target.mesh.min_global_device_id()
+        self._offsets = target.mesh.offsets
         self._turns = _turns(source, target, (*kept, *reduced))
         self._same_device = _same_devices(source.mesh, target.mesh, client)
         self._is_local = self._senders.are_held_by_all(target.mesh.clients)
@@ -338,7 +338,7 @@ class _Planner:
                     # Terms that are here already meet the received ones on the device that reduces them.
                     draft.copies.append(_move(self._local_sender(term, first), first, box))
                 else:
-                    client, sender = self._senders.sender(term, int(self._turns[first - self._first_id]))
+                    client, sender = self._senders.sender(term, int(self._turns[self._offsets.of(first) or 0]))
                     draft.receives[client].append(_move(sender, first, box))
             draft.forwards += [_move(first, other, box) for other in others]
 
@@ -353,7 +353,7 @@ class _Planner:
         devices, owners, is_first = self._receivers.at((*(slice(each.start, each.stop) for each in window), *kept))
         # The same arithmetic as in `_Holders.sender`. If the two differed, a client would wait for a box that nobody
         # sends.
-        turns = self._turns[devices - self._first_id]
+        turns = self._turns[self._offsets.of_all(devices)]
         is_mine = is_first & (turns % len(clients) == clients.index(self._client))
         for index in map(tuple, np.argwhere(is_mine.any(axis=-1)).tolist()):
             new_box = _box(self._target, shape, [shards[i] for shards, i in zip(window, index, strict=True)])

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from dtckpt.comm.cuda_streams import SideStreams
 from dtckpt.comm.point_to_point import END_OF_TAGS, ensure_progress
-from dtckpt.comm.process_groups import message_memory
+from dtckpt.comm.process_groups import message_memory, validate_connected
 from dtckpt.errors import DtckptError, LayoutError
 from dtckpt.layout.layout import MATCH, Layout
 from dtckpt.layout.mesh import Mesh
@@ -421,6 +421,9 @@ def redistribute_components(
         return EnqueuedRedistribution(plans, tensors, cards)
     if all(plan.is_local for plan in plans):
         return LocalRedistribution(plans, tensors, into)
+    for plan in plans:
+        if not plan.is_local:
+            validate_connected(plan.change.clients, "redistribution")
     call = None
     if host_waits:
         call = disagreement.RedistributionCall([plan.change for plan in plans], _plan_participation)

@@ -102,3 +102,15 @@ def test_failed_initialize_leaves_nothing_behind():
     with pytest.raises(errors.CoordinatorUnavailableError):
         connect.initialize_multi_client("127.0.0.1:1", heartbeat_timeout_s=0.5)
     assert isinstance(connect.current_coordination(), SingleClientCoordination)
+
+
+def test_a_client_need_not_register_at_once():
+    connect.initialize_multi_client("127.0.0.1:1", heartbeat_timeout_s=0.5, enable_coordination_service=False)
+    with pytest.raises(errors.CoordinatorUnavailableError):
+        connect.job_status()
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_what_tensorflow_passes_by_position_is_refused(value):
+    with pytest.raises(errors.ConfigTypeError, match="expected host:port; pass enable_coordination_service"):
+        connect.initialize_multi_client(value)

@@ -152,7 +152,7 @@ def test_wrong_types(call):
         lambda: Mesh(["x"], np.arange(2), [0, 1], WORKERS[:2], global_devices=WORKERS[1::-1]),
         lambda: Mesh(["x"], np.arange(1), [0], ["/job:a/task:0/device:ABACUS:0"]),
         lambda: Mesh.from_string("|x=2|0,1|0,a|"),
-        lambda: Mesh.from_string("|x=2|0,3|0,3|" + ",".join(WORKERS[:2])),
+        lambda: Mesh.from_string("|x=3|0,3,4|0|" + WORKERS[0]),
         lambda: Mesh.from_string("|x=-2|*CPU"),
         lambda: Mesh.from_string("|x=2|*"),
         lambda: Mesh.from_string("|x=2|0,1|0,1|a,b||xla"),

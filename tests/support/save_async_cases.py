@@ -350,6 +350,18 @@ def count_saves(prefix: str) -> tuple[int, list[str]]:
     return other.save_counter, differing({"w": other.w, "c": other.c}, tree_on(mesh, SMALL, "a"))
 
 
+def assign_after_restore(prefix: str) -> list[str]:
+    """Save objects, restore none of them, and assign them then."""
+    mesh = mesh_over_all({"x": dtckpt.num_clients()})
+    path = dtckpt.DTensorCheckpoint(mesh, **tree_on(mesh, SMALL, "a")).save(prefix)
+    checkpoint = dtckpt.DTensorCheckpoint(mesh)
+    status = checkpoint.restore(path)
+    for name, value in tree_on(mesh, SMALL, "b").items():
+        setattr(checkpoint, name, value)
+    status.assert_consumed()
+    return differing({"w": checkpoint.w, "c": checkpoint.c}, tree_on(mesh, SMALL, "a"))
+
+
 def lose_on_one_client(path: str) -> None:
     """Restore less than there is; only client 0 agrees to that."""
     mesh = mesh_over_all({"x": dtckpt.num_clients()})

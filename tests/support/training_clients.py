@@ -144,7 +144,8 @@ class Saver:
         import dtckpt
 
         row = torch.full((1, ROW), step, dtype=torch.int64)
-        tree: dict[str, Any] = {"rows": dtckpt.pack([row], self._layout)}
+        shape = self._layout.mesh.size(), ROW
+        tree: dict[str, Any] = {"rows": dtckpt.pack([row], self._layout, shape)}
         if place in self._training.raises:
             tree["unfit"] = UnsavableState()
         if place in self._training.interrupts:

@@ -32,18 +32,19 @@ def tensors_of(target: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     if is_tensor(target):
         yield target
         return
-    if _is_stateful(target):
+    if is_stateful_target(target):
         yield from tensors_of(target.state_dict(), depth + 1)
-    elif (items := _items_of(target)) is not None:
+    elif (items := items_of_target(target)) is not None:
         for child in items.values() if isinstance(items, Mapping) else items:
             yield from tensors_of(child, depth + 1)
 
 
-def _is_stateful(target: Any) -> bool:
+def is_stateful_target(target: Any) -> bool:
+    """Whether a target is an object that returns and loads its state, and neither a container nor a plain value."""
     return type(target) not in (dict, list, tuple) and not is_plain(target) and is_stateful(target)
 
 
-def _items_of(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
+def items_of_target(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
     """Return what a target that is a container holds, by key or by position; None for all else.
 
     A container of a class that is not Python's must be mutable: it is changed in place, which keeps its class.
@@ -60,18 +61,31 @@ def meshes_of_target(target: Any) -> set[Mesh]:
     return {mesh for mesh in map(mesh_of, tensors_of(target)) if mesh is not None}
 
 
-def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions) -> RestorePlan:
+def saved_names(checkpoint: Checkpoint, options: RestoreOptions) -> set[str]:
+    """Return the names of the tensors and plain values that a checkpoint holds, as ``options`` rename them."""
+    names = new_names(checkpoint, options)
+    return {names.get(name, name) for name in (*checkpoint.tensors, *checkpoint.values)}
+
+
+def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions, at: tuple[str, ...] = ()) -> RestorePlan:
     """Match a target tree with a checkpoint, and plan to fill it.
 
+    Args:
+        checkpoint: The checkpoint.
+        target: The tree.
+        options: See `RestoreOptions`.
+        at: Keys that lead to the part of the checkpoint that fills the target; by default all of it does.
+
     Raises:
-        TensorNotFoundError: Target and checkpoint have different kinds of things at one place.
+        TensorNotFoundError: Target and checkpoint have different kinds of things at one place, or there is nothing
+            ``at`` the place.
         ShapeMismatchError: Sequences differ in length.
         TreeError: The target holds something that cannot be filled.
     """
     names = new_names(checkpoint, options)
-    structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
+    structure = _part_at(trees.rename(checkpoint.structure, names) if names else checkpoint.structure, at)
     matcher = _Matcher(checkpoint, is_renamed=bool(names))
-    renewed = matcher.visit(target, structure, ())
+    renewed = matcher.visit(target, structure, at)
 
     def finish() -> Any:
         # First the tree, then the objects: `load_state_dict` copies out of memory that is filled by then.
@@ -80,9 +94,22 @@ def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions) ->
             load()
         return result
 
-    unused = {*checkpoint.tensors, *(path for path, _ in trees.values(structure))} - matcher.used
+    tensors = trees.tensor_names(structure) if at else checkpoint.tensors
+    values = ("/".join((*at, path) if path else at) for path, _ in trees.values(structure))
+    unused = {*tensors, *values} - matcher.used
     unexpected = sorted(names.get(name, name) if name in checkpoint.tensors else name for name in unused)
     return RestorePlan(matcher.leaves, finish, names, sorted(matcher.missing), sorted(matcher.defaulted), unexpected)
+
+
+def _part_at(node: trees.Node, at: tuple[str, ...]) -> trees.Node:
+    """Return the part of a structure to which keys lead."""
+    for key in at:
+        opened = trees.items_of(node)
+        below = {} if opened is None else {str(each): child for each, child in opened[1]}
+        if key not in below:
+            raise TensorNotFoundError(f"the checkpoint has nothing at {'/'.join(at)!r}")
+        node = below[key]
+    return node
 
 
 class _Matcher:
@@ -124,12 +151,12 @@ class _Matcher:
             return lambda: target
         if is_plain(target):
             return self._take(node, path)
-        if _is_stateful(target):
+        if is_stateful_target(target):
             state = target.state_dict()
             renewed = self.visit(state, node, path)
             self.loads.append(lambda: target.load_state_dict(renewed()))
             return lambda: target
-        items = _items_of(target)
+        items = items_of_target(target)
         if items is None:
             raise refusal(target, "/".join(path), "restore into")
         if isinstance(target, tuple) and "tuple" in node:

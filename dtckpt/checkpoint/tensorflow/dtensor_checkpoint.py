@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 from dtckpt.checkpoint.leaves import Stateful, is_tensor, mesh_of, state_of_object
@@ -12,11 +12,11 @@ from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.plan import RestorePlan
 from dtckpt.checkpoint.restoring.restore import run_restore
-from dtckpt.checkpoint.restoring.targets import plan_target
 from dtckpt.checkpoint.saving.save import save_state
 from dtckpt.checkpoint.saving.state import State, state_of_tensors
+from dtckpt.checkpoint.tensorflow.tracking import Node, Path, Restoration, RestoreStatus
 from dtckpt.coordination.connect import current_coordination
-from dtckpt.errors import ConfigError, MeshError, MeshTypeError, RestoreMismatchError, TreeError, capped
+from dtckpt.errors import ConfigError, MeshError, MeshTypeError, TreeError, capped
 from dtckpt.format import tree as trees
 from dtckpt.layout.mesh import Mesh
 from dtckpt.storage.location import Location
@@ -24,72 +24,22 @@ from dtckpt.storage.location import Location
 logger = logging.getLogger("dtckpt.checkpoint")
 
 COUNTER = "save_counter"
+_OWN = frozenset({"_mesh", "_root", "_objects", "_counter", "_latest", "_awaited"})
+"""Attributes of a `DTensorCheckpoint` that are no objects."""
 
 
-@dataclass(slots=True)
-class RestoreStatus:
-    """The result of a restore of a `DTensorCheckpoint`. The assertions return the status.
-
-    Args:
-        path: The checkpoint; None if nothing was restored.
-        missing: Names of tensors and values of the objects that the checkpoint lacks; they stayed as they were.
-        unexpected: Names of tensors and values of the checkpoint that no object has; they were passed over.
-        is_settled: Whether all matched, or the caller has accepted the mismatch.
-    """
-
-    path: Location | None
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    is_settled: bool = False
-
-    def assert_consumed(self) -> RestoreStatus:
-        """Check that the checkpoint has everything that the objects have, and nothing else.
-
-        Raises:
-            RestoreMismatchError: It has not, or nothing was restored. It is an `AssertionError`, too.
-        """
-        return self._check(self.missing, self.unexpected)
-
-    def assert_existing_objects_matched(self) -> RestoreStatus:
-        """Check that the checkpoint has everything that the objects have; it may have more.
-
-        Raises:
-            RestoreMismatchError: It has not, or nothing was restored. It is an `AssertionError`, too.
-        """
-        return self._check(self.missing, ())
-
-    def expect_partial(self) -> RestoreStatus:
-        """Accept that the objects and the checkpoint do not match."""
-        self.is_settled = True
-        return self
-
-    def _check(self, missing: tuple[str, ...], unexpected: tuple[str, ...]) -> RestoreStatus:
-        if self.path is None:
-            raise RestoreMismatchError("nothing was restored: restore() got no path")
-        if missing or unexpected:
-            raise RestoreMismatchError(
-                f"{self.describe(missing, unexpected)}; expect_partial() accepts that",
-                missing=missing,
-                unexpected=unexpected,
-            )
-        self.is_settled = True
-        return self
-
-    def describe(self, missing: Collection[str], unexpected: Collection[str]) -> str:
-        """Return the mismatch in words."""
-        parts = [
-            f"it lacks {capped(map(repr, missing))}" if missing else "",
-            f"no object has its {capped(map(repr, unexpected))}" if unexpected else "",
-        ]
-        return f"checkpoint {self.path} and the objects do not match: " + " and ".join(filter(None, parts))
-
-
-class DTensorCheckpoint:
+class DTensorCheckpoint(Node):
     """Objects on one mesh that are saved and restored together.
+
+    Each attribute is an object. A save stores the attributes as they are then, with what is in them: dicts, lists,
+    modules, and further `DTensorCheckpoint`. An object that is assigned after a restore gets its value at once,
+    if the checkpoint holds something of that name that no object has taken.
+
+    Collective: To assign such an object, over the mesh's clients, as `restore`. All else about attributes is local.
 
     If objects and checkpoint do not match, the restore says so in its status and in the log. The next save would lose
     the parts that were passed over; it fails until the caller has accepted the mismatch, by ``expect_partial()`` or an
-    assertion that passes.
+    assertion that passes, or the parts have found their objects.
 
     Args:
         mesh: The mesh that all DTensors are on; its clients take part.
@@ -100,7 +50,7 @@ class DTensorCheckpoint:
     Raises:
         MeshTypeError: ``mesh`` is no mesh.
         TreeError: ``root`` is neither kind.
-        ConfigError: An object has the name of one of ``root``, or ``save_counter``.
+        ConfigError: An object has the name of one of ``root``, or of an attribute of this class.
 
     >>> import tempfile, torch, dtckpt
     >>> mesh = dtckpt.abstract_mesh({"x": 2})
@@ -120,18 +70,54 @@ class DTensorCheckpoint:
             raise MeshTypeError(f"the first argument must be a Mesh; got {type(mesh).__name__}")
         self._mesh = mesh
         self._root = root
-        self._objects = objects
+        self._objects: dict[str, Any] = {}
         self._counter = 0
-        self._latest = RestoreStatus(None, is_settled=True)
-        taken = {COUNTER, *self._children()} & set(objects)
-        if taken or COUNTER in self._children():
-            raise ConfigError(f"objects need names of their own; {capped(sorted(taken or {COUNTER}))} is taken")
+        self._awaited: tuple[Restoration, Path] | None = None
+        self._latest = RestoreStatus(self, None, COUNTER)
+        if taken := {COUNTER} & set(self._children()) | _OWN & set(objects):
+            raise ConfigError(f"objects need names of their own; {capped(sorted(taken))} is taken")
+        for name, value in objects.items():
+            setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         objects = self.__dict__.get("_objects", {})
         if name not in objects:
             raise AttributeError(f"DTensorCheckpoint has no attribute and no object {name!r}")
         return objects[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+            return
+        if hasattr(type(self), name) or self._children().get(name, value) is not value:
+            raise ConfigError(f"objects need names of their own; {name} is taken")
+        self._objects[name] = self._fill(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self._objects:
+            raise AttributeError(f"DTensorCheckpoint has no object {name!r}")
+        del self._objects[name]
+
+    def _fill(self, name: str, value: Any) -> Any:
+        """Return an object to be assigned, with its value from the latest restore if that has one left for it."""
+        if self._awaited is None or value is None:  # None often keeps a place for an object that comes later
+            return value
+        restoration, path = self._awaited
+        path = (*path, name)
+        if not restoration.is_waiting(path):
+            return value
+
+        def plan(checkpoint: Checkpoint) -> RestorePlan:
+            matched = restoration.plan(checkpoint, value, path)
+
+            def finish() -> Any:
+                filled = matched.finish()
+                restoration.note(matched, filled, path)
+                return filled
+
+            return replace(matched, finish=finish)
+
+        return run_restore(restoration.location, plan, restoration.options, current_coordination(), self._mesh.clients)
 
     @property
     def save_counter(self) -> int:
@@ -149,6 +135,30 @@ class DTensorCheckpoint:
     def _tree(self, counter: int) -> dict[str, Any]:
         return {**self._children(), **self._objects, COUNTER: counter}
 
+    def _tracked(self) -> Iterator[tuple[Path, Any, Any]]:
+        owner = self._root if isinstance(self._root, Stateful) else None
+        for name, child in self._children().items():
+            yield (str(name),), child, owner
+        for name, child in self._objects.items():
+            yield (name,), child, None
+
+    def _await(self, restoration: Restoration, path: Path) -> None:
+        self._awaited = restoration, path
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all objects and the save counter by name, as part of another state tree."""
+        return self._tree(self._counter)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the objects and the save counter out of a tree as `state_dict` returns it."""
+        tree = dict(state_dict)
+        self._counter = tree.pop(COUNTER)
+        self._objects = {name: tree.pop(name) for name in self._objects}
+        if isinstance(self._root, Stateful):
+            self._root.load_state_dict(tree)
+        elif isinstance(self._root, MutableMapping):
+            self._root.update(tree)
+
     def save(self, prefix: str | Location, *, options: SaveOptions | None = None) -> str:
         """Save all objects as the checkpoint ``<prefix>-<n>``, where n is the save counter plus one; then count.
 
@@ -162,11 +172,20 @@ class DTensorCheckpoint:
             CheckpointExistsError: The checkpoint exists already, from a run that was not restored.
             MeshError: A tensor is on another mesh.
         """
-        options = options or SaveOptions()
         counter = self._counter + 1
+        path = self._save(f"{prefix}-{counter}", counter, options)
+        self._counter = counter
+        return path
+
+    def write(self, path: str | Location, *, options: SaveOptions | None = None) -> str:
+        """Save all objects as the checkpoint ``path``, without counting. Collective, returns and raises: as `save`."""
+        return self._save(str(path), self._counter, options)
+
+    def _save(self, path: str, counter: int, options: SaveOptions | None) -> str:
+        options = options or SaveOptions()
 
         def collect() -> State:
-            self._validate_settled()
+            self._latest.validate_settled()
             leaves, structure = trees.flatten(self._tree(counter), is_tensor, state_of_object)
             for name, tensor in leaves.items():
                 if mesh_of(tensor) not in (None, self._mesh):
@@ -176,20 +195,8 @@ class DTensorCheckpoint:
             entries = [(name, tensor, "") for name, tensor in leaves.items()]
             return state_of_tensors(entries, options, clients=self._mesh.clients, tree=trees.dump(structure))
 
-        path = f"{prefix}-{counter}"
         save_state(path, collect, options=options, participants=self._mesh.clients)
-        self._counter = counter
         return path
-
-    def _validate_settled(self) -> None:
-        status = self._latest
-        if not status.is_settled:
-            raise RestoreMismatchError(
-                f"this save would lose data: {status.describe(status.missing, status.unexpected)}; if that is meant, "
-                "call expect_partial() on what restore() returned",
-                missing=status.missing,
-                unexpected=status.unexpected,
-            )
 
     def restore(self, path: str | Location | None, *, options: RestoreOptions | None = None) -> RestoreStatus:
         """Restore the objects, and the save counter, from a checkpoint in any layout.
@@ -207,29 +214,28 @@ class DTensorCheckpoint:
             The status of the restore.
         """
         if path is None:
-            return RestoreStatus(None, is_settled=True)
+            return RestoreStatus(self, None, COUNTER)
         options = replace(options or RestoreOptions(), allow_missing=True, allow_unexpected=True)
 
         def plan(checkpoint: Checkpoint) -> RestorePlan:
-            tree = self._tree(self._counter)
-            matched = plan_target(checkpoint, tree, options)
-            missing = tuple(sorted({*matched.missing, *matched.defaulted} - {COUNTER}))
-            unexpected = tuple(matched.unexpected)
-            status = RestoreStatus(checkpoint.path, missing, unexpected, is_settled=not missing + unexpected)
-            return replace(matched, finish=lambda: self._take(matched.finish(), status))
+            restoration = Restoration(checkpoint, options)
+            matched = restoration.plan(checkpoint, self._tree(self._counter), ())
 
-        status: RestoreStatus = run_restore(path, plan, options, current_coordination(), self._mesh.clients)
-        return status
+            def finish() -> RestoreStatus:
+                self.load_state_dict(matched.finish())
+                restoration.note(matched, self, ())
+                return RestoreStatus(self, restoration, COUNTER)
 
-    def _take(self, tree: dict[str, Any], status: RestoreStatus) -> RestoreStatus:
-        """Give the restored values to the counter, the objects and the root, and keep the status."""
-        self._counter = tree.pop(COUNTER)
-        self._objects = {name: tree.pop(name) for name in self._objects}
-        if isinstance(self._root, Stateful):
-            self._root.load_state_dict(tree)
-        elif isinstance(self._root, MutableMapping):
-            self._root.update(tree)
-        if not status.is_settled:
-            logger.warning("%s", status.describe(status.missing, status.unexpected))
-        self._latest = status
+            return replace(matched, finish=finish)
+
+        self._latest = run_restore(path, plan, options, current_coordination(), self._mesh.clients)
+        if mismatch := self._latest.mismatch():
+            logger.warning("%s", mismatch)
+        return self._latest
+
+    def read(self, path: str | Location, *, options: RestoreOptions | None = None) -> RestoreStatus:
+        """Restore as `restore`, but leave the save counter alone. Collective, returns and raises: as `restore`."""
+        counter = self._counter
+        status = self.restore(path, options=options)
+        self._counter = counter
         return status

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dtckpt.comm.collectives import all_gather_object
-from dtckpt.comm.process_groups import is_connected
+from dtckpt.comm.process_groups import validate_connected
 from dtckpt.errors import CoordinationError, GeneratorMismatchError, RandomParameterError, capped
 from dtckpt.layout.mesh import Mesh
 
@@ -55,17 +55,18 @@ def agreed_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
     If the generators differ from the first draw on, as without ``torch.manual_seed``, all clients take the key of the
     first one, draw by draw, until their keys are the same.
 
-    Collective: Over the mesh's clients, if there are several and a process group connects them, at the first
+    Collective: Over the mesh's clients, if there are several, at the first
     `FIRST_COMPARED` draws among these clients and at every `COMPARED_EVERY`-th, or at every draw if their generators
     differ; bounded by the group's timeout. At other draws and for other meshes no communication.
 
     Raises:
         GeneratorMismatchError: Clients that had drawn the same keys drew different ones since the last comparison; on
             all of them.
-        CoordinationError: A client is gone, or did not come in time.
+        CoordinationError: A client is gone, or did not come in time, or no process group connects the clients.
     """
     key = draw_key(generator)
-    if mesh.num_clients > 1 and not mesh.is_remote() and is_connected(mesh.clients):
+    if mesh.num_clients > 1 and not mesh.is_remote():
+        validate_connected(mesh.clients, "comparing random keys")
         return _history_of(mesh.clients).add(key)
     return key
 

@@ -1,0 +1,250 @@
+"""Track the objects of a `DTensorCheckpoint`, and remember which of them a restore has reached.
+
+Objects come and go after a restore. So whether they match the checkpoint is found out when somebody asks, from what the
+checkpoint holds and what the objects are then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from dtckpt.checkpoint.leaves import is_tensor
+from dtckpt.checkpoint.options import RestoreOptions
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.restoring.plan import RestorePlan
+from dtckpt.checkpoint.restoring.targets import is_stateful_target, items_of_target, plan_target, saved_names
+from dtckpt.errors import CheckpointConflictError, RestoreMismatchError, TreeError, capped
+from dtckpt.format.tree import MAX_DEPTH
+from dtckpt.storage.location import Location
+
+Path = tuple[str, ...]
+
+PLAIN = object()
+"""Stands for the owner of a plain value, which has no identity of its own."""
+
+
+class Node(ABC):
+    """An object with named objects below it, which notices when one is assigned: a `DTensorCheckpoint`."""
+
+    @abstractmethod
+    def _tracked(self) -> Iterator[tuple[Path, Any, Any]]:
+        """Yield the path below the node, the object and its owner, None for none, of all objects of the node."""
+
+    @abstractmethod
+    def _await(self, restoration: Restoration, path: Path) -> None:
+        """Note a restore, of which the node is at ``path``: what is assigned later may be in the checkpoint."""
+
+
+def tracked(value: Any, path: Path, owner: Any = None) -> Iterator[tuple[Path, Any]]:
+    """Yield the path and the owner of every node, tensor and plain value of a tree.
+
+    The owner of a tensor is the tensor itself, unless it is part of the state of an object: of the object then.
+
+    Raises:
+        TreeError: The tree is too deep.
+    """
+    if len(path) > MAX_DEPTH:
+        raise TreeError(f"the objects are nested deeper than {MAX_DEPTH} levels; do they contain themselves?")
+    if isinstance(value, Node):
+        yield path, value
+        for below, child, child_owner in value._tracked():
+            yield from tracked(child, (*path, *below), child_owner)
+    elif is_tensor(value):
+        yield path, value if owner is None else owner
+    elif is_stateful_target(value):
+        yield from tracked(value.state_dict(), path, value)
+    elif (items := items_of_target(value)) is None:
+        yield path, PLAIN if owner is None else owner
+    else:
+        for key, child in items.items() if isinstance(items, Mapping) else enumerate(items):
+            yield from tracked(child, (*path, str(key)), owner)
+
+
+class Restoration:
+    """One restore: what the checkpoint holds, and which objects it has reached so far.
+
+    Args:
+        checkpoint: The checkpoint, open.
+        options: Options of the restore.
+
+    Attributes:
+        location: The path of the checkpoint.
+        options: Options of the restore.
+        unexpected: Names of tensors and values of the checkpoint that no object has taken so far.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, options: RestoreOptions) -> None:
+        self.location = checkpoint.path
+        self.options = options
+        self._attempt = checkpoint.manifest.attempt
+        self._saved = saved_names(checkpoint, options)
+        self.unexpected = set(self._saved)
+        self._reached: dict[str, Callable[[], Any]] = {}
+
+    def plan(self, checkpoint: Checkpoint, target: Any, path: Path) -> RestorePlan:
+        """Plan to fill a target from what the checkpoint holds at a path.
+
+        Raises:
+            CheckpointConflictError: A save has replaced the checkpoint since the restore.
+        """
+        if checkpoint.manifest.attempt != self._attempt:
+            raise CheckpointConflictError(
+                f"checkpoint {self.location} was replaced since it was restored, so {'/'.join(path)!r} would get a "
+                "value of another state; restore again"
+            )
+        return plan_target(checkpoint, target, self.options, at=path)
+
+    def is_waiting(self, path: Path) -> bool:
+        """Whether the checkpoint holds something at or below a path, and no object has taken any of that."""
+        below = _below("/".join(path), self._saved)
+        return bool(below) and below <= self.unexpected
+
+    def note(self, plan: RestorePlan, target: Any, path: Path) -> None:
+        """Note that a target has been filled by a plan."""
+        self.unexpected -= _below("/".join(path), self._saved) - set(plan.unexpected)
+        lacking = {*plan.missing, *plan.defaulted}
+        for where, owner in tracked(target, path):
+            if isinstance(owner, Node):
+                owner._await(self, where)
+            if not any("/".join(where[:end]) in lacking for end in range(1, len(where) + 1)):
+                self._reached["/".join(where)] = _reference(owner)
+
+    def missing(self, target: Any) -> tuple[str, ...]:
+        """Return the names of the objects that got nothing from the checkpoint."""
+        names = (("/".join(path), owner) for path, owner in tracked(target, ()))
+        return tuple(
+            sorted(name for name, owner in names if name not in self._reached or self._reached[name]() is not owner)
+        )
+
+    def matched(self) -> set[str]:
+        """Return the names of tensors and values of the checkpoint that objects have taken."""
+        return self._saved - self.unexpected
+
+
+def _below(name: str, names: Collection[str]) -> set[str]:
+    """Return the names that are ``name``, or are below it; all for no name."""
+    return {each for each in names if not name or each == name or each.startswith(f"{name}/")}
+
+
+def _reference(owner: Any) -> Callable[[], Any]:
+    """Return a function that returns an object, and does not keep it alive if that can be avoided."""
+    try:
+        return weakref.ref(owner)
+    except TypeError:
+        return lambda: owner
+
+
+class RestoreStatus:
+    """The result of a restore of a `DTensorCheckpoint`. The assertions return the status.
+
+    They are about the objects and what they have got from the checkpoint by the time of the call.
+
+    Args:
+        target: The node that was restored.
+        restoration: The restore; None if there was nothing to be restored.
+        counter: Name of the save counter, which matches in any case.
+    """
+
+    def __init__(self, target: Node, restoration: Restoration | None, counter: str) -> None:
+        self._target = target
+        self._restoration = restoration
+        self._counter = counter
+        self._missing_at_first = frozenset(self.missing)
+        self._is_accepted = not (self._missing_at_first or self.unexpected)
+
+    @property
+    def path(self) -> Location | None:
+        """The checkpoint; None if nothing was restored."""
+        return None if self._restoration is None else self._restoration.location
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names of the tensors, values and checkpoints among the objects that got nothing from the checkpoint."""
+        return () if self._restoration is None else self._restoration.missing(self._target)
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        """Names of tensors and values of the checkpoint that no object has taken."""
+        return () if self._restoration is None else tuple(sorted(self._restoration.unexpected))
+
+    def assert_consumed(self) -> RestoreStatus:
+        """Check that the checkpoint has everything that the objects have, and nothing else.
+
+        Raises:
+            RestoreMismatchError: It has not, or nothing was restored. It is an `AssertionError`, too.
+        """
+        return self._check(self.missing, self.unexpected)
+
+    def assert_existing_objects_matched(self) -> RestoreStatus:
+        """Check that the checkpoint has everything that the objects have; it may have more.
+
+        Raises:
+            RestoreMismatchError: It has not, or nothing was restored. It is an `AssertionError`, too.
+        """
+        return self._check(self.missing, ())
+
+    def assert_nontrivial_match(self) -> RestoreStatus:
+        """Check that an object has got something from the checkpoint, other than the save counter.
+
+        Raises:
+            RestoreMismatchError: None has, or nothing was restored. It is an `AssertionError`, too.
+        """
+        self._validate_restored()
+        if self._restoration is not None and not self._restoration.matched() - {self._counter}:
+            raise RestoreMismatchError(
+                f"no object has got anything from the checkpoint; {self._describe(self.missing, self.unexpected)}",
+                missing=self.missing,
+                unexpected=self.unexpected,
+            )
+        return self
+
+    def expect_partial(self) -> RestoreStatus:
+        """Accept that the objects and the checkpoint do not match."""
+        self._is_accepted = True
+        return self
+
+    def validate_settled(self) -> None:
+        """Refuse a save that would lose what the restore passed over, until the caller has accepted that.
+
+        Raises:
+            RestoreMismatchError: The checkpoint has parts that no object has taken, or an object of the time of the
+                restore has got nothing.
+        """
+        if self._is_accepted:
+            return  # without a walk through the objects
+        missing = tuple(name for name in self.missing if name in self._missing_at_first)
+        if missing or self.unexpected:
+            raise RestoreMismatchError(
+                f"this save would lose data: {self._describe(missing, self.unexpected)}; if that is meant, call "
+                "expect_partial() on what restore() returned",
+                missing=missing,
+                unexpected=self.unexpected,
+            )
+
+    def mismatch(self) -> str:
+        """Return in words what does not match; empty if the caller has accepted that, or all matched at first."""
+        return "" if self._is_accepted else self._describe(self.missing, self.unexpected)
+
+    def _check(self, missing: tuple[str, ...], unexpected: tuple[str, ...]) -> RestoreStatus:
+        self._validate_restored()
+        if missing or unexpected:
+            raise RestoreMismatchError(
+                f"{self._describe(missing, unexpected)}; expect_partial() accepts that",
+                missing=missing,
+                unexpected=unexpected,
+            )
+        return self.expect_partial()
+
+    def _validate_restored(self) -> None:
+        if self._restoration is None:
+            raise RestoreMismatchError("nothing was restored: restore() got no path")
+
+    def _describe(self, missing: Collection[str], unexpected: Collection[str]) -> str:
+        parts = [
+            f"it lacks {capped(map(repr, missing))}" if missing else "",
+            f"no object has its {capped(map(repr, unexpected))}" if unexpected else "",
+        ]
+        return f"checkpoint {self.path} and the objects do not match: " + " and ".join(filter(None, parts))
