@@ -1,8 +1,8 @@
 """The DTensor runtime: tensors of global shape whose components live on the devices of a mesh.
 
 Mirrors ``torch.distributed.tensor`` name for name, and has TensorFlow's names for the same things beside them. The
-public names are those of ``__all__``, and the submodules `debug`, `experimental` and `placement_types`; these are
-imported by the programs that use them.
+public names are those of ``__all__``, and the submodules `debug`, `experimental`, `parallel` and `placement_types`;
+these are imported by the programs that use them.
 """
 
 from torch.serialization import add_safe_globals
@@ -48,7 +48,7 @@ __all__ = [
     "zeros",
 ]
 
-_SUBMODULES = ("debug", "experimental", "placement_types")
+_SUBMODULES = ("debug", "experimental", "parallel", "placement_types")
 
 torch_hooks.install()
 add_safe_globals([DTensor, DVariable, *SAFE_GLOBALS])

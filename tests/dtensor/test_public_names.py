@@ -4,7 +4,7 @@ import importlib
 
 from dtckpt import dtensor
 
-SUBMODULES = ["debug", "experimental", "placement_types"]
+SUBMODULES = ["debug", "experimental", "parallel", "placement_types"]
 
 
 def test_dir_shows_the_public_names_only():

@@ -13,12 +13,12 @@ alone. PyTorch's formulas for the two parts, softmax and choice, would add up a 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from dtckpt.dtensor.derived_layouts import gradient_layout
 from dtckpt.dtensor.operators.call import Operator
 from dtckpt.dtensor.operators.composite_helpers import cast, is_split, reduce_pending, reduce_pending_all
 from dtckpt.dtensor.operators.custom_ops import custom_op
@@ -28,7 +28,9 @@ from dtckpt.dtensor.operators.pre_autograd import before_autograd
 from dtckpt.dtensor.operators.rules.losses import MEAN, NONE
 from dtckpt.dtensor.operators.rules.nll_loss import NO_CLASS, class_dim, targets_and_weights
 from dtckpt.dtensor.operators.rules.softmax import shifted_by_maxima
+from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
+from dtckpt.errors import OperatorError
 
 _aten = torch.ops.aten
 
@@ -44,9 +46,10 @@ def loss_parallel() -> Iterator[None]:
     weights that are plain tensors count as replicated, and are not compared between clients, unless the batch is split.
     Scores in other layouts, targets that are probabilities, and label smoothing are computed as outside of the block.
 
-    In the block, gradients of cross entropy with split classes cannot be differentiated again.
-
     Collective: Cross entropy, over the mesh's clients.
+
+    Raises:
+        OperatorError: By the backward pass of cross entropy with split classes, if it has ``create_graph=True``.
     """
     block = object()
     _blocks.add(block)
@@ -70,34 +73,33 @@ def _cross_entropy(  # noqa: PLR0917  (the operator's arguments)
     if not _blocks or not isinstance(scores, DTensor):
         return operator.redispatch(keys, scores, target, weight, reduction, ignore_index, label_smoothing)
     dim = class_dim(scores)
-    if not is_split(scores, [one for one in range(scores.ndim) if one != dim]):
-        target, weight = _replicated(target, scores), _replicated(weight, scores)
+    is_batch_split = is_split(scores, [one for one in range(scores.ndim) if one != dim])
+    # A plain target may be all of the batch, or by mistake a client's part of it: then clients compare.
+    with nullcontext() if is_batch_split else trust_plain_tensors():
+        target, *weights = to_dtensors([target] if weight is None else [target, weight], scores.device_mesh)
+    weight = weights[0] if weights else None
     others = (*scores.shape[:dim], *scores.shape[dim + 1 :])
     is_choice = not target.is_floating_point() and not label_smoothing and tuple(target.shape) == others
     has_weights = weight is None or (tuple(weight.shape) == (scores.shape[dim],) and not weight.requires_grad)
     if not (is_choice and has_weights and scores.numel() and is_split(scores, [dim])):
         return operator.redispatch(keys, scores, target, weight, reduction, ignore_index, label_smoothing)
+    complete = redistribute(scores, gradient_layout(scores.layout))  # nothing pending
     return _CrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        scores, *targets_and_weights(scores, target, weight, ignore_index), reduction
+        complete, *targets_and_weights(complete, target, weight, ignore_index), reduction
     )
 
 
-def _replicated(tensor: torch.Tensor | None, scores: DTensor) -> Any:
-    """Return a plain tensor as a replicated DTensor, without a comparison; anything else as it is."""
-    if tensor is None or isinstance(tensor, DTensor):
-        return tensor
-    with trust_plain_tensors():
-        return to_dtensors([tensor], scores.device_mesh)[0]
-
-
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy of scores, the index of each target's class (`NO_CLASS` for one to ignore), and its weight."""
+    """Cross entropy of scores, the index of each target's class (`NO_CLASS` for one to ignore), and its weight.
+
+    It keeps the scores, which are there anyhow and may be of half precision, rather than their probabilities.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: DTensor, index: Any, weights: Any, reduction: int) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         dim = class_dim(scores)
-        shifted, _ = shifted_by_maxima(scores, [dim])
+        shifted, largest = shifted_by_maxima(scores, [dim])
         exponentials, picked = reduce_pending_all(
             [
                 torch.sum(torch.exp(shifted), [dim], keepdim=True),
@@ -107,19 +109,22 @@ class _CrossEntropy(torch.autograd.Function):
         log_sum = torch.log(exponentials)
         losses = torch.masked_fill((log_sum.squeeze(dim) - picked) * weights, index == NO_CLASS, 0.0)
         total = reduce_pending(torch.sum(weights)) if reduction == MEAN else None
-        ctx.dim, ctx.dtype = dim, scores.dtype
-        ctx.save_for_backward(shifted - log_sum, index, weights, total)
+        ctx.save_for_backward(scores, largest, log_sum, index, weights, total)
         loss = losses if reduction == NONE else torch.sum(losses)
         return cast(loss if total is None else loss / total, scores.dtype)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         if gradient is None:
             return None, None, None, None
-        log_probabilities, index, weights, total = ctx.saved_tensors
-        gradient = reduce_pending(gradient)
+        if torch.is_grad_enabled():
+            raise OperatorError(
+                "cross entropy in a block of loss_parallel: got a backward pass with create_graph=True, expected one "
+                "without, as its gradients cannot be differentiated again; compute this loss outside of the block"
+            )
+        scores, largest, log_sum, index, weights, total = ctx.saved_tensors
+        dim, gradient = class_dim(scores), reduce_pending(gradient)
+        probabilities = torch.exp(cast(scores, largest.dtype) - largest - log_sum)
         scale = weights * (gradient if total is None else gradient / total)
-        chosen = custom_op("put")(log_probabilities, scale, index, ctx.dim)
-        result = torch.exp(log_probabilities) * scale.unsqueeze(ctx.dim) - chosen
-        return cast(result, ctx.dtype), None, None, None
+        result = probabilities * scale.unsqueeze(dim) - custom_op("put")(probabilities, scale, index, dim)
+        return cast(result, scores.dtype), None, None, None
