@@ -290,6 +290,12 @@ def torchs_transformer() -> Any:
     return sorted(ours)
 
 
+def checkpointed() -> Any:
+    """With activation checkpoints of both kinds; PyTorch's `CommDebugMode` cannot count what these run."""
+    plan = transformer_plan(dtensor, is_sequence=True, is_loss_parallel=False)
+    return [compare(dtensor, lambda kind=kind: Transformer(reentrant=kind), plan, [TOKENS]) for kind in (True, False)]
+
+
 def kept_distributed() -> Any:
     """With ``use_local_output=False`` throughout, values stay DTensors from module to module."""
     mesh, rows = line(dtensor), Shard(1)

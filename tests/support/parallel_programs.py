@@ -286,14 +286,6 @@ def transformers(api: Any) -> Any:
     ]
 
 
-def checkpointed_transformers(api: Any) -> Any:
-    tokens = torch.arange(12).reshape(2, 6)
-    plan = transformer_plan(api, is_sequence=True, is_loss_parallel=False)
-    # PyTorch's CommDebugMode cannot count what the reentrant kind runs.
-    kinds = (True, False) if api.__name__ == OURS else (False,)
-    return [compare(api, lambda kind=kind: Transformer(reentrant=kind), plan, [tokens]) for kind in kinds][-1]
-
-
 def transformer_with_a_parallel_loss(api: Any) -> Any:
     tokens, targets = torch.arange(12).reshape(2, 6), torch.arange(12).flip(0)
     targets[3] = -100
@@ -437,7 +429,6 @@ PROGRAMS = (
     norms,
     layouts_of_outputs,
     transformers,
-    checkpointed_transformers,
     transformer_with_a_parallel_loss,
     one_axis_of_a_grid,
     inference,

@@ -70,6 +70,13 @@ def test_values_may_stay_distributed(pool):
     assert run(pool, cases.kept_distributed) == {"exchange": 11}
 
 
+def test_activation_checkpoints(pool):
+    # Beside its own ten exchanges, the backward pass repeats four of each layer; not the last, if it is not reentrant.
+    reentrant, other = run(pool, cases.checkpointed)
+    assert reentrant == [11, 10 + 2 * 4, False]
+    assert other == [11, 10 + 2 * 3, False]
+
+
 def test_losses_of_split_classes_communicate_twice_forward_and_never_backward(pool):
     assert run(pool, cases.losses) == {(("exchange", 2),)}
 
