@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -294,6 +295,27 @@ def checkpointed() -> Any:
     """With activation checkpoints of both kinds; PyTorch's `CommDebugMode` cannot count what these run."""
     plan = transformer_plan(dtensor, is_sequence=True, is_loss_parallel=False)
     return [compare(dtensor, lambda kind=kind: Transformer(reentrant=kind), plan, [TOKENS]) for kind in (True, False)]
+
+
+def trained() -> Any:
+    """Steps of an optimizer, with a tied weight and a parallel loss, are those on one device."""
+    plan = transformer_plan(dtensor, is_sequence=True, is_loss_parallel=True)
+    model = parallelize_module(made(lambda: Transformer(is_tied=True)), line(dtensor), plan)
+    plain = made(lambda: Transformer(is_tied=True))
+    seen = []
+    for each, block in ((model, loss_parallel), (plain, nullcontext)):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.01)
+        seen.append([])
+        for _ in range(6):
+            optimizer.zero_grad()
+            with block():
+                loss = F.cross_entropy(each(TOKENS).flatten(0, 1), TOKENS.flatten().roll(-1))
+                loss.backward()
+            nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+            optimizer.step()
+            seen[-1].append(loss.item())
+    torch.testing.assert_close(*seen)
+    assert seen[0][-1] < 0.9 * seen[0][0]
 
 
 def kept_distributed() -> Any:

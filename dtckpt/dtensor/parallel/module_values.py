@@ -14,6 +14,7 @@ import torch
 from dtckpt.dtensor.derived_layouts import cached_layout
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.torch_compile import keep_from_tracing
 from dtckpt.errors import DtckptError, MeshError, ParallelPlanError
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Placement
@@ -95,3 +96,6 @@ def as_output(tensor: DTensor, use_local_output: bool) -> torch.Tensor:
         ComponentError: The component was asked for, and this client has several devices.
     """
     return tensor.to_local() if use_local_output else tensor
+
+
+keep_from_tracing([to_dtensor, place, as_output])

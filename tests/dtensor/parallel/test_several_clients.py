@@ -77,6 +77,10 @@ def test_activation_checkpoints(pool):
     assert other == [11, 10 + 2 * 3, False]
 
 
+def test_training_is_that_of_one_device(pool):
+    run(pool, cases.trained)
+
+
 def test_losses_of_split_classes_communicate_twice_forward_and_never_backward(pool):
     assert run(pool, cases.losses) == {(("exchange", 2),)}
 
