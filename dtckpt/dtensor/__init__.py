@@ -7,7 +7,7 @@ these are imported by the programs that use them.
 
 from torch.serialization import add_safe_globals
 
-from dtckpt.dtensor import debug, experimental, placement_types, torch_hooks
+from dtckpt.dtensor import debug, experimental, parallel, placement_types, torch_hooks
 from dtckpt.dtensor.components import pack, unpack
 from dtckpt.dtensor.distribute import distribute_module, distribute_tensor
 from dtckpt.dtensor.factories import empty, full, ones, rand, randn, zeros
@@ -48,7 +48,7 @@ __all__ = [
     "zeros",
 ]
 
-_SUBMODULES = ("debug", "experimental", "parallel", "placement_types")
+_SUBMODULES = {"debug": debug, "experimental": experimental, "parallel": parallel, "placement_types": placement_types}
 
 torch_hooks.install()
 add_safe_globals([DTensor, DVariable, *SAFE_GLOBALS])

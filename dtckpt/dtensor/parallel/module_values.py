@@ -37,8 +37,8 @@ def require_one_axis(style: object, mesh: Mesh) -> None:
 def to_dtensor(value: Any, mesh: Mesh, placement: Placement, what: str, *, last_size: int | None = None) -> DTensor:
     """Return a value as a DTensor: a plain tensor is this client's component. Differentiable. A DTensor is returned.
 
-    Collective: Over the mesh's clients, which exchange shapes, if a plain tensor is one of several shards; not if it is
-        split along its last dim and ``last_size`` is given.
+    Collective: Over the mesh's clients, which agree on a shape once, if a plain tensor is one of several shards. Not if
+        it is split along its last dim and ``last_size`` is given.
 
     Args:
         value: A tensor.
