@@ -97,6 +97,17 @@ class ComponentError(LayoutError):
     """Components do not fit their layout: wrong count, shape, dtype or kind."""
 
 
+class ParallelPlanError(LayoutError, AssertionError):
+    """The layouts of a style of tensor parallelism do not fit each other, or what the module is called with.
+
+    PyTorch raises ValueErrors for some of these, AssertionErrors for others.
+    """
+
+
+class UnsupportedModuleError(LayoutError, NotImplementedError):
+    """A style of tensor parallelism cannot be applied to a module of this class."""
+
+
 class ReplicaMismatchError(DtckptError, ValueError):
     """Copies of one value that must be equal differ between devices or clients."""
 

@@ -1,16 +1,13 @@
 """The DTensor runtime: tensors of global shape whose components live on the devices of a mesh.
 
 Mirrors ``torch.distributed.tensor`` name for name, and has TensorFlow's names for the same things beside them. The
-public names are those of ``__all__``, and the submodules `debug`, `experimental` and `placement_types`; these are
-imported by the programs that use them.
+public names are those of ``__all__``, and the submodules `debug`, `experimental`, `parallel` and `placement_types`;
+these are imported by the programs that use them.
 """
 
 from torch.serialization import add_safe_globals
 
-from dtckpt.dtensor import debug as debug
-from dtckpt.dtensor import experimental as experimental
-from dtckpt.dtensor import placement_types as placement_types
-from dtckpt.dtensor import torch_hooks
+from dtckpt.dtensor import debug, experimental, parallel, placement_types, torch_hooks
 from dtckpt.dtensor.components import pack, unpack
 from dtckpt.dtensor.distribute import distribute_module, distribute_tensor
 from dtckpt.dtensor.factories import empty, full, ones, rand, randn, zeros
@@ -52,7 +49,7 @@ __all__ = [
     "zeros",
 ]
 
-_SUBMODULES = ("debug", "experimental", "placement_types")
+_SUBMODULES = {"debug": debug, "experimental": experimental, "parallel": parallel, "placement_types": placement_types}
 
 torch_hooks.install()
 follow_torch_logs()

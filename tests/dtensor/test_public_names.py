@@ -11,7 +11,7 @@ from dtckpt import dtensor
 
 PAGE = Path(__file__).parents[2] / "docs" / "names.md"
 
-SUBMODULES = ["debug", "experimental", "placement_types"]
+SUBMODULES = ["debug", "experimental", "parallel", "placement_types"]
 
 
 def test_dir_shows_the_public_names_only():

@@ -21,6 +21,7 @@ FOLDERS_AND_FILES = (
     "dtensor/operators/test_database.py",
     "dtensor/operators/test_gpt.py",
     "dtensor/operators/test_silent_faults.py",
+    "dtensor/parallel/test_compile.py",
     "dtensor/test_serialization.py",
     "dtensor/test_visualize.py",
     "format/test_content.py",

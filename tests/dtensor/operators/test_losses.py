@@ -181,9 +181,18 @@ def test_gradients_of_weights_wait_for_a_sum():
 
 
 @pytest.mark.parametrize("placements", [_S0, _S1, _R], ids=["rows", "classes", "whole"])
-def test_a_class_that_is_none_is_refused(placements):
-    with pytest.raises(IndexError, match="Target 64 is out of bounds"):
-        F.cross_entropy(distributed(_X, placements), distributed(torch.full((8,), 64), _R))
+@pytest.mark.parametrize("target", [64, -1, -2])
+def test_a_class_that_is_none_is_refused(placements, target):
+    with pytest.raises(IndexError, match=f"Target {target} is out of bounds"):
+        F.cross_entropy(distributed(_X, placements), distributed(torch.full((8,), target), _R))
+
+
+@pytest.mark.parametrize("placements", [_S0, _S1, _R], ids=["rows", "classes", "whole"])
+def test_minus_one_may_be_the_index_to_ignore(placements):
+    targets = _CLASSES.clone()
+    targets[::3] = -1
+    loss = F.cross_entropy(distributed(_X, placements), distributed(targets, _R), ignore_index=-1)
+    torch.testing.assert_close(loss.full_tensor(), F.cross_entropy(_X, targets, ignore_index=-1))
 
 
 def test_other_numbers_of_bins_after_the_same_call():

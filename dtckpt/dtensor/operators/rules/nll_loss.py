@@ -20,6 +20,9 @@ from dtckpt.dtensor.tensor import DTensor
 
 _aten = torch.ops.aten
 
+NO_CLASS = torch.iinfo(torch.int64).min
+"""The index of a target to ignore. It is no index that a program would have by mistake, as -1 is."""
+
 _Offsets = list[tuple[int, ...]]
 
 
@@ -27,7 +30,7 @@ _Offsets = list[tuple[int, ...]]
 def _pick(
     tensor: torch.Tensor, index: torch.Tensor, dim: int, size: int, offsets: _Offsets | None = None
 ) -> torch.Tensor:
-    """Return one element along a dim for every index of the other dims; 0 for an index -1, or on another device.
+    """Return one element along a dim for every index of the other dims; 0 for `NO_CLASS`, or on another device.
 
     Args:
         tensor: A component.
@@ -39,7 +42,7 @@ def _pick(
     Raises:
         IndexError: An index is beyond ``size``, on a CPU; on CUDA the device says so.
     """
-    outside = (index < -1) | (index >= size)
+    outside = ((index < 0) & (index != NO_CLASS)) | (index >= size)
     if index.is_cuda:
         torch._assert_async(~outside.any(), "Target is out of bounds.")
     elif outside.any():
@@ -55,7 +58,7 @@ def _pick(
 def _put(
     tensor: torch.Tensor, value: torch.Tensor, index: torch.Tensor, dim: int, offsets: _Offsets | None = None
 ) -> torch.Tensor:
-    """Return zeros like a component, with one value along a dim for every index of the other dims; none for -1."""
+    """Return zeros like a component, with a value along a dim for every index of the other dims, but `NO_CLASS`."""
     output = torch.zeros_like(tensor)
     if not output.shape[dim]:
         return output
@@ -105,17 +108,17 @@ def _put_rule(call: Call) -> Rule:
     )
 
 
-def _class_dim(scores: DTensor) -> int:
+def class_dim(scores: DTensor) -> int:
     return 0 if scores.ndim == 1 else 1
 
 
-def _weights(scores: Any, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
-    """Return the targets with -1 for those to ignore, and the weight of each."""
+def targets_and_weights(scores: Any, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
+    """Return the classes of targets, `NO_CLASS` for those to ignore, and the weight of each target."""
     ignored = torch.eq(target, ignore_index)
-    target = torch.masked_fill(target, ignored, -1)
+    target = torch.masked_fill(cast(target, torch.int64), ignored, NO_CLASS)
     if weight is None:
         return target, cast(torch.logical_not(ignored), accumulation_dtype(scores.dtype))
-    dim = _class_dim(scores)
+    dim = class_dim(scores)
     return target, reduce_pending(
         custom_op("pick")(cast(weight, accumulation_dtype(scores.dtype)), target, 0, scores.shape[dim])
     )
@@ -126,8 +129,8 @@ def _forward(self: DTensor, target: DTensor, weight: DTensor | None, reduction: 
     """All dims may be split; no scores are gathered."""
     if are_replicated(self, target, weight) or not self.numel():
         return NotImplemented
-    dim = _class_dim(self)
-    index, counts = _weights(self, target, weight, ignore_index)
+    dim = class_dim(self)
+    index, counts = targets_and_weights(self, target, weight, ignore_index)
     picked = reduce_pending(custom_op("pick")(reduce_pending(self), index, dim, self.shape[dim]))
     losses = torch.neg(picked * counts)
     if reduction == NONE:
@@ -151,8 +154,8 @@ def _backward(
     """All dims may be split; the gradient has the scores' layout."""
     if are_replicated(grad_output, self, target, weight) or not self.numel():
         return NotImplemented
-    index, counts = _weights(self, target, weight, ignore_index)
+    index, counts = targets_and_weights(self, target, weight, ignore_index)
     gradient = reduce_pending(grad_output)
     if reduction == MEAN:
         gradient = gradient / total_weight
-    return custom_op("put")(self, torch.neg(counts * gradient), index, _class_dim(self))
+    return custom_op("put")(self, torch.neg(counts * gradient), index, class_dim(self))

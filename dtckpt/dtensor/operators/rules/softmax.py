@@ -43,7 +43,7 @@ def _is_along_split(tensor: DTensor, dim: int) -> bool:
     return -tensor.ndim <= dim < tensor.ndim and is_split(tensor, [dim % tensor.ndim]) and bool(tensor.numel())
 
 
-def _shifted(tensor: DTensor, dims: list[int]) -> tuple[Any, Any]:
+def shifted_by_maxima(tensor: DTensor, dims: list[int]) -> tuple[Any, Any]:
     """Return a tensor minus its maxima along dims, so that exponentials do not overflow, and the maxima."""
     tensor = reduce_pending(cast(tensor, accumulation_dtype(tensor.dtype)))
     largest = reduce_pending(torch.amax(tensor, dims, keepdim=True))
@@ -54,7 +54,7 @@ def _shifted(tensor: DTensor, dims: list[int]) -> tuple[Any, Any]:
 def _softmax(self: DTensor, dim: int, half_to_float: bool) -> Any:
     if not _is_along_split(self, dim):
         return NotImplemented
-    powers = torch.exp(_shifted(self, [dim])[0])
+    powers = torch.exp(shifted_by_maxima(self, [dim])[0])
     return _rounded(powers / torch.sum(powers, [dim], keepdim=True), self, half_to_float)
 
 
@@ -62,7 +62,7 @@ def _softmax(self: DTensor, dim: int, half_to_float: bool) -> Any:
 def _log_softmax(self: DTensor, dim: int, half_to_float: bool) -> Any:
     if not _is_along_split(self, dim):
         return NotImplemented
-    shifted, _ = _shifted(self, [dim])
+    shifted, _ = shifted_by_maxima(self, [dim])
     total = reduce_pending(torch.sum(torch.exp(shifted), [dim], keepdim=True))
     return _rounded(shifted - torch.log(total), self, half_to_float)
 

@@ -1,0 +1,13 @@
+"""Programs of tensor parallelism see the same with only the import changed, collectives included."""
+
+import pytest
+from support import parallel_programs
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.share(6)
+@pytest.mark.parametrize("program", parallel_programs.PROGRAMS, ids=lambda program: program.__name__)
+def test_programs_see_the_same(pool, program):
+    for ours, theirs in pool.values(parallel_programs.run_both, program.__name__, clients=2, group=True):
+        assert ours == theirs
