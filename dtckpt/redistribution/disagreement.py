@@ -241,6 +241,7 @@ def report_error(error: DtckptError, meshes: Sequence[Mesh], plan: Planner) -> b
     if len(group) < 2 or not is_connected(group) or dist.get_rank() not in group:
         return False
     record = CallRecord(group, _CallHistory.current().next(group), plan)
+    agreements.forget(group)  # as the others do when they raise the error
     record.add_error(error)
     record.settle()
     return bool(record.read()["requests"])
