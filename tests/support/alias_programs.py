@@ -364,13 +364,13 @@ def take_over(draw, pairs, values):
 
 
 def move(draw, pairs, values):
-    """Exchange a tensor for a copy that lies otherwise."""
+    """Exchange a tensor for a copy that lies otherwise, or for another tensor on its memory if it lies so already."""
     number = draw(st.integers(0, len(pairs) - 1))
     wanted = draw(placements(values.mesh, pairs[number].plain.ndim))
     note(f"{number} to {wanted}")
-    moved = pairs[number].ours.redistribute(placements=wanted)
-    is_same = moved is pairs[number].ours
-    pairs[number] = pairs[number] if is_same else Pair(moved, pairs[number].plain.clone())
+    ours, plain = pairs[number].ours, pairs[number].plain
+    moved = ours.redistribute(placements=wanted)
+    pairs[number] = Pair(moved, plain.view_as(plain) if moved.layout == ours.layout else plain.clone())
 
 
 STEPS = [add_views] * 3 + [write] * 4 + [reshape, take_over, move]
