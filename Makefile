@@ -51,6 +51,9 @@ bench: install
 	$(BIN)/python -m benchmarks.received_bytes
 	$(BIN)/python -m benchmarks.local_redistribute
 	$(BIN)/python -m benchmarks.dispatch
+	$(RUN) 2 -m benchmarks.local_conversions
+	$(RUN) 2 -m benchmarks.train_step
+	$(RUN) 4 -m benchmarks.train_step --grid
 	$(BIN)/python -m benchmarks.randomness
 	$(BIN)/python -m benchmarks.coordinator
 
