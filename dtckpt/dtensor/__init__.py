@@ -5,6 +5,8 @@ public names are those of ``__all__``, and the submodules `debug`, `experimental
 these are imported by the programs that use them.
 """
 
+import sys
+
 from torch.serialization import add_safe_globals
 
 from dtckpt.dtensor import debug, experimental, parallel, placement_types, torch_hooks
@@ -15,7 +17,7 @@ from dtckpt.dtensor.operators import dispatch as dispatch
 from dtckpt.dtensor.serialization import SAFE_GLOBALS
 from dtckpt.dtensor.tensor import DTensor, check_layout, fetch_layout
 from dtckpt.dtensor.tensorflow_names import call_with_layout, copy_to_mesh, relayout, run_on
-from dtckpt.dtensor.torch_compile import keep_from_tracing
+from dtckpt.dtensor.torch_compile import keep_from_tracing, own_untraceable_methods
 from dtckpt.dtensor.torch_logs import follow_torch_logs
 from dtckpt.dtensor.variable import DVariable, enable_save_as_bf16
 from dtckpt.layout.device_mesh import DeviceMesh, init_device_mesh
@@ -55,7 +57,10 @@ torch_hooks.install()
 follow_torch_logs()
 add_safe_globals([DTensor, DVariable, *SAFE_GLOBALS])
 
-keep_from_tracing([DTensor, DVariable, *(globals()[name] for name in __all__ if name.islower())])
+own_untraceable_methods(DTensor)
+for _name, _module in list(sys.modules.items()):
+    if _name.startswith(__name__):
+        keep_from_tracing(vars(_module).values())
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ from dtckpt.dtensor.operators.operands import common_mesh, unshare
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.dtensor.tensorflow_names import MeshLike
+from dtckpt.dtensor.torch_compile import keep_from_tracing
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Placement
@@ -96,6 +97,7 @@ def _decorated(options: tuple[Any, ...], func: Callable[..., Any]) -> Callable[.
             outputs.append(tree_flatten(func(*tree_unflatten(local, structure), **kwargs)))
         return _merge(outputs, out_placements, mesh)
 
+    keep_from_tracing([mapped], with_callees=False)  # ``func`` sees plain tensors only, and may be compiled whole.
     return mapped
 
 
@@ -178,3 +180,6 @@ def _result(values: Sequence[Any], placements: Placements, mesh: Mesh) -> Any:
     is_known = placements is not None and not any(layout.split_axes)
     shape = tuple(first.shape) if is_known else None
     return from_components(values, layout, shape=shape, run_check=placements is None)
+
+
+keep_from_tracing(list(globals().values()))

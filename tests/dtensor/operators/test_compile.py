@@ -1,8 +1,16 @@
 """`torch.compile` around DTensors: the graph breaks with a reason, and what comes out is right."""
 
+import contextlib
+import copy
+import operator
+
 import pytest
 import torch
+from support import compiled_programs
+from support.compiled_programs import MESHES, PROGRAMS
 from torch import nn
+from torch._dynamo.convert_frame import dynamo_tls
+from torch._dynamo.utils import counters
 
 from dtckpt import DTensor, Replicate, Shard, abstract_mesh
 from dtckpt.dtensor import distribute_module, distribute_tensor
@@ -14,8 +22,19 @@ MESH = abstract_mesh({"x": 4})
 @pytest.fixture(autouse=True)
 def compiled_anew():
     torch.compiler.reset()
+    counters.clear()
+    dynamo_tls.traced_frame_infos.clear()
     yield
     torch.compiler.reset()
+
+
+def sharded(*shape):
+    plain = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
+    return distribute_tensor(plain, MESH, [Shard(0)])
+
+
+def traced_files():
+    return [frame for frame in dynamo_tls.traced_frame_infos if "/dtckpt/dtensor/" in frame]
 
 
 def by_value(tensor):
@@ -85,3 +104,185 @@ def test_a_break_of_the_graph_has_a_reason():
     tensor = distribute_tensor(torch.ones(4), MESH, [Shard(0)])
     with pytest.raises(torch._dynamo.exc.Unsupported, match=REASON):
         torch.compile(gathered, backend="eager", fullgraph=True)(tensor)
+
+
+@pytest.mark.share(8)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_train_as_in_eager(name, mesh, backend):
+    axes, placements = MESHES[mesh]
+    assert compiled_programs.differences(name, abstract_mesh(axes), placements, backend=backend) == []
+    assert counters["recompile_limit"] == {}
+    assert counters["stats"]["unique_graphs"] <= 20
+    assert traced_files() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"backend": "inductor"}, {"mode": "reduce-overhead"}, {"dynamic": True}], ids=str)
+@pytest.mark.parametrize("name", ["BesidePlain", "CountedSteps"])
+def test_compilers_and_modes(name, options):
+    axes, placements = MESHES["line"]
+    if options.get("backend", "inductor") == "inductor":
+        options = {**options, "dynamic": False}
+    assert compiled_programs.differences(name, abstract_mesh(axes), placements, **options) == []
+
+
+@pytest.mark.processes
+def test_clients(pool):
+    names = ["CountedSteps", "BesidePlain", "perceptron"]
+    found = pool.values(compiled_programs.differences_on_clients, names, clients=2, group=True)
+    assert found == [{name: [] for name in names}] * 2
+
+
+IN_PLACE = [
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
+    *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, operator.ipow),
+]
+
+
+@pytest.mark.parametrize("change", IN_PLACE, ids=lambda one: one.__name__)
+def test_augmented_assignment(change):
+    is_bitwise = change.__name__ in ("iand", "ior", "ixor", "ilshift", "irshift")
+    tensor = sharded(6, 2).int() if is_bitwise else sharded(6, 2)
+    expected = change(tensor.full_tensor().clone(), 2)
+
+    def program(tensor):
+        before = tensor
+        tensor = change(tensor, 2)
+        return before is tensor
+
+    assert torch.compile(program, backend="eager")(tensor)
+    assert torch.equal(tensor.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("number", [int, float, operator.index, bool, complex])
+def test_numbers_of_tensors(number):
+    total = distribute_tensor(torch.tensor(3), MESH, [Replicate()])
+    compiled = torch.compile(lambda tensor: number(tensor + 1), backend="eager")
+    assert compiled(total) == number(4)
+    assert type(compiled(total)) is type(number(4))
+
+
+def test_membership_and_hooks():
+    tensor = sharded(6, 2).requires_grad_()
+
+    def program(tensor):
+        tensor.register_hook(lambda gradient: gradient * 2)
+        tensor.register_post_accumulate_grad_hook(seen.append)
+        return 5 in tensor.detach(), (tensor * 3).sum()
+
+    seen = []
+    is_in, total = torch.compile(program, backend="eager")(tensor)
+    total.backward()
+    assert is_in
+    assert seen[0] is tensor
+    assert torch.equal(tensor.grad.full_tensor(), torch.full((6, 2), 6.0))
+
+
+@pytest.mark.parametrize("axes", [{"x": 4}, {"x": 2, "y": 2}], ids=str)
+def test_a_whole_step(axes):
+    mesh = abstract_mesh(axes)
+    models = [distribute_module(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3)), mesh)]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+
+    def step(model, optimizer, rows):
+        optimizer.zero_grad()
+        made = model(rows).redistribute(placements=[Replicate()] * mesh.ndim)
+        parts = torch.tensor_split(torch.atleast_2d(made), 2)
+        loss = made.pow(2).mean() * parts[0].sum().sigmoid()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    compiled = torch.compile(step, backend="eager")
+    for sizes in (8, 8, 12, 8):
+        rows = distribute_tensor(torch.randn(sizes, 8), mesh, [Shard(0)] * mesh.ndim)
+        losses = [one(*state, rows) for one, *state in zip((step, compiled), models, optimizers, strict=True)]
+        # The compiler lets optimizers take another order of operations.
+        torch.testing.assert_close(losses[1].full_tensor(), losses[0].full_tensor(), rtol=1e-4, atol=1e-6)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one.full_tensor(), other.full_tensor(), rtol=1e-3, atol=1e-5)
+    assert traced_files() == []
+
+
+def test_attributes_are_those_of_each_tensor():
+    def program(tensor, plain):
+        facts = tensor.shape, tensor.dtype, tensor.requires_grad, tensor.placements, tensor.stride(), tensor.is_leaf
+        return facts, plain.sin() * tensor.ndim
+
+    compiled = torch.compile(program, backend="eager")
+    plain = torch.ones(3)
+    square = abstract_mesh({"x": 2, "y": 2})
+    for tensor in (
+        *(sharded(6, 2), sharded(4, 2), sharded(6, 2).int(), sharded(6, 2).requires_grad_(), sharded(6, 2).T),
+        *(sharded(6, 2, 3), distribute_tensor(torch.ones(6, 2), square, [Replicate(), Shard(0)])),
+    ):
+        facts, values = compiled(tensor, plain)
+        expected, expected_values = program(tensor, plain)
+        assert facts == expected
+        assert torch.equal(values, expected_values)
+
+
+def test_plain_regions_are_compiled():
+    graphs = []
+
+    def backend(graph, inputs):
+        assert not any(isinstance(one, DTensor) for one in inputs)
+        graphs.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    def program(tensor, plain):
+        scale = plain.sin().cumsum(0)
+        made = tensor * scale
+        return made + (scale * 2).tanh()
+
+    tensor, plain = sharded(6, 2), torch.ones(2)
+    compiled = torch.compile(program, backend=backend)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(tensor, plain).full_tensor(), program(tensor, plain).full_tensor())
+    assert [len(calls) for calls in graphs] == [2, 2]
+
+
+def test_functions_of_local_map_are_compiled():
+    graphs = []
+
+    def backend(graph, inputs):
+        del inputs
+        graphs.append(graph)
+        return graph.forward
+
+    model = compiled_programs.Mapped()
+    tensor = sharded(8, 2)
+    made = torch.compile(model.wave, backend=backend)(tensor)
+    assert torch.equal(made.full_tensor(), compiled_programs.wave(tensor.full_tensor()))
+    assert len(graphs) == 1
+    assert traced_files() == []
+
+
+def test_context_managers_of_programs_are_compiled():
+    graphs = []
+
+    def backend(graph, inputs):
+        del inputs
+        graphs.append(graph)
+        return graph.forward
+
+    @contextlib.contextmanager
+    def scaled(plain):
+        yield plain.sin() * 2
+
+    def program(plain):
+        with scaled(plain) as made:
+            return made + 1
+
+    torch.compile(program, backend=backend, fullgraph=True)(torch.ones(3))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("program", [by_shape, in_place, by_value], ids=lambda one: one.__name__)
+def test_full_graphs_are_refused_by_the_compiler(program):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="DTensor"):
+        torch.compile(program, backend="eager", fullgraph=True)(sharded(4, 3))
