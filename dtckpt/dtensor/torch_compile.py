@@ -25,9 +25,9 @@ _UNTRACEABLE = (
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
     *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
     *("__int__", "__float__", "__index__", "__contains__"),
-    *("register_hook", "register_post_accumulate_grad_hook"),
+    *("register_hook", "register_post_accumulate_grad_hook", "split"),
 )
-"""Methods of tensors that the compiler fails to trace on classes it does not know: endless recursion, KeyError."""
+"""Methods of tensors that the compiler fails to trace on unknown classes: by endless recursion, KeyError, a warning."""
 
 
 def own_untraceable_methods(tensor_class: type[torch.Tensor]) -> None:
@@ -40,8 +40,8 @@ def own_untraceable_methods(tensor_class: type[torch.Tensor]) -> None:
 
 
 def _function_of(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(tensor: torch.Tensor, *args: Any) -> Any:
-        return method(tensor, *args)
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return method(tensor, *args, **kwargs)
 
     call.__name__, call.__qualname__, call.__doc__ = method.__name__, method.__qualname__, method.__doc__
     return call
