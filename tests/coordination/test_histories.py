@@ -20,7 +20,7 @@ from support.training_clients import HEARTBEAT_S, TIMEOUT_S, Trainers, Training
 
 pytestmark = pytest.mark.processes
 
-HISTORIES = share(range(50), 2, "histories of clients")
+HISTORIES = share(range(50), 1, "histories of clients")
 LONGEST_CUT_S = 3.0
 QUICK_S = HEARTBEAT_S / 6 + 1.5
 """A heartbeat interval, and a round on a busy machine."""
