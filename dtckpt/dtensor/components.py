@@ -81,6 +81,7 @@ def pack_strided(
     stride: Sequence[int] | None = None,
     run_check: bool = False,
     compares_values: bool = True,
+    requires_grad: bool = False,
 ) -> DTensor:
     """As `pack`, with strides.
 
@@ -92,6 +93,8 @@ def pack_strided(
             component if ``shape`` is None, and are those of a contiguous tensor otherwise.
         run_check: As there.
         compares_values: False if ``run_check`` is to compare shapes and dtypes only.
+        requires_grad: Whether this client's components need a gradient, to be compared by ``run_check``. If those of
+            some clients do not, these take no part in the backward pass, in which the others wait for them.
     """
     _validate_mesh(layout)
     case = None
@@ -113,7 +116,7 @@ def pack_strided(
     except DtckptError as error:
         # Kept and not raised: the other clients wait for this one's summary, and raise the error with it.
         failure = error
-    summary = Summary.of(components, layout, failure, global_shape)
+    summary = Summary.of(components, layout, failure, global_shape, requires_grad=run_check and requires_grad)
     # Otherwise nothing is sent, and each client checks its own components against the shape that it was given.
     if (shape is None or run_check) and is_shared(layout.mesh):
         summary = _gathered(summary, layout.mesh, failure)
@@ -282,7 +285,8 @@ class Summary:
         dtypes: Component dtype by global device id.
         failure: ``(code, message)`` of an error because of which a client has no components.
         strides: Component strides by global device id, of components that are not contiguous.
-        layouts: The layouts that clients pass, as texts, and whether their tensors are meta tensors; each text once.
+        layouts: The layouts that clients pass, as texts, and whether their tensors are meta tensors or need a gradient;
+            each text once.
         global_shapes: The global shapes that clients pass, each once.
     """
 
@@ -300,8 +304,11 @@ class Summary:
         layout: Layout,
         failure: DtckptError | None,
         shape: tuple[int, ...] | None,
+        *,
+        requires_grad: bool = False,
     ) -> Summary:
         """Return the summary of this client's components."""
+        kind = " on meta" * _are_meta(components) + " with requires_grad" * requires_grad
         # Not strict: with a failure there are no components.
         by_device = dict(zip(layout.mesh.local_device_ids(), components, strict=False))
         return cls(
@@ -309,7 +316,7 @@ class Summary:
             {device: str(component.dtype).removeprefix("torch.") for device, component in by_device.items()},
             to_wire(failure) if failure else None,
             {device: part.stride() for device, part in by_device.items() if not part.is_contiguous()},
-            () if failure else (f"{', '.join(map(str, layout.placements))}{' on meta' * _are_meta(components)}",),
+            () if failure else (f"{', '.join(map(str, layout.placements))}{kind}",),
             (shape,),
         )
 

@@ -198,18 +198,25 @@ def from_components(
         stride: Strides of the global tensor.
         gradient: The layout that the components' gradients are in; default `gradient_layout` of ``layout``.
         run_check: Compare the values of components that are copies of each other.
-        compares_values: False if ``run_check`` is to compare shapes and dtypes only.
+        compares_values: False if ``run_check`` is to compare shapes, dtypes and ``requires_grad`` only.
     """
+    requires_grad = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     components = [] if layout.mesh.is_remote() else [part.detach() for part in parts]
     packed = pack_strided(
-        components, layout, shape, run_check=run_check, stride=stride, compares_values=compares_values
+        components,
+        layout,
+        shape,
+        run_check=run_check,
+        stride=stride,
+        compares_values=compares_values,
+        requires_grad=requires_grad,
     )
     if gradient is not None:
         validate_gradient(gradient, layout, tuple(packed.shape))
     if not components:
         spec = intern_spec(layout, tuple(packed.shape), packed.stride(), parts[0].dtype)
         packed = wrap_components([], spec, parts[0].device)
-    if not (torch.is_grad_enabled() and any(part.requires_grad for part in parts)):
+    if not requires_grad:
         return packed
     placed = [part.to(component.device) for part, component in zip(parts, packed.components, strict=True)] or parts
     return _from_components(spec_of(packed), gradient or gradient_layout(layout), placed)

@@ -186,8 +186,8 @@ class DTensor(torch.Tensor):
                 A client outside the mesh passes one like the others'; the result has none there.
             device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
             placements: One per mesh axis; None means replicated.
-            run_check: Compare shapes and dtypes on all clients, then give every copy the values of the first device
-                along the replicated axes. No tensor of a caller is written to.
+            run_check: Compare shapes, dtypes and ``requires_grad`` on all clients, then give every copy the values of
+                the first device along the replicated axes. No tensor of a caller is written to.
             shape: Global shape. Without it the clients find it together, also for uneven shards. A client outside the
                 mesh takes the shards to be even.
             stride: Strides of the global tensor. Without it they follow from the components if ``shape`` is None; with

@@ -49,6 +49,14 @@ def test_they_go_into_any_layout(data):
     assert_meta(tensor.grad, source, shape)
 
 
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Partial(), Partial("max")], ids=str)
+def test_modules_leave_the_meta_device_in_their_layouts(placement):
+    module = nn.Module()
+    module.register_buffer("sums", distribute_tensor(torch.empty(4, 3, device="meta"), MESH, [placement, Replicate()]))
+    module.to_empty(device="cpu")
+    assert (module.sums.device.type, module.sums.placements) == ("cpu", (placement, Replicate()))
+
+
 def test_ways_to_make_them():
     whole = torch.empty(5, 3, device="meta")
     assert_meta(pack([whole[:3], whole[:3], whole[3:], whole[3:]], ROWS), ROWS, (5, 3))

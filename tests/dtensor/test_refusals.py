@@ -171,6 +171,11 @@ def give_a_wrong_placement():
     DTensor.from_local(torch.zeros(2, 3), line(), placements, shape=(6, 3), run_check=True)
 
 
+def need_gradients_on_one_client():
+    part = torch.zeros(2, 3, requires_grad=dtckpt.client_id() == 1)
+    DTensor.from_local(part, line(), [Shard(0)], run_check=True)
+
+
 def reduce_bits_of_floats():
     DTensor.from_local(torch.zeros(2, 3), line(), [Partial("bor")])
 
@@ -223,6 +228,7 @@ def distribute_where_a_device_is_missing():
     [
         (give_another_shape, "ComponentError", "clients give different global shapes; got (6, 3), (5, 3)"),
         (give_a_wrong_placement, "LayoutError", "expected a dim below 2"),
+        (need_gradients_on_one_client, "ComponentError", "got S(0), S(0) with requires_grad"),
         (reduce_bits_of_floats, "LayoutError", "expected integers or bool for bitwise ones"),
         (check_another_layout, "LayoutError", "on cpu mesh '' {'x': 3} of clients 0, 1, 2"),
         (ask_for_a_gradient_elsewhere, "LayoutError", "got 2 for axes ['x']"),
@@ -264,3 +270,14 @@ def test_outside_the_mesh():
     with pytest.raises(ComponentError, match="no device in mesh"):
         pack([], layout)
     assert pack([], layout, (4,)).shape == (4,)
+
+
+@pytest.mark.parametrize("ask", [lambda x: x.sum().item(), lambda x: bool(x.sum()), lambda x: x.equal(x + 1)])
+def test_values_of_a_tensor_outside_the_mesh_are_not_known(ask):
+    outside = cluster_mesh({"x": 2}, 2, 0).portable()
+    tensor = copy_to_mesh(WHOLE, Layout.replicated(outside, 2))
+    with pytest.raises(
+        ComponentError, match=r"no device in mesh '' {'x': 2} of clients 0, 1, .* no tensor but a value"
+    ):
+        ask(tensor)
+    assert tensor.is_same_size(tensor + 1)

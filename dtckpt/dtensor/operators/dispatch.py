@@ -27,9 +27,10 @@ import torch
 
 from dtckpt.dtensor.operators import plans, rules
 from dtckpt.dtensor.operators.call import Call, Operator, functional_of, replace_tensors, signature_of, tensors_in
+from dtckpt.dtensor.operators.mesh_groups import run_groups, split_by_mesh
 from dtckpt.dtensor.operators.operands import common_mesh, to_replicated
 from dtckpt.dtensor.operators.plain_tensors import to_dtensors
-from dtckpt.dtensor.operators.registry import COMPOSITES, PLANNERS, builder_of
+from dtckpt.dtensor.operators.registry import BY_INDEX, COMPOSITES, PLANNERS, builder_of
 from dtckpt.dtensor.operators.rule_builders import UnknownShapeError
 from dtckpt.dtensor.operators.strategy import choose_layouts
 from dtckpt.dtensor.operators.tensor_spec import spec_of
@@ -66,7 +67,7 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         kwargs: Arguments by name.
 
     Raises:
-        MeshMismatchError: DTensors are on different meshes.
+        MeshMismatchError: DTensors are on different meshes; of lists, those at one index.
         LayoutError: An operator would change the shape of a tensor it writes to.
         ReplicaMismatchError: A plain tensor beside DTensors differs between clients.
     """
@@ -152,6 +153,8 @@ def _add_to_key(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -
 
 def _run_with_plain_tensors(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator with plain tensors beside DTensors: they count as replicated."""
+    if func in BY_INDEX and (groups := split_by_mesh(args, kwargs)):
+        return run_groups(func, groups, dispatch)
     tensors = list(tensors_in((*args, *kwargs.values())))
     mesh = common_mesh(f"operator {func}", [tensor for tensor in tensors if isinstance(tensor, DTensor)])
     call, signature = Call(func, tuple(args), kwargs), signature_of(func)
@@ -160,6 +163,8 @@ def _run_with_plain_tensors(func: Operator, args: Sequence[Any], kwargs: Mapping
     is_out = bool(written) and signature.written[0] != signature.names[0]
     operands = list(tensors_in([call[name] for name in signature.names if name not in signature.written]))
     unread = [one for one in written if is_out and not any(one is operand for operand in operands)]
+    if func is torch.ops.aten.is_same_size.default:
+        unread = tensors
     dtensors = to_dtensors(tensors, mesh, unread)
     result = dispatch(func, *replace_tensors(args, kwargs, dtensors))
     for tensor, dtensor in zip(tensors, dtensors, strict=True):
@@ -172,6 +177,8 @@ def _plan_and_run(
     key: tuple[Any, ...], func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
 ) -> Any:
     """Make a plan for a call that has none, run it, and keep it: a plan that fails is not kept."""
+    if func in BY_INDEX and (groups := split_by_mesh(args, kwargs)):
+        return run_groups(func, groups, dispatch)
     common_mesh(f"operator {func}", tensors)
     call = Call(func, tuple(args), kwargs)
     function = COMPOSITES.get(func) or _decomposition_of(func)

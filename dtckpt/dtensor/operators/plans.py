@@ -32,7 +32,7 @@ from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.strategy import Choice
 from dtckpt.dtensor.operators.tensor_spec import Spec, global_stride, intern_spec, wrap_components
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.errors import LayoutError
+from dtckpt.errors import ComponentError, LayoutError, capped
 from dtckpt.layout.layout import Layout
 
 Args = Sequence[Any]
@@ -308,7 +308,17 @@ def results_without_devices(
         kwargs: Arguments by name.
         tensors: The tensors among all arguments, in order.
         layouts: Layouts of the results that are tensors; those beyond the last are replicated.
+
+    Raises:
+        ComponentError: The operator returns a number, which only clients of the mesh can know.
     """
+    returns = func._schema.returns
+    if returns and not any("Tensor" in str(one.type) for one in returns):
+        mesh = tensors[0].device_mesh
+        raise ComponentError(
+            f"operator {func}: got a call on a client that has no device in mesh {mesh.name!r} {mesh.axis_sizes} of "
+            f"clients {capped(mesh.clients)}, expected one of these, as the result is no tensor but a value"
+        )
     # Such a client must not skip the call: results are DTensors on it too, as the next operators need them.
     remaining = iter(layouts)
 

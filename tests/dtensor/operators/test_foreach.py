@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
-from support.operator_checks import S0, S1, P, R, distributed
+from support.operator_checks import GRID, S0, S1, P, R, distributed
 from torch import nn
 
+from dtckpt import abstract_mesh
 from dtckpt.dtensor import DTensor
 from dtckpt.dtensor.operators import dispatch
+from dtckpt.errors import MeshMismatchError
 
 SHAPES = [(6, 5), (3,), (8, 4), (), (2, 2)]
 PLACED = [S0, R, S1, R, S0]
@@ -99,6 +101,49 @@ def test_shapes_that_do_not_fit():
         torch._foreach_add(ours, ours[:2])
 
 
+# --- several meshes -----------------------------------------------------------------------------------------------
+
+COLUMN = abstract_mesh({"z": 2})
+ON_OTHERS = [None, COLUMN, GRID, COLUMN, None]
+"""Meshes of `SHAPES`; None stands for the one that `made` takes."""
+
+
+def on_several_meshes(placed):
+    plain, ours = made(placed)
+    for index, mesh in enumerate(ON_OTHERS):
+        if mesh is not None:
+            ours[index] = distributed(plain[index], (placed[index], R)[: mesh.ndim], mesh)
+    return plain, ours
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL.keys() - {"mul tensor"})
+def test_lists_on_several_meshes(name):
+    (x, ours), (y, theirs) = on_several_meshes(PLACED), on_several_meshes(OTHERS)
+    results = FUNCTIONAL[name](ours, theirs)
+    same(results, FUNCTIONAL[name](x, y))
+    assert [one.device_mesh for one in results] == [one.device_mesh for one in ours]
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_lists_on_several_meshes_in_place(name):
+    (x, ours), (y, theirs) = on_several_meshes(PLACED), on_several_meshes(PLACED)
+    IN_PLACE[name](x, y)
+    IN_PLACE[name](ours, theirs)
+    same(ours, x)
+
+
+def test_norms_on_several_meshes():
+    plain, ours = on_several_meshes(PLACED)
+    same(torch._foreach_norm(ours), torch._foreach_norm(plain))
+
+
+def test_meshes_that_differ_at_one_index_change_nothing():
+    (x, ours), (_, theirs) = on_several_meshes(PLACED), made(OTHERS)
+    with pytest.raises(MeshMismatchError, match="different meshes"):
+        torch._foreach_add_(ours, theirs)
+    same(ours, x)
+
+
 # --- training -----------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
@@ -140,6 +185,7 @@ def model_of(placed):
 FULLY_SHARDED = ((S0, S0), (S0, S0))
 TENSOR_PARALLEL = ((S0, S0), (S1, R))
 MIXED = (((S0, S1), (S0, R)), ((R, S0), (R, R)))
+ON_TWO_MESHES = ["sgd foreach", "sgd fused", "adam foreach", "adamw fused", "rmsprop"]
 
 
 @pytest.mark.share(20)
@@ -160,6 +206,24 @@ def test_optimizers(name, placed):
             optimizer.step()
     for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.detach().full_tensor(), other.detach(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ON_TWO_MESHES)
+def test_optimizers_of_parameters_on_two_meshes(name):
+    plain = [torch.ones(6, 4), torch.full((4,), 2.0)]
+    ours = [distributed(plain[0], S0), distributed(plain[1], (R, S0))]
+    for parameters in (plain, ours):
+        for parameter in parameters:
+            parameter.requires_grad_()
+        optimizer = OPTIMIZERS[name](parameters)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for parameter in parameters:
+                scaler.scale((parameter**2).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    same([one.detach() for one in ours], [one.detach() for one in plain])
 
 
 @pytest.mark.parametrize("foreach", [True, False])

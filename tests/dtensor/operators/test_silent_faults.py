@@ -113,6 +113,22 @@ def test_clients_outside_the_mesh_go_on(pool):
     assert values == [[(5, 3), True], [(5, 3)], [(5, 3), True]]
 
 
+def compare_sizes_with_own_values() -> list[object]:
+    from dtckpt.dtensor.debug import CommDebugMode
+
+    clients = dtckpt.num_clients()
+    placed = distribute_tensor(torch.zeros(4, 3), init_device_mesh("cpu", (clients,)), [Shard(0)])
+    own = torch.full((4, 3), float(dtckpt.client_id()))
+    with CommDebugMode() as mode:
+        found = [own.is_same_size(placed), placed.is_same_size(own), placed.is_same_size(own[1:])]
+    return [*found, mode.get_total_counts()]
+
+
+@pytest.mark.processes
+def test_sizes_are_compared_without_values(pool):
+    assert pool.values(compare_sizes_with_own_values, clients=2, group=True) == [[True, True, False, 0]] * 2
+
+
 # --- random numbers -----------------------------------------------------------------------------------------------
 
 RANDOM = {

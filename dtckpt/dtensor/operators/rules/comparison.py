@@ -1,4 +1,4 @@
-"""Comparisons with one answer, which all clients get: ``equal``, ``allclose``."""
+"""Comparisons with one answer, which all clients get: ``equal``, ``allclose``, ``is_same_size``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ def _allclose(self: DTensor, other: DTensor, rtol: float = 1e-5, atol: float = 1
     if self.dtype != other.dtype or are_replicated(self, other):
         return NotImplemented
     return bool(_aten._local_scalar_dense(torch.isclose(self, other, rtol, atol, equal_nan).all()))
+
+
+@composite(_aten.is_same_size.default)
+def _is_same_size(self: DTensor, other: DTensor) -> Any:
+    """The global shapes are compared; nothing moves."""
+    return self.shape == other.shape
 
 
 @rule(_aten.equal.default)

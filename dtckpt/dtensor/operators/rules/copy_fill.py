@@ -62,8 +62,16 @@ def _assign(call: Call) -> Rule | None:
     return Rule(factors.sizes, (dims, value_dims), (dims,), passes=both, shape_only_operands=frozenset({0}))
 
 
+@rule(_aten.empty_like.default)
+def _empty(call: Call) -> Rule:
+    """All dims may be split; values without meaning wait for the operand's reduction, if the dtype stays."""
+    source = call.tensors[0].dtype
+    if (call["dtype"] or source) == source:
+        return same_dims(call.shapes[0], any_reduction())
+    return _like(call)
+
+
 @rule(
-    _aten.empty_like.default,
     _aten.full_like.default,
     _aten.ones_like.default,
     _aten.zeros_like.default,

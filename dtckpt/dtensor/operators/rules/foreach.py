@@ -18,7 +18,7 @@ import torch
 from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, signature_of, tensors_in
 from dtckpt.dtensor.operators.operands import replicated_layout, to_layouts, unshare, write_into
 from dtckpt.dtensor.operators.plans import finish_write, results_without_devices, run_on_meta
-from dtckpt.dtensor.operators.registry import PLANNERS, builder_of
+from dtckpt.dtensor.operators.registry import BY_INDEX, PLANNERS, builder_of
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.rule_builders import pointwise
 from dtckpt.dtensor.operators.strategy import Choice, choose_layouts
@@ -171,16 +171,28 @@ def _single_tensor_operator(func: Operator) -> Operator | None:
     return None
 
 
-_NOT_POINTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
+_ON_LISTS = "_foreach_", "_amp_foreach_"
+_REDUCTIONS = {
+    "_amp_foreach_non_finite_check_and_unscale",
+    "_amp_foreach_non_finite_check_and_unscale_",
+    "_foreach_max",
+    "_foreach_mm",
+    "_foreach_norm",
+    "_foreach_powsum",
+}
+"""Operators that do more than to treat the elements of each row alike."""
 
 
 def _register() -> None:
     for name in torch._C._dispatch_get_all_op_names():
         base, _, overload = name.removeprefix("aten::").partition(".")
-        is_by_index = base.startswith("_foreach_") and base not in _NOT_POINTWISE
-        is_step = base.startswith(("_fused_ada", "_fused_sgd"))
-        if name.startswith("aten::") and "out" not in overload and (is_by_index or (is_step and base.endswith("_"))):
-            PLANNERS[getattr(getattr(_aten, base), overload or "default")] = ForeachPlan
+        is_step = base.startswith(("_fused_ada", "_fused_sgd")) and base.endswith("_")
+        if not name.startswith("aten::") or "out" in overload or not (base.startswith(_ON_LISTS) or is_step):
+            continue
+        operator = getattr(getattr(_aten, base), overload or "default")
+        BY_INDEX.add(operator)
+        if base not in _REDUCTIONS:
+            PLANNERS[operator] = ForeachPlan
 
 
 _register()

@@ -1,0 +1,91 @@
+"""Operators on lists of tensors, as ``_foreach_add_``, whose tensors are on several meshes: one call for each mesh.
+
+An optimizer updates the parameters of a whole model in one call, and parts of the model may be on different meshes::
+
+    _foreach_add_([p0, p1, p2], [g0, g1, g2])    p0, g0 and p2, g2 on one mesh, p1 and g1 on another
+
+        _foreach_add_([p0, p2], [g0, g2])
+        _foreach_add_([p1], [g1])
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dtckpt.dtensor.operators.call import Operator
+from dtckpt.dtensor.tensor import DTensor
+from dtckpt.layout.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class MeshGroup:
+    """The part of a call whose tensors are on one mesh.
+
+    Args:
+        indices: Its indices in the lists of the call.
+        args: Positional arguments, with the items of lists at these indices only.
+        kwargs: Arguments by name, likewise.
+    """
+
+    indices: tuple[int, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def split_by_mesh(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[MeshGroup]:
+    """Return a call's groups, in the order in which their meshes come first in the lists.
+
+    Args:
+        args: Positional arguments. Items of lists belong together if they stand at one index; other arguments belong to
+            every group.
+        kwargs: Arguments by name.
+
+    Returns:
+        No group if all tensors are on one mesh, or if tensors at one index are on several.
+    """
+    lists = [value for value in (*args, *kwargs.values()) if _is_list_of_tensors(value)]
+    if len({len(one) for one in lists}) != 1:
+        return []
+    rows = [
+        dict.fromkeys(one.device_mesh for one in row if isinstance(one, DTensor)) for row in zip(*lists, strict=True)
+    ]
+    if len({mesh for row in rows for mesh in row}) < 2 or any(len(row) > 1 for row in rows):
+        return []
+    first = next(mesh for row in rows for mesh in row)
+    by_mesh: defaultdict[Mesh, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        by_mesh[next(iter(row), first)].append(index)
+
+    def part(value: Any, indices: Sequence[int]) -> Any:
+        is_by_index = isinstance(value, list | tuple) and len(value) == len(rows)
+        return [value[index] for index in indices] if is_by_index else value
+
+    return [
+        MeshGroup(
+            tuple(indices),
+            tuple(part(value, indices) for value in args),
+            {name: part(value, indices) for name, value in kwargs.items()},
+        )
+        for indices in by_mesh.values()
+    ]
+
+
+def _is_list_of_tensors(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value)
+
+
+def run_groups(func: Operator, groups: Sequence[MeshGroup], dispatch: Callable[..., Any]) -> list[Any] | None:
+    """Run an operator group by group; return its results in the order of the lists, None if it writes in place.
+
+    Collective: As the operator, over the clients of one mesh after another.
+    """
+    results: dict[int, Any] = {}
+    for group in groups:
+        found = dispatch(func, group.args, group.kwargs)
+        results.update(zip(group.indices, found or (), strict=False))
+    return [results[index] for index in sorted(results)] if results else None
