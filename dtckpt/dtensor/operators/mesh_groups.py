@@ -51,18 +51,17 @@ def split_by_mesh(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[MeshGr
     lists = [value for value in (*args, *kwargs.values()) if _is_list_of_tensors(value)]
     if len({len(one) for one in lists}) != 1:
         return []
-    rows = [
-        dict.fromkeys(one.device_mesh for one in row if isinstance(one, DTensor)) for row in zip(*lists, strict=True)
-    ]
-    if len({mesh for row in rows for mesh in row}) < 2 or any(len(row) > 1 for row in rows):
+    meshes = [{one.device_mesh for one in row if isinstance(one, DTensor)} for row in zip(*lists, strict=True)]
+    if len(set[Mesh]().union(*meshes)) < 2 or any(len(one) > 1 for one in meshes):
         return []
-    first = next(mesh for row in rows for mesh in row)
+    first = next(mesh for one in meshes for mesh in one)
     by_mesh: defaultdict[Mesh, list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        by_mesh[next(iter(row), first)].append(index)
+    for index, one in enumerate(meshes):
+        # Where all tensors of an index are plain, any mesh will do.
+        by_mesh[next(iter(one), first)].append(index)
 
     def part(value: Any, indices: Sequence[int]) -> Any:
-        is_by_index = isinstance(value, list | tuple) and len(value) == len(rows)
+        is_by_index = isinstance(value, list | tuple) and len(value) == len(meshes)
         return [value[index] for index in indices] if is_by_index else value
 
     return [

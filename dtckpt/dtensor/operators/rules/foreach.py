@@ -171,27 +171,18 @@ def _single_tensor_operator(func: Operator) -> Operator | None:
     return None
 
 
-_ON_LISTS = "_foreach_", "_amp_foreach_"
-_REDUCTIONS = {
-    "_amp_foreach_non_finite_check_and_unscale",
-    "_amp_foreach_non_finite_check_and_unscale_",
-    "_foreach_max",
-    "_foreach_mm",
-    "_foreach_norm",
-    "_foreach_powsum",
-}
-"""Operators that do more than to treat the elements of each row alike."""
+_NOT_POINTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
 
 
 def _register() -> None:
     for name in torch._C._dispatch_get_all_op_names():
         base, _, overload = name.removeprefix("aten::").partition(".")
         is_step = base.startswith(("_fused_ada", "_fused_sgd")) and base.endswith("_")
-        if not name.startswith("aten::") or "out" in overload or not (base.startswith(_ON_LISTS) or is_step):
+        if not name.startswith("aten::") or "out" in overload or not (base.startswith("_foreach_") or is_step):
             continue
         operator = getattr(getattr(_aten, base), overload or "default")
         BY_INDEX.add(operator)
-        if base not in _REDUCTIONS:
+        if base not in _NOT_POINTWISE:
             PLANNERS[operator] = ForeachPlan
 
 

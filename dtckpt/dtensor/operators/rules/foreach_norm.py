@@ -12,11 +12,13 @@ import torch
 from dtckpt.dtensor.operators.composite_helpers import reduce_pending, reduce_pending_all
 from dtckpt.dtensor.operators.operands import replicated_layout, to_layouts, to_replicated, unshare, write_into
 from dtckpt.dtensor.operators.plans import finish_write
-from dtckpt.dtensor.operators.registry import composite
+from dtckpt.dtensor.operators.registry import BY_INDEX, composite
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.layout import UNSHARDED, Layout
 
 _aten = torch.ops.aten
+
+BY_INDEX.add(_aten._amp_foreach_non_finite_check_and_unscale_.default)
 
 
 @composite(_aten._foreach_max.default)
