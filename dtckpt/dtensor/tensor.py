@@ -329,7 +329,7 @@ class DTensor(torch.Tensor):
 
     # --- memory: that of the components, as the tensor itself has none ---------------------------------------------
 
-    def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:
+    def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]  # torch lists them
         """Return a plain tensor of some data, of this dtype on this device, as PyTorch's DTensor does."""
         return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(data, **options)
 
