@@ -54,7 +54,7 @@ def test_modules_move_to_shared_memory():
     ids=["torch.from_dlpack", "numpy.from_dlpack", "apply_"],
 )
 def test_memory_is_not_handed_out(use):
-    with pytest.raises(OperatorError, match="to_local|local_map"):
+    with pytest.raises(OperatorError, match=r"to_local|local_map"):
         use(sharded())
 
 
