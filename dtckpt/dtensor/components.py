@@ -38,6 +38,9 @@ from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import validate_reductions
 from dtckpt.redistribution import agreements
 
+_PURPOSE = "from_local/pack"
+"""What clients exchange summaries for; `gather_objects` keeps these apart from all else."""
+
 
 def pack(
     tensors: Sequence[Any],
@@ -111,7 +114,7 @@ def pack_strided(
     global_shape: tuple[int, ...] | None = None
     failure: DtckptError | None = None
     try:
-        global_shape = None if shape is None else _shape_of(shape)
+        global_shape = None if shape is None else _integers("global shape", shape)
         components = _components(tensors, layout)
     except DtckptError as error:
         # Kept and not raised: the other clients wait for this one's summary, and raise the error with it.
@@ -162,7 +165,7 @@ def _pack_again(tensors: Sequence[Any], layout: Layout, case: tuple[Any, ...]) -
 def _gathered(summary: Summary, mesh: Mesh, failure: DtckptError | None) -> Summary:
     """Return the summary of all clients' components."""
     try:
-        return Summary.merged(gather_objects(summary, mesh))
+        return Summary.merged(gather_objects(summary, mesh, _PURPOSE))
     except DtckptError as error:
         # The others do something else, and raise because this client does not. Its own failure says why.
         raise failure or error from error
@@ -202,7 +205,7 @@ def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
     """
     if mesh.num_clients < 2 or not _can_agree(mesh):
         return error
-    summaries = gather_objects(Summary({}, {}, to_wire(error)), mesh)
+    summaries = gather_objects(Summary({}, {}, to_wire(error)), mesh, _PURPOSE)
     return from_wire(*(Summary.merged(summaries).failure or to_wire(error)))
 
 
@@ -236,11 +239,24 @@ def _validate_mesh(layout: Layout) -> None:
         raise LayoutError(f"pack needs a layout on a mesh of devices; got {layout.to_string()}")
 
 
-def _shape_of(shape: Sequence[int]) -> tuple[int, ...]:
+def strides_of(stride: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return the strides that a caller gives for a tensor of so many dims.
+
+    Raises:
+        LayoutTypeError: They are no sequence of integers.
+        ComponentError: There is not one for each dim.
+    """
+    strides = _integers("stride", stride)
+    if len(strides) != rank:
+        raise ComponentError(f"stride: got {strides}, expected {rank}, one for each dim")
+    return strides
+
+
+def _integers(what: str, values: Sequence[int]) -> tuple[int, ...]:
     try:
-        return tuple(map(operator.index, shape))
+        return tuple(map(operator.index, values))
     except TypeError:
-        raise LayoutTypeError(f"global shape: got {shape!r}, expected a sequence of integers") from None
+        raise LayoutTypeError(f"{what}: got {values!r}, expected a sequence of integers") from None
 
 
 def _components(tensors: Sequence[Any], layout: Layout) -> list[torch.Tensor]:
@@ -403,7 +419,7 @@ def _validate_replicas(components: Sequence[torch.Tensor], layout: Layout, shape
     ]
     if is_shared(layout.mesh):
         # Digests travel, never values: 16 bytes for each component, however large it is.
-        digests = [item for listed in gather_objects(digests, layout.mesh) for item in listed]
+        digests = [item for listed in gather_objects(digests, layout.mesh, "run_check") for item in listed]
     first: dict[Any, tuple[str, bytes]] = {}
     for region, name, digest in digests:
         other_name, other = first.setdefault(region, (name, digest))

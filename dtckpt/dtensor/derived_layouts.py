@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from dtckpt.errors import LayoutTypeError
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Placement, Replicate
@@ -32,9 +31,7 @@ def cached_layout(mesh: Mesh, placements: Sequence[Placement] | None, ndim: int)
     """
     if placements is None:
         placements = (Replicate(),) * mesh.ndim
-    if not isinstance(placements, Sequence):
-        raise LayoutTypeError(f"placements: got {placements!r}, expected a sequence of one per axis")
-    if not all(isinstance(each, Placement) for each in placements):
+    if not isinstance(placements, Sequence) or not all(isinstance(each, Placement) for each in placements):
         return Layout.from_placements(mesh, placements, ndim)  # which raises a fitting error
     return _layout(mesh, id(mesh), tuple(placements), ndim)
 
@@ -46,15 +43,15 @@ def _layout(mesh: Mesh, identity: int, placements: tuple[Placement, ...], ndim: 
     return Layout.from_placements(mesh, placements, ndim)
 
 
-def one_device_per_client(mesh: Mesh, axis: str = "client") -> Mesh:
+def one_device_per_client(mesh: Mesh, axis: str = "client", name: str = "") -> Mesh:
     """Return the mesh of every client's first device, on one axis."""
-    return _host_mesh(mesh, id(mesh), axis)
+    return _host_mesh(mesh, id(mesh), axis, name)
 
 
 @lru_cache(maxsize=256)
-def _host_mesh(mesh: Mesh, identity: int, axis: str) -> Mesh:
+def _host_mesh(mesh: Mesh, identity: int, axis: str, name: str) -> Mesh:
     # Equal meshes may be seen from different clients of one process.
     del identity
     hosts = [mesh.device_name(mesh.devices_of(client)[0]) for client in mesh.clients]
     own = [mesh.clients.index(mesh.client_of(device)) for device in mesh.local_device_ids()[:1]]
-    return Mesh([axis], np.arange(len(hosts)), own, [hosts[index] for index in own], "", hosts)
+    return Mesh([axis], np.arange(len(hosts)), own, [hosts[index] for index in own], name, hosts)

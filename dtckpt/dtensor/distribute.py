@@ -146,7 +146,7 @@ def _agreed_layout(
         request = (tuple(tensor.shape), str(tensor.dtype), str(layout.placements), position, *device)
         failure_and_request = (None, request)
     try:
-        gathered = gather_objects(failure_and_request, mesh)
+        gathered = gather_objects(failure_and_request, mesh, "distribute_tensor")
     except DtckptError as error:
         # The others do something else, and raise because this client does not. Its own failure says why.
         raise (layout if isinstance(layout, DtckptError) else error) from error

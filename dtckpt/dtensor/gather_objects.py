@@ -23,7 +23,7 @@ _NBYTES = 504
 _LENGTH_NBYTES = 8
 
 
-def gather_objects(value: T, mesh: Mesh) -> list[T]:
+def gather_objects(value: T, mesh: Mesh, purpose: str) -> list[T]:
     """Return the value of every client of a mesh, in the order of ``mesh.clients``.
 
     On the host the values travel as a redistribution. So a client that does not come, because it does another
@@ -34,28 +34,31 @@ def gather_objects(value: T, mesh: Mesh) -> list[T]:
     Args:
         value: Anything that can be pickled; a few hundred bytes go fastest.
         mesh: A mesh in which this client has a device.
+        purpose: Which function asks, in printable characters without spaces. Values for different purposes never meet.
 
     Raises:
         LayoutError: Other clients do something else, or took other facts for granted before.
         CoordinationError: A client is gone.
     """
     if mesh.device_type != "cpu":
-        return _gathered_beside_cards(value, mesh)
+        return _gathered_beside_cards(value, mesh, purpose)
     data = pickle.dumps(value)
-    first = _rows(len(data).to_bytes(_LENGTH_NBYTES, "little") + data[:_NBYTES], _LENGTH_NBYTES + _NBYTES, mesh)
+    first = _rows(
+        len(data).to_bytes(_LENGTH_NBYTES, "little") + data[:_NBYTES], _LENGTH_NBYTES + _NBYTES, mesh, purpose
+    )
     lengths = [int.from_bytes(row[:_LENGTH_NBYTES], "little") for row in first]
     texts = [row[_LENGTH_NBYTES:] for row in first]
     if (longest := max(lengths)) > _NBYTES:
         # Rounded up, so that few plans serve all lengths.
-        rest = _rows(data[_NBYTES:], 1 << (longest - _NBYTES - 1).bit_length(), mesh)
+        rest = _rows(data[_NBYTES:], 1 << (longest - _NBYTES - 1).bit_length(), mesh, purpose)
         texts = [start + end for start, end in zip(texts, rest, strict=True)]
     # The clients of one job trust each other, as in PyTorch's own collectives of objects.
     return [pickle.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]  # noqa: S301
 
 
-def _rows(data: bytes, width: int, mesh: Mesh) -> list[bytes]:
+def _rows(data: bytes, width: int, mesh: Mesh, purpose: str) -> list[bytes]:
     """Return the bytes of every client, each filled up to ``width``."""
-    hosts = one_device_per_client(mesh, ARGUMENTS_AXIS)
+    hosts = one_device_per_client(mesh, ARGUMENTS_AXIS, purpose)
     (device,) = hosts.local_device_ids()
     row = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)[None]
     source, target = cached_layout(hosts, [Shard(0)], 2), cached_layout(hosts, [Replicate()], 2)
@@ -64,10 +67,11 @@ def _rows(data: bytes, width: int, mesh: Mesh) -> list[bytes]:
     return [bytes(each.numpy()) for each in gathered]
 
 
-def _gathered_beside_cards(value: T, mesh: Mesh) -> list[T]:
+def _gathered_beside_cards(value: T, mesh: Mesh, purpose: str) -> list[T]:
     # Messages between cards carry no digest of what clients take for granted, so it is compared here.
-    gathered: list[tuple[int, Any]] = all_gather_object((agreements.digest(mesh.clients), value), mesh.clients)
-    if len({digest for digest, _ in gathered}) > 1:
+    own = (agreements.digest(mesh.clients), purpose, value)
+    gathered: list[tuple[int, str, Any]] = all_gather_object(own, mesh.clients)
+    if len({(digest, asked) for digest, asked, _ in gathered}) > 1:
         agreements.forget(mesh.clients)
         raise LayoutError(agreements.MISMATCH)
-    return [each for _, each in gathered]
+    return [each for _, _, each in gathered]

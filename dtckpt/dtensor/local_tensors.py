@@ -28,9 +28,10 @@ from dtckpt.dtensor.operators.tensor_spec import (
 )
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor, described
-from dtckpt.errors import ComponentError, LayoutError, capped
+from dtckpt.errors import ComponentError, DtckptError, LayoutError, capped
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.placement import Placement
+from dtckpt.redistribution.execute import report_error
 
 
 class _FromComponents(torch.autograd.Function):
@@ -212,7 +213,11 @@ def from_components(
         requires_grad=requires_grad,
     )
     if gradient is not None:
-        validate_gradient(gradient, layout, tuple(packed.shape))
+        try:
+            validate_gradient(gradient, layout, tuple(packed.shape))
+        except DtckptError as error:
+            report_error(error, [layout.mesh])
+            raise
     if not components:
         spec = intern_spec(layout, tuple(packed.shape), packed.stride(), parts[0].dtype)
         packed = wrap_components([], spec, parts[0].device)

@@ -189,6 +189,9 @@ def _plan(
         raise LayoutTypeError(f"redistribute needs a DTensor; got {type(tensor).__name__}")
     if not isinstance(layout, Layout):
         raise LayoutTypeError(f"redistribute needs a Layout; got {type(layout).__name__}")
+    for name, one in (("forward_dtype", forward_dtype), ("backward_dtype", backward_dtype)):
+        if not isinstance(one, torch.dtype | None):
+            raise LayoutTypeError(f"redistribute: got {name} {one!r}, expected a torch.dtype")
     target, dtype = resolve_match(layout, tensor.layout), forward_dtype or tensor.dtype
     validate_reductions(target.partial, dtype)
     # With a backward dtype, a tensor that stays passes through autograd too, which converts its gradient.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
-from dtckpt.errors import DtckptError, LayoutError, LayoutTypeError, capped
+from dtckpt.errors import DtckptError, LayoutError, LayoutTypeError, OperatorError, capped
 from dtckpt.layout import text_format
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
@@ -204,6 +204,7 @@ class DTensor(torch.Tensor):
                 raise LayoutTypeError(f"from_local needs a tensor; got {type(local_tensor).__name__}")
             layout = cached_layout(mesh, placements, local_tensor.ndim)
             gradient = None if grad_placements is None else Layout.from_placements(mesh, grad_placements, layout.rank)
+            stride = None if stride is None else strides_of(stride, layout.rank)
         except DtckptError as error:
             # Where clients exchange summaries, the others wait for this one's, and the error takes its place.
             raise shared_failure(error, mesh) if shape is None or run_check else error from None
@@ -326,6 +327,38 @@ class DTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return torch_checkpoint.shard_at(self, index)
 
+    # --- memory: that of the components, as the tensor itself has none ---------------------------------------------
+
+    def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]  # torch lists them
+        """Return a plain tensor of some data, of this dtype on this device, as PyTorch's DTensor does."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(data, **options)
+
+    def new(self, *args: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]  # torch lists overloads
+        """As `torch.Tensor.new`; the result is a plain tensor."""
+        plain: torch.Tensor = torch.empty(0, dtype=self.dtype, device=self.device).new(*args, **options)
+        return plain
+
+    def share_memory_(self) -> DTensor:
+        """Move the components to shared memory, and return the tensor."""
+        for component in self.components:
+            component.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether all components are in shared memory."""
+        return all(component.is_shared() for component in self.components)  # type: ignore[no-untyped-call]  # as above
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise OperatorError("DLPack: a DTensor has no memory of its own to hand out; to_local returns a component")
+
+    def apply_(self, callable: Callable[..., Any]) -> Any:  # noqa: A002, ARG002  (PyTorch's name; there is no way)
+        """Refuse, as PyTorch would write to memory that a DTensor does not have.
+
+        Raises:
+            OperatorError: Always.
+        """
+        raise OperatorError("apply_: not for DTensors; local_map runs a function on the components")
+
     # --- values as numbers: every client gets those of the whole tensor -------------------------------------------
 
     def tolist(self) -> Any:
@@ -383,6 +416,6 @@ def described(layout: Layout) -> str:
 # These modules implement the methods and construct DTensors, so they import this one. They are imported last, when the
 # class exists. `dtckpt.dtensor` imports this module before them, and Python runs the package before any of its modules.
 from dtckpt.dtensor import factories, local_tensors, serialization, torch_checkpoint  # noqa: E402
-from dtckpt.dtensor.components import shared_failure  # noqa: E402
+from dtckpt.dtensor.components import shared_failure, strides_of  # noqa: E402
 from dtckpt.dtensor.operators import plain_tensors, view_tracking  # noqa: E402
 from dtckpt.dtensor.redistribute import redistribute  # noqa: E402

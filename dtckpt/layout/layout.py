@@ -168,9 +168,12 @@ class Layout:
             ndim: Number of tensor dims.
 
         Raises:
+            LayoutTypeError: ``placements`` is no sequence of placements.
             LayoutError: There is not one placement per axis, a dim is out of range, or a ``split_factor`` is no product
                 of sizes of axes that split the same dim.
         """
+        if not isinstance(placements, Sequence):
+            raise LayoutTypeError(f"placements: got {placements!r}, expected a sequence of one per axis")
         if len(placements) != mesh.ndim:
             raise LayoutError(f"placements: got {len(placements)} for axes {mesh.dim_names}, expected one per axis")
         by_dim: list[list[str]] = [[] for _ in range(_valid_rank(ndim, 0))]

@@ -432,7 +432,7 @@ def _decode(request: str, client: int) -> list[LayoutChange]:
 def _summary(request: str) -> str:
     changes = _decode(request, -1)
     if changes[0].source.mesh.mesh_dim_names == (ARGUMENTS_AXIS,):
-        return "from_local, pack or distribute_tensor with arguments that are new there"
+        return f"an agreement on the arguments of {changes[0].source.mesh.name}"
     texts = [f"{change.shape} of {change.dtype} to {change.target.placements}" for change in changes]
     return capped(texts, 3)
 

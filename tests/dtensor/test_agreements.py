@@ -65,7 +65,7 @@ def test_client_that_calls_from_local_alone_is_noticed(pool):
     """Nobody has taken anything for granted."""
     for kind, text in pool.values(agreement_cases.one_asks_while_others_redistribute, clients=2, group=True):
         assert kind == "LayoutError"
-        assert "client 1: from_local, pack or distribute_tensor with arguments that are new there" in text
+        assert "client 1: an agreement on the arguments of from_local/pack" in text
 
 
 def test_agreements_end_with_the_process_group(pool, tmp_path):

@@ -10,6 +10,7 @@ import torch
 import dtckpt
 from dtckpt import Replicate, Shard
 from dtckpt.dtensor import DTensor, distribute_tensor
+from dtckpt.dtensor.experimental import local_map
 from dtckpt.errors import DtckptError
 
 from .operator_cases import line, numbers
@@ -46,6 +47,14 @@ def _meshed(wrong: bool) -> DTensor:
     return [_rows(6, 4), distribute_tensor(numbers(6, 4), other, [Shard(0)])][wrong]
 
 
+def _from_local(**options: Any) -> DTensor:
+    return DTensor.from_local(torch.ones(2, 3), line(), [Shard(0)], **options)
+
+
+def _mapped(result: Callable[[torch.Tensor], Any]) -> DTensor:
+    return local_map(result, out_placements=[Shard(0)])(_rows(6, 4))
+
+
 CALLS: dict[str, Callable[[bool], Any]] = {
     "index": lambda wrong: _whole(numbers(4, 3))[_places(wrong)].sum(),
     "row of a table": lambda wrong: torch.embedding(_whole(numbers(4, 3)), _places(wrong)).sum(),
@@ -58,6 +67,19 @@ CALLS: dict[str, Callable[[bool], Any]] = {
     "view": lambda wrong: _rows(6, 4).view(5 if wrong else 12, -1).sum(),
     "dtype": lambda wrong: (_rows(6, 4).float() if wrong else _rows(6, 4)).sum(),
     "mesh": lambda wrong: (_rows(6, 4) + _meshed(wrong)).sum(),
+    "function": lambda wrong: distribute_tensor(numbers(7), line(), [Shard(0)]) if wrong else _from_local(),
+    "random operator": lambda wrong: torch.rand_like(_rows(6, 4)) if wrong else _rows(6, 4).sum(),
+    "strides": lambda wrong: _from_local(stride=(1,) if wrong else (3, 1)),
+    "gradient placements": lambda wrong: _from_local(grad_placements=3 if wrong else None),
+    "gradient's shape": lambda wrong: _from_local(grad_placements=[Shard(1 if wrong else 0)]).sum(),
+    "forward_dtype": lambda wrong: _rows(6).redistribute(
+        placements=[Replicate()], forward_dtype="float" if wrong else torch.float64
+    ),
+    "local_map's function": lambda wrong: _mapped(lambda part: part[[9 if wrong else 0]]),
+    "local_map's result": lambda wrong: _mapped(lambda part: 3 if wrong else part[:1]),
+    "local_map's arguments": lambda wrong: local_map(
+        torch.neg, [Replicate()], in_placements=([Replicate()],), redistribute_inputs=not wrong
+    )(_rows(6, 4)),
     "operator": lambda wrong: _rows(6, 4).amax() if wrong else _rows(6, 4).sum(),
 }
 

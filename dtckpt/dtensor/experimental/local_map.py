@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,14 +13,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from dtckpt.dtensor import factories
 from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
 from dtckpt.dtensor.local_tensors import from_components, to_components
+from dtckpt.dtensor.operators.dispatch import report_failure
 from dtckpt.dtensor.operators.operands import common_mesh, unshare
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.dtensor.tensorflow_names import MeshLike
 from dtckpt.dtensor.torch_compile import keep_from_tracing
-from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError
+from dtckpt.errors import ComponentError, DtckptError, LayoutError, LayoutTypeError
+from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Placement
+from dtckpt.redistribution.execute import report_error
 
 Placements = Sequence[Placement] | None
 """Placements of one argument or result; None if it is no DTensor."""
@@ -71,18 +75,22 @@ def _decorated(options: tuple[Any, ...], func: Callable[..., Any]) -> Callable[.
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         flat, structure = tree_flatten(args)
-        placements = _entries("in_placements", in_placements, len(flat))
-        gradients = _entries("in_grad_placements", in_grad_placements, len(flat))
         tensors = [value for value in flat if isinstance(value, DTensor)]
+        with _reported([tensor.device_mesh for tensor in tensors]):
+            placements = _entries("in_placements", in_placements, len(flat))
+            gradients = _entries("in_grad_placements", in_grad_placements, len(flat))
+            mesh_of_all = None if device_mesh is None else factories.require_mesh(device_mesh)
         if not tensors:
             return func(*args, **kwargs)
-        first = tensors[0]
-        mesh = common_mesh("local_map", tensors, None if device_mesh is None else factories.require_mesh(device_mesh))
+        first, mesh = tensors[0], common_mesh("local_map", tensors, mesh_of_all)
+        with _reported([mesh]):
+            layouts = [
+                _layout_for(number, value, placements[number], redistribute_inputs) if placements else None
+                for number, value in enumerate(flat)
+            ]
         inputs = [
-            _with_placements(
-                number, value, placements[number] if placements else None, bool(placements), redistribute_inputs
-            )
-            for number, value in enumerate(flat)
+            value if layout is None else redistribute(value, layout)
+            for value, layout in zip(flat, layouts, strict=True)
         ]
         parts = [
             _parts(value, gradients[number] if gradients else None) if isinstance(value, DTensor) else value
@@ -94,7 +102,11 @@ def _decorated(options: tuple[Any, ...], func: Callable[..., Any]) -> Callable[.
             local = [
                 part[device] if isinstance(value, DTensor) else value for part, value in zip(parts, inputs, strict=True)
             ]
-            outputs.append(tree_flatten(func(*tree_unflatten(local, structure), **kwargs)))
+            try:
+                outputs.append(tree_flatten(func(*tree_unflatten(local, structure), **kwargs)))
+            except Exception as error:
+                report_failure(error, "the function of local_map", mesh)
+                raise
         return _merge(outputs, out_placements, mesh)
 
     keep_from_tracing([mapped], with_callees=False)  # ``func`` sees plain tensors only, and may be compiled whole.
@@ -111,29 +123,37 @@ def _entries(name: str, placements: Any, count: int) -> list[Placements] | None:
     return entries
 
 
-def _with_placements(number: int, value: Any, placements: Placements, is_checked: bool, is_redistributed: bool) -> Any:
-    """Return an argument with the placements of its entry in ``in_placements``."""
-    if not is_checked:
-        return value
+@contextmanager
+def _reported(meshes: Sequence[Mesh]) -> Iterator[None]:
+    """Report errors of the body to the clients of meshes: they are facts of this client, and the others may go on."""
+    try:
+        yield
+    except DtckptError as error:
+        report_error(error, meshes)
+        raise
+
+
+def _layout_for(number: int, value: Any, placements: Placements, is_redistributed: bool) -> Layout | None:
+    """Return the layout that an argument's entry in ``in_placements`` asks for; None if the argument stays as it is."""
     if not isinstance(value, torch.Tensor):
         if placements is not None:
             raise LayoutError(
                 f"local_map: argument {number} is {type(value).__name__}; got placements {placements} for it"
             )
-        return value
+        return None
     if not isinstance(value, DTensor):
-        return value
+        return None
     if placements is None:
         raise LayoutError(f"local_map: argument {number} is a DTensor; got no placements for it in in_placements")
     layout = cached_layout(value.device_mesh, placements, value.ndim)
     if layout == value.layout:
-        return value
+        return None
     if not is_redistributed:
         raise LayoutError(
             f"local_map: argument {number} has placements {list(value.placements)}, expected "
             f"{list(layout.placements)}; redistribute_inputs=True brings it there"
         )
-    return redistribute(value, layout)
+    return layout
 
 
 def _parts(tensor: DTensor, gradient: Placements) -> Sequence[torch.Tensor]:
@@ -155,16 +175,25 @@ def _merge(outputs: Sequence[tuple[list[Any], TreeSpec]], out_placements: Any, m
         mesh: The mesh of the results.
     """
     first, structure = outputs[0]
-    if any(other != structure for _, other in outputs):
-        raise ComponentError("local_map: the function returns other structures on other local devices")
-    entries = out_placements if isinstance(out_placements, tuple) else (out_placements,)
-    if len(entries) != len(first):
-        raise LayoutError(f"local_map: out_placements has {len(entries)} entries; the function returns {len(first)}")
-    results = [_result([values[number] for values, _ in outputs], entry, mesh) for number, entry in enumerate(entries)]
+    with _reported([mesh]):
+        if any(other != structure for _, other in outputs):
+            raise ComponentError("local_map: the function returns other structures on other local devices")
+        entries = out_placements if isinstance(out_placements, tuple) else (out_placements,)
+        if len(entries) != len(first):
+            raise LayoutError(
+                f"local_map: out_placements has {len(entries)} entries; the function returns {len(first)}"
+            )
+        by_result = [[values[number] for values, _ in outputs] for number in range(len(entries))]
+        layouts = [_layout_of(values, entry, mesh) for values, entry in zip(by_result, entries, strict=True)]
+    results = [
+        values[0] if layout is None else _result(values, layout, is_checked=entry is None)
+        for values, layout, entry in zip(by_result, layouts, entries, strict=True)
+    ]
     return tree_unflatten(results, structure)
 
 
-def _result(values: Sequence[Any], placements: Placements, mesh: Mesh) -> Any:
+def _layout_of(values: Sequence[Any], placements: Placements, mesh: Mesh) -> Layout | None:
+    """Return the layout of a result, one value per local device; None if it is no tensor."""
     first = values[0]
     if not isinstance(first, torch.Tensor):
         if placements is not None:
@@ -172,14 +201,17 @@ def _result(values: Sequence[Any], placements: Placements, mesh: Mesh) -> Any:
         # 1, 1.0 and True are equal, but not one value.
         if any(type(value) is not type(first) or value != first for value in values[1:]):
             raise ComponentError(f"local_map: local devices return other values, {values!r}; expected one or a tensor")
-        return first
+        return None
     if any(isinstance(value, DTensor) for value in values):
         raise LayoutTypeError("local_map: the function returns a DTensor, expected a plain tensor")
-    layout = cached_layout(mesh, placements, first.ndim)
+    return cached_layout(mesh, placements, first.ndim)
+
+
+def _result(components: Sequence[torch.Tensor], layout: Layout, *, is_checked: bool) -> DTensor:
     # Of a result that no axis splits, one component says the shape; shards may be uneven, so clients exchange theirs.
-    is_known = placements is not None and not any(layout.split_axes)
-    shape = tuple(first.shape) if is_known else None
-    return from_components(values, layout, shape=shape, run_check=placements is None)
+    is_known = not is_checked and not any(layout.split_axes)
+    shape = tuple(components[0].shape) if is_known else None
+    return from_components(components, layout, shape=shape, run_check=is_checked)
 
 
 keep_from_tracing(list(globals().values()))

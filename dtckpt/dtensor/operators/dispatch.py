@@ -37,6 +37,7 @@ from dtckpt.dtensor.operators.tensor_spec import spec_of
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import ClientFailedError, DtckptError, capped
 from dtckpt.layout.layout import Layout
+from dtckpt.layout.mesh import Mesh
 from dtckpt.redistribution import execute
 
 assert rules  # noqa: S101  (importing them fills the table)
@@ -89,7 +90,7 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             _LOG.debug("operator %s runs by %s, as before, on %s", func, plan.route, _Texts(tensors))
         return plan.run(args, kwargs, tensors)
     except Exception as error:
-        _report_error(error, func, tensors)
+        report_failure(error, f"operator {func}", tensors[0].device_mesh)
         raise
 
 
@@ -107,20 +108,25 @@ def _text_of(layout: Layout | None) -> str:
     return "as it is" if layout is None else f"[{', '.join(map(str, layout.placements))}]"
 
 
-def _report_error(error: Exception, func: Operator, tensors: Sequence[DTensor]) -> None:
+def report_failure(error: Exception, what: str, mesh: Mesh) -> None:
     """Report an error to the other clients, which may not have it, as an index out of range on one client alone.
 
     Without the report they would wait in their next exchange until a timeout.
 
     Blocks: As `redistribution.execute.report_error`.
+
+    Args:
+        error: The error; nothing happens if it is one of this library, or was reported before.
+        what: What has failed.
+        mesh: Whose clients hear of it.
     """
     # Errors of this library are raised on all clients, or reported where they are raised.
     if isinstance(error, DtckptError) or hasattr(error, "is_told"):
         return
     error.is_told = True  # type: ignore[attr-defined]  # The operators that called this one must not report it again.
-    failure = ClientFailedError(f"operator {func}: {type(error).__name__}: {error}")
+    failure = ClientFailedError(f"{what}: {type(error).__name__}: {error}")
     with suppress(DtckptError, RuntimeError):  # The other clients may be gone: the error itself matters more.
-        execute.report_error(failure, [tensors[0].device_mesh])
+        execute.report_error(failure, [mesh])
 
 
 def _add_to_key(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> bool:

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from dtckpt.comm.collectives import all_gather_object
 from dtckpt.comm.process_groups import validate_connected
+from dtckpt.dtensor.gather_objects import gather_objects
 from dtckpt.errors import CoordinationError, GeneratorMismatchError, RandomParameterError, capped
 from dtckpt.layout.mesh import Mesh
 
@@ -62,12 +62,13 @@ def agreed_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
     Raises:
         GeneratorMismatchError: Clients that had drawn the same keys drew different ones since the last comparison; on
             all of them.
+        LayoutError: Other clients do something else.
         CoordinationError: A client is gone, or did not come in time, or no process group connects the clients.
     """
     key = draw_key(generator)
     if mesh.num_clients > 1 and not mesh.is_remote():
         validate_connected(mesh.clients, "comparing random keys")
-        return _history_of(mesh.clients).add(key)
+        return _history_of(mesh.clients).add(key, mesh)
     return key
 
 
@@ -87,13 +88,18 @@ class _KeyHistory:
     digest: bytes = b""
     has_warned: bool = False
 
-    def add(self, key: int) -> int:
-        """Add a key, compare keys if that is due (collective then), and return the key that all clients use."""
+    def add(self, key: int, mesh: Mesh) -> int:
+        """Add a key, compare keys if that is due (collective then), and return the key that all clients use.
+
+        Args:
+            key: The key.
+            mesh: A mesh of the clients.
+        """
         self.count += 1
         self.digest = hashlib.blake2b(self.digest + key.to_bytes(8, "little"), digest_size=16).digest()
         if self.count > FIRST_COMPARED and self.count % COMPARED_EVERY:
             return key
-        gathered = self._gather(key)
+        gathered = self._gather(key, mesh)
         if len({digest for digest, _ in gathered}) == 1:
             return key
         if self.count > 1:
@@ -109,11 +115,11 @@ class _KeyHistory:
         self.count, self.digest = 0, b""
         return gathered[0][1]
 
-    def _gather(self, key: int) -> list[tuple[Any, int]]:
+    def _gather(self, key: int, mesh: Mesh) -> list[tuple[Any, int]]:
         """Return every client's count and digest since the last comparison, and its last key."""
         try:
-            return all_gather_object(((self.count, self.digest), key), self.clients)
-        except RuntimeError as error:
+            return gather_objects(((self.count, self.digest), key), mesh, "random_operators")
+        except CoordinationError as error:
             raise CoordinationError(
                 f"comparing random keys among clients {capped(self.clients)} failed: {error}; look for clients that "
                 "ended, hang, or make fewer random tensors than others"

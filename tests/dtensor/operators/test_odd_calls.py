@@ -13,7 +13,8 @@ def test_every_client_gets_an_error(pool, name):
     assert max(answer.seconds for answer in answers) < 15
     errors = [answer.value[0] for answer in answers]
     assert all(kind for kind, _ in errors)
-    assert all(text.removeprefix("client 1: ").startswith("operator ") for kind, text in errors if "Failed" in kind)
+    callers = "operator ", "the function of local_map: "
+    assert all(text.removeprefix("client 1: ").startswith(callers) for kind, text in errors if "Failed" in kind)
     assert all(is_right for _, is_right in (answer.value for answer in answers))
 
 

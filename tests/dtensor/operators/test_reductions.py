@@ -163,3 +163,12 @@ def test_a_maximum_of_nothing_is_refused_as_of_plain_tensors(call):
 def test_sums_of_halves_do_not_overflow_before_they_are_divided():
     x = torch.full((8,), 60000.0, dtype=torch.float16)
     assert distributed(x, (Shard(0),)).mean().full_tensor() == 60000.0
+
+
+@pytest.mark.parametrize("operate", [torch.add, torch.sub])
+@pytest.mark.parametrize("number", [2, 2.0, 2j], ids=str)
+def test_numbers_are_added_to_a_pending_maximum(operate, number):
+    """Complex numbers have no order, so the maximum cannot stay pending then."""
+    x = torch.tensor([1.0, -3.0, 2.0, 0.0])
+    pending = distributed(x, (Shard(0),)).redistribute(placements=[Partial("max")])
+    torch.testing.assert_close(operate(pending, number).full_tensor(), operate(x, number))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from dtckpt.dtensor.operators.call import Call
+from dtckpt.dtensor.operators.call import Call, numbers_in
 from dtckpt.dtensor.operators.registry import rule
 from dtckpt.dtensor.operators.rule import BILINEAR, LINEAR, MONOTONE, Passes, Rule
 from dtckpt.dtensor.operators.rule_builders import pointwise
@@ -26,13 +26,14 @@ _SHIFTED: Passes = {"avg": ((0,),), "max": ((0,),), "min": ((0,),)}
 @rule(_aten.add.Tensor, _aten.sub.Tensor)
 def _add(call: Call) -> Rule | None:
     """All dims may be split; a pending sum passes, and the other operand counts once."""
-    return pointwise(call.shapes, _ADDED if len(call.tensors) == 2 else _SHIFTED)
+    return pointwise(call.shapes, _ADDED) if len(call.tensors) == 2 else _shift(call)
 
 
 @rule(_aten.add.Scalar, _aten.sub.Scalar)
 def _shift(call: Call) -> Rule | None:
-    """All dims may be split; pending averages and extremes pass."""
-    return pointwise(call.shapes, _SHIFTED)
+    """All dims may be split; pending averages and extremes pass, extremes not if the result is complex."""
+    is_complex = any(isinstance(number, complex) for number in numbers_in((*call.args, *call.kwargs.values())))
+    return pointwise(call.shapes, {"avg": ((0,),)} if is_complex else _SHIFTED)
 
 
 @rule(_aten.mul.Tensor)
