@@ -12,8 +12,10 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
+from weakref import proxy, ref
 
 import torch
 
@@ -26,8 +28,12 @@ _UNTRACEABLE = (
     *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
     *("__int__", "__float__", "__index__", "__contains__"),
     *("register_hook", "register_post_accumulate_grad_hook", "split"),
+    "backward",
 )
-"""Methods of tensors that the compiler fails to trace on unknown classes: by endless recursion, KeyError, a warning."""
+"""Methods of tensors that the compiler fails to trace on unknown classes: by endless recursion, KeyError, a warning.
+
+With `backward`, it would look at each of the functions that PyTorch calls between two operators.
+"""
 
 
 def own_untraceable_methods(tensor_class: type[torch.Tensor]) -> None:
@@ -68,6 +74,25 @@ def keep_from_tracing(members: Iterable[Any], *, with_callees: bool = True) -> N
         function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
         for one in _with_inner(code):
             dynamo.set_code_exec_strategy(one, strategy)
+
+
+def keep_method_from_tracing(instance: Any, name: str) -> None:
+    """Have `torch.compile` skip a method of one object, and all that the method calls; other objects are as before.
+
+    Args:
+        instance: The object; it gets a method of its own.
+        name: Of the method.
+    """
+    method = getattr(type(instance), name)
+    # Weak, as the object has the method: of a cycle the memory would stay until a garbage collection.
+    this = ref(instance)
+
+    @wraps(method)
+    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(this(), *args, **kwargs)
+
+    keep_from_tracing([call])
+    setattr(instance, name, types.MethodType(call, proxy(instance)))
 
 
 def _functions_of(members: Iterable[Any]) -> Iterator[types.FunctionType]:

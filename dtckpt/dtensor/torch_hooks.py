@@ -17,11 +17,14 @@ from torch.testing import _comparison
 from torch.utils._foreach_utils import _foreach_supported_types as _gradients_types
 
 from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.torch_compile import keep_method_from_tracing
 from dtckpt.layout.mesh import Mesh
 
 _input_mask = torch.masked._ops._input_mask
 _pair: Any = _comparison.TensorLikePair
 _check_supported = _pair._check_supported
+
+_add_param_group = torch.optim.Optimizer.add_param_group
 
 _UNWRAP = "_unwrap_dtensor_for_comparison"
 """PyTorch 2.11 lacks this function, and compares DTensors by operators, as it compares those in lists."""
@@ -78,6 +81,17 @@ def _resolve_mesh(group: Any, *args: Any, **kwargs: Any) -> Any:
     return _resolve_group(group, *args, **kwargs)
 
 
+@wraps(_add_param_group)
+def _add_param_group_untraced(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+    """Add parameters to an optimizer, and keep `torch.compile` from tracing its steps if there is a DTensor among them.
+
+    Else the compiler would trace what PyTorch calls for each parameter, and find nothing to compile.
+    """
+    _add_param_group(optimizer, param_group)
+    if "step" not in vars(optimizer) and any(isinstance(one, DTensor) for one in param_group["params"]):
+        keep_method_from_tracing(optimizer, "step")
+
+
 def install() -> None:
     """Replace PyTorch's functions, and add DTensors to the types that optimizers update together (foreach)."""
     torch.masked._ops._input_mask = _mask_of
@@ -88,6 +102,7 @@ def install() -> None:
             setattr(module, _UNWRAP, _unwrap_for_comparison)
     _pair._check_supported = _check_supported_layout
     setattr(_functional_collectives, _RESOLVE, _resolve_mesh)
+    torch.optim.Optimizer.add_param_group = _add_param_group_untraced  # type: ignore[assignment, method-assign]
     foreach_types: tuple[list[Any], ...] = (_optimizers_types, _gradients_types)
     for types in foreach_types:
         if DTensor not in types:
