@@ -12,10 +12,8 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
 from pathlib import Path
 from typing import Any
-from weakref import proxy, ref
 
 import torch
 
@@ -74,25 +72,6 @@ def keep_from_tracing(members: Iterable[Any], *, with_callees: bool = True) -> N
         function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
         for one in _with_inner(code):
             dynamo.set_code_exec_strategy(one, strategy)
-
-
-def keep_method_from_tracing(instance: Any, name: str) -> None:
-    """Have `torch.compile` skip a method of one object, and all that the method calls; other objects are as before.
-
-    Args:
-        instance: The object; it gets a method of its own.
-        name: Of the method.
-    """
-    method = getattr(type(instance), name)
-    # Weak, as the object has the method: of a cycle the memory would stay until a garbage collection.
-    this = ref(instance)
-
-    @wraps(method)
-    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(this(), *args, **kwargs)
-
-    keep_from_tracing([call])
-    setattr(instance, name, types.MethodType(call, proxy(instance)))
 
 
 def _functions_of(members: Iterable[Any]) -> Iterator[types.FunctionType]:

@@ -240,14 +240,20 @@ def test_steps_of_optimizers_are_not_traced(make):
     assert torch.equal(one, other)
 
 
-def test_optimizers_of_plain_tensors_are_left_alone():
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # by the compiler
+def test_steps_on_plain_tensors_are_compiled():
+    optimizer_of(sharded(4, 2))
     optimizer = optimizer_of(torch.ones(3))
-    assert "step" not in vars(optimizer)
+    graphs = []
+    torch.compile(optimizer.step, backend=lambda graph, _: graphs.append(graph) or graph.forward)()
+    assert len(graphs) == 1
+    assert optimizer.param_groups[0]["params"][0][0] < 1
 
 
 def test_optimizers_are_freed_without_a_garbage_collection():
     optimizer = optimizer_of(sharded(4, 2))
     optimizer.step()
+    optimizer_of(sharded(4, 2)).step()  # Nobody else has this one.
     known = weakref.ref(optimizer)
     gc.disable()
     try:
