@@ -54,6 +54,7 @@ bench: install
 	$(RUN) 2 -m benchmarks.local_conversions
 	$(RUN) 2 -m benchmarks.train_step
 	$(RUN) 4 -m benchmarks.train_step --grid
+	$(RUN) 2 -m benchmarks.compiled_step
 	$(BIN)/python -m benchmarks.randomness
 	$(BIN)/python -m benchmarks.coordinator
 

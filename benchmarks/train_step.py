@@ -30,7 +30,7 @@ from dtckpt.dtensor import experimental as our_experimental
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 512, 256, 8, 2, 64, 8
 TOLERANCE = 1e-5
-ROWS = ("*.q.weight", "*.k.weight", "*.v.weight", "*.up.weight", "head.weight")
+ROWS = ("*.q.weight", "*.k.weight", "*.v.weight", "*.up.weight", "*.head.weight")
 """Weights that are split by rows over the model axis; those of `COLUMNS` are split by columns, others replicated."""
 COLUMNS = ("*.out.weight", "*.down.weight")
 
@@ -38,20 +38,21 @@ COLUMNS = ("*.out.weight", "*.down.weight")
 class Block(nn.Module):
     """Attention and a two-layer network, each beside a residual connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.size_per_head = width // HEADS
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.before_attention(inputs)
         q, k, v = (
-            project(hidden).view(*inputs.shape[:2], HEADS, WIDTH // HEADS).transpose(1, 2)
+            project(hidden).view(*inputs.shape[:2], HEADS, self.size_per_head).transpose(1, 2)
             for project in (self.q, self.k, self.v)
         )
         # Spelled out, as PyTorch's DTensor has no rule for the fused operator on the host.
-        mixed = torch.softmax(q @ k.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5, -1) @ v
+        mixed = torch.softmax(q @ k.transpose(-1, -2) / self.size_per_head**0.5, -1) @ v
         inputs = inputs + self.out(mixed.transpose(1, 2).reshape(inputs.shape))
         return inputs + self.down(functional.gelu(self.up(self.before_mlp(inputs))))
 
@@ -68,6 +69,22 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(inputs)))
 
 
+def distributed(model: nn.Module, api: ModuleType, mesh: Any) -> nn.Module:
+    """Return a model with its weights split over the last axis of a mesh; arguments as of `trained`."""
+    data = [api.Replicate()] * (mesh.ndim - 1)
+
+    def place(prefix: str, module: nn.Module, mesh: Any) -> None:
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            name = f".{prefix}.{key}"
+            rows, columns = (any(fnmatch(name, each) for each in patterns) for patterns in (ROWS, COLUMNS))
+            last = api.Shard(0) if rows else api.Shard(1) if columns else api.Replicate()
+            placed = api.distribute_tensor(parameter.detach(), mesh, [*data, last])
+            module.register_parameter(key, nn.Parameter(placed))
+
+    placed: nn.Module = api.distribute_module(model, mesh, place)
+    return placed
+
+
 def trained(api: ModuleType, mesh: Any) -> Iterator[tuple[float, float]]:
     """Train a model step by step; yield the seconds that each step took on this client, and its loss.
 
@@ -76,18 +93,8 @@ def trained(api: ModuleType, mesh: Any) -> Iterator[tuple[float, float]]:
         mesh: A mesh of that API whose last axis is ``model``.
     """
     torch.manual_seed(0)
-    data = [api.Replicate()] * (mesh.ndim - 1)
     split_batch = [api.Shard(0)] * (mesh.ndim - 1) + [api.Replicate()]
-
-    def place(prefix: str, module: nn.Module, mesh: Any) -> None:
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            name = f"{prefix}.{key}"
-            rows, columns = (any(fnmatch(name, each) for each in patterns) for patterns in (ROWS, COLUMNS))
-            last = api.Shard(0) if rows else api.Shard(1) if columns else api.Replicate()
-            placed = api.distribute_tensor(parameter.detach(), mesh, [*data, last])
-            module.register_parameter(key, nn.Parameter(placed))
-
-    model = api.distribute_module(GPT(), mesh, place)
+    model = distributed(GPT(), api, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(10**9):
         rng = torch.Generator().manual_seed(step)
@@ -133,7 +140,10 @@ def _train_plainly() -> None:
     """Train for one step without DTensors, so that neither first step pays for what PyTorch loads then."""
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(BATCH, LENGTH, WIDTH)).sum().backward()
+    logits = model(torch.randn(BATCH, LENGTH, WIDTH))
+    loss = functional.cross_entropy(logits.flatten(0, 1), torch.zeros(BATCH * LENGTH, dtype=torch.long))
+    optimizer.zero_grad()
+    loss.backward()
     optimizer.step()
 
 

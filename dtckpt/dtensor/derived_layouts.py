@@ -43,6 +43,18 @@ def _layout(mesh: Mesh, identity: int, placements: tuple[Placement, ...], ndim: 
     return Layout.from_placements(mesh, placements, ndim)
 
 
+def shared_layout(layout: Layout) -> Layout:
+    """Return one layout for all equal ones on a mesh."""
+    return _shared(layout, id(layout.mesh))
+
+
+@lru_cache(maxsize=8192)
+def _shared(layout: Layout, identity: int) -> Layout:
+    # Equal meshes may be seen from different clients of one process.
+    del identity
+    return layout
+
+
 def one_device_per_client(mesh: Mesh, axis: str = "client", name: str = "") -> Mesh:
     """Return the mesh of every client's first device, on one axis."""
     return _host_mesh(mesh, id(mesh), axis, name)

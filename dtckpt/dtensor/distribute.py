@@ -15,7 +15,7 @@ from torch import nn
 from dtckpt.comm.host_memory import detached_clone
 from dtckpt.comm.process_groups import validate_connected
 from dtckpt.comm.torch_device import device_of
-from dtckpt.dtensor.derived_layouts import cached_layout
+from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
 from dtckpt.dtensor.factories import require_mesh
 from dtckpt.dtensor.gather_objects import gather_objects
 from dtckpt.dtensor.redistribute import redistribute
@@ -75,7 +75,7 @@ def distribute_tensor(
     if isinstance(layout, DtckptError):
         raise layout
     # In two steps: values travel once, then each device makes its term of a Partial one, and nothing moves.
-    complete = Layout(layout.sharding_specs, mesh)  # nothing pending
+    complete = gradient_layout(layout)  # nothing pending
     if src_data_rank is None or tensor.is_meta or mesh.num_clients == 1:
         distributed = copy_to_mesh(tensor.detach(), complete)
     else:

@@ -10,14 +10,13 @@ import torch
 
 from dtckpt.comm import host_memory
 from dtckpt.comm.torch_device import device_of
-from dtckpt.dtensor.derived_layouts import cached_layout
+from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
 from dtckpt.dtensor.random import agreed_key
 from dtckpt.dtensor.random import fill as fill_randomly
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.dtensor.tensorflow_names import MeshLike, as_mesh, get_default_mesh
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
-from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Placement
 from dtckpt.layout.region import Region
@@ -78,7 +77,7 @@ def _make(
     mesh = require_mesh(device_mesh)
     shape = _shape_of(size)
     target = cached_layout(mesh, placements, len(shape))
-    complete = Layout(target.sharding_specs, mesh)  # nothing pending: terms are made of the values
+    complete = gradient_layout(target)  # nothing pending: terms are made of the values
     fill = make_fill(mesh, shape)
     components = []
     for device, name in zip(mesh.local_device_ids(), mesh.local_devices(), strict=True):

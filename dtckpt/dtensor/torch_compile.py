@@ -26,8 +26,12 @@ _UNTRACEABLE = (
     *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
     *("__int__", "__float__", "__index__", "__contains__"),
     *("register_hook", "register_post_accumulate_grad_hook", "split"),
+    "backward",
 )
-"""Methods of tensors that the compiler fails to trace on unknown classes: by endless recursion, KeyError, a warning."""
+"""Methods of tensors that the compiler fails to trace on unknown classes: by endless recursion, KeyError, a warning.
+
+With `backward`, it would look at each of the functions that PyTorch calls between two operators.
+"""
 
 
 def own_untraceable_methods(tensor_class: type[torch.Tensor]) -> None:

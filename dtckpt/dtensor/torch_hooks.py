@@ -7,6 +7,7 @@ for everything else. It also adds `DTensor` to PyTorch's lists of the tensor typ
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -17,11 +18,16 @@ from torch.testing import _comparison
 from torch.utils._foreach_utils import _foreach_supported_types as _gradients_types
 
 from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.torch_compile import keep_from_tracing
 from dtckpt.layout.mesh import Mesh
 
 _input_mask = torch.masked._ops._input_mask
 _pair: Any = _comparison.TensorLikePair
 _check_supported = _pair._check_supported
+
+_add_param_group = torch.optim.Optimizer.add_param_group
+_IS_FOR_BOTH = "_is_for_plain_tensors_and_dtensors"
+"""Attribute of the steps that `_step_of_both` returns."""
 
 _UNWRAP = "_unwrap_dtensor_for_comparison"
 """PyTorch 2.11 lacks this function, and compares DTensors by operators, as it compares those in lists."""
@@ -78,6 +84,37 @@ def _resolve_mesh(group: Any, *args: Any, **kwargs: Any) -> Any:
     return _resolve_group(group, *args, **kwargs)
 
 
+@wraps(_add_param_group)
+def _add_parameters(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+    """Add parameters to an optimizer; with the first DTensor, replace the step of its class by `_step_of_both`."""
+    _add_param_group(optimizer, param_group)
+    kind = type(optimizer)
+    if not hasattr(kind.step, _IS_FOR_BOTH) and any(isinstance(one, DTensor) for one in param_group["params"]):
+        kind.step = _step_of_both(kind.step)  # type: ignore[method-assign]
+
+
+def _step_of_both(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the step of an optimizer's class that `torch.compile` traces for plain tensors alone.
+
+    Of a step on DTensors it would trace what PyTorch calls for each parameter, and find nothing to compile.
+    """
+
+    @wraps(step)
+    def run(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        parameters = (one for group in optimizer.param_groups for one in group["params"])
+        if any(isinstance(one, DTensor) for one in parameters):
+            return _call_untraced(step, optimizer, *args, **kwargs)
+        return step(optimizer, *args, **kwargs)
+
+    setattr(run, _IS_FOR_BOTH, True)
+    keep_from_tracing([run], with_callees=False)
+    return run
+
+
+def _call_untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
 def install() -> None:
     """Replace PyTorch's functions, and add DTensors to the types that optimizers update together (foreach)."""
     torch.masked._ops._input_mask = _mask_of
@@ -88,6 +125,7 @@ def install() -> None:
             setattr(module, _UNWRAP, _unwrap_for_comparison)
     _pair._check_supported = _check_supported_layout
     setattr(_functional_collectives, _RESOLVE, _resolve_mesh)
+    torch.optim.Optimizer.add_param_group = _add_parameters  # type: ignore[assignment, method-assign]
     foreach_types: tuple[list[Any], ...] = (_optimizers_types, _gradients_types)
     for types in foreach_types:
         if DTensor not in types:

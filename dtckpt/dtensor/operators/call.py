@@ -24,12 +24,16 @@ class Signature:
         defaults: Default values of the arguments, by name.
         written: Names of the arguments that the operator writes to.
         is_view: Whether the operator returns views of an argument.
+        is_inplace_view: Whether the operator gives its first argument other sizes and strides.
+        returns_one_tensor: Whether the operator returns one tensor, and no list or tuple.
     """
 
     names: tuple[str, ...]
     defaults: Mapping[str, Any]
     written: tuple[str, ...]
     is_view: bool
+    is_inplace_view: bool
+    returns_one_tensor: bool
 
 
 @cache  # bounded by the number of operators
@@ -44,6 +48,8 @@ def signature_of(func: Operator) -> Signature:
         # The schema of ``_unsafe_view`` promises a copy, but PyTorch writes to its results to reach the source.
         is_view=func is torch.ops.aten._unsafe_view.default
         or any(one.alias_info is not None and not one.alias_info.is_write for one in returns),
+        is_inplace_view=torch.Tag.inplace_view in func.tags,
+        returns_one_tensor=[str(one.type) for one in returns] == ["Tensor"],
     )
 
 

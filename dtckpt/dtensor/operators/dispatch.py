@@ -21,6 +21,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -214,9 +215,13 @@ def _decomposition_of(func: Operator) -> Any:
 
     Outside inference mode autograd decomposes such operators, and they do not come here.
     """
-    key = "CompositeImplicitAutograd"
-    has_decomposition = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-    return func.decompose if has_decomposition and builder_of(func) is None else None
+    return func.decompose if _has_decomposition(func) and builder_of(func) is None else None
+
+
+@cache  # bounded by the number of operators
+def _has_decomposition(func: Operator) -> bool:
+    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return has_kernel
 
 
 def plan_of(call: Call) -> plans.Plan:
@@ -227,7 +232,7 @@ def plan_of(call: Call) -> plans.Plan:
         return planned
     signature = signature_of(func)
     functional = functional_of(func) if signature.written else None
-    if torch.Tag.inplace_view in func.tags and functional is not None:
+    if signature.is_inplace_view and functional is not None:
         return plans.InplaceViewPlan(call, functional)
     is_in_place = bool(signature.written) and signature.written[0] == signature.names[0]
     # A rule chooses the layout of its result; an ``out`` tensor has one. `WriteResultPlan` moves the result there.

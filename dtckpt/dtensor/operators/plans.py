@@ -129,7 +129,7 @@ class RulePlan:
         ]
         self._offsets = self._offsets_by_device(call) if rule.takes_offsets else None
         self._tensor_positions = self._positions_if_simple(call)
-        self._returns_one_tensor = [str(one.type) for one in call.func._schema.returns] == ["Tensor"]
+        self._returns_one_tensor = signature.returns_one_tensor
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +77,7 @@ def builder_of(func: Operator) -> Builder | None:
     return RULES.get(func) or (_pointwise_rule if _is_tagged_pointwise(func) else None)
 
 
+@cache  # bounded by the number of operators
 def _is_tagged_pointwise(func: Operator) -> bool:
     """Whether PyTorch tags an operator as pointwise; not if it draws random numbers, or returns other than tensors."""
     is_marked = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags

@@ -90,6 +90,8 @@ def choose_layouts(
             if least_cost is None or cost < least_cost - 1e-9:
                 least_cost = cost
                 chosen[axis] = candidate
+            if not cost:
+                break  # No cost is negative.
         if least_cost is None:
             return None
     return _choice(rule, layouts, nbytes, chosen, is_in_place)

@@ -1,6 +1,7 @@
 """Specs: layout, global shape, strides and dtype of a DTensor in one shared object.
 
-Equal specs are the same object, so the look-up of a plan by its key compares identities, which is fast.
+Equal specs are the same object, so the look-up of a plan by its key compares identities, which is fast. Their layouts
+are the same object as well, however many equal ones a program makes: each would need plans of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dtckpt.dtensor.derived_layouts import shared_layout
 from dtckpt.dtensor.tensor import KEYS, DTensor
 from dtckpt.layout.layout import Layout
 
@@ -31,10 +33,8 @@ _SPECS: dict[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype], Spec] = 
 
 
 def intern_spec(layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Spec:
-    """Return the one spec of these properties.
-
-    Layouts are compared by identity: one process may hold equal meshes that are seen from different clients.
-    """
+    """Return the one spec of these properties. Its layout is `shared_layout` of the given one."""
+    layout = shared_layout(layout)
     key = id(layout), shape, stride, dtype
     known = _SPECS.get(key)
     if known is None:
@@ -48,8 +48,9 @@ def intern_spec(layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...],
 def spec_of(tensor: DTensor) -> Spec:
     """Return a tensor's spec."""
     known: Spec | None = tensor._spec
-    if known is None or known.layout is not tensor._layout:
+    if known is None:
         known = tensor._spec = intern_spec(tensor._layout, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        tensor._layout = known.layout
     return known
 
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import operator
+import weakref
 
 import pytest
 import torch
@@ -208,6 +210,89 @@ def test_a_whole_step(axes):
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(one.full_tensor(), other.full_tensor(), rtol=1e-3, atol=1e-5)
     assert traced_files() == []
+
+
+def optimizer_of(parameter, make=torch.optim.AdamW):
+    parameter = nn.Parameter(parameter)
+    parameter.grad = torch.ones_like(parameter)
+    return make([parameter], lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # by the compiler
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop], ids=lambda one: one.__name__
+)
+def test_steps_of_optimizers_are_not_traced(make):
+    optimizers = [optimizer_of(sharded(4, 2), make) for _ in range(2)]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, gamma=0.5)
+    optimizers[1].param_groups[0]["lr"] = 0.1
+    seen = []
+    optimizers[0].register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer))
+    steps = torch.compile(optimizers[0].step, backend="eager"), optimizers[1].step
+    for _ in range(2):
+        for step in steps:
+            step()
+        scheduler.step()
+        optimizers[1].param_groups[0]["lr"] *= 0.5
+    assert not any("/optim/" in one for one in dynamo_tls.traced_frame_infos)
+    assert seen[0] is optimizers[0]
+    one, other = (optimizer.param_groups[0]["params"][0].full_tensor() for optimizer in optimizers)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # by the compiler
+def test_steps_on_plain_tensors_are_compiled():
+    optimizer_of(sharded(4, 2))
+    optimizer = optimizer_of(torch.ones(3))
+    graphs = []
+    torch.compile(optimizer.step, backend=lambda graph, _: graphs.append(graph) or graph.forward)()
+    assert len(graphs) == 1
+    assert optimizer.param_groups[0]["params"][0][0] < 1
+
+
+def test_optimizers_are_freed_without_a_garbage_collection():
+    optimizer = optimizer_of(sharded(4, 2))
+    optimizer.step()
+    optimizer_of(sharded(4, 2)).step()  # Nobody else has this one.
+    known = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert known() is None
+    finally:
+        gc.enable()
+
+
+def test_copies_of_optimizers_step():
+    optimizer = optimizer_of(sharded(4, 2))
+    copied = copy.deepcopy(optimizer)
+    for one in (optimizer, copied):
+        one.param_groups[0]["params"][0].grad = torch.ones_like(one.param_groups[0]["params"][0])
+        one.step()
+    one, other = (each.param_groups[0]["params"][0].full_tensor() for each in (optimizer, copied))
+    assert torch.equal(one, other)
+    assert not torch.equal(one, sharded(4, 2).full_tensor())
+
+
+def test_a_backward_pass_is_skipped_whole():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, values):
+            return values * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return by_value(gradient)
+
+    tensor = sharded(6, 2).requires_grad_()
+    loss = Doubled.apply(tensor).sum()
+
+    def step():
+        loss.backward()
+
+    torch.compile(step, backend="eager")()
+    assert torch.equal(tensor.grad.full_tensor(), torch.full((6, 2), 2.0))
+    assert not any("by_value" in one for one in dynamo_tls.traced_frame_infos)
 
 
 def test_attributes_are_those_of_each_tensor():

@@ -115,6 +115,32 @@ def test_floats_make_no_new_plans():
     assert tensor.full_tensor().tolist() == [0.5 * 1.5 * 2.5 * 3.5 * 4.5] * 4
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: placed(torch.ones(8, 2), Shard(0)),
+        lambda: pack([torch.ones(2, 2)] * 4, Layout(["x", "unsharded"], MESH)),
+        lambda: placed(torch.ones(8, 2), Replicate()).redistribute(placements=[Shard(0)]),
+        lambda: placed(torch.ones(8, 2), Replicate()) * placed(torch.ones(8, 2), Shard(0)),
+    ],
+    ids=["distribute", "pack", "redistribute", "operator"],
+)
+def test_alike_tensors_share_plans(make):
+    first, second = placed(torch.ones(8, 2), Shard(0)), make()
+    dispatch.clear()
+    torch.relu(first)
+    torch.relu(second)
+    assert len(dispatch._PLANS) == 1
+    assert first.layout is second.layout
+
+
+def test_tensors_on_equal_meshes_share_no_plans():
+    # One process may see a mesh as several clients do.
+    for mesh in (dtckpt.abstract_mesh({"x": 4}), dtckpt.abstract_mesh({"x": 4})):
+        torch.relu(placed(torch.ones(8, 2), Shard(0), mesh=mesh))
+    assert len([key for key in dispatch._PLANS if key[0] == id(torch.ops.aten.relu.default)]) == 2
+
+
 def test_plans_are_bounded(monkeypatch):
     monkeypatch.setattr(dispatch, "_BOUND", 4)
     tensor = placed(torch.arange(6.0), Shard(0))
