@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators import plans, rules
 from dtckpt.dtensor.operators.call import Call, Operator, functional_of, replace_tensors, signature_of, tensors_in
 from dtckpt.dtensor.operators.mesh_groups import run_groups, split_by_mesh
@@ -215,7 +216,7 @@ def _decomposition_of(func: Operator) -> Any:
     Outside inference mode autograd decomposes such operators, and they do not come here.
     """
     key = "CompositeImplicitAutograd"
-    has_decomposition = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    has_decomposition = torch_private.has_kernel(func.name(), key)
     return func.decompose if has_decomposition and builder_of(func) is None else None
 
 
