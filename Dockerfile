@@ -19,8 +19,7 @@ ENV PIP_CONSTRAINT=/src/constraints.txt \
 RUN python -m venv --without-pip /opt/dtckpt
 
 FROM build AS build-coordinator
-RUN pip --python /opt/dtckpt install --requirement server/requirements.txt \
- && pip --python /opt/dtckpt install --no-deps .
+RUN pip --python /opt/dtckpt install ./server
 
 FROM build AS build-dtckpt
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu

@@ -78,8 +78,10 @@ types: install
 layers: install
 	$(BIN)/lint-imports
 
-protos: install
-	$(BIN)/python protos/generate.py
+protos:
+	$(PYTHON) -m venv $(VENV)-protos
+	$(VENV)-protos/bin/python -m pip install --quiet --disable-pip-version-check -r protos/requirements.txt
+	$(VENV)-protos/bin/python protos/generate.py
 
 clean:
-	rm -rf $(VENV) demo-output
+	rm -rf $(VENV) $(VENV)-protos demo-output

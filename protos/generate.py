@@ -1,6 +1,7 @@
-"""Regenerate ``dtckpt/_proto`` from the ``.proto`` files beside this script.
+"""Regenerate ``dtckpt/_proto`` from the ``.proto`` files beside this script; ``make protos`` runs it.
 
-``python protos/generate.py`` writes, ``python protos/generate.py --check`` exits 1 when something is stale.
+It needs ``requirements.txt``. What it read and wrote stands in ``generated.sha256``, by which a test notices that the
+files have changed since; ``sha256sum --check protos/generated.sha256`` does so by hand.
 
 The generated modules are flat (``dtckpt._proto.layout_pb2``) and import each other from there, so that they need no
 top-level package of the proto path's name. File names are therefore unique over all proto packages.
@@ -8,7 +9,7 @@ top-level package of the proto path's name. File names are therefore unique over
 
 from __future__ import annotations
 
-import argparse
+import hashlib
 import re
 import sys
 import tempfile
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
 TARGET = ROOT / "dtckpt" / "_proto"
 GENERATED = re.compile(r".*_pb2(_grpc)?\.pyi?")
+DIGESTS = PROTOS / "generated.sha256"
 
 
 def generate() -> dict[str, str]:
@@ -51,22 +53,23 @@ def flatten(text: str, sources: list[Path]) -> str:
     return text
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when generated code is stale")
-    check = parser.parse_args().check
+def digests() -> str:
+    """Return the digests of the sources and of the generated files, as ``sha256sum`` prints them."""
+    generated = (path for path in TARGET.iterdir() if GENERATED.fullmatch(path.name))
+    files = [*sorted(PROTOS.rglob("*.proto")), *sorted(generated)]
+    return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(ROOT)}\n" for path in files)
+
+
+def main() -> None:
+    """Write the generated modules, and the digests."""
     wanted = generate()
-    present = {path.name: path.read_text() for path in TARGET.iterdir() if GENERATED.fullmatch(path.name)}
-    stale = sorted(name for name in wanted.keys() | present.keys() if wanted.get(name) != present.get(name))
-    for name in stale:
-        if check:
-            sys.stderr.write(f"stale: {TARGET / name}\n")
-        elif name in wanted:
-            (TARGET / name).write_text(wanted[name])
-        else:
-            (TARGET / name).unlink()
-    return 1 if check and stale else 0
+    for path in TARGET.iterdir():
+        if GENERATED.fullmatch(path.name):
+            path.unlink()
+    for name, text in wanted.items():
+        (TARGET / name).write_text(text)
+    DIGESTS.write_text(digests())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -12,11 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import is_fake
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
+from dtckpt.comm.torch_private import AsyncCollectiveTensor, detect_fake_mode, is_fake
 from dtckpt.dtensor import DTensor, DVariable, torch_interop
 from dtckpt.errors import DTypeError, LayoutError
 from dtckpt.format.dtypes import DTYPES, UNCONVERTED, validate_dtype

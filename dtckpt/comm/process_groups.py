@@ -22,9 +22,8 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from dtckpt.comm import fork_guard, rendezvous
+from dtckpt.comm import fork_guard, rendezvous, torch_private
 from dtckpt.errors import CoordinationError, capped
 
 _BACKENDS = {"cuda": "nccl"}
@@ -38,7 +37,6 @@ Override = tuple[str | None, Any]
 Key = tuple[tuple[int, ...], str, Any]
 """A group's members, ascending, its backend, and the backend's options (None: the usual ones)."""
 
-_c10d: Any = distributed_c10d
 _lock = threading.Lock()
 
 # torch keeps a group alive until it is destroyed, so entries of destroyed groups vanish by themselves.
@@ -169,9 +167,9 @@ def point_to_point_backend(clients: Iterable[int]) -> tuple[Any, Mapping[int, in
     world, backends = dist.group.WORLD, _default_group_backends()
     # Its connections serve any set of clients, since each message names its two ends.
     if world is not None and ranks[-1] < (size := world.size()) and backends.get("cpu") == _DEFAULT_BACKEND:
-        return world._get_backend(_CPU), range(size)
+        return torch_private.backend_of(world, _CPU), range(size)
     group = process_group_of(ranks, "cpu")
-    return group._get_backend(_CPU), {client: rank for rank, client in enumerate(ranks)}
+    return torch_private.backend_of(group, _CPU), {client: rank for rank, client in enumerate(ranks)}
 
 
 def register_group(group: dist.ProcessGroup, device_type: str) -> None:
@@ -223,26 +221,26 @@ def _make(key: Key) -> dist.ProcessGroup:
     members = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
     with _without_splitting(world), _connection_errors(ranks):
         group: dist.ProcessGroup
-        group, _ = _c10d._new_process_group_helper(
+        group, _ = torch_private.new_process_group(
             len(ranks),
             ranks.index(dist.get_rank()),
             list(ranks),
             dist.Backend(backend),
-            _c10d._get_default_store(),
+            torch_private.get_default_store(),
             f"dtckpt_{backend}_{members}_{generations[ranks, backend]}{rendezvous.key_suffix()}",
             backend_options=options,
             timeout=timeout_of(world, backend) if options is None else options._timeout,
             group_desc="dtckpt",
         )
     # ``new_group`` notes the ranks itself; the helper does not.
-    _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    torch_private.world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
 
 
 def _keep_groups_in_child() -> None:
     """Never destroy the parent's groups in a forked process: Gloo would wait for threads that do not exist there."""
     if fork_guard.is_forked() and dist.is_initialized():
-        for group in _c10d._world.pg_map:
+        for group in torch_private.world.pg_map:
             # Never given back on purpose: no destructor runs, not even when the process ends.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -279,6 +277,6 @@ def _without_splitting(world: dist.ProcessGroup) -> Iterator[None]:
 
 def timeout_of(world: dist.ProcessGroup, backend: str = _DEFAULT_BACKEND) -> timedelta:
     """Return the default group's timeout, or the backend's usual one if the default group does not tell."""
-    inner: Any = world._get_backend(world._device_types[0])
+    inner = torch_private.backend_of(world, torch_private.devices_of(world)[0])
     timeout: timedelta | None = getattr(getattr(inner, "options", None), "_timeout", None)
-    return _c10d._get_default_timeout(backend) if timeout is None else timeout
+    return torch_private.get_default_timeout(backend) if timeout is None else timeout

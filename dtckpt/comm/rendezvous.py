@@ -32,9 +32,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from dtckpt.comm.torch_private import PrefixStore, Store
 from dtckpt.config import Config
 from dtckpt.errors import (
     BarrierTimeoutError,

@@ -20,9 +20,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from torch._C._distributed_c10d import HashStore
-
 from dtckpt import errors
+from dtckpt.comm.torch_private import HashStore
 from dtckpt.coordination import barrier_texts, verdicts
 from dtckpt.coordination.api import (
     BEGIN,

@@ -54,7 +54,12 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # the coordinator is a neighbour; a proxy variable would send calls astray
 )
 REPEATED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-_DISTRUST = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER", "Hostname Verification Check failed")
+_DISTRUST = (
+    "CERTIFICATE_VERIFY_FAILED",
+    "WRONG_VERSION_NUMBER",
+    "Hostname Verification Check failed",
+    "is not in peer certificate",  # before gRPC 1.80
+)
 """Parts of gRPC's texts when this side ends a handshake. If the other side ends it, gRPC sees just a closed socket."""
 
 

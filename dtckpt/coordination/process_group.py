@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from dtckpt.comm import rendezvous
+from dtckpt.comm.torch_private import TCPStore
 from dtckpt.config import Config
 from dtckpt.coordination.api import Coordination, Vote
 from dtckpt.errors import CoordinationError, CoordinatorUnavailableError

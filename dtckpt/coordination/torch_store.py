@@ -36,10 +36,10 @@ from typing import TypeVar
 from urllib.parse import quote
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
 
 from dtckpt import errors
-from dtckpt.comm import fork_guard, rendezvous
+from dtckpt.comm import fork_guard, rendezvous, torch_private
+from dtckpt.comm.torch_private import HashStore, Store
 from dtckpt.config import Config
 from dtckpt.coordination import barrier_rules, barrier_texts, identity, verdicts
 from dtckpt.coordination.api import (
@@ -560,7 +560,7 @@ def from_environment(
     """
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
+        store = torch_private.get_default_store()
         if rendezvous.is_stale():
             logger.warning("%s", rendezvous.RESTART_ADVICE)
     else:

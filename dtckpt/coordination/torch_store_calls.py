@@ -12,10 +12,9 @@ from concurrent.futures import wait
 from functools import partial
 from typing import TypeVar
 
-from torch._C._distributed_c10d import Store
-
 from dtckpt.comm import fork_guard
 from dtckpt.comm.background_threads import begin
+from dtckpt.comm.torch_private import Store
 
 T = TypeVar("T")
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.broadcast_copies import broadcast_copies
 from dtckpt.dtensor.components import is_shared, pack_strided
 from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout, one_device_per_client
@@ -99,7 +100,7 @@ class AwaitedTensor(torch.Tensor):
     What operators make of it are plain tensors.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch types it otherwise
+    __torch_function__ = torch_private.disabled_torch_function
 
     def wait(self) -> torch.Tensor:
         """Return the plain tensor. Its values are there: `to_local` has waited for them."""

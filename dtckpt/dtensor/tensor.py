@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
 from dtckpt.errors import DtckptError, LayoutError, LayoutTypeError, OperatorError, capped
 from dtckpt.layout import text_format
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from dtckpt.redistribution.execute import RunningRedistribution
 
 EARLY_KEY_NAME = "DeferredInit"
-EARLY_KEY = torch._C._dispatch_key_parse(EARLY_KEY_NAME)
+EARLY_KEY = torch_private.dispatch_key(EARLY_KEY_NAME)
 """A dispatch key that DTensors alone have, as PyTorch has no kernels for it: `dtckpt.dtensor.operators.pre_autograd`.
 
 It comes before autograd, and after PyTorch has noted the state that it restores for ``__torch_dispatch__``.
 """
-KEYS = torch._C.DispatchKeySet(EARLY_KEY)
+KEYS = torch_private.DispatchKeySet(EARLY_KEY)
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
@@ -62,7 +63,7 @@ class DTensor(torch.Tensor):
     _dispatch: Callable[..., Any]
     """Runs operators; `dtckpt.dtensor.operators.dispatch` sets it."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch types it otherwise
+    __torch_function__ = torch_private.disabled_torch_function
 
     @staticmethod
     def __new__(
@@ -77,7 +78,7 @@ class DTensor(torch.Tensor):
         # On a client outside the mesh there is no component to tell the device.
         device = components[0].device if components else device or torch.device("cpu")
         # The wrapper has sizes and strides but no memory: the values are in the components alone.
-        wrapper = torch.Tensor._make_wrapper_subclass(
+        wrapper: DTensor = torch_private.make_wrapper(
             cls, tuple(shape), dtype=dtype, device=device, _extra_dispatch_keys=KEYS
         )
         wrapper._components = tuple(components)

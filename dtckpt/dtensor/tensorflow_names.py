@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh as PyTorchMesh
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dtckpt.comm.torch_private import tree_flatten, tree_unflatten
 from dtckpt.dtensor.components import pack
 from dtckpt.dtensor.redistribute import meshes_of, redistribute, redistribute_all
 from dtckpt.dtensor.tensor import DTensor

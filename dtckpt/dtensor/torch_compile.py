@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
+
 REASON = "dtckpt runs operators on DTensors itself; torch.compile compiles what is between them"
 
 _FOLDER = str(Path(__file__).parent)
@@ -61,7 +63,7 @@ def keep_from_tracing(members: Iterable[Any], *, with_callees: bool = True) -> N
             left alone, such as what a module imports.
         with_callees: Whether what the functions call is not compiled either.
     """
-    dynamo = torch._C._dynamo.eval_frame
+    dynamo = torch_private.dynamo
     skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
     strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)
     for function in _functions_of(members):

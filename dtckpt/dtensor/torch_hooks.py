@@ -12,17 +12,21 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.distributed import _functional_collectives
-from torch.optim.optimizer import _foreach_supported_types as _optimizers_types
-from torch.testing import _comparison
-from torch.utils._foreach_utils import _foreach_supported_types as _gradients_types
 
+from dtckpt.comm.torch_private import (
+    RESOLVE_GROUP,
+    comparison,
+    foreach_types_of_gradients,
+    foreach_types_of_optimizers,
+    functional_collectives,
+    masked_ops,
+)
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.dtensor.torch_compile import keep_from_tracing
 from dtckpt.layout.mesh import Mesh
 
-_input_mask = torch.masked._ops._input_mask
-_pair: Any = _comparison.TensorLikePair
+_input_mask = masked_ops._input_mask
+_pair: Any = comparison.TensorLikePair
 _check_supported = _pair._check_supported
 
 _add_param_group = torch.optim.Optimizer.add_param_group
@@ -31,11 +35,9 @@ _IS_FOR_BOTH = "_is_for_plain_tensors_and_dtensors"
 
 _UNWRAP = "_unwrap_dtensor_for_comparison"
 """PyTorch 2.11 lacks this function, and compares DTensors by operators, as it compares those in lists."""
-_unwrapped: Any = getattr(_comparison, _UNWRAP, None)
+_unwrapped: Any = getattr(comparison, _UNWRAP, None)
 
-_RESOLVE = "_resolve_group" if hasattr(_functional_collectives, "_resolve_group") else "_resolve_group_name"
-"""The function by which functional collectives find their process group. In PyTorch 2.11 it has the older name."""
-_resolve_group: Any = getattr(_functional_collectives, _RESOLVE)
+_resolve_group: Any = getattr(functional_collectives, RESOLVE_GROUP)
 
 
 @wraps(_input_mask)
@@ -117,16 +119,16 @@ def _call_untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 def install() -> None:
     """Replace PyTorch's functions, and add DTensors to the types that optimizers update together (foreach)."""
-    torch.masked._ops._input_mask = _mask_of
+    masked_ops._input_mask = _mask_of
     # Modules that imported the function by name have their own reference to it.
-    comparing: tuple[Any, ...] = _comparison, sys.modules.get("torch.testing._internal.common_utils")
+    comparing: tuple[Any, ...] = comparison, sys.modules.get("torch.testing._internal.common_utils")
     for module in comparing:
         if hasattr(module, _UNWRAP):
             setattr(module, _UNWRAP, _unwrap_for_comparison)
     _pair._check_supported = _check_supported_layout
-    setattr(_functional_collectives, _RESOLVE, _resolve_mesh)
+    setattr(functional_collectives, RESOLVE_GROUP, _resolve_mesh)
     torch.optim.Optimizer.add_param_group = _add_parameters  # type: ignore[assignment, method-assign]
-    foreach_types: tuple[list[Any], ...] = (_optimizers_types, _gradients_types)
+    foreach_types: tuple[list[Any], ...] = (foreach_types_of_optimizers, foreach_types_of_gradients)
     for types in foreach_types:
         if DTensor not in types:
             types.append(DTensor)

@@ -39,10 +39,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from dtckpt._proto import layout_pb2
-from dtckpt.comm import observers
+from dtckpt.comm import observers, torch_private
 from dtckpt.comm.process_groups import is_connected
 from dtckpt.errors import DtckptError, LayoutError, capped, from_wire, to_wire
 from dtckpt.layout.layout import Layout
@@ -82,7 +81,6 @@ number of the call among its clients, and the digest of what those who ask take 
 ARGUMENTS_AXIS = "arguments"
 """The axis of meshes on which clients exchange the arguments of a call (`dtckpt.dtensor.gather_objects`)."""
 
-_c10d: Any = distributed_c10d
 _MAX_RETURNED = 8
 """Most calls that a client remembers after they have returned."""
 
@@ -267,7 +265,7 @@ class CallRecord:
         self._key = f"dtckpt/redistribute/{len(group)}-{zlib.crc32(repr(group).encode())}/{count}"
         self._group, self._count, self._plan = group, count, plan
         self._client = dist.get_rank()
-        self._store: Any = _c10d._get_default_store()
+        self._store: Any = torch_private.get_default_store()
         self._world = weakref.ref(dist.group.WORLD)
         # Requests in which this client has taken part, its own included, and its participation in others.
         self._joined: set[str] = set()

@@ -54,7 +54,7 @@ def closure(names):
 
 
 def coordinator_packages():
-    return names_of((ROOT / "server/requirements.txt").read_text().splitlines())
+    return names_of(tomllib.loads((ROOT / "server/pyproject.toml").read_text())["project"]["dependencies"])
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from dtckpt.checkpoint.leaves import host_array, is_elsewhere
 from dtckpt.checkpoint.saving.plan import SavePlan, TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Copy, part_digests, shared_boxes, written_as_held
 from dtckpt.checkpoint.saving.state import MemorySource, State
-from dtckpt.comm import host_memory
+from dtckpt.comm import host_memory, torch_private
 from dtckpt.layout.region import Region
 
 _ALIGNMENT = 64
@@ -153,4 +153,4 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
                         target.copy_(source, non_blocking=not (source.is_conj() or source.is_neg()))
         on_host = [pair for pair in pairs if not pair[1].is_cuda]
         if on_host:
-            torch._foreach_copy_([target for target, _ in on_host], [source for _, source in on_host])
+            torch_private.foreach_copy([target for target, _ in on_host], [source for _, source in on_host])

@@ -12,10 +12,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dtckpt.comm import observers
+from dtckpt.comm.torch_private import TorchDispatchMode, tree_leaves
 from dtckpt.dtensor.debug.module_tracker import GLOBAL, ModuleTracker
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.mesh import Mesh

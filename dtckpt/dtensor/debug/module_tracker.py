@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves
 
+from dtckpt.comm import torch_private
+from dtckpt.comm.torch_private import tree_leaves
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.placement import Placement
 
@@ -183,4 +184,4 @@ class ModuleTracker:
 
 def _backward_pass() -> int:
     """Return a number for the backward pass that this thread runs, -1 if it runs none."""
-    return int(torch._C._current_graph_task_id())
+    return int(torch_private.current_graph_task())

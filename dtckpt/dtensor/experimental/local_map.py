@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from dtckpt.comm.torch_private import TreeSpec, tree_flatten, tree_unflatten
 from dtckpt.dtensor import factories
 from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
 from dtckpt.dtensor.local_tensors import from_components, to_components

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators import dispatch, registry
 from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, signature_of, tensors_in
 from dtckpt.dtensor.operators.operands import unshare
@@ -87,7 +88,7 @@ def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Fun
     """
     operators = op if isinstance(op, list | tuple) else [op]
     for one in operators:
-        if not isinstance(one, torch._ops.OpOverload):
+        if not isinstance(one, torch_private.OpOverload):
             raise OperatorError(f"register_sharding: got {one!r}, expected one such as torch.ops.aten.add.Tensor")
 
     def register(function: Function) -> Function:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators import dispatch
 from dtckpt.dtensor.operators.call import Operator
 from dtckpt.dtensor.operators.registry import COMPOSITES, PLANNERS, RULES, builder_of
@@ -53,7 +54,7 @@ class Entry:
 
 def entries() -> Iterator[Entry]:
     """Yield an entry for every operator of ATen that writes to no argument and that DTensors get to see."""
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in torch_private.operator_names():
         packet, _, overload = name.removeprefix("aten::").partition(".")
         if not name.startswith("aten::") or not hasattr(torch.ops.aten, packet):
             continue
@@ -77,7 +78,7 @@ def _entry(func: Operator) -> Entry | None:
         return Entry("rule", name, _module(planner), _summary(planner))
     if func in COMPOSITES:
         return Entry("decomposition", name, _module(COMPOSITES[func]), _summary(COMPOSITES[func]))
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _IMPLICIT):
+    if torch_private.has_kernel(func.name(), _IMPLICIT):
         return None
     if builder_of(func) is not None:
         return Entry(

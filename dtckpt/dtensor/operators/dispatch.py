@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators import plans, rules
 from dtckpt.dtensor.operators.call import Call, Operator, functional_of, replace_tensors, signature_of, tensors_in
 from dtckpt.dtensor.operators.mesh_groups import run_groups, split_by_mesh
@@ -220,7 +221,7 @@ def _decomposition_of(func: Operator) -> Any:
 
 @cache  # bounded by the number of operators
 def _has_decomposition(func: Operator) -> bool:
-    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    has_kernel: bool = torch_private.has_kernel(func.name(), "CompositeImplicitAutograd")
     return has_kernel
 
 

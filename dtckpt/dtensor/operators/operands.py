@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor import derived_layouts, redistribute
 from dtckpt.dtensor.operators.tensor_spec import Spec, contiguous_stride, intern_spec, wrap_components
 from dtckpt.dtensor.tensor import DTensor, described
@@ -172,4 +173,4 @@ def write_into(source: DTensor, target: DTensor) -> None:
 
 def no_dispatch() -> AbstractContextManager[None]:
     """Return a context in which operators change sizes and strides of DTensors only, and no components."""
-    return torch._C._DisableTorchDispatch()
+    return torch_private.disable_torch_dispatch()  # type: ignore[no-any-return]

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators.call import Operator
 from dtckpt.dtensor.tensor import EARLY_KEY, EARLY_KEY_NAME
 
 _LIBRARY: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # as torch left it
 _ALL_OPERATORS: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
-_BELOW = torch._C._dispatch_keyset_full_after(EARLY_KEY)
+_BELOW = torch_private.dispatch_keys_after(EARLY_KEY)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

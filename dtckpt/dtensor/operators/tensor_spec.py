@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.derived_layouts import shared_layout
 from dtckpt.dtensor.tensor import KEYS, DTensor
 from dtckpt.layout.layout import Layout
@@ -62,7 +63,7 @@ def wrap_components(components: Sequence[torch.Tensor], described: Spec, device:
         described: The spec.
         device: Device type of a DTensor without components.
     """
-    tensor: DTensor = torch.Tensor._make_wrapper_subclass(
+    tensor: DTensor = torch_private.make_wrapper(
         DTensor,
         described.shape,
         strides=described.stride,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
+from dtckpt.comm.torch_private import tree_map_only
 from dtckpt.dtensor.distribute import distribute_module
 from dtckpt.dtensor.parallel.module_values import as_output, place, require_one_axis, to_dtensor
 from dtckpt.dtensor.parallel.parameters import distribute_parameter

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.random.philox import is_carried, multiply, signed
 from dtckpt.errors import DTypeError, RandomParameterError, capped
 
@@ -254,7 +255,7 @@ def _bernoulli(dtype: torch.dtype, p: float | torch.Tensor = 0.5) -> Sampler:
         _require(p.dtype in _FLOATS, f"a tensor p of {p.dtype} for bernoulli", "floats from 0 to 1")
         is_right = ((p >= 0) & (p <= 1)).all()
         if p.is_cuda:  # so that the host need not wait
-            torch._assert_async(is_right, "random numbers: p for bernoulli is not from 0 to 1")
+            torch_private.assert_async(is_right, "random numbers: p for bernoulli is not from 0 to 1")
         else:
             _require(bool(is_right), f"a tensor p of {p.dtype} for bernoulli", "floats from 0 to 1")
         return Sampler(*_unit(53 if p.dtype == torch.float64 else 24), threshold=p)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, signature_of, tensors_in
 from dtckpt.dtensor.operators.operands import replicated_layout, to_layouts, unshare, write_into
 from dtckpt.dtensor.operators.plans import finish_write, results_without_devices, run_on_meta
@@ -175,7 +176,7 @@ _NOT_POINTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_pows
 
 
 def _register() -> None:
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in torch_private.operator_names():
         base, _, overload = name.removeprefix("aten::").partition(".")
         is_step = base.startswith(("_fused_ada", "_fused_sgd")) and base.endswith("_")
         if not name.startswith("aten::") or "out" in overload or not (base.startswith("_foreach_") or is_step):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators.composite_helpers import reduce_pending, reduce_pending_all
 from dtckpt.dtensor.operators.operands import replicated_layout, to_layouts, to_replicated, unshare, write_into
 from dtckpt.dtensor.operators.plans import finish_write
@@ -61,7 +62,7 @@ def _foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | Non
 def _norms(components: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
     """Return the norms of components as a vector of float64; that of an empty component is zero."""
     nonempty = [component for component in components if component.numel()]
-    norms = iter(torch._foreach_norm(nonempty, order, dtype) if nonempty else ())
+    norms = iter(torch_private.foreach_norm(nonempty, order, dtype) if nonempty else ())
     zero = torch.zeros((), dtype=torch.float64, device=components[0].device)
     return torch.stack([next(norms).to(torch.float64) if component.numel() else zero for component in components])
 

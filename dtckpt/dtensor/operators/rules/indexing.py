@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.registry import rule
 from dtckpt.dtensor.operators.rule import Passes, Rule, any_reduction
@@ -37,7 +38,7 @@ def indices_in_component(index: torch.Tensor, start: int, count: int, size: int)
         if bool(is_wrong.any()):
             raise IndexError(f"index out of range: got one below 0 or from {size} on for a dim of size {size}")
     elif not index.is_meta:
-        torch._assert_async(~is_wrong.any())
+        torch_private.assert_async(~is_wrong.any())
     index = index - start
     is_outside = (index < 0) | (index >= count)
     return index.masked_fill(is_outside, 0), is_outside

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype, are_replicated, cast, reduce_pending
 from dtckpt.dtensor.operators.custom_ops import custom_op, kernel
@@ -44,7 +45,7 @@ def _pick(
     """
     outside = ((index < 0) & (index != NO_CLASS)) | (index >= size)
     if index.is_cuda:
-        torch._assert_async(~outside.any(), "Target is out of bounds.")
+        torch_private.assert_async(~outside.any(), "Target is out of bounds.")
     elif outside.any():
         raise IndexError(f"Target {index[outside][0].item()} is out of bounds.")
     is_here, position = _locate(index, offsets[0][dim] if offsets else 0, tensor.shape[dim])

@@ -72,17 +72,8 @@ _IN_PLACE: Mapping[Operator, tuple[str, Mapping[str, str]]] = {
 }
 """By operator: the distribution, and for each of its parameters the name of the operator's argument."""
 
-_LIKE: Mapping[Operator, tuple[str, Mapping[str, str]]] = {
-    _aten.rand_like.default: ("uniform", {}),
-    _aten.rand_like.generator: ("uniform", {}),
-    _aten.randn_like.default: ("normal", {}),
-    _aten.randn_like.generator: ("normal", {}),
-    _aten.randint_like.default: ("integers", {"high": "high"}),
-    _aten.randint_like.generator: ("integers", {"high": "high"}),
-    _aten.randint_like.low_dtype: ("integers", {"low": "low", "high": "high"}),
-    _aten.randint_like.low_generator_dtype: ("integers", {"low": "low", "high": "high"}),
-}
-"""As `_IN_PLACE`, for operators that return a new tensor like the operand."""
+_LIKE = {"rand_like": "uniform", "randn_like": "normal", "randint_like": "integers"}
+"""By name of an operator that returns a new tensor like the operand: the distribution."""
 
 
 def _register_in_place(func: Operator, kind: str, names: Mapping[str, str]) -> None:
@@ -102,7 +93,8 @@ def _register_in_place(func: Operator, kind: str, names: Mapping[str, str]) -> N
             return func(torch.empty_like(args[0]), *args[1:], **kwargs)
 
 
-def _register_like(func: Operator, kind: str, names: Mapping[str, str]) -> None:
+def _register_like(func: Operator, kind: str) -> None:
+    bounds = [argument.name for argument in func._schema.arguments if argument.name in ("low", "high")]
     options = ("dtype", "layout", "device", "pin_memory", "memory_format")
 
     @composite(func)
@@ -110,15 +102,16 @@ def _register_like(func: Operator, kind: str, names: Mapping[str, str]) -> None:
         """All dims may be split: an element depends on the key and on its global index."""
         call = Call(func, args, kwargs)
         tensor = torch.empty_like(args[0], **{name: call[name] for name in options if call[name] is not None})
-        return refill(
-            tensor, kind, kwargs.get("generator"), **{name: call[argument] for name, argument in names.items()}
-        )
+        # A bound may be a tensor of one element.
+        return refill(tensor, kind, kwargs.get("generator"), **{name: int(call[name]) for name in bounds})
 
 
 for _func, (_kind, _names) in _IN_PLACE.items():
     _register_in_place(_func, _kind, _names)
-for _func, (_kind, _names) in _LIKE.items():
-    _register_like(_func, _kind, _names)
+# By name, as older releases of PyTorch lack the overloads with a generator.
+for _name, _kind in _LIKE.items():
+    for _func in functional_overloads(_name):
+        _register_like(_func, _kind)
 
 
 @composite(_aten.normal_functional.default)
@@ -150,12 +143,6 @@ def _bernoulli_of(input: Any, p: Any, *, generator: Any = None) -> Any:  # noqa:
 def _bernoulli_by(input: Any, p: Any, *, generator: Any = None) -> Any:  # noqa: A002
     """All dims may be split: an element depends on the key and on its global index."""
     return refill(torch.empty_like(input), "bernoulli", generator, p=p)
-
-
-@composite(_aten.randint_like.Tensor, _aten.randint_like.Tensor_generator)
-def _integers_below(input: Any, high: Any, **options: Any) -> Any:  # noqa: A002
-    """All dims may be split: an element depends on the key and on its global index."""
-    return torch.randint_like(input, int(high), **options)
 
 
 @composite(_aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor)

@@ -1,0 +1,7 @@
+"""``python -m dtckpt`` is the command ``dtckpt``."""
+
+import sys
+
+from dtckpt.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,96 @@
+"""The private names of PyTorch that this package uses; any release may change them without notice.
+
+Other modules take them from here. So whoever tries a new release of PyTorch reads one page, and mends one.
+Operators (``torch.ops``) are not among them: those that a release lacks are left out where rules are registered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+OLDEST = "2.9"
+"""The oldest release of PyTorch on which checkpoints work. DTensors are tested from 2.11 on."""
+
+if torch.torch_version.TorchVersion(torch.__version__) < OLDEST:
+    raise ImportError(f"dtckpt needs PyTorch {OLDEST} or newer; got {torch.__version__}")
+
+# ruff: noqa: E402  (an older PyTorch lacks some of these; its user must learn the version that is needed, not a name)
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed import _functional_collectives, distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.optim.optimizer import _foreach_supported_types as foreach_types_of_optimizers
+from torch.testing import _comparison as comparison
+from torch.utils._foreach_utils import _foreach_supported_types as foreach_types_of_gradients
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+__all__ = [
+    "AsyncCollectiveTensor",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "comparison",
+    "detect_fake_mode",
+    "foreach_types_of_gradients",
+    "foreach_types_of_optimizers",
+    "is_fake",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+_c10d: Any = distributed_c10d
+_bindings: Any = torch._C
+
+# Process groups.
+new_process_group: Any = _c10d._new_process_group_helper
+"""Makes a group as ``new_group`` does, with a name of the caller's choice, among its members alone."""
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """Return the backend that a process group uses for tensors on a device."""
+    return group._get_backend(device)
+
+
+def devices_of(group: Any) -> list[torch.device]:
+    """Return the types of the devices that a process group has backends for."""
+    return group._device_types  # type: ignore[no-any-return]
+
+
+get_default_store: Any = _c10d._get_default_store
+get_default_timeout: Any = _c10d._get_default_timeout
+world: Any = _c10d._world
+"""PyTorch's tables of process groups."""
+
+functional_collectives: Any = _functional_collectives
+RESOLVE_GROUP = "_resolve_group" if hasattr(_functional_collectives, "_resolve_group") else "_resolve_group_name"
+"""The function by which functional collectives find their process group. In PyTorch 2.11 it has the older name."""
+
+# The dispatcher, and tensors that it treats in their own way.
+DispatchKeySet: Any = _bindings.DispatchKeySet
+disable_torch_dispatch: Any = _bindings._DisableTorchDispatch
+disabled_torch_function: Any = _bindings._disabled_torch_function_impl
+dispatch_key: Any = _bindings._dispatch_key_parse
+dispatch_keys_after: Any = _bindings._dispatch_keyset_full_after
+has_kernel: Any = _bindings._dispatch_has_kernel_for_dispatch_key
+make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+operator_names: Any = _bindings._dispatch_get_all_op_names
+OpOverload: Any = torch._ops.OpOverload
+
+current_graph_task: Any = _bindings._current_graph_task_id
+"""Returns the number of the backward pass that runs in this thread; -1 outside of one."""
+dynamo: Any = _bindings._dynamo.eval_frame
+
+# Single functions.
+assert_async: Any = torch._assert_async
+foreach_copy: Any = torch._foreach_copy_
+foreach_norm: Any = torch._foreach_norm
+masked_ops: Any = torch.masked._ops
