@@ -9,7 +9,7 @@ from support.coordination_contract import wait_until
 
 import dtckpt
 from dtckpt import errors
-from dtckpt.comm import process_groups, rendezvous
+from dtckpt.comm import process_groups, rendezvous, torch_private
 from dtckpt.config import Config
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.torch_store import from_environment
@@ -136,6 +136,6 @@ def test_a_process_group_that_cannot_be_connected_names_the_cure(port, monkeypat
     def fail(*_, **__):
         raise RuntimeError("Gloo connectFullMesh failed")
 
-    monkeypatch.setattr(process_groups._c10d, "_new_process_group_helper", fail)
+    monkeypatch.setattr(torch_private, "new_process_group", fail)
     with pytest.raises(errors.CoordinationError, match=r"clients 0 failed: Gloo .*; call dtckpt.init_process_group"):
         process_groups.process_group_of([0], override=("gloo", Options()))
