@@ -42,6 +42,7 @@ class Leaf:
     """One tensor of a state tree.
 
     Args:
+        tensor: The tensor itself.
         shape: Global shape.
         dtype: Dtype name.
         layout: Layout of the tensor; None for a plain tensor, of which every client has a copy.
@@ -50,6 +51,7 @@ class Leaf:
         save_as_bf16: Whether the tensor asks to be stored as bfloat16.
     """
 
+    tensor: torch.Tensor
     shape: tuple[int, ...]
     dtype: str
     layout: Layout | None
@@ -129,10 +131,13 @@ def as_leaf(value: torch.Tensor, name: str) -> Leaf:
     Raises:
         DTypeError: The dtype cannot be stored, or the tensor's elements are not dense memory: it is sparse, quantized,
             nested, fake, on the meta device, or of a subclass that computes its elements.
-        LayoutError: The layout has MATCH specs or pending reductions.
+        LayoutError: The layout has MATCH specs or pending reductions, or a PyTorch DTensor is made of ours.
     """
     if torch_interop.is_torch_dtensor(value):
-        layout, local = torch_interop.layout_and_local(value)
+        try:
+            layout, local = torch_interop.layout_and_local(value)
+        except LayoutError as error:
+            raise LayoutError(f"tensor {name!r}: {error.message}") from None
         components: tuple[torch.Tensor, ...] = () if local is None else (local,)
     elif isinstance(value, DTensor):
         layout, components = value.layout, value.components
@@ -149,7 +154,7 @@ def as_leaf(value: torch.Tensor, name: str) -> Leaf:
     except DTypeError as error:
         raise DTypeError(f"tensor {name!r}: {error.message}; convert it, or pass a view() as integers") from None
     save_as_bf16 = isinstance(value, DVariable) and value.save_as_bf16
-    return Leaf(shape, dtype, layout, regions, components, save_as_bf16)
+    return Leaf(value, shape, dtype, layout, regions, components, save_as_bf16)
 
 
 def _dense(memory: torch.Tensor, name: str) -> torch.Tensor:

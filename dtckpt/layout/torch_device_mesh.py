@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtckpt.comm import process_groups
@@ -14,6 +15,8 @@ from dtckpt.layout.mesh import Mesh
 
 _adopted: WeakKeyDictionary[Any, tuple[int | None, Mesh]] = WeakKeyDictionary()
 """By PyTorch mesh: this client's rank when `adopt` converted it, and the result."""
+_device_meshes: WeakKeyDictionary[Any, dict[Mesh, Any]] = WeakKeyDictionary()
+"""By default process group and mesh: the PyTorch mesh with these devices, the first that there was."""
 
 
 def mesh_of(device_mesh: Any) -> Mesh:
@@ -49,6 +52,7 @@ def adopt(device_mesh: Any) -> Mesh:
         return mesh
     for group in device_mesh.get_all_groups():
         process_groups.register_group(group, mesh.device_type)
+    _kept_device_meshes().setdefault(mesh, device_mesh)
     return mesh
 
 
@@ -59,6 +63,8 @@ def _require_device_mesh(value: object) -> None:
 
 def device_mesh_of(mesh: Mesh) -> Any:
     """Return the PyTorch ``DeviceMesh`` of a mesh, with the same process groups; every client owns one device.
+
+    It is the mesh that `adopt` converted, if it was one, or else a new one, which is kept for the next call.
 
     Collective: As `Mesh.get_all_groups`. A client without a device in the mesh does not communicate, and gets a mesh
     without groups.
@@ -75,4 +81,13 @@ def device_mesh_of(mesh: Mesh) -> Any:
         remote = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
         remote._dim_group_names = []
         return remote
-    return DeviceMesh.from_group(mesh.get_all_groups(), mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    groups = mesh.get_all_groups()
+    kept = _kept_device_meshes()
+    if mesh not in kept:
+        kept[mesh] = DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    return kept[mesh]
+
+
+def _kept_device_meshes() -> dict[Mesh, Any]:
+    """Return the PyTorch meshes of this default process group: those of another one have groups that are no more."""
+    return _device_meshes.setdefault(dist.group.WORLD, {})

@@ -358,7 +358,7 @@ def test_tensors_that_are_not_their_own_memory(tmp_path, make, reason):
         lambda: dtckpt.save(tmp_path / "t", {"a": make()}),
         lambda: dtckpt.save_async(tmp_path / "t", {"a": make()}),
         lambda: dtckpt.restore(path, {"a": make()}),
-    ):
+    )[: 2 if make is ODD["meta"][0] else 3]:  # a restore gives a meta tensor memory
         with pytest.raises(DTypeError, match=f"tensor 'a': only dense tensors with data can be stored; .*{reason}"):
             call()
     assert not (tmp_path / "t").exists()

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from dtckpt.checkpoint.leaves import as_leaf
+from dtckpt.checkpoint.leaves import as_leaf, mesh_of
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, new_memory
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.comm import host_memory
 from dtckpt.comm.torch_device import device_of
-from dtckpt.dtensor import DTensor
+from dtckpt.dtensor import DTensor, torch_interop
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.format import tree as trees
 from dtckpt.layout.layout import UNSHARDED, Layout
@@ -81,6 +81,26 @@ def empty_dtensor(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) ->
     return DTensor(components, layout, shape, dtype)
 
 
+def empty_beside(reference: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> torch.Tensor:
+    """Allocate a DTensor of the kind of another one, ours or PyTorch's; it is not initialized.
+
+    Args:
+        reference: The other one. If it has the same shape, and lies on the host where its mesh does not, as FSDP2's
+            offloaded parameters do, so does the new one, in the layout of the other one.
+        shape: Global shape.
+        dtype: Dtype.
+        layout: A layout on the mesh of the other one.
+    """
+    if not torch_interop.is_torch_dtensor(reference):
+        return empty_dtensor(shape, dtype, layout)
+    device_mesh = reference.device_mesh  # type: ignore[attr-defined]  # PyTorch's DTensor is not imported here
+    is_offloaded = reference.device.type not in ("meta", device_mesh.device_type)
+    if is_offloaded and tuple(reference.shape) == shape:
+        return torch.empty_like(reference, dtype=dtype, requires_grad=False)
+    made: torch.Tensor = torch_interop.to_torch(empty_dtensor(shape, dtype, layout), device_mesh)
+    return made
+
+
 def choose_layout(name: str, info: TensorInfo, mesh: Mesh | None, layouts: Layouts | None) -> Layout | None:
     """Return the layout that a tensor is restored into; None for a plain tensor.
 
@@ -106,6 +126,16 @@ def choose_layout(name: str, info: TensorInfo, mesh: Mesh | None, layouts: Layou
             f"layout for tensor {name!r} does not fit; got rank {choice.rank}, expected {len(info.shape)} dims"
         )
     return choice
+
+
+def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
+    """Return the layout of a DTensor, ours or PyTorch's; None for a plain tensor."""
+    mesh = mesh_of(tensor)
+    if mesh is None:
+        return None
+    if isinstance(tensor, DTensor):
+        return tensor.layout
+    return torch_interop.layout_of(mesh, tensor.placements, tensor.ndim)  # type: ignore[attr-defined]
 
 
 def kept_layout(info: TensorInfo, mesh: Mesh) -> Layout:

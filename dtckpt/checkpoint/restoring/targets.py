@@ -11,9 +11,13 @@ import torch
 
 from dtckpt.checkpoint.leaves import Leaf, as_leaf, is_stateful, is_tensor, mesh_of
 from dtckpt.checkpoint.options import RestoreOptions
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, new_memory
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.restoring.meta_tensors import MetaTensors, is_meta
+from dtckpt.checkpoint.restoring.object_states import CLOSED, Scope, parameters_of, scope_of_dict, scope_of_object
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
-from dtckpt.errors import ShapeMismatchError, TensorNotFoundError, TreeError
+from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
+from dtckpt.checkpoint.restoring.wrapper_prefixes import match_unwrapped
+from dtckpt.errors import DTypeError, ShapeMismatchError, TensorNotFoundError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.containers import fields_of, name_of
 from dtckpt.format.plain_values import is_plain, refusal
@@ -21,8 +25,8 @@ from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
 
 
-def tensors_of(target: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a target.
+def tensors_of(target: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a target, each with its last key, and the parameters of its optimizers.
 
     Raises:
         TreeError: It is too deep.
@@ -30,13 +34,14 @@ def tensors_of(target: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     if depth > trees.MAX_DEPTH:
         raise TreeError(f"the target is deeper than {trees.MAX_DEPTH} levels; does it contain itself?")
     if is_tensor(target):
-        yield target
+        yield key, target
         return
     if is_stateful_target(target):
-        yield from tensors_of(target.state_dict(), depth + 1)
+        yield from (("", parameter) for parameter in parameters_of(target))
+        yield from tensors_of(target.state_dict(), key, depth + 1)
     elif (items := items_of_target(target)) is not None:
-        for child in items.values() if isinstance(items, Mapping) else items:
-            yield from tensors_of(child, depth + 1)
+        for below, child in items.items() if isinstance(items, Mapping) else enumerate(items):
+            yield from tensors_of(child, str(below), depth + 1)
 
 
 def is_stateful_target(target: Any) -> bool:
@@ -58,7 +63,7 @@ def items_of_target(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
 
 def meshes_of_target(target: Any) -> set[Mesh]:
     """Return the meshes that the tensors of a target lie on. Raises: as `tensors_of`."""
-    return {mesh for mesh in map(mesh_of, tensors_of(target)) if mesh is not None}
+    return {mesh for _, tensor in tensors_of(target) if (mesh := mesh_of(tensor)) is not None}
 
 
 def saved_names(checkpoint: Checkpoint, options: RestoreOptions) -> set[str]:
@@ -84,11 +89,13 @@ def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions, at
     """
     names = new_names(checkpoint, options)
     structure = _part_at(trees.rename(checkpoint.structure, names) if names else checkpoint.structure, at)
-    matcher = _Matcher(checkpoint, is_renamed=bool(names))
-    renewed = matcher.visit(target, structure, at)
+    matcher = _Matcher(checkpoint, StateLayouts(tensors_of(target)), is_renamed=bool(names))
+    renewed = matcher.visit(target, structure, at, CLOSED)
 
     def finish() -> Any:
-        # First the tree, then the objects: `load_state_dict` copies out of memory that is filled by then.
+        # Modules first: an optimizer moves its state to the devices of its parameters.
+        matcher.modules.give_memory()
+        # Then the tree, then the objects: `load_state_dict` copies out of memory that is filled by then.
         result = renewed()
         for load in matcher.loads:
             load()
@@ -98,7 +105,8 @@ def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions, at
     values = ("/".join((*at, path) if path else at) for path, _ in trees.values(structure))
     unused = {*tensors, *values} - matcher.used
     unexpected = sorted(names.get(name, name) if name in checkpoint.tensors else name for name in unused)
-    return RestorePlan(matcher.leaves, finish, names, sorted(matcher.missing), sorted(matcher.defaulted), unexpected)
+    renamed = {**names, **matcher.renamed}
+    return RestorePlan(matcher.leaves, finish, renamed, sorted(matcher.missing), sorted(matcher.defaulted), unexpected)
 
 
 def _part_at(node: trees.Node, at: tuple[str, ...]) -> trees.Node:
@@ -120,59 +128,104 @@ class _Matcher:
 
     Args:
         checkpoint: The checkpoint.
+        layouts: Allocates what the target lacks.
         is_renamed: Whether the structure has new names.
 
     Attributes:
         used: Names of tensors, and paths of plain values, of the checkpoint that the target takes.
+        renamed: The name in the target by that in the checkpoint, where only wrappers of modules tell them apart.
         missing: Paths of the target, but for plain values, that the checkpoint lacks.
         defaulted: Paths of plain values of the target that the checkpoint lacks.
         leaves: The memory to be filled, each with its tensor's name in the checkpoint.
+        modules: The memory for tensors of modules that have none.
         loads: Give the stateful objects of the target their state, inner ones first.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, is_renamed: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, layouts: StateLayouts, *, is_renamed: bool) -> None:
         self._checkpoint = checkpoint
+        self._layouts = layouts
         self._is_renamed = is_renamed
         self.used: set[str] = set()
+        self.renamed: dict[str, str] = {}
         self.missing: list[str] = []
         self.defaulted: list[str] = []
         self.leaves: list[tuple[str, Leaf]] = []
+        self.modules = MetaTensors()
         self.loads: list[Callable[[], object]] = []
 
-    def visit(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
-        """Plan one node; return a function that gives the node's new value after the reads."""
+    def visit(self, target: Any, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
+        """Plan one node; return a function that gives the node's new value after the reads.
+
+        Args:
+            target: What the target has there.
+            node: What the checkpoint has there.
+            path: The keys that lead to the node in the checkpoint.
+            scope: What may differ.
+        """
+        if is_plain(target) or (scope.drops and self._is_replaced(target, node, scope)):
+            return self._take(node, path, scope)
         if is_tensor(target):
-            if "tensor" not in node:
-                raise self._misfit(node, "tensor", path)
-            name = node["tensor"]
-            self.used.add(name)
-            # The target keeps its own tensor: an optimizer, a tied layer or a graph may hold it, too.
-            self.leaves.append((name, as_leaf(target, name)))
-            return lambda: target
-        if is_plain(target):
-            return self._take(node, path)
+            return self._visit_tensor(target, node, path)
         if is_stateful_target(target):
-            state = target.state_dict()
-            renewed = self.visit(state, node, path)
-            self.loads.append(lambda: target.load_state_dict(renewed()))
-            return lambda: target
+            return self._visit_object(target, node, path)
         items = items_of_target(target)
         if items is None:
             raise refusal(target, "/".join(path), "restore into")
         if isinstance(target, tuple) and "tuple" in node:
             items = target  # older versions saved named tuples by position
         if isinstance(items, Mapping):
-            return self._visit_dict(target, items, dict(self._saved_items(node, "dict", path)), path)
-        return self._visit_sequence(target, [child for _, child in self._saved_items(node, "sequence", path)], path)
+            saved = dict(self._saved_items(node, "dict", path))
+            return self._visit_dict(target, items, saved, path, scope_of_dict(items, scope))
+        nodes = [child for _, child in self._saved_items(node, "sequence", path)]
+        return self._visit_sequence(target, nodes, path, scope.of_items(items))
 
-    def _take(self, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
+    def _is_replaced(self, target: Any, node: trees.Node, scope: Scope) -> bool:
+        """Whether a part of an object's state is replaced as a whole: what was saved is of another kind or shape."""
+        if is_tensor(target):
+            if "tensor" not in node or scope.is_fixed(target):
+                return "tensor" not in node
+            return tuple(target.shape) != self._checkpoint.info(node["tensor"]).shape
+        if is_stateful_target(target) or (items := items_of_target(target)) is None:
+            return False
+        opened = trees.items_of(node)
+        return opened is None or (opened[0] == "dict") != isinstance(items, Mapping)
+
+    def _visit_tensor(self, target: torch.Tensor, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
+        if "tensor" not in node:
+            raise self._misfit(node, "tensor", path)
+        name = node["tensor"]
+        self.used.add(name)
+        # The target keeps its own tensor: an optimizer, a tied layer or a graph may hold it, too.
+        memory = self.modules.memory_of(target, name)
+        self.leaves.append((name, as_leaf(memory, name)))
+        return lambda: memory
+
+    def _visit_object(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
+        state = self.modules.state_of(target)
+        has_meta = any(is_meta(tensor) for _, tensor in tensors_of(state))
+        renewed = self.visit(state, node, path, scope_of_object(target, state))
+        self.modules.validate(target, state, "/".join(path))
+
+        def load() -> None:
+            target.load_state_dict(renewed())
+            # A copy to a tensor on the meta device does nothing; PyTorch only warns.
+            if has_meta and any(is_meta(tensor) for _, tensor in tensors_of(target.state_dict())):
+                raise DTypeError(
+                    f"{type(target).__name__} at {'/'.join(path)!r} keeps tensors on the meta device; restore its "
+                    "module itself, or let its load_state_dict assign the tensors"
+                )
+
+        self.loads.append(load)
+        return lambda: target
+
+    def _take(self, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
         """Plan a node for which the target holds no tensors: take its plain values, and allocate its tensors."""
         self.used.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
         names = trees.tensor_names(node)
         infos = {name: self._checkpoint.info(name) for name in names}
         # Before memory is taken: the shapes are claims of the manifest.
         self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
-        new = {name: new_memory(name, info.shape, info.dtype) for name, info in infos.items()}
+        new = {name: self._layouts.allocate(name, info, scope) for name, info in infos.items()}
         self.used.update(names)
         self.leaves.extend((name, as_leaf(tensor, name)) for name, tensor in new.items())
         return lambda: trees.build(node, new.__getitem__)
@@ -198,30 +251,47 @@ class _Matcher:
         return TensorNotFoundError(f"the checkpoint has a {saved} at {'/'.join(path)!r}; the target wants a {kind}")
 
     def _visit_dict(
-        self, target: Any, items: Mapping[Any, Any], nodes: dict[Any, trees.Node], path: tuple[str, ...]
+        self,
+        target: Any,
+        items: Mapping[Any, Any],
+        nodes: dict[Any, trees.Node],
+        path: tuple[str, ...],
+        scope: Scope,
     ) -> Callable[[], Any]:
         if self._is_renamed:
             # Nor does a new name tell the type of a key: 0 or "0".
             by_text = {str(key): node for key, node in nodes.items()}
             nodes |= {key: by_text[str(key)] for key in items if str(key) in by_text}
+        saved_keys = match_unwrapped(items, nodes)
+        plans: dict[Any, Callable[[], Any]] = {}
+        for key, child in items.items():
+            saved_key = saved_keys.get(key, key)
+            if saved_key in nodes:
+                below = (*path, str(saved_key))
+                plans[key] = self.visit(child, nodes[saved_key], below, scope.below(key))
+                self._note_renamed(nodes[saved_key], below, (*path, str(key)))
+            elif not scope.drops:
+                (self.defaulted if is_plain(child) else self.missing).append("/".join((*path, str(key))))
         # A dict of optimizer state that is still empty is filled with what was saved.
-        if not items and isinstance(target, Mapping | SimpleNamespace):
-            plans = {key: self._take(child, (*path, str(key))) for key, child in nodes.items()}
-        else:
-            plans = {}
-            for key, child in items.items():
-                below = (*path, str(key))
-                if key in nodes:
-                    plans[key] = self.visit(child, nodes[key], below)
-                else:
-                    (self.defaulted if is_plain(child) else self.missing).append("/".join(below))
-        return lambda: _update_dict(target, items, {key: renew() for key, renew in plans.items()})
+        if scope.adds or (not items and isinstance(target, Mapping | SimpleNamespace)):
+            taken = {*items, *saved_keys.values()}
+            plans |= {
+                key: self._take(child, (*path, str(key)), scope.below(key))
+                for key, child in nodes.items()
+                if key not in taken
+            }
+        return lambda: _update_dict(target, items, {key: renew() for key, renew in plans.items()}, drops=scope.drops)
+
+    def _note_renamed(self, node: trees.Node, saved: tuple[str, ...], path: tuple[str, ...]) -> None:
+        if saved != path:
+            old, new = "/".join(saved), "/".join(path)
+            self.renamed |= {name: new + name.removeprefix(old) for name in trees.tensor_names(node)}
 
     def _visit_sequence(
-        self, target: Sequence[Any], saved: Sequence[trees.Node], path: tuple[str, ...]
+        self, target: Sequence[Any], saved: Sequence[trees.Node], path: tuple[str, ...], scope: Scope
     ) -> Callable[[], Any]:
         # A list that is still empty is filled with what was saved, too.
-        is_filled = not target and isinstance(target, MutableSequence)
+        is_filled = scope.drops or (not target and isinstance(target, MutableSequence))
         if not is_filled and len(target) != len(saved):
             raise ShapeMismatchError(
                 f"the sequence at {'/'.join(path)!r} has another length; got {len(target)} in the target, expected "
@@ -234,15 +304,18 @@ class _Matcher:
                 f"{len(saved)}"
             )
         plans = [
-            self._take(node, (*path, str(position)))
-            if is_filled
-            else self.visit(target[position], node, (*path, str(position)))
+            self.visit(target[position], node, (*path, str(position)), scope.below(position))
+            if position < len(target)
+            else self._take(node, (*path, str(position)), scope.below(position))
             for position, node in enumerate(saved)
         ]
         return lambda: _update_sequence(target, [renew() for renew in plans])
 
 
-def _update_dict(target: Any, items: Mapping[Any, Any], renewed: Mapping[Any, Any]) -> Any:
+def _update_dict(target: Any, items: Mapping[Any, Any], renewed: Mapping[Any, Any], *, drops: bool) -> Any:
+    if drops and isinstance(target, MutableMapping):
+        for key in [key for key in target if key not in renewed]:
+            del target[key]
     changed = {key: value for key, value in renewed.items() if key not in items or items[key] is not value}
     if isinstance(target, MutableMapping):
         target.update(changed)

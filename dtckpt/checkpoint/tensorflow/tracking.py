@@ -14,6 +14,7 @@ from typing import Any
 from dtckpt.checkpoint.leaves import is_tensor
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.restoring.object_states import FixedState
 from dtckpt.checkpoint.restoring.plan import RestorePlan
 from dtckpt.checkpoint.restoring.targets import is_stateful_target, items_of_target, plan_target, saved_names
 from dtckpt.errors import CheckpointConflictError, RestoreMismatchError, TreeError, capped
@@ -26,7 +27,7 @@ PLAIN = object()
 """Stands for the owner of a plain value, which has no identity of its own."""
 
 
-class Node(ABC):
+class Node(ABC, FixedState):
     """An object with named objects below it, which notices when one is assigned: a `DTensorCheckpoint`."""
 
     @abstractmethod
