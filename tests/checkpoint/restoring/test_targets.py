@@ -1,0 +1,46 @@
+"""Restores into modules, optimizers and objects that are fresh, on the meta device, or of another size."""
+
+import pytest
+import torch
+from support import target_cases as cases
+
+pytestmark = pytest.mark.processes
+
+RUNS = [("fsdp2", "foreach"), ("fsdp2", "momentum"), ("ours", "foreach"), ("ours", "fused"), ("fsdp2+tp", "foreach")]
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=" ".join)
+def run(request, pool, tmp_path_factory):
+    """A saved run of 4 clients: path, kind of model, optimizer, and the losses of the steps after the save."""
+    kind, optimizer = request.param
+    path = str(tmp_path_factory.mktemp("run") / "step")
+    losses, *others = pool.values(cases.save_run, path, kind, optimizer, clients=4, group=True)
+    assert others == [losses] * 3
+    return path, kind, optimizer, losses
+
+
+@pytest.mark.parametrize("form", ["objects", "app", "raw"])
+def test_training_goes_on_bit_for_bit(pool, run, form):
+    path, kind, optimizer, losses = run
+    assert pool.values(cases.restore_run, path, kind, optimizer, form, clients=4, group=True) == [([], losses)] * 4
+
+
+@pytest.mark.parametrize("is_meta", [False, True], ids=["", "meta"])
+def test_any_number_of_clients_goes_on(pool, run, is_meta):
+    path, kind, optimizer, _ = run
+    counts = (4, 2) if kind == "fsdp2+tp" else (4, 1, 2, 3)
+    first, *others = [
+        contents
+        for count in counts
+        for contents in pool.values(cases.contents_of, path, kind, optimizer, is_meta=is_meta, clients=count, group=True)
+    ]
+    assert len(first) > 8
+    for other in others:
+        assert first.keys() == other.keys()
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_modules_on_the_meta_device_get_memory(pool, run):
+    path, kind, optimizer, losses = run
+    answers = pool.values(cases.restore_run, path, kind, optimizer, "objects", is_meta=True, clients=4, group=True)
+    assert answers == [([], losses)] * 4

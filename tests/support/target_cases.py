@@ -1,0 +1,170 @@
+"""Training runs that are saved and restored into fresh modules and optimizers: functions that client processes run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import dtckpt
+from dtckpt.dtensor import DTensor, Shard, distribute_module, distribute_tensor
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, 0.1, foreach=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, 0.1, fused=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+}
+
+
+class Net(nn.Module):
+    """Two layers of uneven sizes, with a frozen parameter, a scale and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 10)
+        self.second = nn.Linear(10, 5, bias=False)
+        self.second.weight.requires_grad_(False)
+        self.third = nn.Linear(5, 5)
+        self.register_buffer("offset", torch.rand(5))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(rows).relu())) + self.offset
+
+
+def model_on(kind: str, seed: int, *, is_meta: bool = False) -> nn.Module:
+    """Return a model of a kind over all clients."""
+    torch.manual_seed(seed)
+    size = dist.get_world_size()
+    with torch.device("meta" if is_meta else "cpu"):
+        model = Net()
+    if kind == "fsdp2":
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+        for layer in (model.first, model.third):
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    if kind == "fsdp2+tp":
+        grid = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, grid["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        parallelize_module(model, grid["tp"], {"third": ColwiseParallel(output_layouts=_whole())})
+        return fully_shard(model, mesh=grid["dp"])
+    mesh = dtckpt.create_distributed_mesh({"dp": size})
+
+    def shard(_: str, module: nn.Module, mesh: Any) -> None:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            moved = distribute_tensor(parameter, mesh, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(moved, parameter.requires_grad))
+
+    return distribute_module(model, mesh, shard)
+
+
+def _whole() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    """Return an optimizer with two groups, whose order is not that of the model."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    biases = [parameter for parameter in trained if parameter.ndim == 1]
+    weights = [parameter for parameter in trained if parameter.ndim == 2]
+    return OPTIMIZERS[name]([{"params": biases, "weight_decay": 0.0}, {"params": weights[::-1], "lr": 0.05}])
+
+
+def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Train, on the same rows on all clients, and return the losses."""
+    losses = []
+    for step in steps:
+        rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        loss = whole(model(rows).square().mean())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor | TorchDTensor) else tensor
+
+
+class AppState:
+    """An object that holds a module and an optimizer, and returns their raw states."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def save_run(path: str, kind: str, optimizer: str) -> list[float]:
+    """Train two steps, save, train two more; return the losses of these."""
+    model = model_on(kind, 0)
+    trained = optimizer_of(model, optimizer)
+    losses_of(model, trained, range(2))
+    dtckpt.save(path, {"run": {"model": model, "optimizer": trained}})
+    return losses_of(model, trained, range(2, 4))
+
+
+def restore_run(path: str, kind: str, optimizer: str, form: str, *, is_meta: bool = False) -> tuple[list[str], Any]:
+    """Restore into a fresh run; return what is wrong with it, and the losses of two more steps."""
+    model = model_on(kind, 1, is_meta=is_meta)
+    fresh = optimizer_of(model, optimizer)
+    parameters = list(model.parameters())
+    if form == "objects":
+        dtckpt.restore(path, {"run": {"optimizer": fresh, "model": model}})
+    elif form == "app":
+        dtckpt.restore(path, {"run": AppState(model, fresh)})
+    else:
+        state = {"run": AppState(model, fresh).state_dict()}
+        assert dtckpt.restore(path, state) is state
+        AppState(model, fresh).load_state_dict(state["run"])
+    assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
+    found = [*faults_of_state(fresh), *(f"{name} on meta" for name, each in model.state_dict().items() if each.is_meta)]
+    return found, losses_of(model, fresh, range(2, 4))
+
+
+def faults_of_state(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Yield what is not laid out as its parameter."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state:
+                yield f"no state of {parameter.shape}"
+            for name, value in state.items():
+                if name == "step":
+                    if type(value) is not torch.Tensor:
+                        yield f"step is a {type(value)}"
+                elif (type(value), getattr(value, "placements", None)) != (
+                    type(parameter.data),
+                    getattr(parameter, "placements", None),
+                ):
+                    yield f"{name} of {parameter.shape}: {type(value)} {getattr(value, 'placements', None)}"
+
+
+def contents_of(path: str, kind: str, optimizer: str, *, is_meta: bool = False) -> dict[str, torch.Tensor]:
+    """Restore into a fresh run; return whole tensors: of the model, and of the optimizer by the parameter's name."""
+    model = model_on(kind, 1, is_meta=is_meta)
+    fresh = optimizer_of(model, optimizer)
+    dtckpt.restore(path, {"run": {"optimizer": fresh, "model": model}})
+    assert not list(faults_of_state(fresh))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = {
+        f"{names[id(parameter)]} {key}": value
+        for parameter, values in fresh.state.items()
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return {name: whole(tensor.detach()) for name, tensor in {**model.state_dict(), **state}.items()}
