@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,8 +14,8 @@ from dtckpt.errors import MeshError, MeshTypeError
 from dtckpt.layout.device_mesh import KINDS, mesh_of_ranks
 from dtckpt.layout.mesh import Mesh
 
-_adopted: WeakKeyDictionary[Any, tuple[int | None, Mesh]] = WeakKeyDictionary()
-"""By PyTorch mesh: this client's rank when `adopt` converted it, and the result."""
+_adopted: WeakKeyDictionary[Any, tuple[Any, Mesh]] = WeakKeyDictionary()
+"""By PyTorch mesh: a reference to the default process group when `adopt` converted it, and the result."""
 _device_meshes: WeakKeyDictionary[Any, dict[Mesh, Any]] = WeakKeyDictionary()
 """By default process group and mesh: the PyTorch mesh with these devices, the first that there was."""
 
@@ -39,15 +40,16 @@ def mesh_of(device_mesh: Any) -> Mesh:
 def adopt(device_mesh: Any) -> Mesh:
     """Return `mesh_of`, and have `Mesh.get_group` return the groups of the PyTorch mesh.
 
-    Collective: All clients of the mesh call it, though nothing is sent. A mesh is converted once, unless this client's
-    rank changes.
+    Collective: All clients of the mesh call it, though nothing is sent. A mesh is converted once for each default
+    process group.
     """
     _require_device_mesh(device_mesh)
     cached = _adopted.get(device_mesh)
-    if cached is not None and cached[0] == process_groups.rank():
+    world = None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
+    if cached is not None and cached[0] == world:
         return cached[1]
     mesh = mesh_of(device_mesh)
-    _adopted[device_mesh] = process_groups.rank(), mesh
+    _adopted[device_mesh] = world, mesh
     if mesh.is_remote() or not getattr(device_mesh, "_dim_group_names", None):  # a mesh may have no groups
         return mesh
     for group in device_mesh.get_all_groups():

@@ -11,10 +11,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import dtckpt
+from dtckpt import Layout, Mesh, interop
 from dtckpt.dtensor import DTensor, Shard, distribute_module, distribute_tensor
+from dtckpt.dtensor.torch_interop import layout_of
+from dtckpt.errors import DtckptError
+from support.states import packed
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "foreach": lambda parameters: torch.optim.AdamW(parameters, 0.1, foreach=True),
@@ -52,7 +59,7 @@ def model_on(kind: str, seed: int, *, is_meta: bool = False) -> nn.Module:
     if kind == "fsdp2+tp":
         grid = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, grid["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
-        parallelize_module(model, grid["tp"], {"third": ColwiseParallel(output_layouts=_whole())})
+        parallelize_module(model, grid["tp"], {"third": ColwiseParallel(output_layouts=Replicate())})
         return fully_shard(model, mesh=grid["dp"])
     mesh = dtckpt.create_distributed_mesh({"dp": size})
 
@@ -62,12 +69,6 @@ def model_on(kind: str, seed: int, *, is_meta: bool = False) -> nn.Module:
             module.register_parameter(name, nn.Parameter(moved, parameter.requires_grad))
 
     return distribute_module(model, mesh, shard)
-
-
-def _whole() -> Any:
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
 
 
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
@@ -168,3 +169,94 @@ def contents_of(path: str, kind: str, optimizer: str, *, is_meta: bool = False) 
         if isinstance(value, torch.Tensor)
     }
     return {name: whole(tensor.detach()) for name, tensor in {**model.state_dict(), **state}.items()}
+
+
+def faults_of_assigned(path: str) -> list[str]:
+    """Return what is wrong with a model on the meta device that gets its state by ``assign``."""
+    model = model_on("fsdp2", 1, is_meta=True)
+    mesh = model.first.weight.device_mesh
+    state = dtckpt.restore(path, mesh=mesh)["run"]["model"]
+    plain = dtckpt.restore(path)["run"]["model"]
+    model.load_state_dict(state, assign=True)
+    model(torch.ones(2, 4)).sum().backward()
+    return [
+        name
+        for name, tensor in model.state_dict().items()
+        if not torch.equal(whole(tensor), plain[name])
+        or isinstance(tensor, TorchDTensor) != (name != "offset")
+        or (name != "offset" and (tensor.device_mesh is not mesh or tensor.placements != (TorchShard(0),)))
+    ]
+
+
+def faults_of_torch_layouts(path: str) -> list[str]:
+    """Return what is wrong with tensors that are restored by placements and layouts, ours and PyTorch's."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tensors = {name: torch.arange(35.0).reshape(5, 7) for name in "abcd"}
+    dtckpt.save(path, tensors)
+    strided = (_StridedShard(0, split_factor=2), TorchShard(0))
+    layouts: dict[str, Any] = {
+        "a": strided,
+        "b": [Shard(1), Shard(0)],
+        "c": Layout(["tp", "unsharded"], Mesh.from_device_mesh(grid["tp"])),
+    }
+    found = []
+    made = dtckpt.restore(path, mesh=grid, layouts=layouts)
+    expected = {"a": (grid, strided), "b": (grid, (TorchShard(1), TorchShard(0))), "c": (grid["tp"], (TorchShard(0),))}
+    for name, (mesh, placements) in expected.items():
+        if (made[name].device_mesh, made[name].placements) != (mesh, placements):
+            found.append(f"{name}: {made[name].placements} on {made[name].device_mesh}")
+        if not torch.equal(made[name].full_tensor(), tensors[name]):
+            found.append(f"{name}: {made[name].full_tensor()}")
+    if type(made["d"]) is not torch.Tensor:
+        found.append(f"d is a {type(made['d'])}")
+    ours = dtckpt.restore(path, mesh=Mesh.from_device_mesh(grid), layouts={"a": strided, "[bc]": (Shard(0), Shard(1))})
+    found += [name for name in "abcd" if not torch.equal(ours[name].full_tensor(), tensors[name])]
+    found += [name for name in "abcd" if not isinstance(ours[name], DTensor)]
+    other = dtckpt.create_distributed_mesh({"x": 4})
+    for wrong in ({"mesh": grid, "layouts": {"a": Layout(["x", "unsharded"], other)}}, {"layouts": {"a": strided}}):
+        try:
+            dtckpt.restore(path, **wrong)
+        except DtckptError as error:
+            if not any(text in str(error) for text in ("a slice of it", "need mesh=")):
+                found.append(str(error))
+        else:
+            found.append(f"{wrong} was taken")
+    return found
+
+
+def faults_of_sharing(rank_count: int = 4) -> list[str]:
+    """Return which tensors do not share their memory, values and gradients with their counterparts."""
+    found = []
+    grid = init_device_mesh("cpu", (2, rank_count // 2), mesh_dim_names=("dp", "tp"))
+    for mesh, shape, placements in (
+        (grid, (5, 7), (TorchShard(0), TorchShard(1))),
+        (grid, (9, 2), (_StridedShard(0, split_factor=2), TorchShard(0))),
+        (grid, (9, 2), (TorchShard(0), TorchShard(0))),
+        (grid, (1, 3), (Replicate(), TorchShard(0))),
+        (grid["tp"], (0, 3), (TorchShard(1),)),
+        (grid["dp"], (), (Replicate(),)),
+    ):
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        local = packed(values, layout_of(Mesh.from_device_mesh(mesh), placements, len(shape)))
+        given = interop.to_torch(local)
+        back = interop.from_torch(given)
+        facts = given.device_mesh is mesh, given.placements == placements, back.layout == local.layout
+        memory = {tensor.to_local().untyped_storage().data_ptr() for tensor in (local, given, back)}
+        if facts != (True, True, True) or len(memory) != 1:
+            found.append(f"{shape} {placements}: {facts} {given.placements} {memory}")
+        if not torch.equal(given.full_tensor(), values) or not torch.equal(back.full_tensor(), values):
+            found.append(f"{shape} {placements}: {given.full_tensor()}")
+        leaf = given.detach().requires_grad_()
+        interop.to_torch(interop.from_torch(leaf) * 3).full_tensor().square().sum().backward()
+        if leaf.grad is None or not torch.allclose(leaf.grad.full_tensor(), 18 * values):
+            found.append(f"{shape} {placements}: gradient {leaf.grad}")
+    pending = TorchDTensor.from_local(torch.ones(3), grid["tp"], [Partial()])
+    if interop.to_torch(interop.from_torch(pending)).placements != (Partial(),):
+        found.append("pending")
+    for call in (lambda: interop.to_torch(torch.ones(2)), lambda: interop.from_torch(torch.ones(2))):
+        try:
+            call()
+            found.append("a plain tensor was taken")
+        except DtckptError:
+            pass
+    return found

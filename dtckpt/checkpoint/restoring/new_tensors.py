@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,20 @@ from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.comm import host_memory
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor import DTensor, torch_interop
-from dtckpt.errors import LayoutError, LayoutTypeError
+from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
 from dtckpt.format import tree as trees
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.placement import Placement
 from dtckpt.layout.region import Region
 
-LayoutChoice = Layout | Callable[[str, TensorInfo], Layout]
-Layouts = Mapping[str, LayoutChoice] | Callable[[str, TensorInfo], Layout]
-"""Layouts by tensor name or glob (first match wins), each a Layout or a function of (name, info); or one function."""
+LayoutOrPlacements = Layout | Sequence[Placement]
+LayoutChoice = LayoutOrPlacements | Callable[[str, TensorInfo], LayoutOrPlacements]
+Layouts = Mapping[str, LayoutChoice] | Callable[[str, TensorInfo], LayoutOrPlacements]
+"""Layouts by tensor name or glob (first match wins), each a Layout or a function of (name, info); or one function.
+
+In place of a Layout, one placement per axis of the mesh will do, of this library or PyTorch's.
+"""
 
 
 def meshes_of_layouts(mesh: Mesh | None, layouts: Layouts | None) -> set[Mesh]:
@@ -36,7 +41,11 @@ def meshes_of_layouts(mesh: Mesh | None, layouts: Layouts | None) -> set[Mesh]:
 
 
 def plan_new_tensors(
-    checkpoint: Checkpoint, mesh: Mesh | None, layouts: Layouts | None, options: RestoreOptions
+    checkpoint: Checkpoint,
+    mesh: Mesh | None,
+    layouts: Layouts | None,
+    options: RestoreOptions,
+    device_mesh: Any = None,
 ) -> RestorePlan:
     """Allocate every tensor of a checkpoint in its layout, and plan to fill it.
 
@@ -47,22 +56,47 @@ def plan_new_tensors(
         mesh: As for `dtckpt.restore`.
         layouts: As for `dtckpt.restore`.
         options: See `RestoreOptions`.
+        device_mesh: PyTorch's mesh that ``mesh`` was converted from, if the tensors shall be DTensors of PyTorch. What
+            was saved as a plain tensor stays one then, unless ``layouts`` say otherwise.
     """
     names = new_names(checkpoint, options)
     structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
     infos = dict(checkpoint.tensors)
-    chosen = {name: choose_layout(names.get(name, name), info, mesh, layouts) for name, info in infos.items()}
+    chosen = {
+        name: choose_layout(names.get(name, name), info, mesh, layouts, keep_plain=device_mesh is not None)
+        for name, info in infos.items()
+    }
+    meshes = {layout.mesh for layout in chosen.values() if layout is not None}
+    device_meshes = {} if device_mesh is None else {each: _part_of(device_mesh, each) for each in meshes}
     checkpoint.validate_stored(
         (name, region) for name, layout in chosen.items() for region in _own_regions(infos[name].shape, layout)
     )
-    tensors: dict[str, torch.Tensor] = {
-        name: new_memory(name, infos[name].shape, infos[name].dtype)
-        if layout is None
-        else empty_dtensor(infos[name].shape, infos[name].dtype, layout)
-        for name, layout in chosen.items()
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, layout in chosen.items():
+        info = infos[name]
+        if layout is None:
+            tensors[name] = new_memory(name, info.shape, info.dtype)
+        else:
+            made = empty_dtensor(info.shape, info.dtype, layout)
+            tensors[name] = torch_interop.to_torch(made, device_meshes[layout.mesh]) if device_meshes else made
     leaves = [(name, as_leaf(tensor, name)) for name, tensor in tensors.items()]
     return RestorePlan(leaves, lambda: trees.build(structure, tensors.__getitem__), names)
+
+
+def _part_of(device_mesh: Any, mesh: Mesh) -> Any:
+    """Return the PyTorch mesh with the devices of a mesh: ``device_mesh`` or a slice of it.
+
+    Raises:
+        MeshError: It has no such slice.
+    """
+    whole = Mesh.from_device_mesh(device_mesh)
+    if whole == mesh:
+        return device_mesh
+    if set(mesh.dim_names) < set(whole.dim_names):
+        part = device_mesh[mesh.dim_names]
+        if Mesh.from_device_mesh(part) == mesh:
+            return part
+    raise MeshError(f"layouts for a restore to {whole}: got one on {mesh}, expected that mesh or a slice of it")
 
 
 def _own_regions(shape: tuple[int, ...], layout: Layout | None) -> set[Region]:
@@ -101,8 +135,17 @@ def empty_beside(reference: torch.Tensor, shape: tuple[int, ...], dtype: torch.d
     return made
 
 
-def choose_layout(name: str, info: TensorInfo, mesh: Mesh | None, layouts: Layouts | None) -> Layout | None:
+def choose_layout(
+    name: str, info: TensorInfo, mesh: Mesh | None, layouts: Layouts | None, *, keep_plain: bool = False
+) -> Layout | None:
     """Return the layout that a tensor is restored into; None for a plain tensor.
+
+    Args:
+        name: The tensor's name, after renaming.
+        info: The facts about it.
+        mesh: As for `dtckpt.restore`.
+        layouts: As for `dtckpt.restore`.
+        keep_plain: Whether a tensor that was on no mesh stays so unless ``layouts`` match it.
 
     Raises:
         LayoutError: The chosen layout does not have the tensor's rank.
@@ -118,9 +161,16 @@ def choose_layout(name: str, info: TensorInfo, mesh: Mesh | None, layouts: Layou
     if callable(choice):
         choice = choice(name, info)
     if choice is None:
-        return None if mesh is None else kept_layout(info, mesh)
+        return None if mesh is None or (keep_plain and info.layout is None) else kept_layout(info, mesh)
+    if isinstance(choice, Sequence) and not isinstance(choice, str):
+        if mesh is None:
+            raise LayoutError(f"layout for tensor {name!r}: got placements, which need mesh=; or pass a Layout")
+        try:
+            return torch_interop.layout_of(mesh, choice, len(info.shape))
+        except LayoutError as error:
+            raise type(error)(f"layout for tensor {name!r}: {error.message}") from None
     if not isinstance(choice, Layout):
-        raise LayoutTypeError(f"layout for tensor {name!r} must be a Layout; got {type(choice).__name__}")
+        raise LayoutTypeError(f"layout for tensor {name!r} must be a Layout or placements; got {type(choice).__name__}")
     if choice.rank != len(info.shape):
         raise LayoutError(
             f"layout for tensor {name!r} does not fit; got rank {choice.rank}, expected {len(info.shape)} dims"

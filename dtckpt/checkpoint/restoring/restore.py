@@ -28,6 +28,7 @@ from dtckpt.checkpoint.saving.votes import Written
 from dtckpt.checkpoint.timing import find_slow
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
+from dtckpt.dtensor.tensorflow_names import MeshLike, as_mesh
 from dtckpt.errors import CheckpointConflictError, DtckptError, TreeError
 from dtckpt.layout.mesh import Mesh
 from dtckpt.storage.location import Location
@@ -45,7 +46,7 @@ def restore(
     path: str | Location,
     target: Any = None,
     *,
-    mesh: Mesh | None = None,
+    mesh: MeshLike | None = None,
     layouts: Layouts | None = None,
     options: RestoreOptions | None = None,
 ) -> Any:
@@ -53,9 +54,10 @@ def restore(
 
     With ``target``, the tensors and DTensors of that tree are filled in place, plain values in its dicts and lists are
     replaced, and stateful objects load their state; containers keep their classes, and named tuples and dataclasses
-    take fields by name. Without a target, the saved tree is built anew, with plain CPU tensors, or with new DTensors
-    where ``mesh`` or ``layouts`` ask for them; named tuples and dataclasses are replaced by stand-ins then
-    (docs/checkpointing.md).
+    take fields by name. State that the target lacks, as a fresh optimizer does, takes the layout of its parameter, and
+    tensors on the meta device get memory. Without a target, the saved tree is built anew, with plain CPU tensors, or
+    with new DTensors where ``mesh`` or ``layouts`` ask for them; named tuples and dataclasses are replaced by stand-ins
+    then (docs/checkpointing.md).
 
     Every client reads the chunks that intersect its regions, straight into the destination, and verifies them. With
     `RestoreOptions.read_once` it reads its share of the chunks that several clients need, and sends them on.
@@ -68,7 +70,8 @@ def restore(
         target: Tree to be filled.
         mesh: Mesh for new DTensors; every tensor becomes one then, replicated if it was on no mesh. Tensors that no
             entry of ``layouts`` matches keep their saved sharding specs as far as the mesh has those axes, and are
-            unsharded otherwise.
+            unsharded otherwise. With a ``DeviceMesh`` of PyTorch the tensors are PyTorch's DTensors, and what was saved
+            as a plain tensor stays one unless ``layouts`` match it: ready for ``load_state_dict(assign=True)``.
         layouts: See `Layouts`. With functions, pass ``mesh`` too: it says which clients take part.
         options: See `RestoreOptions`.
 
@@ -91,7 +94,9 @@ def restore(
     try:
         if target is not None and (mesh is not None or layouts is not None):
             raise TreeError("restore takes a target, or mesh and layouts for new tensors; got both")
-        meshes = meshes_of_target(target) if target is not None else meshes_of_layouts(mesh, layouts)
+        device_mesh = None if mesh is None or isinstance(mesh, Mesh) else mesh
+        own_mesh = None if mesh is None else as_mesh(mesh)
+        meshes = meshes_of_target(target) if target is not None else meshes_of_layouts(own_mesh, layouts)
         clients = {client for each in meshes for client in each.clients}
         participants = sorted(clients | {coordination.member.client}) if clients else [coordination.member.client]
     except Exception as error:
@@ -104,7 +109,7 @@ def restore(
             raise failure
         if target is not None:
             return plan_target(checkpoint, target, options)
-        return plan_new_tensors(checkpoint, mesh, layouts, options)
+        return plan_new_tensors(checkpoint, own_mesh, layouts, options, device_mesh)
 
     return run_restore(path, plan, options, coordination, participants)
 

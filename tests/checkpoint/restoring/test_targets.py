@@ -1,5 +1,7 @@
 """Restores into modules, optimizers and objects that are fresh, on the meta device, or of another size."""
 
+import itertools
+
 import pytest
 import torch
 from support import target_cases as cases
@@ -29,11 +31,11 @@ def test_training_goes_on_bit_for_bit(pool, run, form):
 def test_any_number_of_clients_goes_on(pool, run, is_meta):
     path, kind, optimizer, _ = run
     counts = (4, 2) if kind == "fsdp2+tp" else (4, 1, 2, 3)
-    first, *others = [
-        contents
+    answers = [
+        pool.values(cases.contents_of, path, kind, optimizer, is_meta=is_meta, clients=count, group=True)
         for count in counts
-        for contents in pool.values(cases.contents_of, path, kind, optimizer, is_meta=is_meta, clients=count, group=True)
     ]
+    first, *others = itertools.chain.from_iterable(answers)
     assert len(first) > 8
     for other in others:
         assert first.keys() == other.keys()
@@ -44,3 +46,18 @@ def test_modules_on_the_meta_device_get_memory(pool, run):
     path, kind, optimizer, losses = run
     answers = pool.values(cases.restore_run, path, kind, optimizer, "objects", is_meta=True, clients=4, group=True)
     assert answers == [([], losses)] * 4
+
+
+def test_pytorch_dtensors_are_made_and_assigned(pool, run):
+    path, kind, _, _ = run
+    if kind == "fsdp2":
+        for clients in (4, 3, 1):
+            assert pool.values(cases.faults_of_assigned, path, clients=clients, group=True) == [[]] * clients
+
+
+def test_layouts_of_pytorch_dtensors(pool, tmp_path):
+    assert pool.values(cases.faults_of_torch_layouts, str(tmp_path / "saved"), clients=4, group=True) == [[]] * 4
+
+
+def test_memory_is_shared_with_pytorch(pool):
+    assert pool.values(cases.faults_of_sharing, clients=4, group=True) == [[]] * 4
