@@ -14,10 +14,10 @@ from dtckpt.errors import MeshError, MeshTypeError
 from dtckpt.layout.device_mesh import KINDS, mesh_of_ranks
 from dtckpt.layout.mesh import Mesh
 
-_adopted: WeakKeyDictionary[Any, tuple[Any, Mesh]] = WeakKeyDictionary()
-"""By PyTorch mesh: a reference to the default process group when `adopt` converted it, and the result."""
-_device_meshes: WeakKeyDictionary[Any, dict[Mesh, Any]] = WeakKeyDictionary()
-"""By default process group and mesh: the PyTorch mesh with these devices, the first that there was."""
+_meshes: WeakKeyDictionary[Any, tuple[Any, Mesh]] = WeakKeyDictionary()
+"""By PyTorch mesh: a reference to the default process group when `mesh_of` converted it, and the result."""
+_adopted: WeakKeyDictionary[Any, dict[Mesh, Any]] = WeakKeyDictionary()
+"""By default process group and mesh: the PyTorch mesh whose groups it has, the first that there was."""
 
 
 def mesh_of(device_mesh: Any) -> Mesh:
@@ -30,11 +30,18 @@ def mesh_of(device_mesh: Any) -> Mesh:
         MeshError: The value is no ``DeviceMesh``, or its device type is neither ``cpu`` nor ``cuda``.
     """
     _require_device_mesh(device_mesh)
+    world = None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
+    cached = _meshes.get(device_mesh)
+    # Without a default group, which client this is may change at any time.
+    if cached is not None and world is not None and cached[0] == world:
+        return cached[1]
     if device_mesh.device_type not in KINDS:
         raise MeshError(f"mesh: got a DeviceMesh on {device_mesh.device_type}, expected one of {', '.join(KINDS)}")
     ranks = device_mesh.mesh.cpu().numpy()
     names = device_mesh.mesh_dim_names or tuple(f"dim_{axis}" for axis in range(ranks.ndim))
-    return mesh_of_ranks(device_mesh.device_type, ranks, names)
+    mesh = mesh_of_ranks(device_mesh.device_type, ranks, names)
+    _meshes[device_mesh] = world, mesh
+    return mesh
 
 
 def adopt(device_mesh: Any) -> Mesh:
@@ -43,18 +50,14 @@ def adopt(device_mesh: Any) -> Mesh:
     Collective: All clients of the mesh call it, though nothing is sent. A mesh is converted once for each default
     process group.
     """
-    _require_device_mesh(device_mesh)
-    cached = _adopted.get(device_mesh)
-    world = None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
-    if cached is not None and cached[0] == world:
-        return cached[1]
     mesh = mesh_of(device_mesh)
-    _adopted[device_mesh] = world, mesh
     if mesh.is_remote() or not getattr(device_mesh, "_dim_group_names", None):  # a mesh may have no groups
         return mesh
-    for group in device_mesh.get_all_groups():
-        process_groups.register_group(group, mesh.device_type)
-    _kept_device_meshes().setdefault(mesh, device_mesh)
+    adopted = _adopted.setdefault(dist.group.WORLD, {})
+    if mesh not in adopted:
+        for group in device_mesh.get_all_groups():
+            process_groups.register_group(group, mesh.device_type)
+        adopted[mesh] = device_mesh
     return mesh
 
 
@@ -84,12 +87,7 @@ def device_mesh_of(mesh: Mesh) -> Any:
         remote._dim_group_names = []
         return remote
     groups = mesh.get_all_groups()
-    kept = _kept_device_meshes()
-    if mesh not in kept:
-        kept[mesh] = DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-    return kept[mesh]
-
-
-def _kept_device_meshes() -> dict[Mesh, Any]:
-    """Return the PyTorch meshes of this default process group: those of another one have groups that are no more."""
-    return _device_meshes.setdefault(dist.group.WORLD, {})
+    adopted = _adopted.setdefault(dist.group.WORLD, {})
+    if mesh not in adopted:
+        adopted[mesh] = DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    return adopted[mesh]

@@ -260,3 +260,41 @@ def faults_of_sharing(rank_count: int = 4) -> list[str]:
         except DtckptError:
             pass
     return found
+
+
+def errors_of_mixed_libraries(path: str) -> list[str]:
+    """Return the errors of PyTorch's functions that get what is ours, and of a save of what they would make."""
+    mesh = dtckpt.create_distributed_mesh({"dp": dist.get_world_size()})
+    device_mesh = mesh.to_device_mesh()
+    inner = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+    mixed = TorchDTensor.from_local(inner, device_mesh, [TorchShard(0)], run_check=False)
+    errors = []
+    for call in (
+        lambda: fully_shard(nn.Linear(4, 4), mesh=mesh),
+        lambda: parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel()),
+        lambda: TorchDTensor.from_local(torch.ones(4), mesh, [TorchShard(0)]),
+        lambda: fully_shard(model_on("ours", 0), mesh=device_mesh),
+        lambda: dtckpt.save(path, {"inner": {"w": mixed}}),
+    ):
+        try:
+            call()
+            errors.append("")
+        except DtckptError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+def error_of_stale_values(path: str) -> str:
+    """Return the error of a backward pass after a restore in place, which needs the values of before."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    weight = nn.Parameter(
+        interop.to_torch(packed(torch.ones(4, 3), layout_of(Mesh.from_device_mesh(mesh), [Shard(0)], 2)))
+    )
+    dtckpt.save(path, {"w": torch.zeros(4, 3)})
+    loss = (weight * weight).sum()
+    dtckpt.restore(path, {"w": weight.detach()})
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from dtckpt.checkpoint.leaves import Leaf
@@ -13,6 +14,9 @@ from dtckpt.checkpoint.restoring.rename_rules import renamed
 from dtckpt.checkpoint.restoring.report import Cast, Reshaped, RestoreReport
 from dtckpt.errors import DTypeError, ShapeMismatchError, TensorNotFoundError, UnexpectedTensorError, capped
 from dtckpt.format.dtypes import is_convertible, is_lossless
+
+MAX_COMPARED = 4096
+"""Bound on the names that are compared with a missing one, to find the nearest: some tenths of a second."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +82,7 @@ def validate_report(report: RestoreReport, options: RestoreOptions) -> None:
     missing = sorted((*report.missing, *report.defaulted))
     if missing and not options.allow_missing:
         raise TensorNotFoundError(
-            f"checkpoint {report.path} has nothing at {capped(map(repr, missing))}; "
+            f"checkpoint {report.path} has nothing at {capped(map(repr, missing))}{_nearest(missing[0], report)}; "
             "RestoreOptions(allow_missing=True) leaves the target as it is there",
             name=missing[0],
         )
@@ -111,6 +115,12 @@ def validate_report(report: RestoreReport, options: RestoreOptions) -> None:
             f"{refused[0].saved}{_others(refused[1:])}; conversions allowed now: {options.cast}; "
             "RestoreOptions(cast='any') allows all"
         )
+
+
+def _nearest(name: str, report: RestoreReport) -> str:
+    """Return, for an error, the names of the checkpoint that nothing in the target takes and that are most like one."""
+    near = get_close_matches(name, report.unexpected[:MAX_COMPARED], n=3)
+    return f" (of what is left, {capped(map(repr, near))} is nearest to {name!r})" if near else ""
 
 
 def _others(tensors: Sequence[Reshaped | Cast]) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -21,6 +22,7 @@ from dtckpt.checkpoint.restoring.object_states import Scope
 from dtckpt.checkpoint.restoring.wrapper_prefixes import unwrapped
 from dtckpt.errors import LayoutError, capped
 from dtckpt.layout.layout import Layout
+from dtckpt.layout.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,16 +45,32 @@ class StateLayouts:
     """
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._places: list[_Place] = []
-        self._by_key: dict[str, list[_Place]] = defaultdict(list)
-        self._by_shape: dict[tuple[int, ...], list[_Place]] = defaultdict(list)
-        for key, tensor in tensors:
-            if is_lazy(tensor) or tensor.is_nested:
-                continue  # it has no shape, and is refused where the target is planned
-            place = _Place(tensor, layout_of_tensor(tensor))
-            self._places.append(place)
-            self._by_key[unwrapped(key)].append(place)
-            self._by_shape[tuple(tensor.shape)].append(place)
+        self._tensors = tensors
+
+    @cached_property
+    def _places(self) -> list[tuple[str, _Place]]:
+        # Made when it is first needed: most restores allocate nothing. What has no shape is refused elsewhere.
+        named = ((key, tensor) for key, tensor in self._tensors if not (is_lazy(tensor) or tensor.is_nested))
+        return [(unwrapped(key), _Place(tensor, layout_of_tensor(tensor))) for key, tensor in named]
+
+    @cached_property
+    def _by_key(self) -> Mapping[str, Sequence[_Place]]:
+        places: dict[str, list[_Place]] = defaultdict(list)
+        for key, place in self._places:
+            places[key].append(place)
+        return places
+
+    @cached_property
+    def _by_shape(self) -> Mapping[tuple[int, ...], _Choices]:
+        # Few layouts, of which each has many tensors.
+        choices: dict[tuple[int, ...], _Choices] = defaultdict(dict)
+        for _, place in self._places:
+            choices[tuple(place.tensor.shape)].setdefault(place.layout, place)
+        return choices
+
+    @cached_property
+    def _on_meshes(self) -> Mapping[Mesh, _Place]:
+        return {place.layout.mesh: place for _, place in self._places if place.layout is not None}
 
     def allocate(self, name: str, info: TensorInfo, scope: Scope) -> torch.Tensor:
         """Allocate a tensor; a plain one on the host where neither a parameter nor the checkpoint says more.
@@ -80,14 +98,17 @@ class StateLayouts:
     def _choices(self, name: str, info: TensorInfo, scope: Scope) -> _Choices:
         """Return the layouts that a tensor may take."""
         if scope.parameter is not None:
-            near = [_Place(scope.parameter, layout_of_tensor(scope.parameter))]
-            alike = [place for place in near if tuple(place.tensor.shape) == info.shape]
-        else:
-            near = self._places
-            alike = [place for place in self._named_in(name) if tuple(place.tensor.shape) == info.shape]
-            if not alike and (info.layout is not None or scope.is_optimizer):
-                alike = self._by_shape.get(info.shape, [])
-        return _of_places(alike, info) or _on_meshes(near, info)
+            own = _Place(scope.parameter, layout_of_tensor(scope.parameter))
+            if tuple(own.tensor.shape) == info.shape:
+                return {own.layout: own}
+            return _saved_specs(info, {} if own.layout is None else {own.layout.mesh: own})
+        named = (place for place in self._named_in(name) if tuple(place.tensor.shape) == info.shape)
+        choices = {place.layout: place for place in named}
+        if not choices and (info.layout is not None or scope.is_optimizer):
+            choices = self._by_shape.get(info.shape, {})
+        if len(choices) > 1:
+            choices = {layout: place for layout, place in choices.items() if _is_kept(layout, info)} or choices
+        return choices or _saved_specs(info, self._on_meshes)
 
     def _named_in(self, name: str) -> Sequence[_Place]:
         """Return the tensors with the longest key that is a part of a name, between ``/`` and ``.``."""
@@ -99,13 +120,6 @@ class StateLayouts:
         return []
 
 
-def _of_places(places: Iterable[_Place], info: TensorInfo) -> _Choices:
-    """Return the layouts of places; of several, those that the tensor was saved in, if there are such."""
-    found = {place.layout: place for place in places}
-    kept = {layout: place for layout, place in found.items() if _is_kept(layout, info)}
-    return kept if len(found) > 1 and kept else found
-
-
 def _is_kept(layout: Layout | None, info: TensorInfo) -> bool:
     """Whether a tensor was saved in the same sharding specs, as far as the mesh has their axes."""
     if layout is None or info.layout is None:
@@ -113,11 +127,10 @@ def _is_kept(layout: Layout | None, info: TensorInfo) -> bool:
     return layout == kept_layout(info, layout.mesh)
 
 
-def _on_meshes(near: Iterable[_Place], info: TensorInfo) -> _Choices:
-    """Return the saved sharding specs on the meshes of places; of several, on those with the axes of the saved one."""
+def _saved_specs(info: TensorInfo, meshes: Mapping[Mesh, _Place]) -> _Choices:
+    """Return the saved sharding specs on meshes; of several, on those with the axes of the saved one."""
     if info.layout is None:
         return {}
     axes = info.layout.mesh.dim_names
-    meshes = {place.layout.mesh: place for place in near if place.layout is not None}
     same = {mesh: place for mesh, place in meshes.items() if mesh.dim_names == axes}
     return {kept_layout(info, mesh): place for mesh, place in (same or meshes).items()}

@@ -17,7 +17,8 @@ from dtckpt.checkpoint.restoring.object_states import CLOSED, Scope, parameters_
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
 from dtckpt.checkpoint.restoring.wrapper_prefixes import match_unwrapped
-from dtckpt.errors import DTypeError, ShapeMismatchError, TensorNotFoundError, TreeError
+from dtckpt.dtensor import DTensor
+from dtckpt.errors import DTypeError, LayoutError, ShapeMismatchError, TensorNotFoundError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.containers import fields_of, name_of
 from dtckpt.format.plain_values import is_plain, refusal
@@ -195,6 +196,10 @@ class _Matcher:
             raise self._misfit(node, "tensor", path)
         name = node["tensor"]
         self.used.add(name)
+        if isinstance(target, DTensor) and target._view is not None:
+            raise LayoutError(
+                f"tensor {name!r} is a view whose values are not in the memory of its source; restore into the source"
+            )
         # The target keeps its own tensor: an optimizer, a tied layer or a graph may hold it, too.
         memory = self.modules.memory_of(target, name)
         self.leaves.append((name, as_leaf(memory, name)))
@@ -280,6 +285,8 @@ class _Matcher:
                 for key, child in nodes.items()
                 if key not in taken
             }
+        if scope.drops:
+            plans = {key: plans[key] for key in nodes if key in plans} | plans  # in the order that was saved
         return lambda: _update_dict(target, items, {key: renew() for key, renew in plans.items()}, drops=scope.drops)
 
     def _note_renamed(self, node: trees.Node, saved: tuple[str, ...], path: tuple[str, ...]) -> None:
@@ -314,8 +321,9 @@ class _Matcher:
 
 def _update_dict(target: Any, items: Mapping[Any, Any], renewed: Mapping[Any, Any], *, drops: bool) -> Any:
     if drops and isinstance(target, MutableMapping):
-        for key in [key for key in target if key not in renewed]:
-            del target[key]
+        target.clear()
+        target.update(renewed)
+        return target
     changed = {key: value for key, value in renewed.items() if key not in items or items[key] is not value}
     if isinstance(target, MutableMapping):
         target.update(changed)

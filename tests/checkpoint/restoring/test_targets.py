@@ -61,3 +61,20 @@ def test_layouts_of_pytorch_dtensors(pool, tmp_path):
 
 def test_memory_is_shared_with_pytorch(pool):
     assert pool.values(cases.faults_of_sharing, clients=4, group=True) == [[]] * 4
+
+
+def test_what_is_half_ours_and_half_pytorchs_is_refused(pool, tmp_path):
+    for errors in pool.values(cases.errors_of_mixed_libraries, str(tmp_path / "saved"), clients=2, group=True):
+        mesh_errors, (holding, saving) = errors[:3], errors[3:]
+        assert all(
+            "MeshTypeError" in error and "DeviceMesh of PyTorch only; pass mesh.to_device_mesh()" in error
+            for error in mesh_errors
+        ), mesh_errors
+        assert holding.startswith("LayoutError: PyTorch's fully_shard got a module that holds DTensors of dtckpt")
+        assert "tensor 'inner/w': got a DTensor of PyTorch whose local part is a DTensor of dtckpt" in saving
+    assert not (tmp_path / "saved").exists()
+
+
+def test_pytorch_refuses_a_backward_pass_with_values_of_before(pool, tmp_path):
+    errors = pool.values(cases.error_of_stale_values, str(tmp_path / "saved"), clients=2, group=True)
+    assert all("has been modified by an inplace operation" in error for error in errors), errors
