@@ -8,6 +8,7 @@ take their place.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -28,6 +29,7 @@ class MetaTensors:
         # By id, with the tensor itself, so that no other one gets its id.
         self._memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._in_modules: list[torch.Tensor] = []
+        self._parameters: list[tuple[str, torch.Tensor]] = []
 
     def memory_of(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return a tensor itself, or new memory in its layout if it is on the meta device.
@@ -81,6 +83,24 @@ class MetaTensors:
                 "cannot get memory; call to_empty(device=…) on the module before the restore"
             )
         self._in_modules.extend(tensor for tensor in meta.values() if id(tensor) in self._memory)
+
+    def note_parameters(self, parameters: Iterable[torch.Tensor], path: str) -> None:
+        """Note the parameters of an optimizer of the target, for `validate_parameters`."""
+        self._parameters.extend((path, parameter) for parameter in parameters if is_meta(parameter))
+
+    def validate_parameters(self) -> None:
+        """Check that the parameters of optimizers get memory, once the whole target is planned.
+
+        Raises:
+            DTypeError: One does not; the optimizer would move its state to the meta device, too.
+        """
+        given = {id(tensor) for tensor in self._in_modules}
+        for path, parameter in self._parameters:
+            if id(parameter) not in given:
+                raise DTypeError(
+                    f"optimizer at {path!r}: a parameter of shape {tuple(parameter.shape)} is on the meta device; "
+                    "restore its module together with the optimizer, or before"
+                )
 
     def give_memory(self) -> None:
         """Let the tensors of modules have the memory that was allocated for them."""

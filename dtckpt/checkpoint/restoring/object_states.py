@@ -7,7 +7,7 @@ optimizer that has not made a step yet, a loader that has seen more or fewer sam
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -48,6 +48,10 @@ class Scope:
             return self.by_key[key]
         # The first level of an object's state has the names of its parts; below, anything may come and go.
         return Scope(self.adds, self.adds, self.is_optimizer, self.parameter, self.fixed)
+
+    def closed(self) -> Scope:
+        """Return the scope of a container that cannot grow or shrink."""
+        return replace(self, adds=False, drops=False)
 
     def of_items(self, items: Iterable[Any]) -> Scope:
         """Return the scope of a container: one that has a tensor of a module has all of them."""
@@ -92,8 +96,9 @@ def scope_of_dict(items: Mapping[Any, Any], scope: Scope) -> Scope:
     """Return the scope of a dict of a target, in which an optimizer's state is recognized by its form."""
     scope = scope.of_items(items.values())
     if is_optimizer_state(items) and not scope.by_key:
-        inner = scope.below("state")
-        state = Scope(inner.adds, inner.drops, is_optimizer=True, fixed=inner.fixed)
+        state = replace(scope.below("state"), is_optimizer=True)
+        # All alike; but with their keys, which a new name does not tell: 0 or "0".
+        state = replace(state, by_key=dict.fromkeys(_keys_of_parameters(items), state))
         return Scope(scope.adds, scope.drops, fixed=scope.fixed, by_key={"state": state})
     return scope
 
@@ -106,11 +111,9 @@ def parameters_of(target: Any) -> list[torch.Tensor]:
 
 
 def _scope_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> Scope:
-    # The keys of the parameters are their numbers, or their names in the state dicts of some classes.
-    keys = [key for group in state["param_groups"] for key in group["params"]]
     by_key = {
         key: Scope(adds=True, drops=True, is_optimizer=True, parameter=parameter)
-        for key, parameter in zip(keys, parameters_of(optimizer), strict=True)
+        for key, parameter in zip(_keys_of_parameters(state), parameters_of(optimizer), strict=False)
     }
     # The number of groups and of their parameters is the optimizer's own; what else is in them may grow.
     group = Scope(adds=True, by_key={"params": CLOSED})
@@ -119,6 +122,14 @@ def _scope_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> Scope
         adds=True,
         by_key={"state": Scope(adds=True, drops=True, is_optimizer=True, by_key=by_key), "param_groups": groups},
     )
+
+
+def _keys_of_parameters(state: Mapping[Any, Any]) -> list[Any]:
+    """Return the keys of an optimizer's parameters in its state: numbers, or the names that some classes use."""
+    groups = state["param_groups"]
+    if not isinstance(groups, list | tuple):
+        return []
+    return [key for group in groups if isinstance(group, Mapping) for key in group.get("params", ())]
 
 
 def _modules_in(target: Any) -> Iterable[nn.Module]:

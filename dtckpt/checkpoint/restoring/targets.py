@@ -92,6 +92,7 @@ def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions, at
     structure = _part_at(trees.rename(checkpoint.structure, names) if names else checkpoint.structure, at)
     matcher = _Matcher(checkpoint, StateLayouts(tensors_of(target)), is_renamed=bool(names))
     renewed = matcher.visit(target, structure, at, CLOSED)
+    matcher.modules.validate_parameters()
 
     def finish() -> Any:
         # Modules first: an optimizer moves its state to the devices of its parameters.
@@ -176,7 +177,8 @@ class _Matcher:
             items = target  # older versions saved named tuples by position
         if isinstance(items, Mapping):
             saved = dict(self._saved_items(node, "dict", path))
-            return self._visit_dict(target, items, saved, path, scope_of_dict(items, scope))
+            inner = scope_of_dict(items, scope if isinstance(target, MutableMapping) else scope.closed())
+            return self._visit_dict(target, items, saved, path, inner)
         nodes = [child for _, child in self._saved_items(node, "sequence", path)]
         return self._visit_sequence(target, nodes, path, scope.of_items(items))
 
@@ -188,8 +190,7 @@ class _Matcher:
             return tuple(target.shape) != self._checkpoint.info(node["tensor"]).shape
         if is_stateful_target(target) or (items := items_of_target(target)) is None:
             return False
-        opened = trees.items_of(node)
-        return opened is None or (opened[0] == "dict") != isinstance(items, Mapping)
+        return self._opened(node, "dict" if isinstance(items, Mapping) else "sequence") is None
 
     def _visit_tensor(self, target: torch.Tensor, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
         if "tensor" not in node:
@@ -210,6 +211,7 @@ class _Matcher:
         has_meta = any(is_meta(tensor) for _, tensor in tensors_of(state))
         renewed = self.visit(state, node, path, scope_of_object(target, state))
         self.modules.validate(target, state, "/".join(path))
+        self.modules.note_parameters(parameters_of(target), "/".join(path))
 
         def load() -> None:
             target.load_state_dict(renewed())
@@ -237,17 +239,25 @@ class _Matcher:
 
     def _saved_items(self, node: trees.Node, kind: str, path: tuple[str, ...]) -> list[tuple[Any, trees.Node]]:
         """Return the items of a saved container, which fill a target of a kind: ``dict`` or ``sequence``."""
+        items = self._opened(node, kind)
+        if items is None:
+            raise self._misfit(node, kind, path)
+        return items
+
+    def _opened(self, node: trees.Node, kind: str) -> list[tuple[Any, trees.Node]] | None:
+        """Return the items of a saved container of a kind; None for a node that is none."""
         opened = trees.items_of(node)
-        if opened is not None:
-            base, items = opened
-            if (base == "dict") == (kind == "dict"):
-                return items
-            # A new name, as "a/0", does not tell whether "a" is a dict or a sequence.
-            by_key = {str(key): child for key, child in items}
-            positions = [str(position) for position in range(len(by_key))]
-            if self._is_renamed and (kind == "dict" or set(by_key) == set(positions)):
-                return items if kind == "dict" else [(position, by_key[position]) for position in positions]
-        raise self._misfit(node, kind, path)
+        if opened is None:
+            return None
+        base, items = opened
+        if (base == "dict") == (kind == "dict"):
+            return items
+        # A new name, as "a/0", does not tell whether "a" is a dict or a sequence.
+        by_key = {str(key): child for key, child in items}
+        positions = [str(position) for position in range(len(by_key))]
+        if not self._is_renamed or (kind == "sequence" and set(by_key) != set(positions)):
+            return None
+        return items if kind == "dict" else [(position, by_key[position]) for position in positions]
 
     @staticmethod
     def _misfit(node: trees.Node, kind: str, path: tuple[str, ...]) -> TensorNotFoundError:
@@ -265,8 +275,8 @@ class _Matcher:
     ) -> Callable[[], Any]:
         if self._is_renamed:
             # Nor does a new name tell the type of a key: 0 or "0".
-            by_text = {str(key): node for key, node in nodes.items()}
-            nodes |= {key: by_text[str(key)] for key in items if str(key) in by_text}
+            known = {str(key): key for key in (*scope.by_key, *items)}
+            nodes = {known.get(str(key), key): node for key, node in nodes.items()}
         saved_keys = match_unwrapped(items, nodes)
         plans: dict[Any, Callable[[], Any]] = {}
         for key, child in items.items():

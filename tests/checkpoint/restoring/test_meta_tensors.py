@@ -145,3 +145,18 @@ def test_an_object_that_copies_to_a_module_on_meta_is_refused(saved):
 
 def renamed():
     return dtckpt.RestoreOptions(allow_unexpected=True, rename=lambda name: name.replace("model/", "app/model/"))
+
+
+def test_an_optimizer_needs_its_module(saved, tmp_path):
+    model = Tied()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.arange(4)).square().mean().backward()
+    optimizer.step()
+    dtckpt.save(tmp_path / "o", {"optimizer": optimizer, "model": model})
+    made = on_meta()
+    fresh = torch.optim.Adam(made.parameters())
+    with pytest.raises(DTypeError, match=r"optimizer at 'optimizer': a parameter of shape \(3,\) is on the meta"):
+        restored(tmp_path / "o", optimizer=fresh)
+    restored(tmp_path / "o", optimizer=fresh, model=made)
+    assert not any(value.is_meta for state in fresh.state.values() for value in state.values())
+    restored(tmp_path / "o", optimizer=fresh)

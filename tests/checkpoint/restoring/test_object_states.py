@@ -171,3 +171,15 @@ def test_an_optimizer_keeps_its_groups(tmp_path):
     with pytest.raises(ShapeMismatchError, match="'param_groups' has another length; got 1 in the target, expected 2"):
         dtckpt.restore(tmp_path / "s", optimizer)
     assert not optimizer.state
+
+
+def test_an_optimizer_under_another_name(tmp_path):
+    _, saved = trained(3)
+    dtckpt.save(tmp_path / "s", {"old": saved})
+    _, optimizer = trained(0)
+    options = RestoreOptions(rename=lambda name: name.replace("old/", "new/"))
+    dtckpt.restore(tmp_path / "s", {"new": optimizer}, options=options)
+    assert are_equal(optimizer.state_dict(), saved.state_dict())
+    raw = trained(0)[1].state_dict()
+    dtckpt.restore(tmp_path / "s", {"new": raw}, options=options)
+    assert list(raw["state"]) == [0, 1, 2, 3]
