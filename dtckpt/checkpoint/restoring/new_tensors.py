@@ -76,9 +76,10 @@ def plan_new_tensors(
         info = infos[name]
         if layout is None:
             tensors[name] = new_memory(name, info.shape, info.dtype)
+        elif device_meshes:
+            tensors[name] = _empty_torch_dtensor(info.shape, info.dtype, layout, device_meshes[layout.mesh])
         else:
-            made = empty_dtensor(info.shape, info.dtype, layout)
-            tensors[name] = torch_interop.to_torch(made, device_meshes[layout.mesh]) if device_meshes else made
+            tensors[name] = empty_dtensor(info.shape, info.dtype, layout)
     leaves = [(name, as_leaf(tensor, name)) for name, tensor in tensors.items()]
     return RestorePlan(leaves, lambda: trees.build(structure, tensors.__getitem__), names)
 
@@ -106,11 +107,13 @@ def _own_regions(shape: tuple[int, ...], layout: Layout | None) -> set[Region]:
     return {layout.region(device, shape) for device in layout.mesh.local_device_ids()}
 
 
-def empty_dtensor(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> DTensor:
-    """Allocate a DTensor of a global shape; its components are not initialized."""
+def empty_dtensor(
+    shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, device: torch.device | None = None
+) -> DTensor:
+    """Allocate a DTensor of a global shape; its components are not initialized, and on ``device`` if it is given."""
     components = [
-        host_memory.allocate(layout.region(device, shape).shape, dtype, device_of(name))
-        for device, name in zip(layout.mesh.local_device_ids(), layout.mesh.local_devices(), strict=True)
+        host_memory.allocate(layout.region(number, shape).shape, dtype, device or device_of(name))
+        for number, name in zip(layout.mesh.local_device_ids(), layout.mesh.local_devices(), strict=True)
     ]
     return DTensor(components, layout, shape, dtype)
 
@@ -131,7 +134,15 @@ def empty_beside(reference: torch.Tensor, shape: tuple[int, ...], dtype: torch.d
     is_offloaded = reference.device.type not in ("meta", device_mesh.device_type)
     if is_offloaded and tuple(reference.shape) == shape:
         return torch.empty_like(reference, dtype=dtype, requires_grad=False)
-    made: torch.Tensor = torch_interop.to_torch(empty_dtensor(shape, dtype, layout), device_mesh)
+    return _empty_torch_dtensor(shape, dtype, layout, device_mesh, None if reference.is_meta else reference.device)
+
+
+def _empty_torch_dtensor(
+    shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, device_mesh: Any, device: torch.device | None = None
+) -> torch.Tensor:
+    """Allocate a DTensor of PyTorch, by default on the current device of the kind of its mesh, as PyTorch does."""
+    empty = empty_dtensor(shape, dtype, layout, device or torch.device(device_mesh.device_type))
+    made: torch.Tensor = torch_interop.to_torch(empty, device_mesh)
     return made
 
 
