@@ -94,3 +94,15 @@ assert_async: Any = torch._assert_async
 foreach_copy: Any = torch._foreach_copy_
 foreach_norm: Any = torch._foreach_norm
 masked_ops: Any = torch.masked._ops
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return a number that the tensors of one storage share, and no others; a storage may have no memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """Return a ``_StridedShard`` of PyTorch."""
+    from torch.distributed.tensor.placement_types import _StridedShard  # here, as most programs do without
+
+    return _StridedShard(dim, split_factor=split_factor)

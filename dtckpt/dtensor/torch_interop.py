@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout import torch_device_mesh
@@ -31,14 +32,15 @@ def layout_and_local(value: Any) -> tuple[Layout, torch.Tensor | None]:
     Raises:
         LayoutError: Its placements have no counterpart here, or its local part is a `DTensor` itself.
     """
-    if isinstance(value._local_tensor, DTensor):
+    local = value.to_local().detach()
+    if isinstance(local, DTensor):
         raise LayoutError(
             "got a DTensor of PyTorch whose local part is a DTensor of dtckpt, so its rows are not those of the "
             "tensor; shard a module by one of the two libraries: pass PyTorch's fully_shard to_torch(…) of its tensors"
         )
     mesh = torch_device_mesh.mesh_of(value.device_mesh)
     layout = layout_of(mesh, value.placements, value.ndim)
-    return layout, None if mesh.is_remote() else value.to_local().detach()
+    return layout, None if mesh.is_remote() else local
 
 
 def layout_of(mesh: Mesh, placements: Sequence[Any], ndim: int) -> Layout:
@@ -123,5 +125,5 @@ def _torch_placement(placement: Placement) -> Any:
     if isinstance(placement, Partial):
         return placement_types.Partial(placement.reduce_op)
     if isinstance(placement, _StridedShard):
-        return placement_types._StridedShard(placement.dim, split_factor=placement.split_factor)
+        return torch_private.strided_shard(placement.dim, placement.split_factor)
     return placement_types.Replicate()

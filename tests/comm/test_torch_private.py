@@ -39,6 +39,7 @@ NAMES = {
     "torch.distributed.distributed_c10d._get_default_timeout",
     "torch.distributed.distributed_c10d._new_process_group_helper",
     "torch.distributed.distributed_c10d._world",
+    "torch.distributed.tensor.placement_types._StridedShard",
     "torch.masked._ops",
     "torch.optim.optimizer._foreach_supported_types",
     "torch.testing._comparison",

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtckpt.checkpoint.leaves import mesh_of
+from dtckpt.comm.torch_private import storage_id
 
 
 class FixedState:
@@ -146,6 +147,6 @@ def _tensors(module: nn.Module) -> Iterable[torch.Tensor]:
 def _storage(tensor: torch.Tensor) -> int:
     """Return the id of a plain tensor's storage; 0 for a tensor without one."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_id(tensor)
     except (NotImplementedError, RuntimeError):
         return 0
