@@ -593,8 +593,8 @@ def test_saved_specs_are_kept_as_far_as_the_mesh_has_the_axes(tmp_path):
     ("choice", "error", "reason"),
     [
         (Layout(["x"], abstract_mesh({"x": 2})), LayoutError, "'w' does not fit; got rank 1, expected 2 dims"),
-        ("x", LayoutTypeError, "'w' must be a Layout; got str"),
-        (lambda name, info: "x", LayoutTypeError, "'w' must be a Layout; got str"),
+        ("x", LayoutTypeError, "'w' must be a Layout or placements; got str"),
+        (lambda name, info: "x", LayoutTypeError, "'w' must be a Layout or placements; got str"),
         (Layout(["x", "match"], abstract_mesh({"x": 2})), LayoutError, "match"),
         (Layout(["unsharded"] * 2, abstract_mesh({"x": 2}), {"x": "sum"}), LayoutError, "pending reductions"),
     ],
