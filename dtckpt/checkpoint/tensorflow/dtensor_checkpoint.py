@@ -182,7 +182,7 @@ class DTensorCheckpoint(Node):
         return self._save(str(path), self._counter, options)
 
     def _save(self, path: str, counter: int, options: SaveOptions | None) -> str:
-        options = options or SaveOptions()
+        options = replace(options or SaveOptions(), keys="same")
 
         def collect() -> State:
             self._latest.validate_settled()
@@ -193,7 +193,7 @@ class DTensorCheckpoint(Node):
                         f"tensor {name!r} is on another mesh; got {mesh_of(tensor)}, expected {self._mesh.to_string()}"
                     )
             entries = [(name, tensor, "") for name, tensor in leaves.items()]
-            return state_of_tensors(entries, options, clients=self._mesh.clients, tree=trees.dump(structure))
+            return state_of_tensors(entries, options, clients=self._mesh.clients, structure=structure)
 
         save_state(path, collect, options=options, participants=self._mesh.clients)
         return path
