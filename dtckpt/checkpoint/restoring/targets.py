@@ -56,9 +56,10 @@ def items_of_target(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
     return None
 
 
-def meshes_of_target(target: Any) -> set[Mesh]:
-    """Return the meshes that the tensors of a target lie on. Raises: as `tensors_of`."""
-    return {mesh for mesh in map(mesh_of, tensors_of(target)) if mesh is not None}
+def root_meshes_of_target(target: Any) -> set[Mesh]:
+    """Return the meshes that the tensors of a target lie on, of slices the whole meshes. Raises: as `tensors_of`."""
+    # A tensor on a slice is on another slice elsewhere; so all clients with such a tensor name the same meshes.
+    return {mesh.root_offsets[0] for mesh in map(mesh_of, tensors_of(target)) if mesh is not None}
 
 
 def saved_names(checkpoint: Checkpoint, options: RestoreOptions) -> set[str]:
