@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dtckpt
-from dtckpt import RestoreOptions, SaveOptions
+from dtckpt import Layout, RestoreOptions, SaveOptions
+from dtckpt.checkpoint.collective import Collective
 from dtckpt.errors import DtckptError
+from support.checkpoint_cases import mesh_over_all
+from support.states import packed
 
 WIDTH, HIDDEN = 6, 10
 """Neither is a multiple of the numbers of clients."""
@@ -80,8 +87,7 @@ def _local_part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         return whole
     from torch.distributed.tensor import distribute_tensor
 
-    strided = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    return strided.to_local()
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
 
 
 def wrong_in(state: Any, name: str = "") -> list[str]:
@@ -92,3 +98,129 @@ def wrong_in(state: Any, name: str = "") -> list[str]:
         return []
     whole = state.full_tensor() if isinstance(state, TorchDTensor | dtckpt.DTensor) else state
     return [] if torch.equal(whole, expected(name, whole)) else [name]
+
+
+# --- FSDP2, tensor and pipeline parallelism of PyTorch ---
+
+
+def stage_state(layers: int, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the state of this client's stage of a model, on a mesh of axes ``pp``, ``dp`` and ``tp``, or some."""
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)) if axes else None
+    stages = axes.get("pp", 1)
+    number = mesh["pp"].get_local_rank() if mesh is not None and "pp" in axes else 0
+    own = range(layers * number // stages, layers * (number + 1) // stages)
+    inner = tuple(axis for axis in axes if axis != "pp")
+    return state_of(*stage(own, mesh[inner] if mesh is not None and inner else None))
+
+
+def save_stage(path: str, layers: int, axes: Mapping[str, int], saves: int = 1) -> list[list[str]]:
+    """Save some steps of a model; return the rounds of each save."""
+    state = stage_state(layers, axes)
+    fill(state)
+    rounds: list[list[str]] = []
+    run = Collective._run
+
+    def note(collective: Collective, name: str, *args: Any) -> Any:
+        rounds[-1].append(name)
+        return run(collective, name, *args)
+
+    with patch.object(Collective, "_run", note):
+        for step in range(saves):
+            rounds.append([])
+            for key in state["optimizer"]:
+                if key.endswith(".lr"):
+                    state["optimizer"][key] = 0.5**step
+            handle = dtckpt.save_async(f"{path}{step}", {**state, "step": step}, options=SaveOptions(timeout_s=20))
+            fill(state, -1.0)
+            handle.result(20)
+            fill(state)
+    return rounds
+
+
+def restore_stage(path: str, layers: int, axes: Mapping[str, int], step: int) -> list[str]:
+    """Restore this client's stage of a model; return what is wrong."""
+    target = {**stage_state(layers, axes), "step": -1}
+    fill(target, 0.0)
+    # Without a mesh nothing tells who else restores.
+    group = dist.group.WORLD if set(axes) == {"pp"} else None
+    dtckpt.restore(path, target, options=RestoreOptions(timeout_s=20), group=group)
+    rates = {value for key, value in target["optimizer"].items() if key.endswith(".lr")}
+    return [*wrong_in(target), *(["step"] if (target["step"], rates) != (step, {0.5**step}) else [])]
+
+
+# --- mistakes, and what clients may do ---
+
+
+def save_differently(path: str, kind: str) -> list[tuple[str, str]]:
+    """Save something of which the last client passes another thing; then the same everywhere. Return the errors."""
+    client, clients = dtckpt.client_id(), dtckpt.num_clients()
+    is_odd = client == clients - 1
+    mesh = mesh_over_all({"x": clients})
+    rows = packed(torch.arange(12.0).reshape(6, 2), Layout(["x", "unsharded"], mesh))
+    tree: dict[str, Any] = {"w": rows, "c": torch.zeros(3), "values": {"lr": 0.5}, "list": [1, 2]}
+    options = SaveOptions(timeout_s=20, keys="same" if kind.startswith("same") else "union")
+    if kind in ("same: tensor", "union: tensor") and is_odd:
+        tree["own"] = torch.ones(2)
+    elif kind in ("same: value", "union: value") and is_odd:
+        tree["values"]["own"] = 1
+    elif kind == "lost" and is_odd:
+        del tree["w"]
+    elif kind == "shape" and is_odd:
+        tree["c"] = torch.zeros(4)
+    elif kind == "dtype" and is_odd:
+        tree["c"] = torch.zeros(3, dtype=torch.float64)
+    elif kind == "overlap" and is_odd:
+        tree["w"] = packed(torch.zeros(6, 2), Layout(["unsharded", "unsharded"], mesh))
+    elif kind == "value":
+        tree = {f"own{client}": torch.ones(2), "lr": 0.25 if is_odd else 0.5}
+    elif kind == "kind" and is_odd:
+        tree["values"] = torch.zeros(2)
+    elif kind == "length" and is_odd:
+        tree["list"] = [1, 2, 3]
+    elif kind == "copies":
+        tree = {f"own{client}": torch.ones(2), "c": torch.full((3,), float(is_odd))}
+    elif kind == "describing" and is_odd:
+        tree["own"] = object()
+    elif kind == "pattern":
+        tree = {f"own{client}": torch.ones(2)}
+        options = replace(options, stored_dtypes={"own2": "bfloat16", "owm*": "float32"})
+    found: list[tuple[str, str]] = []
+    for each in (tree, {f"own{client}": torch.ones(2), "w": rows}):
+        try:
+            dtckpt.save(path, each, options=options)
+        except DtckptError as error:
+            found.append((type(error).__name__, str(error)))
+            options = SaveOptions(timeout_s=20)
+    return found
+
+
+def save_in_groups(folder: str) -> list[str]:
+    """Save in two groups at one time, twice, in between together; return what is wrong in this group's checkpoint."""
+    client = dtckpt.client_id()
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "group"))["pair"]
+    tensor = TorchDTensor.from_local(torch.full((2,), float(client)), mesh, [TorchShard(0)])
+    tree = {"w": tensor, f"own{client}": torch.tensor(client), "step": client % 2}
+    options, number = SaveOptions(timeout_s=20, overwrite=True), client % 2
+    group: Any = halves[number]
+    dtckpt.save(f"{folder}/{number}", tree, options=options, group=group)
+    dtckpt.save_async(f"{folder}/{number}", tree, options=options, group=[number + 2, number]).result(20)
+    dtckpt.save(f"{folder}/all", {f"own{client}": torch.tensor(client)}, options=options)
+    target = {"w": torch.zeros(4), f"own{client}": torch.tensor(-1), "step": -1}
+    dtckpt.restore(f"{folder}/{number}", target, group=group)
+    expected = torch.tensor([number, number, number + 2, number + 2], dtype=torch.float32)
+    is_right = target["w"].equal(expected) and int(target[f"own{client}"]) == client and target["step"] == number
+    return [] if is_right else [repr(target)]
+
+
+def call_with_bad_groups(path: str) -> list[str]:
+    """Save and restore with groups that are none; return the errors."""
+    other = 1 - dtckpt.client_id()
+    found = []
+    for group in ([other], [0, 0, 1], "01", [0, 1, 7], 5, [0.0, 1.0], dist.new_group([other])):
+        for call in (dtckpt.save, dtckpt.save_async, dtckpt.restore):
+            try:
+                call(path, {"w": torch.ones(2)}, group=group)
+            except DtckptError as error:
+                found.append(type(error).__name__)
+    return found
