@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dtckpt
 from dtckpt import Layout, RestoreOptions, SaveOptions
 from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.saving import exchange
 from dtckpt.errors import DtckptError
+from dtckpt.storage.local_folder import LocalFolder
 from support.checkpoint_cases import mesh_over_all
 from support.states import packed
 
@@ -115,6 +119,7 @@ def stage_state(layers: int, axes: Mapping[str, int]) -> dict[str, Any]:
 
 def save_stage(path: str, layers: int, axes: Mapping[str, int], saves: int = 1) -> list[list[str]]:
     """Save some steps of a model; return the rounds of each save."""
+    exchange._kept.clear()  # what an earlier case has planned in this process
     state = stage_state(layers, axes)
     fill(state)
     rounds: list[list[str]] = []
@@ -191,6 +196,37 @@ def save_differently(path: str, kind: str) -> list[tuple[str, str]]:
         except DtckptError as error:
             found.append((type(error).__name__, str(error)))
             options = SaveOptions(timeout_s=20)
+    return found
+
+
+def save_through_a_fault(path: str, fault: str) -> list[tuple[str, str]]:
+    """Save different keys while a fault strikes the last client in the extra rounds; then again. Return the errors."""
+    client = dtckpt.client_id()
+    exchange._kept.clear()  # what an earlier case has planned in this process
+    tree: dict[str, Any] = {f"own{client}": torch.full((5,), float(client)), "lr": 0.5}
+    options = SaveOptions(timeout_s=20, overwrite=True)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory") if fault == "plan" else OSError(errno.EIO, "broken")
+
+    found: list[tuple[str, str]] = []
+    struck = {"put": (LocalFolder, "write"), "read": (LocalFolder, "read"), "plan": (exchange, "plan_union")}
+    for is_struck in (True, False):
+        try:
+            with ExitStack() as stack:
+                if is_struck and fault in struck and client == dtckpt.num_clients() - 1:
+                    stack.enter_context(patch.object(*struck[fault], fail))
+                elif is_struck and fault == "late value":
+                    dtckpt.save(path, tree, options=options)
+                    stack.enter_context(patch.dict(tree, lr=0.25 if client == 2 else 0.5, step=1))
+                dtckpt.save_async(path, tree, options=options).result(20)
+        except DtckptError as error:
+            found.append((type(error).__name__, str(error)))
+    if fault == "forgotten":
+        # As a client that was restarted: it has planned nothing yet.
+        if client == 1:
+            exchange._kept.clear()
+        dtckpt.save(path, tree, options=options)
     return found
 
 

@@ -16,7 +16,7 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.saving import exchange, save_handle
 from dtckpt.checkpoint.saving.description import described
-from dtckpt.checkpoint.saving.exchange import DESCRIPTION_NAME, TREE_NAME, Texts, put_text, read_texts
+from dtckpt.checkpoint.saving.exchange import DESCRIPTION_NAME, TREE_NAME, put_text, read_texts
 from dtckpt.checkpoint.saving.merge import merge_clients, remove_working_files
 from dtckpt.checkpoint.saving.plan import SavePlan, kept_plan
 from dtckpt.checkpoint.saving.report import SaveReport
@@ -27,7 +27,7 @@ from dtckpt.checkpoint.saving.votes import Agreement, Summary, Written
 from dtckpt.checkpoint.saving.write import ClientWriter
 from dtckpt.checkpoint.timing import Phases, find_slow
 from dtckpt.coordination.api import Coordination
-from dtckpt.errors import CheckpointError
+from dtckpt.errors import CheckpointError, DtckptError
 from dtckpt.format.manifest import Manifest
 from dtckpt.storage import commit
 from dtckpt.storage.failures import taken_over_error, translate_errors
@@ -175,15 +175,19 @@ class SaveAttempt:
             put_text(attempt, collective.client, DESCRIPTION_NAME, agreement.descriptions, prepared.text)
             put_text(attempt, collective.client, TREE_NAME, agreement.trees, prepared.state.tree)
 
-        def read() -> tuple[tuple[Texts, Texts], bytes]:
+        def plan_union() -> tuple[SavePlan | DtckptError, bytes]:
             descriptions = read_texts(attempt.folder, DESCRIPTION_NAME, agreement.descriptions)
-            return (descriptions, read_texts(attempt.folder, TREE_NAME, agreement.trees)), b""
+            trees = read_texts(attempt.folder, TREE_NAME, agreement.trees)
+            try:
+                return exchange.plan_union(descriptions, trees, self._options), b""
+            # All clients have the same texts, and so the same error: no vote need tell it to them.
+            except DtckptError as error:
+                return error, b""
 
         collective.run_round("described", describe, phase="plan")
-        (descriptions, trees), _ = collective.run_round_with_value("united", read, phase="plan")
-        # All clients have the same texts, so all of them come to the same plan or error without another barrier.
-        with collective.phases.measure("plan"):
-            plan = exchange.plan_union(descriptions, trees, self._options)
+        plan, _ = collective.run_round_with_value("united", plan_union, phase="plan")
+        if isinstance(plan, Exception):
+            raise plan
         exchange.keep_union(agreement.union, prepared.digest, plan)
         return plan
 

@@ -80,6 +80,28 @@ def test_a_mistake_is_the_same_error_on_all_clients_and_the_next_save_works(pool
         assert checkpoint.verify().damages == ()
 
 
+FAULTS = {
+    "put": ("StorageError", "client 2: "),
+    "read": ("StorageError", "client 2: "),
+    "plan": ("ClientFailedError", "no memory"),
+    "late value": ("SaveDisagreementError", "'lr'; got 0.5 and 0.25"),
+    "forgotten": None,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_the_extra_rounds(pool, tmp_path, meeting, fault):
+    found = pool.values(union_cases.save_through_a_fault, f"{tmp_path}/s", fault, clients=3, **meeting)
+    assert found == [found[0]] * 3
+    expected = FAULTS[fault]
+    assert [name for name, _ in found[0]] == ([] if expected is None else [expected[0]])
+    assert expected is None or expected[1] in found[0][0][1]
+    tree = dtckpt.restore(tmp_path / "s")
+    assert tree.pop("lr") == 0.5
+    assert {name: tensor.tolist() for name, tensor in tree.items()} == {f"own{c}": [float(c)] * 5 for c in range(3)}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
+
+
 def test_groups_save_at_one_time(pool, tmp_path):
     assert pool.values(union_cases.save_in_groups, f"{tmp_path}", clients=4, group=True) == [[]] * 4
     assert dtckpt.restore(tmp_path / "all").keys() == {"own0", "own1", "own2", "own3"}
