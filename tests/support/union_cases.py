@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dtckpt
 from dtckpt import Layout, RestoreOptions, SaveOptions
 from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.restoring import unexpected
 from dtckpt.checkpoint.saving import exchange
 from dtckpt.errors import DtckptError
 from dtckpt.storage.local_folder import LocalFolder
@@ -123,23 +124,31 @@ def save_stage(path: str, layers: int, axes: Mapping[str, int], saves: int = 1) 
     state = stage_state(layers, axes)
     fill(state)
     rounds: list[list[str]] = []
-    run = Collective._run
-
-    def note(collective: Collective, name: str, *args: Any) -> Any:
-        rounds[-1].append(name)
-        return run(collective, name, *args)
-
-    with patch.object(Collective, "_run", note):
-        for step in range(saves):
-            rounds.append([])
-            for key in state["optimizer"]:
-                if key.endswith(".lr"):
-                    state["optimizer"][key] = 0.5**step
+    for step in range(saves):
+        for key in state["optimizer"]:
+            if key.endswith(".lr"):
+                state["optimizer"][key] = 0.5**step
+        with noted_rounds() as noted:
             handle = dtckpt.save_async(f"{path}{step}", {**state, "step": step}, options=SaveOptions(timeout_s=20))
             fill(state, -1.0)
             handle.result(20)
-            fill(state)
+        rounds.append(noted)
+        fill(state)
     return rounds
+
+
+@contextmanager
+def noted_rounds() -> Iterator[list[str]]:
+    """Return a list that gets the names of the rounds that this client goes through in the context."""
+    rounds: list[str] = []
+    run = Collective._run
+
+    def note(collective: Collective, name: str, *args: Any) -> Any:
+        rounds.append(name)
+        return run(collective, name, *args)
+
+    with patch.object(Collective, "_run", note):
+        yield rounds
 
 
 def restore_stage(path: str, layers: int, axes: Mapping[str, int], step: int) -> list[str]:
@@ -260,3 +269,81 @@ def call_with_bad_groups(path: str) -> list[str]:
             except DtckptError as error:
                 found.append(type(error).__name__)
     return found
+
+
+# --- slices and parts ---
+
+
+def slices_tree(names: Sequence[str], filled: bool) -> dict[str, Any]:
+    """Return DTensors of ours on a 2x2 mesh and on its slices.
+
+    Args:
+        names: Of the axes of the mesh.
+        filled: Whether they hold what their names say; else zeros.
+    """
+    mesh = dtckpt.create_distributed_mesh({names[0]: 2, names[1]: 2})
+    layouts = {
+        "whole": Layout([names[0], names[1]], mesh),
+        "first": Layout([names[0], "unsharded"], mesh[names[0]]),
+        "second": Layout(["unsharded", names[1]], mesh[names[1]]),
+        "copied": Layout(["unsharded", "unsharded"], mesh[names[1]]),
+    }
+    like = torch.zeros(7, 5)
+    return {name: packed(expected(f"/{name}", like) if filled else like, each) for name, each in layouts.items()}
+
+
+def save_slices(path: str) -> list[list[str]]:
+    with noted_rounds() as rounds:
+        dtckpt.save(path, slices_tree("xy", filled=True), options=SaveOptions(timeout_s=20))
+    return rounds
+
+
+def restore_slices(path: str) -> list[str]:
+    """Restore into slices of another mesh, whose first axis is the second one before; return what is wrong."""
+    target = slices_tree("yx", filled=False)
+    dtckpt.restore(path, target, options=RestoreOptions(timeout_s=20))
+    return wrong_in(target)
+
+
+def save_families(path: str) -> list[list[str]]:
+    """Save PyTorch's DTensors on meshes of which each client knows its own only, twice."""
+    client = dtckpt.client_id()
+    pair = DeviceMesh("cpu", [client % 2, client % 2 + 2], mesh_dim_names=("dp",), _init_backend=False)
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    flat = world["dp", "tp"]._flatten("all")
+    w, v = expected("/w", torch.zeros(5, 3)), expected("/v", torch.zeros(7))
+    tree = {
+        "w": TorchDTensor.from_local(w.chunk(2)[client // 2], pair, [TorchShard(0)], shape=w.shape, stride=w.stride()),
+        "v": TorchDTensor.from_local(
+            torch.cat([v, v[:0]]).tensor_split([2, 4, 6])[client], flat, [TorchShard(0)], shape=v.shape, stride=(1,)
+        ),
+    }
+    with noted_rounds() as rounds:
+        for number in range(2):
+            rounds.append("|")
+            dtckpt.save(f"{path}{number}", tree, options=SaveOptions(timeout_s=20))
+    return rounds
+
+
+def restore_in_parts(path: str, kind: str) -> tuple[str, list[float], tuple[str, ...]]:
+    """Restore a part of a checkpoint on each client; return the error, what came, and what is reported unexpected."""
+    client, clients = dtckpt.client_id(), dtckpt.num_clients()
+    names = [f"w{number}" for number in range(client, 40, clients)]
+    if kind == "rest" and client == 1:
+        names.append("extra")
+    if kind == "missing" and client == 1:
+        names.append("more")
+    target: dict[str, Any] = {name: torch.zeros(()) for name in names}
+    if client == 0:
+        target["step"] = 0
+    reports: list[Any] = []
+    allows = kind == "allowed" or (kind == "allowed by some" and client != 1)
+    options = RestoreOptions(timeout_s=20, allow_unexpected=allows, report=reports.append)
+    error = ""
+    with patch.object(unexpected, "MAX_PAYLOAD_BYTES", 2):
+        try:
+            dtckpt.restore(path, target, options=options, group=range(clients))
+        except DtckptError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+    values = [float(target[name]) for name in names[:3]]
+    return error, values, reports[-1].unexpected if reports else ()

@@ -102,6 +102,19 @@ def test_faults_of_the_extra_rounds(pool, tmp_path, meeting, fault):
     assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
 
 
+def test_slices_of_our_meshes(pool, tmp_path):
+    assert pool.values(union_cases.save_slices, f"{tmp_path}/s", clients=4) == [NEXT] * 4
+    assert pool.values(union_cases.restore_slices, f"{tmp_path}/s", clients=4, group=True) == [[]] * 4
+    assert union_cases.wrong_in(dtckpt.restore(tmp_path / "s")) == []
+
+
+def test_meshes_without_a_common_root(pool, tmp_path):
+    rounds = pool.values(union_cases.save_families, f"{tmp_path}/", clients=4, group=True)
+    assert rounds == [["|", *FIRST, "|", *NEXT]] * 4
+    for number in range(2):
+        assert union_cases.wrong_in(dtckpt.restore(tmp_path / f"{number}")) == []
+
+
 def test_groups_save_at_one_time(pool, tmp_path):
     assert pool.values(union_cases.save_in_groups, f"{tmp_path}", clients=4, group=True) == [[]] * 4
     assert dtckpt.restore(tmp_path / "all").keys() == {"own0", "own1", "own2", "own3"}
