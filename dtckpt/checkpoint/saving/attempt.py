@@ -378,16 +378,18 @@ class BegunSave:
             logger.warning("save of %s: %s", self.path, slow)
         chunk_lists = {client: part.chunk_list for client, part in written.items()}
         with self._takeover_explained():
-            manifest = Manifest(
-                kvstore=options.kvstore,
-                arrays={},
-                tree=self._united_tree(led.folder),
-                job=self.job,
-                num_clients=len(self.collective.participants),
-                # By this a reader finds out that a save has replaced the checkpoint that it reads.
-                attempt=agreement.token,
-                costs=costs,
-            )
+            tree = self._united_tree(led.folder)
+        manifest = Manifest(
+            kvstore=options.kvstore,
+            arrays={},
+            tree=tree,
+            job=self.job,
+            num_clients=len(self.collective.participants),
+            # By this a reader finds out that a save has replaced the checkpoint that it reads.
+            attempt=agreement.token,
+            costs=costs,
+        )
+        with self._takeover_explained():
             for name, data in self.extra_files.items():
                 with translate_errors(f"write {name}", led.folder):
                     led.folder.write(name, data)
