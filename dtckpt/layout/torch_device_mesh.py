@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtckpt.comm import process_groups
+from dtckpt.comm.torch_private import root_mesh_of
 from dtckpt.errors import MeshError, MeshTypeError
 from dtckpt.layout.clients import job_name
 from dtckpt.layout.device_mesh import KINDS, mesh_of_ranks
@@ -29,7 +30,7 @@ def mesh_of(device_mesh: Any) -> Mesh:
         MeshError: The value is no ``DeviceMesh``, or its device type is neither ``cpu`` nor ``cuda``.
     """
     _require_device_mesh(device_mesh)
-    root = _root_of(device_mesh)
+    root = root_mesh_of(device_mesh)
     # A model has thousands of tensors on one mesh. Equal meshes may be slices of different roots.
     key = process_groups.rank(), job_name(), None if root is device_mesh else root
     kept = _converted.get(device_mesh)
@@ -43,11 +44,6 @@ def mesh_of(device_mesh: Any) -> Mesh:
         vars(mesh)["root_offsets"] = mesh_of(root), offsets
     _converted[device_mesh] = key, mesh
     return mesh
-
-
-def _root_of(device_mesh: Any) -> Any:
-    """Return the mesh that a mesh was sliced from, over all slices; the mesh itself if it is no slice."""
-    return device_mesh._get_root_mesh()
 
 
 def _convert(device_mesh: Any) -> Mesh:
