@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtckpt.checkpoint.leaves import as_leaf
+from dtckpt.checkpoint.leaves import as_leaf, with_arrays
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, new_memory
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
@@ -51,7 +51,11 @@ def plan_new_tensors(
     names = new_names(checkpoint, options)
     structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
     infos = dict(checkpoint.tensors)
-    chosen = {name: choose_layout(names.get(name, name), info, mesh, layouts) for name, info in infos.items()}
+    arrays = set(trees.array_names(structure))
+    chosen = {
+        name: None if name in arrays else choose_layout(names.get(name, name), info, mesh, layouts)
+        for name, info in infos.items()
+    }
     checkpoint.validate_stored(
         (name, region) for name, layout in chosen.items() for region in _own_regions(infos[name].shape, layout)
     )
@@ -62,7 +66,8 @@ def plan_new_tensors(
         for name, layout in chosen.items()
     }
     leaves = [(name, as_leaf(tensor, name)) for name, tensor in tensors.items()]
-    return RestorePlan(leaves, lambda: trees.build(structure, tensors.__getitem__), names)
+    made = with_arrays(tensors, arrays)
+    return RestorePlan(leaves, lambda: trees.build(structure, made.__getitem__), names)
 
 
 def _own_regions(shape: tuple[int, ...], layout: Layout | None) -> set[Region]:

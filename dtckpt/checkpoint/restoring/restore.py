@@ -19,6 +19,7 @@ from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import validate_mode
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group, participants_of
+from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.restoring.fill_tensors import fill_tensors, read_nbytes
 from dtckpt.checkpoint.restoring.new_tensors import Layouts, meshes_of_layouts, plan_new_tensors
@@ -98,7 +99,7 @@ def restore(
     """
     options = options or RestoreOptions()
     coordination = current_coordination()
-    participants = participants_of(group, coordination.member)
+    participants = everyone = participants_of(group, coordination.member)
     failure: Exception | None = None
     try:
         if target is not None and (mesh is not None or layouts is not None):
@@ -116,7 +117,8 @@ def restore(
         if failure is not None:
             raise failure
         if target is not None:
-            return plan_target(checkpoint, target, options)
+            # Not among the participants: that a target's tensors are on few clients says nothing of the others.
+            return plan_target(checkpoint, target, options, ClientNumber.among(coordination.member.client, everyone))
         return plan_new_tensors(checkpoint, mesh, layouts, options)
 
     return run_restore(path, plan, options, coordination, participants)

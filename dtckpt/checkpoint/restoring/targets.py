@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
-from dtckpt.checkpoint.leaves import Leaf, as_leaf, is_stateful, is_tensor, mesh_of
+from dtckpt.checkpoint.leaves import (
+    Leaf,
+    as_leaf,
+    is_fillable,
+    is_stateful,
+    is_tensor,
+    mesh_of,
+    with_arrays,
+)
 from dtckpt.checkpoint.options import RestoreOptions
+from dtckpt.checkpoint.per_client import ClientNumber, PerClient
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, new_memory
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.errors import ShapeMismatchError, TensorNotFoundError, TreeError
 from dtckpt.format import tree as trees
+from dtckpt.format.client_values import ClientValues
 from dtckpt.format.containers import fields_of, name_of
+from dtckpt.format.enum_members import EnumMember
 from dtckpt.format.plain_values import is_plain, refusal
+from dtckpt.format.tensor_parts import TensorParts
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
 
@@ -34,6 +48,8 @@ def tensors_of(target: Any, depth: int = 0) -> Iterator[torch.Tensor]:
         return
     if is_stateful_target(target):
         yield from tensors_of(target.state_dict(), depth + 1)
+    elif isinstance(target, PerClient):
+        yield from tensors_of(target.value, depth + 1)
     elif (items := items_of_target(target)) is not None:
         for child in items.values() if isinstance(items, Mapping) else items:
             yield from tensors_of(child, depth + 1)
@@ -51,6 +67,8 @@ def items_of_target(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
     """
     if name_of(target) in ("namedtuple", "dataclass", "SimpleNamespace"):
         return fields_of(target)
+    if name_of(target) == "TensorParts":
+        return TensorParts.of(target)
     if type(target) in (tuple, MappingProxyType) or isinstance(target, MutableMapping | list | deque):
         return target  # type: ignore[no-any-return]
     return None
@@ -68,13 +86,16 @@ def saved_names(checkpoint: Checkpoint, options: RestoreOptions) -> set[str]:
     return {names.get(name, name) for name in (*checkpoint.tensors, *checkpoint.values)}
 
 
-def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions, at: tuple[str, ...] = ()) -> RestorePlan:
+def plan_target(
+    checkpoint: Checkpoint, target: Any, options: RestoreOptions, client: ClientNumber, at: tuple[str, ...] = ()
+) -> RestorePlan:
     """Match a target tree with a checkpoint, and plan to fill it.
 
     Args:
         checkpoint: The checkpoint.
         target: The tree.
         options: See `RestoreOptions`.
+        client: Which of the clients that restore this one is.
         at: Keys that lead to the part of the checkpoint that fills the target; by default all of it does.
 
     Raises:
@@ -85,7 +106,7 @@ def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions, at
     """
     names = new_names(checkpoint, options)
     structure = _part_at(trees.rename(checkpoint.structure, names) if names else checkpoint.structure, at)
-    matcher = _Matcher(checkpoint, is_renamed=bool(names))
+    matcher = _Matcher(checkpoint, client, is_renamed=bool(names))
     renewed = matcher.visit(target, structure, at)
 
     def finish() -> Any:
@@ -121,6 +142,7 @@ class _Matcher:
 
     Args:
         checkpoint: The checkpoint.
+        client: Which of the clients that restore this one is.
         is_renamed: Whether the structure has new names.
 
     Attributes:
@@ -131,8 +153,9 @@ class _Matcher:
         loads: Give the stateful objects of the target their state, inner ones first.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, is_renamed: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, client: ClientNumber, *, is_renamed: bool) -> None:
         self._checkpoint = checkpoint
+        self._client = client
         self._is_renamed = is_renamed
         self.used: set[str] = set()
         self.missing: list[str] = []
@@ -142,16 +165,27 @@ class _Matcher:
 
     def visit(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
         """Plan one node; return a function that gives the node's new value after the reads."""
-        if is_tensor(target):
-            if "tensor" not in node:
+        if is_tensor(target) or type(target) is np.ndarray:
+            name = trees.name_of_tensor(node)
+            if name is None:
                 raise self._misfit(node, "tensor", path)
-            name = node["tensor"]
+            if isinstance(target, np.ndarray) and not is_fillable(target):
+                raise TreeError(
+                    f"cannot restore into the array at {'/'.join(path)!r}: it is read-only, or PyTorch cannot address "
+                    "its elements; pass a copy() of it"
+                )
             self.used.add(name)
             # The target keeps its own tensor: an optimizer, a tied layer or a graph may hold it, too.
             self.leaves.append((name, as_leaf(target, name)))
             return lambda: target
+        if isinstance(target, enum.Enum) and "enum" in node:
+            self.used.add("/".join(path))
+            member = EnumMember(*node["enum"]).of(type(target), "/".join(path))
+            return lambda: member
         if is_plain(target):
             return self._take(node, path)
+        if isinstance(target, PerClient):
+            return self._visit_per_client(target, node, path)
         if is_stateful_target(target):
             state = target.state_dict()
             renewed = self.visit(state, node, path)
@@ -160,6 +194,10 @@ class _Matcher:
         items = items_of_target(target)
         if items is None:
             raise refusal(target, "/".join(path), "restore into")
+        if name_of(target) == "TensorParts":
+            _validate_parts(target, node, path)
+        elif _type_of(node) == "PerClient" and not isinstance(target, ClientValues):
+            raise self._misfit(node, type(target).__name__, path)
         if isinstance(target, tuple) and "tuple" in node:
             items = target  # older versions saved named tuples by position
         if isinstance(items, Mapping):
@@ -168,15 +206,40 @@ class _Matcher:
 
     def _take(self, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
         """Plan a node for which the target holds no tensors: take its plain values, and allocate its tensors."""
-        self.used.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
-        names = trees.tensor_names(node)
+        names = self._use(node, path)
         infos = {name: self._checkpoint.info(name) for name in names}
         # Before memory is taken: the shapes are claims of the manifest.
         self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
         new = {name: new_memory(name, info.shape, info.dtype) for name, info in infos.items()}
-        self.used.update(names)
         self.leaves.extend((name, as_leaf(tensor, name)) for name, tensor in new.items())
-        return lambda: trees.build(node, new.__getitem__)
+        made = with_arrays(new, trees.array_names(node))
+        return lambda: trees.build(node, made.__getitem__)
+
+    def _use(self, node: trees.Node, path: tuple[str, ...]) -> list[str]:
+        """Note that the target takes all that is below a node; return the names of its tensors."""
+        names = trees.tensor_names(node)
+        self.used.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
+        self.used.update(names)
+        return names
+
+    def _visit_per_client(self, target: PerClient, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
+        """Plan to give a target that differs by client its own of the saved values."""
+        if _type_of(node) != "PerClient":
+            raise self._misfit(node, "PerClient", path)
+        # Of all clients: what this one does not take is not unexpected.
+        self._use(node, path)
+        saved = dict(self._saved_items(node, "dict", path))
+        source = target.source(saved, node["type"][1], self._client, "/".join(path))
+        if source is not None:
+            renewed = self.visit(target.value, saved[source], (*path, str(source)))
+            return lambda: target.assign(renewed())
+        if not callable(target.on_resize):
+            return lambda: target
+        choose, values = target.on_resize, self._take(node, path)
+        if is_stateful_target(target.value):
+            self.loads.append(lambda: target.value.load_state_dict(choose(values(), *self._client)))
+            return lambda: target
+        return lambda: target.assign(choose(values(), *self._client))
 
     def _saved_items(self, node: trees.Node, kind: str, path: tuple[str, ...]) -> list[tuple[Any, trees.Node]]:
         """Return the items of a saved container, which fill a target of a kind: ``dict`` or ``sequence``."""
@@ -241,6 +304,24 @@ class _Matcher:
             for position, node in enumerate(saved)
         ]
         return lambda: _update_sequence(target, [renew() for renew in plans])
+
+
+def _type_of(node: trees.Node) -> str | None:
+    """Return the name of a container in `CONTAINERS`; None for other nodes."""
+    return node["type"][0] if "type" in node else None
+
+
+def _validate_parts(target: Any, node: trees.Node, path: tuple[str, ...]) -> None:
+    """Check that the parts of a tensor were those of one that had the same class, shape and context."""
+    wanted = trees.flatten(target, is_tensor)[1]["type"]
+    if _type_of(node) != wanted[0] or node["type"][1] != wanted[1]:
+        saved = trees.build(node, lambda name: name)
+        got = (saved.kind, tuple(saved.shape), saved.context) if isinstance(saved, TensorParts) else next(iter(node))
+        kind, shape, context = TensorParts.of(target).facts
+        raise TreeError(
+            f"the tensor at {'/'.join(path)!r} was saved as {got}, which the parts of the target's {kind} "
+            f"{tuple(shape), context} cannot take; restore it without a target, and convert it"
+        )
 
 
 def _update_dict(target: Any, items: Mapping[Any, Any], renewed: Mapping[Any, Any]) -> Any:

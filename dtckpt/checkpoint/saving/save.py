@@ -80,7 +80,7 @@ def save(
     participants = participants_of(group, coordination.member)
     return save_state(
         path,
-        lambda: state_of_tree(tree, options, participants),
+        lambda: state_of_tree(tree, options, coordination.member.client, participants),
         options=options,
         coordination=coordination,
         participants=participants,

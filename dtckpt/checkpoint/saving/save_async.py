@@ -75,7 +75,7 @@ def save_async(
     participants = participants_of(group, coordination.member)
     return start_save(
         path,
-        lambda: state_of_tree(tree, options, participants),
+        lambda: state_of_tree(tree, options, coordination.member.client, participants),
         options=options,
         coordination=coordination,
         participants=participants,

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from dtckpt.checkpoint.gc_pause import gc_paused
-from dtckpt.checkpoint.leaves import as_leaf, host_array, is_tensor, state_of_object, validate_mode
+from dtckpt.checkpoint.leaves import as_leaf, host_array, is_tensor, validate_mode
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.per_client import ClientNumber, state_of
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorPlan, TensorSpec, copies_of, holdings_of
 from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
@@ -44,21 +45,22 @@ class State:
     values: tuple[str, ...] = ()
 
 
-def state_of_tree(tree: Any, options: SaveOptions, clients: Sequence[int]) -> State:
+def state_of_tree(tree: Any, options: SaveOptions, client: int, clients: Sequence[int]) -> State:
     """Describe a state tree for a save over some clients.
 
     Args:
         tree: The tree.
         options: See `SaveOptions`.
+        client: This client.
         clients: The clients that save.
     """
-    leaves, structure = trees.flatten(tree, is_tensor, state_of_object)
+    leaves, structure = trees.flatten(tree, is_tensor, state_of(ClientNumber.among(client, clients)))
     entries = [(name, value, "") for name, value in leaves.items()]
     return state_of_tensors(entries, options, clients=clients, structure=structure, with_root_meshes=True)
 
 
 def state_of_tensors(
-    entries: Sequence[tuple[str, torch.Tensor, str]],
+    entries: Sequence[tuple[str, torch.Tensor | np.ndarray[Any, Any], str]],
     options: SaveOptions,
     *,
     clients: Sequence[int],
@@ -68,7 +70,7 @@ def state_of_tensors(
     """Describe named tensors for a save.
 
     Args:
-        entries: ``(name, tensor, slice string)``; the slice string is empty for a whole tensor.
+        entries: ``(name, tensor or array of numpy, slice string)``; the slice string is empty for a whole tensor.
         options: See `SaveOptions`.
         clients: The clients that hold a copy of the plain tensors.
         structure: Structure of the state tree and its plain values.
