@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import keyword
+import operator
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -105,7 +106,9 @@ CONTAINERS: dict[str, Container] = {
         dict, lambda _, items: SimpleNamespace(**items), fields_of, lambda container, _: type(container).__name__
     ),
     "PerClient": Container(
-        dict, lambda num_clients, items: ClientValues(items, num_clients), argument=lambda values, _: values.num_clients
+        dict,
+        lambda num_clients, items: ClientValues(items, operator.index(num_clients)),
+        argument=lambda values, _: values.num_clients,
     ),
     "TensorParts": Container(
         dict,

@@ -195,6 +195,11 @@ def _decode_text(content: Any) -> str:
     return content
 
 
+def _decode_timedelta(content: Any) -> datetime.timedelta:
+    days, seconds, microseconds = map(operator.index, content)
+    return datetime.timedelta(days, seconds, microseconds)
+
+
 def _decode_dtype(content: Any) -> torch.dtype:
     name = _decode_text(content)
     if name not in _DTYPES:
@@ -217,7 +222,7 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     **{kind.__name__: kind for kind in _PATHS},
     "date": datetime.date.fromisoformat,
     "datetime": _decode_datetime,
-    "timedelta": lambda parts: datetime.timedelta(*map(operator.index, parts)),
+    "timedelta": _decode_timedelta,
     "enum": decode_member,
     "numpy": lambda pair: NUMPY_TYPES[pair[0]](decode_hashable(pair[1])),
     "set": lambda items: set(map(decode_hashable, items)),

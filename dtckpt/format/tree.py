@@ -175,7 +175,7 @@ def load(data: bytes) -> Node:
         raise CheckpointVersionError(
             f"the manifest's state tree holds {error}, which this version does not know; upgrade dtckpt"
         ) from error
-    except CheckpointCorruptError:
+    except (CheckpointCorruptError, CheckpointVersionError):
         raise
     except (ArithmeticError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"the manifest's state tree cannot be read: {error}") from error
