@@ -93,9 +93,9 @@ class PerClient:
         if self.on_resize == "keep" or callable(self.on_resize):
             return None
         raise TensorNotFoundError(
-            f"the checkpoint has no value at {where!r} for client {client.number} of {client.num_clients}: of "
-            f"{num_saved} that saved, it has those of clients {capped(sorted(saved)) or 'none'}; say what each takes "
-            "by PerClient(value, on_resize=…), or restore without a target, which gives all values",
+            f"the checkpoint has no value at {where!r} for client {client.number} of {client.num_clients}: it has one "
+            f"each of clients {capped(sorted(saved)) or '(none)'}, of {num_saved} that saved; say what each takes by "
+            "PerClient(value, on_resize=…), or restore without a target, which gives all values",
             name=where,
         )
 

@@ -86,12 +86,10 @@ def test_large_arrays_are_not_in_the_manifest(tmp_path):
         assert len(checkpoint.manifest.tree) < 100
 
 
-@pytest.mark.parametrize(
-    "array", [np.array(["x"]), np.array([None]), np.zeros(2, ">f4"), np.zeros(2, "M8[s]")], ids=str
-)
-def test_arrays_that_cannot_be_stored(tmp_path, array):
+@pytest.mark.parametrize("dtype", ["U3", "O", ">f4", "M8[s]", "longdouble"])
+def test_arrays_that_cannot_be_stored(tmp_path, dtype):
     with pytest.raises(DTypeError, match=r"array 'a/0': dtype .* cannot be stored; .* convert it by astype"):
-        dtckpt.save(tmp_path / "s", {"a": [array]})
+        dtckpt.save(tmp_path / "s", {"a": [np.zeros(2, dtype)]})
 
 
 def test_arrays_that_cannot_be_filled(tmp_path):
@@ -128,7 +126,7 @@ def test_a_target_gives_members_their_class(tmp_path):
     back = dtckpt.restore(path)
     assert (back["phase"], back["order"]) == (EnumMember("Phase", "DECAY"), [EnumMember("Order", "FIRST")])
     assert dtckpt.restore(saved(tmp_path / "again", back), target) == tree
-    with pytest.raises(TreeError, match="has Phase.DECAY at 'phase'; Order of the target has no such member"):
+    with pytest.raises(TreeError, match=r"has Phase.DECAY at 'phase'; Order of the target has no such member"):
         dtckpt.restore(path, {**target, "phase": Order.FIRST})
 
 
@@ -163,10 +161,8 @@ class Scaled(torch.Tensor):
         raise NotImplementedError(func)
 
 
-def scaled(fill=3, shape=(2, 4), **facts):
-    return Scaled(
-        torch.full(shape, fill, dtype=torch.int8), torch.full((2,), fill / 8), **{"dtype": torch.float32} | facts
-    )
+def scaled(fill=3, shape=(2, 4), dtype=torch.float32, **mode):
+    return Scaled(torch.full(shape, fill, dtype=torch.int8), torch.full((2,), fill / 8), dtype, **mode)
 
 
 def test_tensors_of_subclasses_are_filled_in_place(tmp_path):
