@@ -244,7 +244,8 @@ def items_of(node: Node) -> tuple[str, list[tuple[Any, Node]]] | None:
 def rename(node: Node, names: Mapping[str, str]) -> Node:
     """Return a structure whose tensors and values are at other paths.
 
-    A list or tuple that does not keep all of its items becomes a dict.
+    A container of which everything moves to one new place keeps its kind there. A list or tuple that does not keep all
+    of its items becomes a dict.
 
     Args:
         node: The structure.
@@ -255,6 +256,8 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
     """
     leaves: list[tuple[tuple[str, ...], Node]] = []
     before: dict[tuple[str, ...], tuple[Node, dict[str, Any]]] = {}
+    # By the path of a container, the new paths that it has by each of its leaves.
+    places: dict[tuple[str, ...], set[tuple[str, ...] | None]] = {}
 
     def collect(node: Node, path: tuple[str, ...]) -> None:
         opened = items_of(node)
@@ -265,7 +268,11 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
         # An empty container is a leaf: nothing below would bring it back.
         if opened is None or not opened[1]:
             name = name_of_tensor(node) or "/".join(path)
-            leaves.append((tuple(names[name].split("/")) if name in names else path, node))
+            new = tuple(names[name].split("/")) if name in names else path
+            leaves.append((new, node))
+            for level in range(len(path)):
+                is_same_below = new[level - len(path) :] == path[level:]
+                places.setdefault(path[:level], set()).add(new[: level - len(path)] if is_same_below else None)
 
     def grow(items: list[tuple[tuple[str, ...], Node]], path: tuple[str, ...]) -> Node:
         if any(rest == () for rest, _ in items):
@@ -281,6 +288,10 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
         return _with_items(*before.get(path, ({"dict": []}, {})), children)
 
     collect(node, ())
+    for path, new_paths in places.items():
+        new_path = new_paths.pop()
+        if not new_paths and new_path is not None and path in before:
+            before.setdefault(new_path, before[path])
     return grow(leaves, ()) if leaves else node
 
 

@@ -381,6 +381,25 @@ def test_renamed_containers_keep_their_types():
     assert (back["d"], back["e"]) == ({"1": 2}, {"0": 1})
 
 
+def test_containers_that_move_as_a_whole_keep_their_types():
+    tree = {
+        "rng": ClientValues({0: Leaf(), 1: 5}),
+        "w": TensorParts({"a": Leaf()}, "K", torch.Size([2]), None),
+        "l": [1, [2, 3]],
+        "o": OrderedDict(a=1, b=2),
+    }
+    leaves, structure = trees.flatten(tree, is_leaf)
+    names = {
+        **{path: f"moved/{path}" for path, _ in trees.values(structure)},
+        **{name: f"moved/{name}" for name in leaves},
+    }
+    assert same(trees.build(trees.rename(structure, names), leaves.__getitem__), {"moved": tree})
+    renamed = {"rng/0": "x/0", "rng/1": "x/1", "l/1/0": "l/1/0", "l/1/1": "l/1/2", "o/a": "p/a"}
+    back = trees.build(trees.rename(structure, renamed), leaves.__getitem__)
+    assert same(back["x"], tree["rng"])
+    assert (back["l"], back["o"], back["p"]) == ([1, {"0": 2, "2": 3}], {"b": 2}, {"a": 1})
+
+
 KINDS = [*plain_values._DECODERS, "dict", "list", "tuple", "type", "tensor", "ndarray", "x"]
 nodes = st.recursive(
     st.sampled_from(

@@ -313,11 +313,18 @@ def _type_of(node: trees.Node) -> str | None:
 
 def _validate_parts(target: Any, node: trees.Node, path: tuple[str, ...]) -> None:
     """Check that the parts of a tensor were those of one that had the same class, shape and context."""
+    # Memory that the tensor makes when it is asked for its parts would be filled for nothing.
+    parts = TensorParts.of(target)
+    if parts is not target and any(getattr(target, name) is not part for name, part in parts.items()):
+        raise TreeError(
+            f"cannot restore into the {type(target).__name__} at {'/'.join(path)!r}: it does not keep its parts as "
+            "attributes; restore it without a target, and make it of its parts"
+        )
     wanted = trees.flatten(target, is_tensor)[1]["type"]
     if _type_of(node) != wanted[0] or node["type"][1] != wanted[1]:
         saved = trees.build(node, lambda name: name)
         got = (saved.kind, tuple(saved.shape), saved.context) if isinstance(saved, TensorParts) else next(iter(node))
-        kind, shape, context = TensorParts.of(target).facts
+        kind, shape, context = parts.facts
         raise TreeError(
             f"the tensor at {'/'.join(path)!r} was saved as {got}, which the parts of the target's {kind} "
             f"{tuple(shape), context} cannot take; restore it without a target, and convert it"
