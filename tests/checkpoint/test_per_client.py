@@ -127,6 +127,42 @@ def test_clients_take_their_own(pool, tmp_path, num_saved, num_clients, rule, so
 
 
 @pytest.mark.processes
+def test_two_clients_then_three_then_one(pool, tmp_path):
+    one, two = f"{tmp_path}/one", f"{tmp_path}/two"
+    pool.values(per_client_cases.save, one, clients=2)
+    assert pool.values(per_client_cases.restore_beside_weights, one, "error", clients=2) == [0, 1]
+    assert pool.values(per_client_cases.go_on, one, two, clients=3) == [0, 1, -1]
+    back = dtckpt.restore(two)
+    assert back["name"] == {0: "client 0", 1: "client 1", 2: "client 2"}
+    assert (back["rng"].num_clients, back["rng"][2].tolist(), back["loader"][2]["position"]) == (
+        3,
+        [20, 21, 22, 23],
+        102,
+    )
+    target = target_of("modulo")
+    dtckpt.restore(two, target)
+    assert client_of(target) == 0
+    with dtckpt.open_checkpoint(two) as checkpoint:
+        assert checkpoint.verify().damages == ()
+        assert {chunk.client for chunk in checkpoint.tensors["rng/2"].chunks} == {2}
+
+
+@pytest.mark.processes
+def test_some_clients_alone_have_a_value(pool, tmp_path):
+    path = f"{tmp_path}/s"
+    pool.values(per_client_cases.save, path, [1], clients=2)
+    assert list(dtckpt.restore(path)["rng"]) == [1]
+    assert pool.values(per_client_cases.restore_beside_weights, path, "keep", clients=2) == [-1, 1]
+    answers = pool.run(per_client_cases.restore_beside_weights, path, "error", clients=2)
+    assert {answer.error for answer in answers} == {"TensorNotFoundError"}, answers
+
+
+@pytest.mark.processes
+def test_clients_of_a_group_are_numbered_in_it(pool, tmp_path):
+    assert pool.values(per_client_cases.save_in_groups, f"{tmp_path}/s", clients=4) == [2, 3, 0, 1]
+
+
+@pytest.mark.processes
 def test_without_a_rule_all_clients_get_one_error(pool, tmp_path):
     path = saved(tmp_path, {**by_clients(2), "w": torch.ones(6)})
     answers = pool.run(per_client_cases.restore_beside_weights, path, "error", clients=3)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import dtckpt
-from dtckpt import ClientValues, Layout, PerClient
+from dtckpt import ClientValues, Layout, PerClient, RestoreOptions
 from dtckpt.checkpoint.per_client import ResizeRule
+from support.coordination_contract import wait_until
 from support.states import packed
 
 
@@ -60,6 +62,46 @@ def by_clients(num_clients: int) -> dict[str, ClientValues]:
     """Return the values of several clients, as a restore without a target returns them."""
     values = [values_of(client) for client in range(num_clients)]
     return {key: ClientValues({client: each[key] for client, each in enumerate(values)}) for key in values[0]}
+
+
+def save(path: str, clients: list[int] | None = None) -> None:
+    """Save own values twice, beside a tensor that lies on all clients; the given clients alone pass own values."""
+    own = values_of(dtckpt.client_id())
+    mesh = dtckpt.create_distributed_mesh({"x": dtckpt.num_clients()})
+    tree: dict[str, Any] = {"w": packed(torch.ones(6), Layout(["x"], mesh))}
+    if clients is None or dtckpt.client_id() in clients:
+        tree |= {key: PerClient(value) for key, value in own.items()}
+        tree["loader"] = PerClient(Loader(7))
+    dtckpt.save(f"{path}_before", tree)
+    # What changes from save to save are the values, not the structure.
+    if "loader" in tree:
+        tree["loader"].value = Loader(100 + dtckpt.client_id())
+    dtckpt.save_async(path, tree).result(20)
+
+
+def go_on(path: str, to: str) -> int:
+    """Restore by another number of clients, and save what came; return the client whose values came."""
+    target = target_of("keep")
+    dtckpt.restore(path, target, options=RestoreOptions(allow_unexpected=True))
+    source = client_of(target)
+    if source < 0:
+        dtckpt.save(to, {key: PerClient(value) for key, value in values_of(dtckpt.client_id()).items()})
+    else:
+        dtckpt.save(to, target)
+    return source
+
+
+def save_in_groups(path: str) -> int:
+    """Save in groups of two clients, each to a path of its own, and restore by the other group what it saved."""
+    first = dtckpt.client_id() // 2 * 2
+    group = [first + 1, first]
+    tree = {key: PerClient(value) for key, value in values_of(dtckpt.client_id()).items()}
+    dtckpt.save(f"{path}_{first}", tree, group=group)
+    target = target_of("error")
+    other = f"{path}_{2 - first}"
+    wait_until(lambda: Path(other).exists())
+    dtckpt.restore(other, target, group=group)
+    return client_of(target)
 
 
 def restore_beside_weights(path: str, on_resize: ResizeRule) -> int:
