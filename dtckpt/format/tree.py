@@ -334,6 +334,14 @@ def array_names(node: Node) -> list[str]:
     return [leaf["ndarray"] for leaf in leaves if "ndarray" in leaf]
 
 
+def client_tensor_names(node: Node) -> list[str]:
+    """Return the names of the tensors and arrays below a node that differ by client (`dtckpt.PerClient`)."""
+    if "type" in node and node["type"][0] == "PerClient":
+        return tensor_names(node)
+    opened = items_of(node)
+    return [] if opened is None else [name for _, below in opened[1] for name in client_tensor_names(below)]
+
+
 def _collect_leaves(node: Node, leaves: list[Node]) -> None:
     if name_of_tensor(node) is not None:
         leaves.append(node)

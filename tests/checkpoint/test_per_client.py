@@ -1,5 +1,6 @@
 """`PerClient`: every client gets its own value again, or by a rule what other clients saved."""
 
+import numpy as np
 import pytest
 import torch
 from support import per_client_cases
@@ -35,6 +36,32 @@ def test_without_a_target_there_are_the_values_of_all(tmp_path):
         assert (type(back["rng"]), list(back["rng"]), back["rng"].num_clients) == (ClientValues, [0, 1, 2], 3)
         assert back["rng"][2].tolist() == [20, 21, 22, 23]
         assert back["name"] == {0: "client 0", 1: "client 1", 2: "client 2"}
+
+
+def test_what_is_of_one_client_is_not_laid_out_on_a_mesh(tmp_path):
+    path, mesh = saved(tmp_path, {**by_clients(2), "w": torch.ones(6)}), dtckpt.abstract_mesh({"x": 1})
+    back = dtckpt.restore(path, mesh=mesh)
+    assert (type(back["w"]), type(back["rng"][1]), type(back["loader"][0]["buffer"])) == (
+        dtckpt.DTensor,
+        torch.Tensor,
+        torch.Tensor,
+    )
+    back = dtckpt.restore(path, layouts={"rng/1": dtckpt.Layout(["x"], mesh)})
+    assert [type(back["rng"][client]) for client in (0, 1)] == [torch.Tensor, dtckpt.DTensor]
+
+
+def test_objects_of_a_dtensor_checkpoint(tmp_path):
+    path = dtckpt.DTensorCheckpoint(dtckpt.abstract_mesh({"x": 2}), rng=PerClient(torch.ones(2))).save(f"{tmp_path}/s")
+    rng = PerClient(torch.zeros(2))
+    checkpoint = dtckpt.DTensorCheckpoint(dtckpt.abstract_mesh({"x": 2}), rng=rng, array=np.zeros(2))
+    status = checkpoint.restore(path)
+    assert (status.missing, status.unexpected) == (("array",), ())
+    assert (checkpoint.rng is rng, rng.value.tolist()) == (True, [1, 1])
+    later = dtckpt.DTensorCheckpoint(dtckpt.abstract_mesh({"x": 2}))
+    status = later.restore(path)
+    later.rng = PerClient(torch.zeros(2))
+    assert later.rng.value.tolist() == [1, 1]
+    status.assert_consumed()
 
 
 def test_values_of_all_clients_are_filled_in_place(tmp_path):

@@ -52,10 +52,13 @@ def plan_new_tensors(
     structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
     infos = dict(checkpoint.tensors)
     arrays = set(trees.array_names(structure))
+    # A random state of one client is of no use on a mesh.
+    plain = {name for name in trees.client_tensor_names(structure) if infos[name].layout is None}
     chosen = {
-        name: None if name in arrays else choose_layout(names.get(name, name), info, mesh, layouts)
+        name: choose_layout(names.get(name, name), info, None if name in plain else mesh, layouts)
         for name, info in infos.items()
-    }
+        if name not in arrays
+    } | dict.fromkeys(arrays)
     checkpoint.validate_stored(
         (name, region) for name, layout in chosen.items() for region in _own_regions(infos[name].shape, layout)
     )

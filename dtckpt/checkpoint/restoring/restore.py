@@ -76,9 +76,9 @@ def restore(
     Args:
         path: The checkpoint.
         target: Tree to be filled.
-        mesh: Mesh for new DTensors; every tensor becomes one then, replicated if it was on no mesh. Tensors that no
-            entry of ``layouts`` matches keep their saved sharding specs as far as the mesh has those axes, and are
-            unsharded otherwise.
+        mesh: Mesh for new DTensors; every tensor becomes one then, replicated if it was on no mesh; but not arrays of
+            numpy, nor what was on no mesh in a `dtckpt.PerClient`. Tensors that no entry of ``layouts`` matches keep
+            their saved sharding specs as far as the mesh has those axes, and are unsharded otherwise.
         layouts: See `Layouts`. With functions, pass ``mesh`` too: it says which clients take part.
         options: See `RestoreOptions`.
         group: The clients that restore: a process group, or a sequence of client ids.
