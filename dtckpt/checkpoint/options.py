@@ -31,7 +31,7 @@ class SaveOptions:
             the source.
         chunk_nbytes: Bound on the bytes of one chunk, where shards can be cut evenly.
         keys: Whether clients may pass different names: ``union`` saves what any client passes, ``same`` refuses a name
-            that not all clients pass.
+            that not all clients pass (below a `dtckpt.PerClient` each client has its own).
         overwrite: Replace a checkpoint at the path; the old one stays until the new one is durable.
         check_replicas: Compare all copies of a value, on one client and across clients, before the commit.
         content_digest: Store a digest of every tensor's elements, independent of its layout; see

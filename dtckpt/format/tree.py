@@ -334,12 +334,14 @@ def array_names(node: Node) -> list[str]:
     return [leaf["ndarray"] for leaf in leaves if "ndarray" in leaf]
 
 
-def client_tensor_names(node: Node) -> list[str]:
-    """Return the names of the tensors and arrays below a node that differ by client (`dtckpt.PerClient`)."""
+def per_client_nodes(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Node]]:
+    """Yield ``(path, node)`` of what differs by client (`dtckpt.PerClient`) at and below a node."""
     if "type" in node and node["type"][0] == "PerClient":
-        return tensor_names(node)
-    opened = items_of(node)
-    return [] if opened is None else [name for _, below in opened[1] for name in client_tensor_names(below)]
+        yield "/".join(path), node
+    elif (opened := items_of(node)) is not None:
+        for key, below in opened[1]:
+            if "tensor" not in below:
+                yield from per_client_nodes(below, (*path, str(key)))
 
 
 def _collect_leaves(node: Node, leaves: list[Node]) -> None:

@@ -175,6 +175,17 @@ def test_two_clients_then_three_then_one(pool, tmp_path):
 
 
 @pytest.mark.processes
+def test_where_keys_must_be_the_same(pool, tmp_path):
+    path = f"{tmp_path}/s"
+    for kind in ("key", "per client"):
+        answers = pool.run(per_client_cases.save_same_keys, path, kind, clients=2)
+        assert {answer.error for answer in answers} == {"SaveDisagreementError"}, answers
+        assert "client 1 pass 'rng_2' and client 0 do not" in answers[0].text
+    pool.values(per_client_cases.save_same_keys, path, "", clients=2)
+    assert list(dtckpt.restore(path)["rng"]) == [0, 1]
+
+
+@pytest.mark.processes
 def test_some_clients_alone_have_a_value(pool, tmp_path):
     path = f"{tmp_path}/s"
     pool.values(per_client_cases.save, path, [1], clients=2)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import dtckpt
-from dtckpt import ClientValues, Layout, PerClient, RestoreOptions
+from dtckpt import ClientValues, Layout, PerClient, RestoreOptions, SaveOptions
 from dtckpt.checkpoint.per_client import ResizeRule
 from support.coordination_contract import wait_until
 from support.states import packed
@@ -77,6 +77,16 @@ def save(path: str, clients: list[int] | None = None) -> None:
     if "loader" in tree:
         tree["loader"].value = Loader(100 + dtckpt.client_id())
     dtckpt.save_async(path, tree).result(20)
+
+
+def save_same_keys(path: str, kind: str) -> None:
+    """Save, where all clients must pass the same keys."""
+    tree: dict[str, Any] = {"rng": PerClient(values_of(dtckpt.client_id())), "step": 1}
+    if dtckpt.client_id() == 1 and kind == "key":
+        tree["rng_2"] = 1
+    if dtckpt.client_id() == 1 and kind == "per client":
+        tree["rng_2"] = PerClient(torch.ones(2))
+    dtckpt.save(path, tree, options=SaveOptions(keys="same", timeout_s=20))
 
 
 def go_on(path: str, to: str) -> int:

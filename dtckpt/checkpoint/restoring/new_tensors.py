@@ -53,7 +53,8 @@ def plan_new_tensors(
     infos = dict(checkpoint.tensors)
     arrays = set(trees.array_names(structure))
     # A random state of one client is of no use on a mesh.
-    plain = {name for name in trees.client_tensor_names(structure) if infos[name].layout is None}
+    of_clients = (name for _, node in trees.per_client_nodes(structure) for name in trees.tensor_names(node))
+    plain = {name for name in of_clients if infos[name].layout is None}
     chosen = {
         name: choose_layout(names.get(name, name), info, None if name in plain else mesh, layouts)
         for name, info in infos.items()

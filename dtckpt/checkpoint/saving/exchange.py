@@ -130,7 +130,7 @@ def plan_union(descriptions: Texts, texts: Texts, options: SaveOptions) -> SaveP
 
     Args:
         descriptions: The different descriptions.
-        texts: The different trees, which are only checked.
+        texts: The different trees, which are checked, and say what differs by client.
         options: Of these, ``keys`` and ``chunk_nbytes`` count.
 
     Raises:
@@ -140,8 +140,8 @@ def plan_union(descriptions: Texts, texts: Texts, options: SaveOptions) -> SaveP
         TensorNameError: A name cannot be stored beside one of another client.
     """
     parsed = {clients: Description.from_bytes(data) for clients, data in descriptions.items()}
+    tree = unite_trees(texts)
     if options.keys == "same":
-        validate_same_names(parsed)
+        validate_same_names(parsed, [path for path, _ in trees.per_client_nodes(json.loads(tree))] if tree else ())
     specs = unite(parsed)
-    unite_trees(texts)
     return plan_save(specs, options.chunk_nbytes)

@@ -13,7 +13,7 @@ Every client comes to the same union, or to the same error, from the description
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -85,14 +85,21 @@ def passed_by_all(specs: tuple[TensorSpec, ...], clients: Clients) -> tuple[Tens
     return specs if all(kept.values()) else unite({clients: Description(specs, ())})
 
 
-def validate_same_names(descriptions: Mapping[Clients, Description]) -> None:
+def validate_same_names(descriptions: Mapping[Clients, Description], per_client: Collection[str] = ()) -> None:
     """Check that all clients pass tensors and plain values of the same names.
+
+    Args:
+        descriptions: What clients pass, as for `unite`.
+        per_client: Paths below which each client has names of its own.
 
     Raises:
         SaveDisagreementError: A name is missing on some clients.
     """
     names = {
-        clients: {*(spec.name for spec in description.specs), *description.values}
+        clients: {
+            next((path for path in per_client if name.startswith(f"{path}/")), name)
+            for name in (*(spec.name for spec in description.specs), *description.values)
+        }
         for clients, description in descriptions.items()
     }
     everything = set().union(*names.values())
