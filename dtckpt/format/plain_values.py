@@ -178,6 +178,8 @@ def decode_value(kind: str, content: Any) -> Any:
 def decode_hashable(node: Any) -> Any:
     """Return the key or element of a node that `encode_hashable` made."""
     ((kind, content),) = node.items()
+    if kind in ("enum", "frozenset"):
+        raise ValueError(f"{kind} is no key, nor in a set")
     return tuple(map(decode_hashable, content)) if kind == "tuple" else decode_value(kind, content)
 
 

@@ -64,6 +64,20 @@ def test_objects_of_a_dtensor_checkpoint(tmp_path):
     status.assert_consumed()
 
 
+def test_a_target_without_a_value_takes_what_was_saved(tmp_path):
+    target = {"loader": PerClient(None)}
+    dtckpt.restore(saved(tmp_path, {"loader": PerClient({"buffer": [1, torch.ones(2)]})}), target)
+    assert (target["loader"].value["buffer"][0], target["loader"].value["buffer"][1].tolist()) == (1, [1, 1])
+
+
+def test_a_resharded_checkpoint_has_them_all(tmp_path):
+    tree = {**by_clients(2), "array": np.arange(3), "w": torch.ones(6)}
+    dtckpt.reshard(saved(tmp_path, tree), tmp_path / "t", mesh=dtckpt.abstract_mesh({"x": 3}))
+    back = dtckpt.restore(tmp_path / "t")
+    assert (back["rng"].num_clients, back["rng"][1].tolist()) == (2, [10, 11, 12, 13])
+    assert (type(back["array"]), back["array"].tolist()) == (np.ndarray, [0, 1, 2])
+
+
 def test_values_of_all_clients_are_filled_in_place(tmp_path):
     path = saved(tmp_path, {"rng": by_clients(2)["rng"]})
     memory = [torch.zeros(4, dtype=torch.int64) for _ in range(2)]

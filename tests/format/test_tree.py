@@ -339,6 +339,31 @@ def test_dataclasses_come_back_as_namespaces_of_their_fields():
     assert list(trees.flatten({"m": Moments(leaf)}, is_leaf)[0]) == ["m/mean"]
 
 
+def test_what_was_written_once_is_read_for_ever():
+    """As the golden checkpoints are: the kinds of values that came after them."""
+    date = datetime.datetime(2030, 1, 2, 3, tzinfo=datetime.UTC)
+    document = (
+        b'{"list":[{"torch.dtype":"bfloat16"},{"torch.device":"cuda:1"},{"PosixPath":"a/b"},{"PureWindowsPath":"C:\\\\x"},'
+        b'{"date":"2030-01-02"},{"datetime":["2030-01-02T03:00:00+00:00",0]},{"timedelta":[1,2,3]},{"enum":["C","A|B"]},'
+        b'{"ndarray":"n"},{"type":["PerClient",2,{"dict":[[1,{"tensor":"p/1"}]]}]},'
+        b'{"type":["TensorParts",{"tuple":[{"value":"K"},{"torch.Size":[2]},{"value":null}]},{"dict":[["q",{"tensor":"w/q"}]]}]}]}'
+    )
+    parts = TensorParts({"q": "w/q"}, "K", torch.Size([2]), None)
+    values = [
+        *(torch.bfloat16, torch.device("cuda:1"), pathlib.PosixPath("a/b"), pathlib.PureWindowsPath("C:/x")),
+        *(
+            date.date(),
+            date,
+            datetime.timedelta(1, 2, 3),
+            EnumMember("C", "A|B"),
+            "n",
+            ClientValues({1: "p/1"}, 2),
+            parts,
+        ),
+    ]
+    assert same(trees.build(trees.load(document), lambda name: name), values)
+
+
 def test_sets_have_one_form_on_every_client():
     tree = [{"b", "a", "c"}, frozenset([3, 1])]
     _, structure = trees.flatten(tree, is_leaf)
@@ -439,6 +464,8 @@ MALFORMED = [
     b'{"dict": [[{"set": []}, {"value": 1}]]}',
     b'{"dict": [[{"value": 1}, {"value": 1}], [1, {"value": 1}]]}',
     b'{"set": [{"set": []}]}',
+    b'{"set": [{"frozenset": []}]}',
+    b'{"dict": [[{"enum": ["Color", "RED"]}, {"value": 1}]]}',
     b'{"numpy": ["object", {"value": 1}]}',
     b'{"numpy": ["uint8", {"value": 300}]}',
     b'{"complex": ["x", "0"]}',

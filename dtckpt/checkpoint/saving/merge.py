@@ -126,7 +126,7 @@ def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[in
             sides = " differs from ".join(f"that of clients {capped(clients)}" for clients in by_digest.values())
             raise ReplicaMismatchError(
                 f"copies of {spec.holdings[box].region} of tensor {spec.name!r} must be equal: {sides}; "
-                "nothing was committed"
+                "wrap what differs by client in dtckpt.PerClient; nothing was committed"
             )
 
 
