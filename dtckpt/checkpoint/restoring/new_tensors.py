@@ -51,10 +51,7 @@ def plan_new_tensors(
     names = new_names(checkpoint, options)
     structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
     infos = dict(checkpoint.tensors)
-    arrays = set(trees.array_names(structure))
-    # A random state of one client is of no use on a mesh.
-    of_clients = (name for _, node in trees.per_client_nodes(structure) for name in trees.tensor_names(node))
-    plain = {name for name in of_clients if infos[name].layout is None}
+    arrays, plain = set(trees.array_names(structure)), plain_names(checkpoint)
     chosen = {
         name: choose_layout(names.get(name, name), info, None if name in plain else mesh, layouts)
         for name, info in infos.items()
@@ -72,6 +69,13 @@ def plan_new_tensors(
     leaves = [(name, as_leaf(tensor, name)) for name, tensor in tensors.items()]
     made = with_arrays(tensors, arrays)
     return RestorePlan(leaves, lambda: trees.build(structure, made.__getitem__), names)
+
+
+def plain_names(checkpoint: Checkpoint) -> set[str]:
+    """Return the names of the tensors that belong on no mesh: arrays of numpy, and what is of one client alone."""
+    structure, infos = checkpoint.structure, checkpoint.tensors
+    of_clients = (name for _, node in trees.per_client_nodes(structure) for name in trees.tensor_names(node))
+    return {*trees.array_names(structure), *(name for name in of_clients if infos[name].layout is None)}
 
 
 def _own_regions(shape: tuple[int, ...], layout: Layout | None) -> set[Region]:
