@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,12 +9,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtckpt.comm import process_groups
+from dtckpt.comm.torch_private import root_mesh_of
 from dtckpt.errors import MeshError, MeshTypeError
+from dtckpt.layout.clients import job_name
 from dtckpt.layout.device_mesh import KINDS, mesh_of_ranks
 from dtckpt.layout.mesh import Mesh
 
-_meshes: WeakKeyDictionary[Any, tuple[Any, Mesh]] = WeakKeyDictionary()
-"""By PyTorch mesh: a reference to the default process group when `mesh_of` converted it, and the result."""
+_converted: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Mesh]] = WeakKeyDictionary()
+"""By PyTorch mesh: what else the result of `mesh_of` depends on, and the result."""
 _adopted: WeakKeyDictionary[Any, dict[Mesh, Any]] = WeakKeyDictionary()
 """By default process group and mesh: the PyTorch mesh whose groups it has, the first that there was."""
 
@@ -24,24 +25,34 @@ def mesh_of(device_mesh: Any) -> Mesh:
     """Return the `Mesh` of a PyTorch ``DeviceMesh``, whose ranks become clients with one device each.
 
     Device ids count the devices in row-major order; a device's name tells which client owns it. Axes without names are
-    called ``dim_0``, ``dim_1`` and so on.
+    called ``dim_0``, ``dim_1`` and so on. A slice of a mesh knows its root (`Mesh.root_offsets`).
 
     Raises:
         MeshError: The value is no ``DeviceMesh``, or its device type is neither ``cpu`` nor ``cuda``.
     """
     _require_device_mesh(device_mesh)
-    world = None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
-    cached = _meshes.get(device_mesh)
-    # Without a default group, which client this is may change at any time.
-    if cached is not None and world is not None and cached[0] == world:
-        return cached[1]
+    root = root_mesh_of(device_mesh)
+    # A model has thousands of tensors on one mesh. Equal meshes may be slices of different roots.
+    key = process_groups.rank(), job_name(), None if root is device_mesh else root
+    kept = _converted.get(device_mesh)
+    if kept is not None and kept[0] == key:
+        return kept[1]
+    mesh = _convert(device_mesh)
+    if root is not device_mesh:
+        offset_of = {rank: offset for offset, rank in enumerate(root.mesh.flatten().tolist())}
+        offsets = [offset_of[rank] for rank in device_mesh.mesh.flatten().tolist()]
+        # Written past the frozen dataclass, as slices of a `Mesh` have it.
+        vars(mesh)["root_offsets"] = mesh_of(root), offsets
+    _converted[device_mesh] = key, mesh
+    return mesh
+
+
+def _convert(device_mesh: Any) -> Mesh:
     if device_mesh.device_type not in KINDS:
         raise MeshError(f"mesh: got a DeviceMesh on {device_mesh.device_type}, expected one of {', '.join(KINDS)}")
     ranks = device_mesh.mesh.cpu().numpy()
     names = device_mesh.mesh_dim_names or tuple(f"dim_{axis}" for axis in range(ranks.ndim))
-    mesh = mesh_of_ranks(device_mesh.device_type, ranks, names)
-    _meshes[device_mesh] = world, mesh
-    return mesh
+    return mesh_of_ranks(device_mesh.device_type, ranks, names)
 
 
 def adopt(device_mesh: Any) -> Mesh:

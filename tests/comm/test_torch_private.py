@@ -35,6 +35,7 @@ NAMES = {
     "torch._subclasses.fake_tensor.is_fake",
     "torch.distributed._functional_collectives",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+    "torch.distributed.device_mesh._mesh_resources",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._get_default_timeout",
     "torch.distributed.distributed_c10d._new_process_group_helper",

@@ -237,7 +237,7 @@ class CheckpointManager:
                 if metrics:
                     files[METRICS_NAME] = json.dumps({name: float(metrics[name]) for name in metrics}).encode()
                 files[LINEAGE_NAME] = self._descend(step)
-            return state_of_tree(tree, options, coordination)
+            return state_of_tree(tree, options, coordination.member.client, range(coordination.member.num_clients))
 
         self._handle = start_save(
             self.path(step),

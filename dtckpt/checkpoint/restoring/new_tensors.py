@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtckpt.checkpoint.leaves import as_leaf, mesh_of
+from dtckpt.checkpoint.leaves import as_leaf, mesh_of, with_arrays
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, new_memory
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
@@ -62,10 +62,15 @@ def plan_new_tensors(
     names = new_names(checkpoint, options)
     structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
     infos = dict(checkpoint.tensors)
+    arrays, plain = set(trees.array_names(structure)), plain_names(checkpoint)
+    keep_plain = device_mesh is not None
     chosen = {
-        name: choose_layout(names.get(name, name), info, mesh, layouts, keep_plain=device_mesh is not None)
+        name: choose_layout(
+            names.get(name, name), info, None if name in plain else mesh, layouts, keep_plain=keep_plain
+        )
         for name, info in infos.items()
-    }
+        if name not in arrays
+    } | dict.fromkeys(arrays)
     meshes = {layout.mesh for layout in chosen.values() if layout is not None}
     device_meshes = {} if device_mesh is None else {each: _part_of(device_mesh, each) for each in meshes}
     checkpoint.validate_stored(
@@ -81,7 +86,15 @@ def plan_new_tensors(
         else:
             tensors[name] = empty_dtensor(info.shape, info.dtype, layout)
     leaves = [(name, as_leaf(tensor, name)) for name, tensor in tensors.items()]
-    return RestorePlan(leaves, lambda: trees.build(structure, tensors.__getitem__), names)
+    made = with_arrays(tensors, arrays)
+    return RestorePlan(leaves, lambda: trees.build(structure, made.__getitem__), names)
+
+
+def plain_names(checkpoint: Checkpoint) -> set[str]:
+    """Return the names of the tensors that belong on no mesh: arrays of numpy, and what is of one client alone."""
+    structure, infos = checkpoint.structure, checkpoint.tensors
+    of_clients = (name for _, node in trees.per_client_nodes(structure) for name in trees.tensor_names(node))
+    return {*trees.array_names(structure), *(name for name in of_clients if infos[name].layout is None)}
 
 
 def _part_of(device_mesh: Any, mesh: Mesh) -> Any:
