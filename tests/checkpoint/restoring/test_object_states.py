@@ -96,7 +96,7 @@ class App:
     ("module", "error"),
     [
         (nn.Linear(3, 5), ShapeMismatchError),
-        (nn.Linear(2, 2, bias=False), UnexpectedTensorError),
+        (nn.Linear(3, 2, bias=False), UnexpectedTensorError),
         (nn.Sequential(nn.Linear(3, 2)), TensorNotFoundError),
     ],
 )
