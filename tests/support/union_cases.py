@@ -24,6 +24,7 @@ from dtckpt import Layout, RestoreOptions, SaveOptions
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.restoring import unexpected
 from dtckpt.checkpoint.saving import exchange
+from dtckpt.dtensor import torch_interop
 from dtckpt.errors import DtckptError
 from dtckpt.storage.local_folder import LocalFolder
 from support.checkpoint_cases import mesh_over_all
@@ -51,13 +52,17 @@ def stage(layers: Sequence[int], mesh: DeviceMesh | None = None) -> tuple[nn.Mod
         layers: The layers.
         mesh: A mesh of axes ``dp`` and ``tp``, of which either may be missing; None leaves the layers whole.
     """
+    torch.manual_seed(0)
     model = nn.ModuleDict({"layers": nn.ModuleDict({str(layer): Block() for layer in layers})})
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for block in model["layers"].values():
         if mesh is not None and "tp" in mesh.mesh_dim_names:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, mesh["tp"], plan)
         if mesh is not None and "dp" in mesh.mesh_dim_names:
             fully_shard(block, mesh=mesh["dp"])
+    # Every client made the same layers, and PyTorch sharded them: our layouts must say the same of the shards.
+    assert all(is_part_of(tensor, whole[name]) for name, tensor in model.state_dict().items())
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -78,8 +83,8 @@ def fill(state: Any, fill_value: float | None = None, name: str = "") -> None:
             fill(value, fill_value, f"{name}/{key}")
     elif isinstance(state, torch.Tensor):
         whole = expected(name, state) if fill_value is None else torch.full(state.shape, fill_value)
-        own = state.to_local() if isinstance(state, TorchDTensor) else state
-        own.detach().copy_(_local_part(state, whole))
+        own, part = _parts(state, whole)
+        own.detach().copy_(part)
 
 
 def expected(name: str, like: torch.Tensor) -> torch.Tensor:
@@ -87,22 +92,30 @@ def expected(name: str, like: torch.Tensor) -> torch.Tensor:
     return torch.rand(like.shape, generator=generator).to(like.dtype)
 
 
-def _local_part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, TorchDTensor):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
+def _parts(tensor: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this client's part of a tensor, and the same part of another whole tensor."""
+    if isinstance(tensor, TorchDTensor):
+        # By our layouts: PyTorch 2.9 itself gathers strided shards wrongly.
+        layout, own = torch_interop.layout_and_local(tensor)
+    elif isinstance(tensor, dtckpt.DTensor):
+        layout, own = tensor.layout, tensor.to_local()
+    else:
+        return tensor, whole
+    assert own is not None
+    (device,) = layout.mesh.local_device_ids()
+    return own, whole[layout.region(device, whole.shape).slices()]
 
-    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+
+def is_part_of(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    return torch.equal(*_parts(tensor, whole))
 
 
 def wrong_in(state: Any, name: str = "") -> list[str]:
     """Return the names of the tensors that do not hold what their names say."""
     if isinstance(state, Mapping):
         return [wrong for key, value in state.items() for wrong in wrong_in(value, f"{name}/{key}")]
-    if not isinstance(state, torch.Tensor):
-        return []
-    whole = state.full_tensor() if isinstance(state, TorchDTensor | dtckpt.DTensor) else state
-    return [] if torch.equal(whole, expected(name, whole)) else [name]
+    is_right = not isinstance(state, torch.Tensor) or is_part_of(state, expected(name, state))
+    return [] if is_right else [name]
 
 
 # --- FSDP2, tensor and pipeline parallelism of PyTorch ---
