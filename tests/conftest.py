@@ -56,6 +56,13 @@ def pytest_xdist_auto_num_workers(config):
     return 2 * min(len(os.sched_getaffinity(0)), 4)
 
 
+def pytest_generate_tests(metafunc):
+    """Refuse cases from a set: each worker would have them in another order, and the run would stop."""
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        if any(isinstance(cases, set | frozenset) for cases in (*mark.args, *mark.kwargs.values())):
+            raise pytest.UsageError(f"{metafunc.definition.nodeid}: the cases of parametrize are a set, sort them")
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Mark tests, let ``-k`` and ``-m`` choose, then take today's shares; the first workers get those with clients."""

@@ -116,7 +116,7 @@ def on_several_meshes(placed):
     return plain, ours
 
 
-@pytest.mark.parametrize("name", FUNCTIONAL.keys() - {"mul tensor"})
+@pytest.mark.parametrize("name", [name for name in FUNCTIONAL if name != "mul tensor"])
 def test_lists_on_several_meshes(name):
     (x, ours), (y, theirs) = on_several_meshes(PLACED), on_several_meshes(OTHERS)
     results = FUNCTIONAL[name](ours, theirs)
