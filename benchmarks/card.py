@@ -28,7 +28,6 @@ from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.saving.plan import plan_save
 from dtckpt.checkpoint.saving.staging import StagingMemory
 from dtckpt.checkpoint.saving.state import state_of_tree
-from dtckpt.coordination.connect import current_coordination
 from dtckpt.errors import RandomParameterError
 from examples.gpt import GPT, SEED, batch_of, distributed, placed, train_step
 
@@ -70,8 +69,8 @@ def main() -> None:
 def staging(arguments: argparse.Namespace) -> Iterator[Row]:
     """Copy to the staging memory of saves, beside copies to page-locked memory."""
     tree = _tree(arguments)
-    coordination, options = current_coordination(), SaveOptions()
-    state = state_of_tree(tree, options, coordination)
+    options = SaveOptions()
+    state = state_of_tree(tree, options, [0])
     plan, memory = plan_save(state.specs, options.chunk_nbytes), StagingMemory()
 
     def stage() -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.managing.restore_newest import RestoredStep
     from dtckpt.checkpoint.managing.retention import Retention
     from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
+    from dtckpt.checkpoint.per_client import PerClient
     from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
     from dtckpt.checkpoint.reading.tensor_info import TensorInfo
     from dtckpt.checkpoint.reading.verify import VerifyReport
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
         run_on,
         unpack,
     )
+    from dtckpt.format.client_values import ClientValues
+    from dtckpt.format.enum_members import EnumMember
+    from dtckpt.format.tensor_parts import TensorParts
     from dtckpt.layout.clients import (
         client_id,
         configure_virtual_devices,
@@ -70,6 +74,7 @@ _MODULES = {
     "checkpoint.managing.restore_newest": ("RestoredStep",),
     "checkpoint.tensorflow.dtensor_checkpoint": ("DTensorCheckpoint",),
     "checkpoint.options": ("RestoreOptions", "SaveOptions"),
+    "checkpoint.per_client": ("PerClient",),
     "checkpoint.reading.checkpoint": ("Checkpoint", "open_checkpoint"),
     "checkpoint.reading.tensor_info": ("TensorInfo",),
     "checkpoint.restoring.restore": ("restore",),
@@ -78,6 +83,9 @@ _MODULES = {
     "checkpoint.saving.report": ("SaveReport",),
     "checkpoint.saving.save": ("save",),
     "checkpoint.reading.verify": ("VerifyReport",),
+    "format.client_values": ("ClientValues",),
+    "format.enum_members": ("EnumMember",),
+    "format.tensor_parts": ("TensorParts",),
     "layout.clients": (
         "client_id",
         "configure_virtual_devices",
@@ -125,12 +133,15 @@ __all__ = [
     "UNSHARDED",
     "Checkpoint",
     "CheckpointManager",
+    "ClientValues",
     "DTensor",
     "DTensorCheckpoint",
     "DVariable",
+    "EnumMember",
     "Layout",
     "Mesh",
     "Partial",
+    "PerClient",
     "Placement",
     "Region",
     "Replicate",
@@ -143,6 +154,7 @@ __all__ = [
     "SaveReport",
     "Shard",
     "TensorInfo",
+    "TensorParts",
     "VerifyReport",
     "abstract_mesh",
     "call_with_layout",

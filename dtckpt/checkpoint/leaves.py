@@ -1,11 +1,12 @@
 """`Leaf`: one tensor of a state tree, with the regions that this client holds and the memory that holds them.
 
-DTensors, PyTorch's DTensors and plain tensors all become leaves, so saves and restores know no other kind.
+DTensors, PyTorch's DTensors, plain tensors and arrays of numpy all become leaves, so saves and restores know no other
+kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -18,6 +19,7 @@ from dtckpt.comm.torch_private import AsyncCollectiveTensor, detect_fake_mode, i
 from dtckpt.dtensor import DTensor, DVariable, torch_interop
 from dtckpt.errors import DTypeError, LayoutError
 from dtckpt.format.dtypes import DTYPES, UNCONVERTED, validate_dtype
+from dtckpt.format.tensor_parts import has_parts
 from dtckpt.layout import torch_device_mesh
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
@@ -42,6 +44,7 @@ class Leaf:
     """One tensor of a state tree.
 
     Args:
+        tensor: The tensor itself.
         shape: Global shape.
         dtype: Dtype name.
         layout: Layout of the tensor; None for a plain tensor, of which every client has a copy.
@@ -50,6 +53,7 @@ class Leaf:
         save_as_bf16: Whether the tensor asks to be stored as bfloat16.
     """
 
+    tensor: torch.Tensor
     shape: tuple[int, ...]
     dtype: str
     layout: Layout | None
@@ -98,8 +102,14 @@ def _facts(
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value of a state tree is stored as an array."""
-    return isinstance(value, torch.Tensor)
+    """Whether a value of a state tree is stored as an array; a tensor that is made of others is a container of them."""
+    return isinstance(value, torch.Tensor) and (_is_plain_class(type(value)) or not _is_container(value))
+
+
+def _is_container(value: torch.Tensor) -> bool:
+    # DTensors have a layout; the parts of a nested tensor must fit each other, so it cannot be filled part by part.
+    is_leaf = isinstance(value, AsyncCollectiveTensor | DTensor) or torch_interop.is_torch_dtensor(value)
+    return not is_leaf and not value.is_nested and has_parts(value)
 
 
 def is_stateful(value: object) -> bool:
@@ -119,20 +129,25 @@ def mesh_of(value: Any) -> Mesh | None:
     return value.device_mesh if isinstance(value, DTensor) else None
 
 
-def as_leaf(value: torch.Tensor, name: str) -> Leaf:
-    """Describe a DTensor (ours or PyTorch's) or a plain tensor.
+def as_leaf(value: torch.Tensor | np.ndarray[Any, Any], name: str) -> Leaf:
+    """Describe a DTensor (ours or PyTorch's), a plain tensor, or an array of numpy.
 
     Args:
-        value: The tensor.
+        value: The tensor or array.
         name: Its name, for errors.
 
     Raises:
         DTypeError: The dtype cannot be stored, or the tensor's elements are not dense memory: it is sparse, quantized,
             nested, fake, on the meta device, or of a subclass that computes its elements.
-        LayoutError: The layout has MATCH specs or pending reductions.
+        LayoutError: The layout has MATCH specs or pending reductions, or a PyTorch DTensor is made of ours.
     """
+    if isinstance(value, np.ndarray):
+        value = _tensor_of_array(value, name)
     if torch_interop.is_torch_dtensor(value):
-        layout, local = torch_interop.layout_and_local(value)
+        try:
+            layout, local = torch_interop.layout_and_local(value)
+        except LayoutError as error:
+            raise LayoutError(f"tensor {name!r}: {error.message}") from None
         components: tuple[torch.Tensor, ...] = () if local is None else (local,)
     elif isinstance(value, DTensor):
         layout, components = value.layout, value.components
@@ -149,7 +164,7 @@ def as_leaf(value: torch.Tensor, name: str) -> Leaf:
     except DTypeError as error:
         raise DTypeError(f"tensor {name!r}: {error.message}; convert it, or pass a view() as integers") from None
     save_as_bf16 = isinstance(value, DVariable) and value.save_as_bf16
-    return Leaf(shape, dtype, layout, regions, components, save_as_bf16)
+    return Leaf(value, shape, dtype, layout, regions, components, save_as_bf16)
 
 
 def _dense(memory: torch.Tensor, name: str) -> torch.Tensor:
@@ -219,6 +234,30 @@ def _cure(memory: torch.Tensor) -> str:
     return f"got {kind} that stands for another one; leave torch.func's transforms and torch.compile"
 
 
+def _tensor_of_array(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
+    """Return a tensor with the elements of an array: in the array's memory if it `is_fillable`, else in a copy.
+
+    Raises:
+        DTypeError: PyTorch has no such dtype.
+    """
+    dtype = array.dtype.name
+    if array.dtype != DTYPES.get(dtype):
+        raise DTypeError(
+            f"array {name!r}: dtype {array.dtype} cannot be stored; expected numbers or bools in the byte order of "
+            "this host; convert it by astype(…)"
+        )
+    array = array if is_fillable(array) else array.copy()
+    if torch_dtype(dtype) in _BITS:
+        return torch.from_numpy(array.view(f"uint{8 * array.itemsize}")).view(torch_dtype(dtype))
+    return torch.from_numpy(array)
+
+
+def is_fillable(array: np.ndarray[Any, Any]) -> bool:
+    """Whether a tensor can be in the memory of an array, so that a write to the tensor fills the array."""
+    is_regular = all(stride >= 0 and stride % max(array.itemsize, 1) == 0 for stride in array.strides)
+    return array.flags.writeable and is_regular
+
+
 def host_array(memory: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return a numpy view of a CPU tensor; a tensor elsewhere is copied to the host."""
     array = own_array(memory)
@@ -243,6 +282,11 @@ def own_array(memory: torch.Tensor) -> np.ndarray[Any, Any] | None:
 def is_elsewhere(memory: torch.Tensor) -> bool:
     """Whether a tensor's elements are not in host memory, or not as they are: conjugated or negated lazily."""
     return not memory.is_cpu or memory.is_conj() or memory.is_neg()
+
+
+def with_arrays(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, Any]:
+    """Return tensors by name, with arrays of numpy, in the same memory, in place of those of the given names."""
+    return {**tensors, **{name: host_array(tensors[name]) for name in names}}
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -15,6 +15,7 @@ from dtckpt.format.dtypes import STORED_AS
 from dtckpt.format.manifest import KVSTORES
 
 CASTS = ("exact", "lossless", "any")
+KEYS = ("union", "same")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class SaveOptions:
         codec: Compression of chunks: ``none``, ``zstd`` or ``blosc``; default: none, and in `dtckpt.reshard` that of
             the source.
         chunk_nbytes: Bound on the bytes of one chunk, where shards can be cut evenly.
+        keys: Whether clients may pass different names: ``union`` saves what any client passes, ``same`` refuses a name
+            that not all clients pass (below a `dtckpt.PerClient` each client has its own).
         overwrite: Replace a checkpoint at the path; the old one stays until the new one is durable.
         check_replicas: Compare all copies of a value, on one client and across clients, before the commit.
         content_digest: Store a digest of every tensor's elements, independent of its layout; see
@@ -43,6 +46,7 @@ class SaveOptions:
     stored_dtypes: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     codec: str | None = None
     chunk_nbytes: int = 16 << 20
+    keys: str = "union"
     overwrite: bool = False
     check_replicas: bool = True
     content_digest: bool = True
@@ -53,6 +57,7 @@ class SaveOptions:
     def __post_init__(self) -> None:
         _validate_choice("kvstore", self.kvstore, KVSTORES)
         _validate_positive("chunk_nbytes", self.chunk_nbytes, Integral)
+        _validate_choice("keys", self.keys, KEYS)
         _validate_flags(self, "save_as_bf16", "overwrite", "check_replicas", "content_digest", "fsync", "progress")
         _validate_positive("timeout_s", self.timeout_s)
         if self.codec is not None:

@@ -20,7 +20,7 @@ if torch.torch_version.TorchVersion(torch.__version__) < OLDEST:
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
-from torch.distributed import _functional_collectives, distributed_c10d
+from torch.distributed import _functional_collectives, device_mesh, distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.optim.optimizer import _foreach_supported_types as foreach_types_of_optimizers
 from torch.testing import _comparison as comparison
@@ -74,6 +74,15 @@ functional_collectives: Any = _functional_collectives
 RESOLVE_GROUP = "_resolve_group" if hasattr(_functional_collectives, "_resolve_group") else "_resolve_group_name"
 """The function by which functional collectives find their process group. In PyTorch 2.11 it has the older name."""
 
+_meshes: Any = device_mesh._mesh_resources
+
+
+def root_mesh_of(mesh: Any) -> Any:
+    """Return the ``DeviceMesh`` that a ``DeviceMesh`` is a slice of, over all slices; itself if it is none."""
+    # In PyTorch 2.9 the tables of the thread that cut the mesh know it, later the mesh itself.
+    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else _meshes.get_root_mesh(mesh)
+
+
 # The dispatcher, and tensors that it treats in their own way.
 DispatchKeySet: Any = _bindings.DispatchKeySet
 disable_torch_dispatch: Any = _bindings._DisableTorchDispatch
@@ -94,3 +103,15 @@ assert_async: Any = torch._assert_async
 foreach_copy: Any = torch._foreach_copy_
 foreach_norm: Any = torch._foreach_norm
 masked_ops: Any = torch.masked._ops
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return a number that the tensors of one storage share, and no others; a storage may have no memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """Return a ``_StridedShard`` of PyTorch."""
+    from torch.distributed.tensor.placement_types import _StridedShard  # here, as most programs do without
+
+    return _StridedShard(dim, split_factor=split_factor)

@@ -318,6 +318,14 @@ class DTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         return serialization.deepcopy(self, memo)
 
+    @property
+    def fsdp_pre_all_gather(self) -> Any:
+        """Refuse PyTorch's ``fully_shard``, which looks for this name, and would take components for whole tensors."""
+        raise LayoutError(
+            "PyTorch's fully_shard got a module that holds DTensors of dtckpt; shard them by distribute_module alone, "
+            "or pass parameters made by dtckpt.interop.to_torch"
+        )
+
     def __create_chunk_list__(self) -> list[Any]:
         """Return the chunks that this client holds; see `dtckpt.dtensor.torch_checkpoint`."""
         return torch_checkpoint.chunk_list(self)

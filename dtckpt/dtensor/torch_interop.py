@@ -1,17 +1,22 @@
-"""Read PyTorch's own DTensors. This is the only module that looks at ``torch.distributed.tensor``.
+"""Conversion between `DTensor` and PyTorch's own DTensor. Only this module looks at ``torch.distributed.tensor``.
 
-It never imports that package: a value can be a PyTorch DTensor only if the program has imported it already.
+It imports that package only to make a PyTorch DTensor: a value can be one only if the program has imported it already.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
+from dtckpt.dtensor.tensor import DTensor
+from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout import torch_device_mesh
 from dtckpt.layout.layout import Layout
+from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard
 
 
@@ -25,14 +30,84 @@ def layout_and_local(value: Any) -> tuple[Layout, torch.Tensor | None]:
     """Return the layout and the local component (None for a client outside the mesh) of a PyTorch DTensor.
 
     Raises:
-        LayoutError: Its placements have no counterpart here.
+        LayoutError: Its placements have no counterpart here, or its local part is a `DTensor` itself.
     """
+    local = value.to_local().detach()
+    if isinstance(local, DTensor):
+        raise LayoutError(
+            "got a DTensor of PyTorch whose local part is a DTensor of dtckpt, so its rows are not those of the "
+            "tensor; shard a module by one of the two libraries: pass PyTorch's fully_shard to_torch(…) of its tensors"
+        )
     mesh = torch_device_mesh.mesh_of(value.device_mesh)
-    layout = Layout.from_placements(mesh, [_placement(item) for item in value.placements], value.ndim)
-    return layout, None if mesh.is_remote() else value.to_local().detach()
+    layout = layout_of(mesh, value.placements, value.ndim)
+    return layout, None if mesh.is_remote() else local
 
 
-def _placement(placement: Any) -> Placement:
+def layout_of(mesh: Mesh, placements: Sequence[Any], ndim: int) -> Layout:
+    """Return the layout of placements, of this library or PyTorch's. Raises: as `Layout.from_placements`."""
+    return Layout.from_placements(mesh, [_placement(item) for item in placements], ndim)
+
+
+def to_torch(tensor: DTensor, device_mesh: Any = None) -> Any:
+    """Return PyTorch's DTensor with the components of a `DTensor`: the same memory, no copy. Differentiable.
+
+    A parameter gives no leaf; ``nn.Parameter(to_torch(parameter.detach()))`` is one.
+
+    Collective: Over the mesh's clients where ``device_mesh`` is None and the mesh is new to PyTorch, as process groups
+    may be made. Nothing is sent else.
+
+    Args:
+        tensor: The tensor; each client owns one device of its mesh.
+        device_mesh: PyTorch's mesh of the same devices; default: the one that the mesh was converted from, or a new
+            one, which is kept.
+
+    Raises:
+        LayoutTypeError: The value is no `DTensor`.
+        ComponentError: A client owns several devices of the mesh.
+        CoordinationError: No default process group spans the clients.
+    """
+    from torch.distributed.tensor import DTensor as TorchDTensor  # here, as most programs do without
+
+    if not isinstance(tensor, DTensor):
+        raise LayoutTypeError(f"to_torch: got {type(tensor).__name__}, expected a DTensor of dtckpt")
+    local = tensor.to_local()
+    mesh = torch_device_mesh.device_mesh_of(tensor.device_mesh) if device_mesh is None else device_mesh
+    return TorchDTensor.from_local(
+        local,
+        mesh,
+        [_torch_placement(item) for item in tensor.placements],
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def from_torch(tensor: Any) -> DTensor:
+    """Return the `DTensor` with the local part of a PyTorch DTensor: the same memory, no copy. Differentiable.
+
+    Collective: As `Mesh.from_device_mesh`: all clients of the mesh call it, though nothing is sent.
+
+    Raises:
+        LayoutTypeError: The value is no DTensor of PyTorch.
+        LayoutError: Its placements have no counterpart here, or its local part is a `DTensor` itself.
+    """
+    if not is_torch_dtensor(tensor):
+        raise LayoutTypeError(f"from_torch: got {type(tensor).__name__}, expected a DTensor of PyTorch")
+    layout, _ = layout_and_local(tensor)
+    return DTensor.from_local(
+        tensor.to_local(),
+        torch_device_mesh.adopt(tensor.device_mesh),
+        layout.placements,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _placement(placement: Any) -> Any:
+    """Return a placement of PyTorch's as one of this library; any other value as it is."""
+    module = sys.modules.get("torch.distributed.tensor.placement_types")
+    if module is None or not isinstance(placement, module.Placement):
+        return placement
     if placement.is_replicate():
         return Replicate()
     if placement.is_partial():
@@ -40,3 +115,15 @@ def _placement(placement: Any) -> Placement:
     if type(placement).__name__ == "_StridedShard":
         return _StridedShard(placement.dim, split_factor=placement.split_factor)
     return Shard(placement.dim)
+
+
+def _torch_placement(placement: Placement) -> Any:
+    from torch.distributed.tensor import placement_types
+
+    if isinstance(placement, Shard):
+        return placement_types.Shard(placement.dim)
+    if isinstance(placement, Partial):
+        return placement_types.Partial(placement.reduce_op)
+    if isinstance(placement, _StridedShard):
+        return torch_private.strided_shard(placement.dim, placement.split_factor)
+    return placement_types.Replicate()

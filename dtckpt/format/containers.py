@@ -4,7 +4,10 @@ The manifest holds such a container as ``{"type": [name, argument, node]}``: a n
 a class; one more argument that rebuilds it, as JSON; and its items as a node of kind ``dict`` or ``list``.
 
 Named tuples and dataclasses have classes of their own, which only code could rebuild. So the manifest has the names of
-their fields, and a restore fills the fields of its target by name. Without a target they come back as a stand-in.
+their fields, and a restore fills the fields of its target by name. Without a target they come back as a stand-in. So do
+tensors of subclasses that are made of other tensors (`dtckpt.format.tensor_parts`).
+
+What differs by client (`dtckpt.PerClient`) is a `ClientValues` in a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import keyword
+import operator
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -19,6 +23,8 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from dtckpt.errors import TreeError
+from dtckpt.format.client_values import ClientValues
+from dtckpt.format.tensor_parts import TensorParts, has_parts
 
 _FACTORIES: dict[str, Callable[[], Any]] = {
     factory.__name__: factory for factory in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
@@ -33,12 +39,14 @@ class Container(NamedTuple):
         make: Rebuilds it; called with its argument and its items.
         items: Returns its items; called with the container.
         argument: Returns its argument, as JSON; called with the container and its path in the tree.
+        has_tree_argument: Whether the argument is a tree of plain values instead, of which the manifest has the node.
     """
 
     base: type[dict[Any, Any]] | type[list[Any]]
     make: Callable[[Any, Any], Any]
     items: Callable[[Any], Any] = lambda container: container
     argument: Callable[[Any, str], Any] = lambda _container, _where: None
+    has_tree_argument: bool = False
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -97,9 +105,23 @@ CONTAINERS: dict[str, Container] = {
     "dataclass": Container(
         dict, lambda _, items: SimpleNamespace(**items), fields_of, lambda container, _: type(container).__name__
     ),
+    "PerClient": Container(
+        dict,
+        lambda num_clients, items: ClientValues(items, operator.index(num_clients)),
+        argument=lambda values, _: values.num_clients,
+    ),
+    "TensorParts": Container(
+        dict,
+        lambda facts, items: TensorParts(items, *facts),
+        TensorParts.of,
+        lambda tensor, _: TensorParts.of(tensor).facts,
+        has_tree_argument=True,
+    ),
 }
 _NAMES: Mapping[type, str] = {
-    kind: kind.__name__ for kind in (OrderedDict, Counter, defaultdict, MappingProxyType, deque, SimpleNamespace)
+    **{kind: kind.__name__ for kind in (OrderedDict, Counter, defaultdict, MappingProxyType, deque, SimpleNamespace)},
+    ClientValues: "PerClient",
+    TensorParts: "TensorParts",
 }
 _BUILTIN = (dict, list, tuple, set, frozenset, str, bytes, int, float, complex)
 
@@ -112,6 +134,8 @@ def name_of(value: Any) -> str | None:
         return None
     if isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make"):
         return "namedtuple"
+    if has_parts(value):
+        return "TensorParts"
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, *_BUILTIN)):
         return "dataclass"
     return None

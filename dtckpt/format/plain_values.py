@@ -4,26 +4,37 @@ A plain value holds no tensor, and is rebuilt by no code but Python's own and nu
 
 ``{"value": JSON}`` is None, a bool, an int, a finite float or a str. The other kinds are ``{"float": text}`` for the
 floats that JSON lacks, ``{"bytes": base64}``, ``{"complex": [text, text]}``, ``{"range": [start, stop, step]}``,
-``{"torch.Size": [int, …]}``, ``{"numpy": [dtype, node]}`` for numpy's scalars, and ``{"set": [node, …]}`` and
-``{"frozenset": [node, …]}``, in the order of the nodes' JSON, so that all clients have the same JSON to compare.
+``{"torch.Size": [int, …]}``, ``{"torch.dtype": name}``, ``{"torch.device": text}``, ``{"numpy": [dtype, node]}`` for
+numpy's scalars, ``{"PosixPath": text}`` and so on for the classes of paths, ``{"date": text}``,
+``{"datetime": [text, fold]}``, ``{"timedelta": [days, seconds, microseconds]}``, ``{"enum": [class, member]}``
+(`dtckpt.format.enum_members`), and ``{"set": [node, …]}`` and ``{"frozenset": [node, …]}``, in the order of the nodes'
+JSON, so that all clients have the same JSON to compare.
 """
 
 from __future__ import annotations
 
 import base64
+import datetime
 import enum
 import json
 import math
+import operator
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from dtckpt.errors import CheckpointCorruptError, TreeError
+from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TreeError
+from dtckpt.format.enum_members import EnumMember, decode_member, encode_member
 
 Node = dict[str, Any]
 
+SCALARS = (
+    "None, bool, int, float, complex, str, bytes, range, torch.Size, torch.dtype, torch.device, a scalar of numpy, a "
+    "path, a date or a time span"
+)
 MAX_INT_BITS = 8192
 """Largest int; longer decimal numbers are refused by Python's own parser."""
 
@@ -36,10 +47,16 @@ NUMPY_TYPES = {
     )
 }
 
+_DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is plain. Its class must be one of the table: a subclass would come back as its base."""
-    return type(value) in _ENCODERS
+    """Whether a value is plain.
+
+    Its class must be one of the table: a subclass would come back as its base. Members of enums are plain, too.
+    """
+    return type(value) in _ENCODERS or isinstance(value, enum.Enum)
 
 
 def encode_value(value: Any, where: str) -> Node:
@@ -50,13 +67,14 @@ def encode_value(value: Any, where: str) -> Node:
         where: Its path in the tree, for messages.
 
     Raises:
-        TreeError: The value is an integer of too many digits, or a set that holds other than plain values.
+        TreeError: The value is an integer of too many digits, a set that holds other than plain values, a date with a
+            time zone of its own, or a member of an enum that its name does not give back.
     """
-    return _ENCODERS[type(value)](value, where)
+    return _ENCODERS.get(type(value), _encode_enum)(value, where)
 
 
 def encode_hashable(value: Any, where: str) -> Node:
-    """Return the node of a key, or of an element of a set: a plain value that is no set, or a tuple of such.
+    """Return the node of a key, or of an element of a set: a plain value but sets and enums, or a tuple of such.
 
     Args:
         value: The key or element.
@@ -67,11 +85,10 @@ def encode_hashable(value: Any, where: str) -> Node:
     """
     if type(value) is tuple:
         return {"tuple": [encode_hashable(item, where) for item in value]}
-    if not is_plain(value) or type(value) is frozenset:
-        raise TreeError(
-            f"cannot save {type(value).__name__} as a key or in a set at {where!r}; expected None, bool, int, float, "
-            "complex, str, bytes, range, torch.Size, a scalar of numpy, or a tuple of those"
-        )
+    # Nor enums: what stands for a member where its class is not known would not be found under the member itself.
+    if type(value) not in _ENCODERS or type(value) in (frozenset, EnumMember):
+        cure = "pass its name" if isinstance(value, enum.Enum) else f"expected {SCALARS}, or a tuple of those"
+        raise TreeError(f"cannot save {type(value).__name__} as a key or in a set at {where!r}; {cure}")
     return encode_value(value, where)
 
 
@@ -99,6 +116,25 @@ def _encode_set(value: set[Any] | frozenset[Any], where: str) -> Node:
     return {type(value).__name__: sorted((encode_hashable(item, where) for item in value), key=json.dumps)}
 
 
+def _encode_datetime(value: datetime.datetime, where: str) -> Node:
+    content = [value.isoformat(), value.fold]
+    # A text has the offset of a time zone only, not its rules or its name.
+    if repr(_decode_datetime(content)) != repr(value):
+        raise TreeError(
+            f"cannot save the time zone {value.tzinfo!r} at {where!r}; pass astimezone(datetime.timezone.utc)"
+        )
+    return {"datetime": content}
+
+
+def _decode_datetime(content: Any) -> datetime.datetime:
+    text, fold = content
+    return datetime.datetime.fromisoformat(text).replace(fold=fold)
+
+
+def _encode_enum(value: enum.Enum, where: str) -> Node:
+    return {"enum": encode_member(value, where)}
+
+
 _ENCODERS: dict[type, Callable[[Any, str], Node]] = {
     **dict.fromkeys((type(None), bool, str), _encode_json),
     int: _encode_int,
@@ -109,6 +145,13 @@ _ENCODERS: dict[type, Callable[[Any, str], Node]] = {
         "range": [encode_value(bound, where)["value"] for bound in (value.start, value.stop, value.step)]
     },
     torch.Size: lambda value, _: {"torch.Size": list(value)},
+    torch.dtype: lambda value, _: {"torch.dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda value, _: {"torch.device": str(value)},
+    **dict.fromkeys(_PATHS, lambda value, _: {type(value).__name__: str(value)}),
+    datetime.date: lambda value, _: {"date": value.isoformat()},
+    datetime.datetime: _encode_datetime,
+    datetime.timedelta: lambda value, _: {"timedelta": [value.days, value.seconds, value.microseconds]},
+    EnumMember: lambda value, _: {"enum": [value.kind, value.name]},
     **dict.fromkeys(NUMPY_TYPES.values(), _encode_scalar),
     set: _encode_set,
     frozenset: _encode_set,
@@ -125,13 +168,18 @@ def decode_value(kind: str, content: Any) -> Any:
     decode = _DECODERS[kind]
     try:
         return decode(content)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except CheckpointVersionError:
+        raise
+    # A RuntimeError is PyTorch's class for the text of a device that it cannot parse.
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {kind}: {error}") from error
 
 
 def decode_hashable(node: Any) -> Any:
     """Return the key or element of a node that `encode_hashable` made."""
     ((kind, content),) = node.items()
+    if kind in ("enum", "frozenset"):
+        raise ValueError(f"{kind} is no key, nor in a set")
     return tuple(map(decode_hashable, content)) if kind == "tuple" else decode_value(kind, content)
 
 
@@ -143,6 +191,27 @@ def _decode_json(content: Any) -> Any:
     return content
 
 
+def _decode_text(content: Any) -> str:
+    if type(content) is not str:
+        raise TypeError("expected a string")
+    return content
+
+
+def _decode_timedelta(content: Any) -> datetime.timedelta:
+    days, seconds, microseconds = map(operator.index, content)
+    return datetime.timedelta(days, seconds, microseconds)
+
+
+def _decode_dtype(content: Any) -> torch.dtype:
+    name = _decode_text(content)
+    if name not in _DTYPES:
+        raise CheckpointVersionError(
+            f"the manifest's state tree holds torch.{name[:40]}, which PyTorch {torch.__version__} does not have; "
+            "upgrade PyTorch"
+        )
+    return _DTYPES[name]
+
+
 _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "value": _decode_json,
     "float": lambda text: float(text.strip()),
@@ -150,6 +219,13 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "complex": lambda parts: complex(*(float(text.strip()) for text in parts)),
     "range": lambda bounds: range(*map(_decode_json, bounds)),
     "torch.Size": torch.Size,
+    "torch.dtype": _decode_dtype,
+    "torch.device": lambda text: torch.device(_decode_text(text)),
+    **{kind.__name__: kind for kind in _PATHS},
+    "date": datetime.date.fromisoformat,
+    "datetime": _decode_datetime,
+    "timedelta": _decode_timedelta,
+    "enum": decode_member,
     "numpy": lambda pair: NUMPY_TYPES[pair[0]](decode_hashable(pair[1])),
     "set": lambda items: set(map(decode_hashable, items)),
     "frozenset": lambda items: frozenset(map(decode_hashable, items)),
@@ -166,10 +242,8 @@ def refusal(value: Any, where: str, verb: str = "save") -> TreeError:
     """
     plain = next((base for base in (str, bytes, bool, int, float, complex) if isinstance(value, base)), None)
     container = next((base for base in (dict, list, tuple, set, frozenset) if isinstance(value, base)), None)
-    if isinstance(value, enum.Enum):
-        cure = "only code could make its class anew; pass its value or its name"
-    elif isinstance(value, np.ndarray):
-        cure = "pass torch.from_numpy(array), which shares the array's memory"
+    if isinstance(value, np.ndarray):
+        cure = "its class would be lost; pass numpy.asarray(…) of it"
     elif isinstance(value, np.generic):
         cure = "pass its item()"
     elif plain or container or isinstance(value, Mapping):
@@ -177,8 +251,8 @@ def refusal(value: Any, where: str, verb: str = "save") -> TreeError:
         cure = f"its class would be lost; pass {base.__name__}(…) of it, or give the class a state_dict()"
     else:
         cure = (
-            "expected a tensor, a plain value (None, bool, int, float, complex, str, bytes, range, set, torch.Size, "
-            "numpy's scalars), a container (dict, list, tuple, deque, SimpleNamespace and the like, a named tuple, a "
-            "dataclass), or an object with state_dict() and load_state_dict()"
+            f"expected a tensor, an array of numpy, a plain value ({SCALARS}, a set, a member of an enum), a container "
+            "(dict, list, tuple, deque, SimpleNamespace and the like, a named tuple, a dataclass), or an object with "
+            "state_dict() and load_state_dict()"
         )
     return TreeError(f"cannot {verb} {type(value).__name__} at {where!r}: {cure}")

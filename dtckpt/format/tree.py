@@ -8,9 +8,9 @@ structure and the plain values::
 
 Nodes are one-key objects: ``{"dict": [[key, node], …]}``, ``{"list": [node, …]}``,
 ``{"tuple": [node, …]}``, ``{"type": [name, argument, node]}`` for other containers (`dtckpt.format.containers`),
-``{"tensor": name}``, and plain values (`dtckpt.format.plain_values`). A key is a str, an int, or the node of another
-plain value. Names stand for entries of closed tables, never for classes, and there is no pickle: to read a tree runs no
-code of the checkpoint.
+``{"tensor": name}``, ``{"ndarray": name}`` for an array of numpy, which is stored as a tensor is, and plain values
+(`dtckpt.format.plain_values`). A key is a str, an int, or the node of another plain value. Names stand for entries of
+closed tables, never for classes, and there is no pickle: to read a tree runs no code of the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TensorNameError, TreeError
 from dtckpt.format import plain_values
@@ -37,6 +39,7 @@ Node = plain_values.Node
 MAX_DEPTH = 64
 """Deepest nesting. The limit also ends the walk through a tree that contains itself."""
 
+_LEAVES = ("tensor", "ndarray")
 _BASES = (dict, list, tuple)
 _BASE_NAMES = tuple(base.__name__ for base in _BASES)
 
@@ -47,12 +50,12 @@ def flatten(
     """Split a tree into its tensors and its structure.
 
     Args:
-        tree: Nested containers; leaves are tensors and plain values.
+        tree: Nested containers; leaves are tensors, arrays of numpy and plain values.
         is_leaf: Whether an object is a tensor, to be stored as an array.
         state_of: Returns the state of a stateful object, as a tree; any other object as it is.
 
     Returns:
-        The tensors by name, and the structure for `dump`.
+        The tensors and arrays by name, and the structure for `dump`.
 
     Raises:
         TreeError: A node or key cannot be saved, or two paths give one name.
@@ -82,18 +85,14 @@ class _Flattening:
         if depth > MAX_DEPTH:
             raise TreeError(f"state tree is deeper than {MAX_DEPTH} levels at {where[:200]!r}; does it contain itself?")
         if self.is_leaf(value):
-            # A tree that is one tensor has an empty path; arrays need a name.
-            name = where or "value"
-            # As {"a": {"b": t}, "a/b": t} would give.
-            if name in self.leaves:
-                raise TreeError(f"two tensors of the state tree would both be named {name!r}; rename a key")
-            self.leaves[name] = value
-            return {"tensor": name}
+            return {"tensor": self._name(value, where)}
         # The exact type: a subclass would come back as its base.
         if type(value) in _BASES:
             return self._items(value, prefix, depth)
         if is_plain(value):
             return encode_value(value, where)
+        if type(value) is np.ndarray:
+            return {"ndarray": self._name(value, where)}
         # One level deeper: an object whose state is another such object, and so on without end, is refused at
         # `MAX_DEPTH`.
         if (state := self.state_of(value)) is not value:
@@ -103,7 +102,28 @@ class _Flattening:
             raise refusal(value, where)
         container = CONTAINERS[kind]
         items = container.base(container.items(value))
-        return {"type": [kind, container.argument(value, where), self._items(items, prefix, depth)]}
+        argument = container.argument(value, where)
+        if container.has_tree_argument:
+            argument = self._argument(argument, where)
+        return {"type": [kind, argument, self._items(items, prefix, depth)]}
+
+    def _name(self, leaf: Any, where: str) -> str:
+        """Note a tensor or an array; return its name."""
+        # A tree that is one tensor has an empty path; arrays need a name.
+        name = where or "value"
+        # As {"a": {"b": t}, "a/b": t} would give.
+        if name in self.leaves:
+            raise TreeError(f"two tensors of the state tree would both be named {name!r}; rename a key")
+        self.leaves[name] = leaf
+        return name
+
+    def _argument(self, argument: Any, where: str) -> Node:
+        """Return the node of a container's argument that is a tree of plain values."""
+        flattening = _Flattening(self.is_leaf, self.state_of)
+        node = flattening.visit(argument, f"{where}/", 0)
+        if flattening.leaves:
+            raise TreeError(f"cannot save the tensor at {next(iter(flattening.leaves))!r}, which is part of a context")
+        return node
 
     def _items(self, items: Any, prefix: str, depth: int) -> Node:
         kind = type(items)
@@ -155,7 +175,7 @@ def load(data: bytes) -> Node:
         raise CheckpointVersionError(
             f"the manifest's state tree holds {error}, which this version does not know; upgrade dtckpt"
         ) from error
-    except CheckpointCorruptError:
+    except (CheckpointCorruptError, CheckpointVersionError):
         raise
     except (ArithmeticError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"the manifest's state tree cannot be read: {error}") from error
@@ -177,7 +197,7 @@ def build(node: Node, tensor: Callable[[str], Any], depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise CheckpointCorruptError(f"the manifest's state tree is deeper than {MAX_DEPTH} levels")
     kind, content = _only(node)
-    if kind == "tensor":
+    if kind in _LEAVES:
         if not isinstance(content, str):
             raise CheckpointCorruptError("the manifest's state tree holds a malformed tensor name")
         return tensor(content)
@@ -187,6 +207,8 @@ def build(node: Node, tensor: Callable[[str], Any], depth: int = 0) -> Any:
         # Nor may a type be directly inside a type: such a chain would not count as levels.
         if _only(items)[0] != container.base.__name__:
             raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {name}")
+        if container.has_tree_argument:
+            argument = build(argument, _no_tensor, depth + 1)
         return container.make(argument, build(items, tensor, depth))
     if kind not in _BASE_NAMES:
         return decode_value(kind, content)
@@ -200,6 +222,10 @@ def build(node: Node, tensor: Callable[[str], Any], depth: int = 0) -> Any:
     if len(built) != len(content):
         raise CheckpointCorruptError("the manifest's state tree holds a key twice")
     return built
+
+
+def _no_tensor(name: str) -> Any:
+    raise CheckpointCorruptError(f"the manifest's state tree holds a tensor {name[:80]!r} where only values may be")
 
 
 def items_of(node: Node) -> tuple[str, list[tuple[Any, Node]]] | None:
@@ -218,7 +244,8 @@ def items_of(node: Node) -> tuple[str, list[tuple[Any, Node]]] | None:
 def rename(node: Node, names: Mapping[str, str]) -> Node:
     """Return a structure whose tensors and values are at other paths.
 
-    A list or tuple that does not keep all of its items becomes a dict.
+    A container of which everything moves to one new place keeps its kind there. A list or tuple that does not keep all
+    of its items becomes a dict.
 
     Args:
         node: The structure.
@@ -229,6 +256,8 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
     """
     leaves: list[tuple[tuple[str, ...], Node]] = []
     before: dict[tuple[str, ...], tuple[Node, dict[str, Any]]] = {}
+    # By the path of a container, the new paths that it has by each of its leaves.
+    places: dict[tuple[str, ...], set[tuple[str, ...] | None]] = {}
 
     def collect(node: Node, path: tuple[str, ...]) -> None:
         opened = items_of(node)
@@ -238,8 +267,12 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
                 collect(below, (*path, str(key)))
         # An empty container is a leaf: nothing below would bring it back.
         if opened is None or not opened[1]:
-            name = node.get("tensor", "/".join(path))
-            leaves.append((tuple(names[name].split("/")) if name in names else path, node))
+            name = name_of_tensor(node) or "/".join(path)
+            new = tuple(names[name].split("/")) if name in names else path
+            leaves.append((new, node))
+            for level in range(len(path)):
+                is_same_below = new[level - len(path) :] == path[level:]
+                places.setdefault(path[:level], set()).add(new[: level - len(path)] if is_same_below else None)
 
     def grow(items: list[tuple[tuple[str, ...], Node]], path: tuple[str, ...]) -> Node:
         if any(rest == () for rest, _ in items):
@@ -255,6 +288,10 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
         return _with_items(*before.get(path, ({"dict": []}, {})), children)
 
     collect(node, ())
+    for path, new_paths in places.items():
+        new_path = new_paths.pop()
+        if not new_paths and new_path is not None and path in before:
+            before.setdefault(new_path, before[path])
     return grow(leaves, ()) if leaves else node
 
 
@@ -278,19 +315,41 @@ def _with_items(container: Node, keys: Mapping[str, Any], children: Mapping[str,
     return {"dict": [[_encode_key(same.get(key, key), ""), child] for key, child in children.items()]}
 
 
+def name_of_tensor(node: Node) -> str | None:
+    """Return the name of the tensor or array that a node stands for; None for other nodes."""
+    return node["tensor"] if "tensor" in node else node.get("ndarray")
+
+
 def tensor_names(node: Node) -> list[str]:
-    """Return the tensor names below a node."""
-    names: list[str] = []
-    _collect_names(node, names)
-    return names
+    """Return the names of the tensors and arrays below a node."""
+    leaves: list[Node] = []
+    _collect_leaves(node, leaves)
+    return [name for leaf in leaves for name in leaf.values()]
 
 
-def _collect_names(node: Node, names: list[str]) -> None:
-    if "tensor" in node:
-        names.append(node["tensor"])
+def array_names(node: Node) -> list[str]:
+    """Return the names of those below a node that were arrays of numpy."""
+    leaves: list[Node] = []
+    _collect_leaves(node, leaves)
+    return [leaf["ndarray"] for leaf in leaves if "ndarray" in leaf]
+
+
+def per_client_nodes(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Node]]:
+    """Yield ``(path, node)`` of what differs by client (`dtckpt.PerClient`) at and below a node."""
+    if "type" in node and node["type"][0] == "PerClient":
+        yield "/".join(path), node
+    elif (opened := items_of(node)) is not None:
+        for key, below in opened[1]:
+            if "tensor" not in below:
+                yield from per_client_nodes(below, (*path, str(key)))
+
+
+def _collect_leaves(node: Node, leaves: list[Node]) -> None:
+    if name_of_tensor(node) is not None:
+        leaves.append(node)
     elif (opened := items_of(node)) is not None:
         for _, below in opened[1]:
-            _collect_names(below, names)
+            _collect_leaves(below, leaves)
 
 
 def values(node: Node) -> Iterator[tuple[str, Any]]:
@@ -304,7 +363,7 @@ def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         for key, child in opened[1]:
             if "tensor" not in child:  # spares a call for each of many tensors
                 yield from _walk(child, (*path, str(key)))
-    elif "tensor" not in node:
+    elif name_of_tensor(node) is None:
         yield "/".join(path), decode_value(*_only(node))
 
 

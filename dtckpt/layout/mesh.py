@@ -19,6 +19,7 @@ from dtckpt.layout import default_mesh, mesh_validation, submesh, text_format
 from dtckpt.layout.device_names import DeviceSpec, full_name, kind_of, task_of
 from dtckpt.layout.device_offsets import DeviceOffsets
 from dtckpt.layout.mesh_validation import RESERVED_NAMES, dims_of, ids_of, tuple_of
+from dtckpt.layout.torch_callers import validate_caller
 
 if TYPE_CHECKING:
     import torch
@@ -489,13 +490,19 @@ class Mesh:
         Raises:
             MeshError: There is no such axis, this client has no device here, or its devices see different clients
                 along the axis.
+            MeshTypeError: FSDP or DTensors of PyTorch call.
             CoordinationError: No default process group spans the clients.
         """
+        validate_caller("get_group")
         from dtckpt.comm import process_groups  # here, because it imports torch, which meshes do without
 
         clients = self.clients_along(mesh_dim)
         name = mesh_dim if isinstance(mesh_dim, str) else self.mesh_dim_names[mesh_dim or 0]
         return process_groups.process_group_of(clients, self.device_type, self.backends.get(name, (None, None)))
+
+    def __getattr__(self, name: str) -> Any:
+        validate_caller(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def get_all_groups(self) -> list[ProcessGroup]:
         """Return the process group of every axis. Collective and raises: as `get_group`."""

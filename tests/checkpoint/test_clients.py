@@ -147,16 +147,15 @@ def test_only_members_of_a_mesh_save_on_it(pool, tmp_path, meeting):
 
 DISAGREEMENTS = {
     "names": "SaveDisagreementError",
-    "more tensors": "SaveDisagreementError",
     "values": "SaveDisagreementError",
     "structure": "SaveDisagreementError",
     "options": "SaveDisagreementError",
     "path": "BarrierConflictError",
     "shape": "ComponentError",
     "dtype": "ComponentError",
-    "layout": "ComponentError",
+    "layout": "SaveDisagreementError",
     "mesh": "ComponentError",
-    "axes": "ComponentError",
+    "axes": "SaveDisagreementError",
     "unsavable": "TreeError",
     "name": "TensorNameError",
     "error of the state": "ClientFailedError",

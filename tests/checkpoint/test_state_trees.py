@@ -18,7 +18,6 @@ from support.shares import examples
 from support.states import tensor_of
 from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.testing._internal.two_tensor import TwoTensor
 
 import dtckpt
 from dtckpt import Layout, RestoreOptions, abstract_mesh
@@ -278,7 +277,7 @@ def test_containers_of_a_target_are_filled(tmp_path):
     ("target", "error", "reason"),
     [
         ({"d": deque(maxlen=2)}, ShapeMismatchError, "deque at 'd' is too short; got maxlen 2"),
-        ({"d": np.ones(3)}, TreeError, r"cannot restore into ndarray at 'd': pass torch.from_numpy\(array\)"),
+        ({"d": np.ma.ones(2)}, TreeError, r"cannot restore into MaskedArray at 'd': .*; pass numpy.asarray\(…\) of it"),
         ({"d": torch.ones(2).max(0)}, TreeError, "cannot restore into max at 'd'"),
     ],
 )
@@ -334,13 +333,21 @@ def fake():
         return torch.ones(2)
 
 
+class Computed(torch.Tensor):
+    """A subclass that computes its elements, and that cannot be taken apart."""
+
+    def __new__(cls, hidden):
+        return torch.Tensor._make_wrapper_subclass(cls, hidden.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return Computed(torch.ones(2)) if func is torch.ops.aten.detach.default else NotImplemented
+
+
 ODD = {
     "fake": (fake, "got FakeTensor; leave FakeTensorMode"),
-    "subclass": (
-        lambda: TwoTensor(torch.ones(2), torch.ones(2)),
-        "got TwoTensor, a subclass .* the tensors that it is",
-    ),
-    "parameter": (lambda: torch.nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2))), "got TwoTensor, a subclass"),
+    "subclass": (lambda: Computed(torch.ones(2)), "got Computed, a subclass .* the tensors that it is"),
+    "parameter": (lambda: torch.nn.Parameter(Computed(torch.ones(2))), "got Computed, a subclass"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)]), r"nested; pass the tensors of its unbind\(\)"),
     "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "nested; pass"),
     "lazy": (torch.nn.parameter.UninitializedParameter, "without a shape; run the module once"),
@@ -358,7 +365,7 @@ def test_tensors_that_are_not_their_own_memory(tmp_path, make, reason):
         lambda: dtckpt.save(tmp_path / "t", {"a": make()}),
         lambda: dtckpt.save_async(tmp_path / "t", {"a": make()}),
         lambda: dtckpt.restore(path, {"a": make()}),
-    ):
+    )[: 2 if make is ODD["meta"][0] else 3]:  # a restore gives a meta tensor memory
         with pytest.raises(DTypeError, match=f"tensor 'a': only dense tensors with data can be stored; .*{reason}"):
             call()
     assert not (tmp_path / "t").exists()
@@ -473,7 +480,10 @@ def test_an_optimizer_that_has_no_state_yet(tmp_path):
     ("tree", "reason"),
     [
         ({"a": {1, torch.ones(2)}}, "cannot save Tensor as a key or in a set at 'a'"),
-        ({"w": torch.ones(2), "n": np.ones(2)}, r"cannot save ndarray at 'n': pass torch.from_numpy\(array\)"),
+        (
+            {"w": torch.ones(2), "n": np.ma.ones(2)},
+            r"cannot save MaskedArray at 'n': .*; pass numpy.asarray\(…\) of it",
+        ),
     ],
 )
 def test_what_cannot_be_saved(tmp_path, tree, reason):
@@ -593,8 +603,8 @@ def test_saved_specs_are_kept_as_far_as_the_mesh_has_the_axes(tmp_path):
     ("choice", "error", "reason"),
     [
         (Layout(["x"], abstract_mesh({"x": 2})), LayoutError, "'w' does not fit; got rank 1, expected 2 dims"),
-        ("x", LayoutTypeError, "'w' must be a Layout; got str"),
-        (lambda name, info: "x", LayoutTypeError, "'w' must be a Layout; got str"),
+        ("x", LayoutTypeError, "'w' must be a Layout or placements; got str"),
+        (lambda name, info: "x", LayoutTypeError, "'w' must be a Layout or placements; got str"),
         (Layout(["x", "match"], abstract_mesh({"x": 2})), LayoutError, "match"),
         (Layout(["unsharded"] * 2, abstract_mesh({"x": 2}), {"x": "sum"}), LayoutError, "pending reductions"),
     ],

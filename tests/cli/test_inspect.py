@@ -1,9 +1,14 @@
+import datetime
+import enum
+import pathlib
+
+import numpy as np
 import pytest
 import torch
 from support.states import packed
 
 import dtckpt
-from dtckpt import Layout, SaveOptions, abstract_mesh
+from dtckpt import Layout, PerClient, SaveOptions, abstract_mesh
 
 
 def test_text(run, source, tensors):
@@ -139,3 +144,36 @@ def test_values_that_json_lacks(run, tmp_path):
         "size": {"torch.Size": [2]},
     }
     assert "complex  1j" in run("inspect", tmp_path / "s").out
+
+
+class Phase(enum.Enum):
+    DECAY = 1
+
+
+def test_values_of_training_code(run, tmp_path):
+    tree = {
+        "phase": Phase.DECAY,
+        "dtype": torch.bfloat16,
+        "data": pathlib.Path("a/b"),
+        "day": datetime.date(2030, 1, 2),
+        "loader": PerClient({"position": 17, "rng": np.arange(3, dtype=np.uint32)}),
+    }
+    dtckpt.save(tmp_path / "s", tree)
+    lines = run("inspect", tmp_path / "s").out.splitlines()
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines if " " in line}
+    assert rows["phase"] == "EnumMember(kind='Phase', name='DECAY')"
+    assert (rows["dtype"], rows["data"], rows["day"]) == (
+        "torch.bfloat16",
+        "PosixPath('a/b')",
+        "datetime.date(2030, 1, 2)",
+    )
+    assert rows["loader/0/position"] == "17"
+    assert rows["loader/0/rng"].split()[:2] == ["3", "uint32"]
+    (event,) = run("inspect", tmp_path / "s", "--json").events
+    assert event["values"] == {
+        "phase": {"enum": ["Phase", "DECAY"]},
+        "dtype": {"torch.dtype": "bfloat16"},
+        "data": {"PosixPath": "a/b"},
+        "day": {"date": "2030-01-02"},
+        "loader/0/position": 17,
+    }

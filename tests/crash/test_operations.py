@@ -21,20 +21,20 @@ SAMPLE = 12
 
 
 @pytest.mark.share(2)
-@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize(("clients", "has_own"), [(1, False), (2, True)])
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
-def test_any_operation_may_be_the_last(nursery, tmp_path, kvstore, clients):
-    options = {"kvstore": kvstore, "clients": clients}
+def test_any_operation_may_be_the_last(nursery, tmp_path, kvstore, clients, has_own):
+    options = {"kvstore": kvstore, "clients": clients, "has_own": has_own}
     (tmp_path / "recorded").mkdir()
     faults = []
     for has_old in (False, True):  # the second save replaces what the first has left
         operations = record(nursery, tmp_path / "recorded" / "s", **options)
         faults += [(has_old, fault) for fault in faults_in(operations, KINDS)]
-    tried = share(faults, SAMPLE, f"{kvstore} {clients}")
+    tried = share(faults, SAMPLE, f"{kvstore} {clients} {has_own}")
     outcomes = run_each_in_a_folder(
         tmp_path, tried, lambda folder, case: struck_save(nursery, folder, *case, **options)
     )
-    print(f"{kvstore}, {clients} clients: {len(tried)} of {len(faults)} faults")
+    print(f"{kvstore}, {clients} clients, own tensors {has_own}: {len(tried)} of {len(faults)} faults")
     for outcome, count in sorted(Counter(outcomes).items()):
         print(f"{count:6}", *outcome, sep=", ")
 

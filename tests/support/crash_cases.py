@@ -22,16 +22,27 @@ TENSORS: Tensors = {
     "uneven": ((101, 3), "bfloat16", [("x", "y"), "unsharded"]),  # rows between shards change hands
     "copies": ((40, 5), "int64", ["unsharded", "unsharded"]),
 }
+OWN_SHAPE = (7,)
 
 
-def save(path: str, generation: str, **options: Any) -> None:
-    """Save the tensors of a generation when all clients are there; options as `SaveOptions`."""
+def save(path: str, generation: str, *, has_own: bool = False, **options: Any) -> None:
+    """Save the tensors of a generation when all clients are there.
+
+    Args:
+        path: The checkpoint.
+        generation: What the elements follow from.
+        has_own: Whether every client also saves a tensor that the others do not have.
+        options: As `SaveOptions`.
+    """
     coordination = current_coordination()
     coordination.register()
     coordination.barrier("ready", timeout_s=30)
     mesh = mesh_over_all({"x": 2, "y": DEVICES // 2}, DEVICES // dtckpt.num_clients())
     options = {"overwrite": True, "timeout_s": 30.0, **options}
-    dtckpt.save(path, tree_on(mesh, TENSORS, generation), options=SaveOptions(**options))
+    tree = tree_on(mesh, TENSORS, generation)
+    if has_own:
+        tree["own"] = {str(dtckpt.client_id()): tensor_of("own" + generation, OWN_SHAPE, "float32")}
+    dtckpt.save(path, tree, options=SaveOptions(**options))
 
 
 def reshard_part(source: str, target: str, index: int, count: int, **options: Any) -> bool:
@@ -57,6 +68,8 @@ def generation_at(path: str | Path) -> str | None:
     except CheckpointNotFoundError:
         return None
     generation = restored.pop("step")
+    own = tensor_of("own" + generation, OWN_SHAPE, "float32")
+    assert all(bits_of(tensor) == bits_of(own) for tensor in restored.pop("own", {}).values())
     assert restored.keys() == TENSORS.keys()
     for name in TENSORS:
         assert bits_of(restored[name]) == _saved_bits(name, generation), name

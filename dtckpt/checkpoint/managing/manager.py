@@ -27,11 +27,11 @@ from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State, state_of_tree
 from dtckpt.comm import fork_guard
 from dtckpt.coordination.connect import current_coordination
+from dtckpt.dtensor.tensorflow_names import MeshLike
 from dtckpt.errors import (
     ConfigError,
     DtckptError,
 )
-from dtckpt.layout.mesh import Mesh
 from dtckpt.storage.location import Location, location_of
 
 logger = logging.getLogger("dtckpt.checkpoint")
@@ -237,7 +237,7 @@ class CheckpointManager:
                 if metrics:
                     files[METRICS_NAME] = json.dumps({name: float(metrics[name]) for name in metrics}).encode()
                 files[LINEAGE_NAME] = self._descend(step)
-            return state_of_tree(tree, options, coordination)
+            return state_of_tree(tree, options, coordination.member.client, range(coordination.member.num_clients))
 
         self._handle = start_save(
             self.path(step),
@@ -293,7 +293,7 @@ class CheckpointManager:
         step: int | None = None,
         target: Any = None,
         *,
-        mesh: Mesh | None = None,
+        mesh: MeshLike | None = None,
         layouts: Layouts | None = None,
         options: RestoreOptions | None = None,
         partial: bool = False,

@@ -10,15 +10,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from dtckpt.checkpoint.gc_pause import gc_paused
-from dtckpt.checkpoint.leaves import host_array, own_array
+from dtckpt.checkpoint.leaves import Leaf, host_array, own_array
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.read_once import SharedTensor, read_shared
 from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf, TiedLeaf
 from dtckpt.checkpoint.timing import Phases
 from dtckpt.comm import host_memory
+from dtckpt.dtensor import DTensor
 from dtckpt.dtensor.components import same_bits
+from dtckpt.dtensor.operators.view_tracking import count_write
 from dtckpt.errors import ReplicaMismatchError
 from dtckpt.layout.region import Region
 
@@ -48,6 +51,8 @@ def fill_tensors(
         DtckptError: As for `Checkpoint.read_all` and `read_shared`.
     """
     read = partial(checkpoint.read_all, count=phases.count)
+    # Before the first byte: a read that fails may have written, too.
+    _note_writes([leaf for _, leaf in leaves] + [leaf for *_, leaf in tied])
     with torch.no_grad():
         read_shared(checkpoint, shared, phases)
         is_shared = {id(tensor.leaf) for tensor in shared}
@@ -63,6 +68,20 @@ def fill_tensors(
         for first, copies in reads.copied:
             _move(first, copies, phases)
     _validate_tied(read, tied)
+
+
+def _note_writes(leaves: Sequence[Leaf]) -> None:
+    """Tell autograd, and views that hold values of their own, that somebody writes to the memory of tensors.
+
+    Autograd then refuses a backward pass that needs the values of before.
+    """
+    # A DTensor and its components each count the writes that graphs of them must know.
+    written = (tensor for leaf in leaves for tensor in (leaf.tensor, *leaf.components))
+    # Tensors that were made in inference mode count no writes, and are in no graph.
+    increment_version([tensor for tensor in written if not tensor.is_inference()])
+    for leaf in leaves:
+        if isinstance(leaf.tensor, DTensor):
+            count_write(leaf.tensor)
 
 
 @dataclass(slots=True, eq=False)

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from dtckpt.checkpoint.leaves import as_leaf
+from dtckpt.checkpoint.leaves import as_leaf, mesh_of, with_arrays
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, new_memory
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.comm import host_memory
 from dtckpt.comm.torch_device import device_of
-from dtckpt.dtensor import DTensor
-from dtckpt.errors import LayoutError, LayoutTypeError
+from dtckpt.dtensor import DTensor, torch_interop
+from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
 from dtckpt.format import tree as trees
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.placement import Placement
 from dtckpt.layout.region import Region
 
-LayoutChoice = Layout | Callable[[str, TensorInfo], Layout]
-Layouts = Mapping[str, LayoutChoice] | Callable[[str, TensorInfo], Layout]
-"""Layouts by tensor name or glob (first match wins), each a Layout or a function of (name, info); or one function."""
+LayoutOrPlacements = Layout | Sequence[Placement]
+LayoutChoice = LayoutOrPlacements | Callable[[str, TensorInfo], LayoutOrPlacements]
+Layouts = Mapping[str, LayoutChoice] | Callable[[str, TensorInfo], LayoutOrPlacements]
+"""Layouts by tensor name or glob (first match wins), each a Layout or a function of (name, info); or one function.
+
+In place of a Layout, one placement per axis of the mesh will do, of this library or PyTorch's.
+"""
 
 
 def meshes_of_layouts(mesh: Mesh | None, layouts: Layouts | None) -> set[Mesh]:
@@ -36,7 +41,11 @@ def meshes_of_layouts(mesh: Mesh | None, layouts: Layouts | None) -> set[Mesh]:
 
 
 def plan_new_tensors(
-    checkpoint: Checkpoint, mesh: Mesh | None, layouts: Layouts | None, options: RestoreOptions
+    checkpoint: Checkpoint,
+    mesh: Mesh | None,
+    layouts: Layouts | None,
+    options: RestoreOptions,
+    device_mesh: Any = None,
 ) -> RestorePlan:
     """Allocate every tensor of a checkpoint in its layout, and plan to fill it.
 
@@ -47,22 +56,61 @@ def plan_new_tensors(
         mesh: As for `dtckpt.restore`.
         layouts: As for `dtckpt.restore`.
         options: See `RestoreOptions`.
+        device_mesh: PyTorch's mesh that ``mesh`` was converted from, if the tensors shall be DTensors of PyTorch. What
+            was saved as a plain tensor stays one then, unless ``layouts`` say otherwise.
     """
     names = new_names(checkpoint, options)
     structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
     infos = dict(checkpoint.tensors)
-    chosen = {name: choose_layout(names.get(name, name), info, mesh, layouts) for name, info in infos.items()}
+    arrays, plain = set(trees.array_names(structure)), plain_names(checkpoint)
+    keep_plain = device_mesh is not None
+    chosen = {
+        name: choose_layout(
+            names.get(name, name), info, None if name in plain else mesh, layouts, keep_plain=keep_plain
+        )
+        for name, info in infos.items()
+        if name not in arrays
+    } | dict.fromkeys(arrays)
+    meshes = {layout.mesh for layout in chosen.values() if layout is not None}
+    device_meshes = {} if device_mesh is None else {each: _part_of(device_mesh, each) for each in meshes}
     checkpoint.validate_stored(
         (name, region) for name, layout in chosen.items() for region in _own_regions(infos[name].shape, layout)
     )
-    tensors: dict[str, torch.Tensor] = {
-        name: new_memory(name, infos[name].shape, infos[name].dtype)
-        if layout is None
-        else empty_dtensor(infos[name].shape, infos[name].dtype, layout)
-        for name, layout in chosen.items()
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, layout in chosen.items():
+        info = infos[name]
+        if layout is None:
+            tensors[name] = new_memory(name, info.shape, info.dtype)
+        elif device_meshes:
+            tensors[name] = _empty_torch_dtensor(info.shape, info.dtype, layout, device_meshes[layout.mesh])
+        else:
+            tensors[name] = empty_dtensor(info.shape, info.dtype, layout)
     leaves = [(name, as_leaf(tensor, name)) for name, tensor in tensors.items()]
-    return RestorePlan(leaves, lambda: trees.build(structure, tensors.__getitem__), names)
+    made = with_arrays(tensors, arrays)
+    return RestorePlan(leaves, lambda: trees.build(structure, made.__getitem__), names)
+
+
+def plain_names(checkpoint: Checkpoint) -> set[str]:
+    """Return the names of the tensors that belong on no mesh: arrays of numpy, and what is of one client alone."""
+    structure, infos = checkpoint.structure, checkpoint.tensors
+    of_clients = (name for _, node in trees.per_client_nodes(structure) for name in trees.tensor_names(node))
+    return {*trees.array_names(structure), *(name for name in of_clients if infos[name].layout is None)}
+
+
+def _part_of(device_mesh: Any, mesh: Mesh) -> Any:
+    """Return the PyTorch mesh with the devices of a mesh: ``device_mesh`` or a slice of it.
+
+    Raises:
+        MeshError: It has no such slice.
+    """
+    whole = Mesh.from_device_mesh(device_mesh)
+    if whole == mesh:
+        return device_mesh
+    if set(mesh.dim_names) < set(whole.dim_names):
+        part = device_mesh[mesh.dim_names]
+        if Mesh.from_device_mesh(part) == mesh:
+            return part
+    raise MeshError(f"layouts for a restore to {whole}: got one on {mesh}, expected that mesh or a slice of it")
 
 
 def _own_regions(shape: tuple[int, ...], layout: Layout | None) -> set[Region]:
@@ -72,17 +120,56 @@ def _own_regions(shape: tuple[int, ...], layout: Layout | None) -> set[Region]:
     return {layout.region(device, shape) for device in layout.mesh.local_device_ids()}
 
 
-def empty_dtensor(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> DTensor:
-    """Allocate a DTensor of a global shape; its components are not initialized."""
+def empty_dtensor(
+    shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, device: torch.device | None = None
+) -> DTensor:
+    """Allocate a DTensor of a global shape; its components are not initialized, and on ``device`` if it is given."""
     components = [
-        host_memory.allocate(layout.region(device, shape).shape, dtype, device_of(name))
-        for device, name in zip(layout.mesh.local_device_ids(), layout.mesh.local_devices(), strict=True)
+        host_memory.allocate(layout.region(number, shape).shape, dtype, device or device_of(name))
+        for number, name in zip(layout.mesh.local_device_ids(), layout.mesh.local_devices(), strict=True)
     ]
     return DTensor(components, layout, shape, dtype)
 
 
-def choose_layout(name: str, info: TensorInfo, mesh: Mesh | None, layouts: Layouts | None) -> Layout | None:
+def empty_beside(reference: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> torch.Tensor:
+    """Allocate a DTensor of the kind of another one, ours or PyTorch's; it is not initialized.
+
+    Args:
+        reference: The other one. If it has the same shape, and lies on the host where its mesh does not, as FSDP2's
+            offloaded parameters do, so does the new one, in the layout of the other one.
+        shape: Global shape.
+        dtype: Dtype.
+        layout: A layout on the mesh of the other one.
+    """
+    if not torch_interop.is_torch_dtensor(reference):
+        return empty_dtensor(shape, dtype, layout)
+    device_mesh = reference.device_mesh  # type: ignore[attr-defined]  # PyTorch's DTensor is not imported here
+    is_offloaded = reference.device.type not in ("meta", device_mesh.device_type)
+    if is_offloaded and tuple(reference.shape) == shape:
+        return torch.empty_like(reference, dtype=dtype, requires_grad=False)
+    return _empty_torch_dtensor(shape, dtype, layout, device_mesh, None if reference.is_meta else reference.device)
+
+
+def _empty_torch_dtensor(
+    shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, device_mesh: Any, device: torch.device | None = None
+) -> torch.Tensor:
+    """Allocate a DTensor of PyTorch, by default on the current device of the kind of its mesh, as PyTorch does."""
+    empty = empty_dtensor(shape, dtype, layout, device or torch.device(device_mesh.device_type))
+    made: torch.Tensor = torch_interop.to_torch(empty, device_mesh)
+    return made
+
+
+def choose_layout(
+    name: str, info: TensorInfo, mesh: Mesh | None, layouts: Layouts | None, *, keep_plain: bool = False
+) -> Layout | None:
     """Return the layout that a tensor is restored into; None for a plain tensor.
+
+    Args:
+        name: The tensor's name, after renaming.
+        info: The facts about it.
+        mesh: As for `dtckpt.restore`.
+        layouts: As for `dtckpt.restore`.
+        keep_plain: Whether a tensor that was on no mesh stays so unless ``layouts`` match it.
 
     Raises:
         LayoutError: The chosen layout does not have the tensor's rank.
@@ -98,14 +185,31 @@ def choose_layout(name: str, info: TensorInfo, mesh: Mesh | None, layouts: Layou
     if callable(choice):
         choice = choice(name, info)
     if choice is None:
-        return None if mesh is None else kept_layout(info, mesh)
+        return None if mesh is None or (keep_plain and info.layout is None) else kept_layout(info, mesh)
+    if isinstance(choice, Sequence) and not isinstance(choice, str):
+        if mesh is None:
+            raise LayoutError(f"layout for tensor {name!r}: got placements, which need mesh=; or pass a Layout")
+        try:
+            return torch_interop.layout_of(mesh, choice, len(info.shape))
+        except LayoutError as error:
+            raise type(error)(f"layout for tensor {name!r}: {error.message}") from None
     if not isinstance(choice, Layout):
-        raise LayoutTypeError(f"layout for tensor {name!r} must be a Layout; got {type(choice).__name__}")
+        raise LayoutTypeError(f"layout for tensor {name!r} must be a Layout or placements; got {type(choice).__name__}")
     if choice.rank != len(info.shape):
         raise LayoutError(
             f"layout for tensor {name!r} does not fit; got rank {choice.rank}, expected {len(info.shape)} dims"
         )
     return choice
+
+
+def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
+    """Return the layout of a DTensor, ours or PyTorch's; None for a plain tensor."""
+    mesh = mesh_of(tensor)
+    if mesh is None:
+        return None
+    if isinstance(tensor, DTensor):
+        return tensor.layout
+    return torch_interop.layout_of(mesh, tensor.placements, tensor.ndim)  # type: ignore[attr-defined]
 
 
 def kept_layout(info: TensorInfo, mesh: Mesh) -> Layout:

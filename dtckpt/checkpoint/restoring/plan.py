@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from dtckpt.checkpoint.leaves import Leaf
@@ -13,6 +14,9 @@ from dtckpt.checkpoint.restoring.rename_rules import renamed
 from dtckpt.checkpoint.restoring.report import Cast, Reshaped, RestoreReport
 from dtckpt.errors import DTypeError, ShapeMismatchError, TensorNotFoundError, UnexpectedTensorError, capped
 from dtckpt.format.dtypes import is_convertible, is_lossless
+
+MAX_COMPARED = 4096
+"""Bound on the names that are compared with a missing one, to find the nearest: some tenths of a second."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +29,7 @@ class RestorePlan:
         renamed: New name by name in the checkpoint.
         missing: As in `RestoreReport`.
         defaulted: As in `RestoreReport`.
-        unexpected: As in `RestoreReport`.
+        unexpected: As in `RestoreReport`, of this client alone.
     """
 
     leaves: Sequence[tuple[str, Leaf]]
@@ -34,6 +38,10 @@ class RestorePlan:
     missing: Sequence[str] = ()
     defaulted: Sequence[str] = ()
     unexpected: Sequence[str] = ()
+
+    def new_names_of(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the new names, sorted, of what has these names in the checkpoint."""
+        return tuple(sorted(self.renamed.get(name, name) for name in names))
 
     def report(self, checkpoint: Checkpoint) -> RestoreReport:
         """Return the report of the restore, as it will be when all goes well; its phases are not measured yet."""
@@ -71,22 +79,15 @@ def validate_report(report: RestoreReport, options: RestoreOptions) -> None:
 
     Raises:
         TensorNotFoundError: The checkpoint lacks something that the target asks for.
-        UnexpectedTensorError: The checkpoint holds something that the target does not ask for.
         ShapeMismatchError: A tensor's shape differs.
         DTypeError: A conversion is impossible, or not allowed.
     """
     missing = sorted((*report.missing, *report.defaulted))
     if missing and not options.allow_missing:
         raise TensorNotFoundError(
-            f"checkpoint {report.path} has nothing at {capped(map(repr, missing))}; "
+            f"checkpoint {report.path} has nothing at {capped(map(repr, missing))}{_nearest(missing[0], report)}; "
             "RestoreOptions(allow_missing=True) leaves the target as it is there",
             name=missing[0],
-        )
-    if report.unexpected and not options.allow_unexpected:
-        raise UnexpectedTensorError(
-            f"checkpoint {report.path} holds what the target does not ask for: "
-            f"{capped(map(repr, report.unexpected))}; RestoreOptions(allow_unexpected=True) passes over it",
-            names=report.unexpected,
         )
     if report.reshaped:
         first, *more = report.reshaped
@@ -110,6 +111,27 @@ def validate_report(report: RestoreReport, options: RestoreOptions) -> None:
             f"tensor {refused[0].name!r} would be converted; got {refused[0].target} in the target, saved as "
             f"{refused[0].saved}{_others(refused[1:])}; conversions allowed now: {options.cast}; "
             "RestoreOptions(cast='any') allows all"
+        )
+
+
+def _nearest(name: str, report: RestoreReport) -> str:
+    """Return, for an error, the names of the checkpoint that nothing in the target takes and that are most like one."""
+    near = get_close_matches(name, report.unexpected[:MAX_COMPARED], n=3)
+    return f" (of what is left, {capped(map(repr, near))} is nearest to {name!r})" if near else ""
+
+
+def validate_expected(report: RestoreReport) -> None:
+    """Refuse a restore that would pass over a part of the checkpoint, by its report.
+
+    Raises:
+        UnexpectedTensorError: The checkpoint holds something that no client asks for.
+    """
+    if report.unexpected:
+        raise UnexpectedTensorError(
+            f"checkpoint {report.path} holds what the target does not ask for: "
+            f"{capped(map(repr, report.unexpected))}; RestoreOptions(allow_unexpected=True) passes over it; if other "
+            "clients restore the rest, name all of them in group=",
+            names=report.unexpected,
         )
 
 

@@ -1,14 +1,16 @@
 """`restore`: read a checkpoint into the tensors of a target tree, or as new tensors on any mesh.
 
 A restore has two rounds. In ``planned`` every client opens the checkpoint, plans, and refuses a misfit before anything
-is written; all clients must have opened the same save. In ``read`` every client fills its tensors.
+is written; all clients must have opened the same save. In ``read`` every client fills its tensors. Between them, where
+clients ask for different names, they tell each other which (`dtckpt.checkpoint.restoring.unexpected`).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,18 +18,22 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import validate_mode
 from dtckpt.checkpoint.options import RestoreOptions
+from dtckpt.checkpoint.participants import Group, participants_of
+from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.restoring.fill_tensors import fill_tensors, read_nbytes
 from dtckpt.checkpoint.restoring.new_tensors import Layouts, meshes_of_layouts, plan_new_tensors
-from dtckpt.checkpoint.restoring.plan import RestorePlan, validate_report
+from dtckpt.checkpoint.restoring.plan import RestorePlan, validate_expected, validate_report
 from dtckpt.checkpoint.restoring.read_once import SharedTensor, agreed_tensors, digests_by_mesh, shareable_tensors
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf, TiedLeaf, split_tied, validate_apart
-from dtckpt.checkpoint.restoring.targets import meshes_of_target, plan_target
+from dtckpt.checkpoint.restoring.targets import plan_target, root_meshes_of_target
+from dtckpt.checkpoint.restoring.unexpected import Unasked
 from dtckpt.checkpoint.saving.votes import Written
 from dtckpt.checkpoint.timing import find_slow
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
+from dtckpt.dtensor.tensorflow_names import MeshLike, as_mesh
 from dtckpt.errors import CheckpointConflictError, DtckptError, TreeError
 from dtckpt.layout.mesh import Mesh
 from dtckpt.storage.location import Location
@@ -45,32 +51,41 @@ def restore(
     path: str | Location,
     target: Any = None,
     *,
-    mesh: Mesh | None = None,
+    mesh: MeshLike | None = None,
     layouts: Layouts | None = None,
     options: RestoreOptions | None = None,
+    group: Group | None = None,
 ) -> Any:
     """Restore a checkpoint into any layout on any mesh, independent of the layout that it was saved from.
 
     With ``target``, the tensors and DTensors of that tree are filled in place, plain values in its dicts and lists are
     replaced, and stateful objects load their state; containers keep their classes, and named tuples and dataclasses
-    take fields by name. Without a target, the saved tree is built anew, with plain CPU tensors, or with new DTensors
-    where ``mesh`` or ``layouts`` ask for them; named tuples and dataclasses are replaced by stand-ins then
-    (docs/checkpointing.md).
+    take fields by name. State that the target lacks, as a fresh optimizer does, takes the layout of its parameter, and
+    tensors on the meta device get memory. Without a target, the saved tree is built anew, with plain CPU tensors, or
+    with new DTensors where ``mesh`` or ``layouts`` ask for them; named tuples and dataclasses are replaced by stand-ins
+    then (docs/checkpointing.md).
 
     Every client reads the chunks that intersect its regions, straight into the destination, and verifies them. With
     `RestoreOptions.read_once` it reads its share of the chunks that several clients need, and sends them on.
 
-    Collective: Over all clients of the meshes that the tensors lie on; barriers ``restore/planned`` (before anything
-    is written) and ``restore/read``. Local where no tensor lies on another client.
+    Clients may ask for different parts of the checkpoint. Unexpected is what none of them asks for.
+
+    Collective: Over the clients of ``group``. By default, with a target, over all clients of the meshes that its
+    tensors lie on, where a slice stands for the mesh that it is of; without a target, over the clients of ``mesh`` and
+    of the meshes of ``layouts``. Local where no tensor lies on another client. Barriers ``restore/planned``,
+    ``restore/asked`` (where clients ask for different names; until here nothing is written), and ``restore/read``.
 
     Args:
         path: The checkpoint.
         target: Tree to be filled.
-        mesh: Mesh for new DTensors; every tensor becomes one then, replicated if it was on no mesh. Tensors that no
-            entry of ``layouts`` matches keep their saved sharding specs as far as the mesh has those axes, and are
-            unsharded otherwise.
+        mesh: Mesh for new DTensors; every tensor becomes one then, replicated if it was on no mesh; but not arrays of
+            numpy, nor what was on no mesh in a `dtckpt.PerClient`. Tensors that no entry of ``layouts`` matches keep
+            their saved sharding specs as far as the mesh has those axes, and are unsharded otherwise. With a
+            ``DeviceMesh`` of PyTorch the tensors are PyTorch's DTensors, and what was saved as a plain tensor stays one
+            unless ``layouts`` match it: ready for ``load_state_dict(assign=True)``.
         layouts: See `Layouts`. With functions, pass ``mesh`` too: it says which clients take part.
         options: See `RestoreOptions`.
+        group: The clients that restore: a process group, or a sequence of client ids.
 
     Returns:
         ``target``, or the new tree.
@@ -78,33 +93,39 @@ def restore(
     Raises:
         CheckpointNotFoundError: There is no checkpoint; `CheckpointIncompleteError`: only an unfinished one.
         TensorNotFoundError: The target asks for something that the checkpoint lacks.
-        UnexpectedTensorError: The checkpoint has something that the target does not ask for.
+        UnexpectedTensorError: The checkpoint has something that no client's target asks for.
         ShapeMismatchError: A tensor's shape differs.
         DTypeError: A dtype conversion is not allowed by ``options.cast``, or a tensor of the target is not dense
             memory of its own.
         TreeError: The target holds something that cannot be filled.
         CheckpointCorruptError: Stored bytes are not the bytes that were saved.
+        MeshError: ``group`` lacks this client, or names one that the job does not have.
     """
     options = options or RestoreOptions()
     coordination = current_coordination()
+    participants = everyone = participants_of(group, coordination.member)
     failure: Exception | None = None
     try:
         if target is not None and (mesh is not None or layouts is not None):
             raise TreeError("restore takes a target, or mesh and layouts for new tensors; got both")
-        meshes = meshes_of_target(target) if target is not None else meshes_of_layouts(mesh, layouts)
-        clients = {client for each in meshes for client in each.clients}
-        participants = sorted(clients | {coordination.member.client}) if clients else [coordination.member.client]
+        device_mesh = None if mesh is None or isinstance(mesh, Mesh) else mesh
+        own_mesh = None if mesh is None else as_mesh(mesh)
+        meshes = root_meshes_of_target(target) if target is not None else meshes_of_layouts(own_mesh, layouts)
+        if group is None:
+            clients = {client for each in meshes for client in each.clients}
+            participants = tuple(sorted({*clients, coordination.member.client}))
     except Exception as error:
         # The others wait for this client; it must come and say why it cannot go on.
-        failure, participants = error, list(range(coordination.member.num_clients))
+        failure = error
 
     def plan(checkpoint: Checkpoint) -> RestorePlan:
         # Raised inside the first round, as this client's vote: all clients raise it.
         if failure is not None:
             raise failure
         if target is not None:
-            return plan_target(checkpoint, target, options)
-        return plan_new_tensors(checkpoint, mesh, layouts, options)
+            # Not among the participants: that a target's tensors are on few clients says nothing of the others.
+            return plan_target(checkpoint, target, options, ClientNumber.among(coordination.member.client, everyone))
+        return plan_new_tensors(checkpoint, own_mesh, layouts, options, device_mesh)
 
     return run_restore(path, plan, options, coordination, participants)
 
@@ -151,6 +172,7 @@ class _Prepared:
         leaves: The tensors to be filled.
         tied: Further names of the same memory.
         shared: The tensors that this client would read together with others.
+        unasked: What this client does not ask for.
     """
 
     checkpoint: Checkpoint
@@ -159,6 +181,7 @@ class _Prepared:
     leaves: Sequence[NamedLeaf]
     tied: Sequence[TiedLeaf]
     shared: Sequence[SharedTensor]
+    unasked: Unasked
 
 
 def _run_once(
@@ -176,6 +199,13 @@ def _run_once(
         # All clients compare the same payloads, so either all go on or all raise, without another barrier.
         _validate_same(opened)
         shared = agreed_tensors(prepared.shared, {client: facts.shared for client, facts in opened.items()})
+        unexpected = prepared.unasked.by_all(
+            collective, checkpoint, {client: facts.unasked for client, facts in opened.items()}
+        )
+        report = replace(prepared.report, unexpected=prepared.plan.new_names_of(unexpected))
+        if not all(facts.allows_unexpected for facts in opened.values()):
+            with _told_of_refusal(options, report):
+                validate_expected(report)
 
         def read() -> bytes:
             fill_tensors(checkpoint, prepared.leaves, prepared.tied, shared, phases)
@@ -188,7 +218,7 @@ def _run_once(
         # After the round: plain values and stateful objects change only if every client has read its tensors.
         result = prepared.plan.finish()
     if options.report is not None:
-        options.report(replace(prepared.report, phases=phases.costs))
+        options.report(replace(report, phases=phases.costs))
     return result
 
 
@@ -204,12 +234,8 @@ def _prepare(
         checkpoint = open_checkpoint(path)
         planned = plan(checkpoint)
         report = planned.report(checkpoint)
-    try:
+    with _told_of_refusal(options, report):
         validate_report(report, options)
-    except DtckptError as error:
-        if options.report is not None:
-            options.report(replace(report, restored=(), refusal=error.message))
-        raise
     with gc_paused():
         leaves, tied = split_tied(planned.leaves)
         validate_apart(leaves)
@@ -219,8 +245,22 @@ def _prepare(
     if collective.phases.is_shown:  # to count the bytes costs about as much as to plan
         collective.phases.expect("read", read_nbytes(checkpoint, leaves))
     # Of a long path the end, which has the step.
-    facts = _Opened(checkpoint.manifest.attempt, str(checkpoint.path)[-MAX_PATH_CHARS:], digests_by_mesh(shared))
-    return _Prepared(checkpoint, planned, report, leaves, tied, shared), json.dumps(facts).encode()
+    path_end, unasked = str(checkpoint.path)[-MAX_PATH_CHARS:], Unasked.of(planned)
+    facts = _Opened(
+        checkpoint.manifest.attempt, path_end, digests_by_mesh(shared), unasked.digest, options.allow_unexpected
+    )
+    return _Prepared(checkpoint, planned, report, leaves, tied, shared, unasked), json.dumps(facts).encode()
+
+
+@contextmanager
+def _told_of_refusal(options: RestoreOptions, report: RestoreReport) -> Iterator[None]:
+    """If the work inside refuses the restore, give the caller the report with the reason."""
+    try:
+        yield
+    except DtckptError as error:
+        if options.report is not None:
+            options.report(replace(report, restored=(), refusal=error.message))
+        raise
 
 
 class _Opened(NamedTuple):
@@ -230,11 +270,15 @@ class _Opened(NamedTuple):
         attempt: The attempt that saved it.
         path: The path, cut to its end.
         shared: By mesh, a digest of the tensors that the client would read together with others.
+        unasked: Digest of what the client does not ask for.
+        allows_unexpected: Whether the client passes over what nobody asks for.
     """
 
     attempt: str
     path: str
     shared: dict[str, str]
+    unasked: int
+    allows_unexpected: bool
 
 
 def _validate_same(opened: Mapping[int, _Opened]) -> None:

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
-from dtckpt.checkpoint.leaves import Leaf, as_leaf, is_stateful, is_tensor, mesh_of
+from dtckpt.checkpoint.leaves import (
+    Leaf,
+    as_leaf,
+    is_fillable,
+    is_stateful,
+    is_tensor,
+    mesh_of,
+    with_arrays,
+)
 from dtckpt.checkpoint.options import RestoreOptions
+from dtckpt.checkpoint.per_client import ClientNumber, PerClient
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, new_memory
+from dtckpt.checkpoint.restoring.meta_tensors import MetaTensors, is_meta
+from dtckpt.checkpoint.restoring.object_states import CLOSED, Scope, parameters_of, scope_of_dict, scope_of_object
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
-from dtckpt.errors import ShapeMismatchError, TensorNotFoundError, TreeError
+from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
+from dtckpt.checkpoint.restoring.wrapper_prefixes import match_unwrapped
+from dtckpt.dtensor import DTensor
+from dtckpt.errors import DTypeError, LayoutError, ShapeMismatchError, TensorNotFoundError, TreeError
 from dtckpt.format import tree as trees
+from dtckpt.format.client_values import ClientValues
 from dtckpt.format.containers import fields_of, name_of
+from dtckpt.format.enum_members import EnumMember
 from dtckpt.format.plain_values import is_plain, refusal
+from dtckpt.format.tensor_parts import TensorParts
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
 
 
-def tensors_of(target: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a target.
+def tensors_of(target: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a target, each with its last key, and the parameters of its optimizers.
 
     Raises:
         TreeError: It is too deep.
@@ -30,13 +49,16 @@ def tensors_of(target: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     if depth > trees.MAX_DEPTH:
         raise TreeError(f"the target is deeper than {trees.MAX_DEPTH} levels; does it contain itself?")
     if is_tensor(target):
-        yield target
+        yield key, target
         return
     if is_stateful_target(target):
-        yield from tensors_of(target.state_dict(), depth + 1)
+        yield from (("", parameter) for parameter in parameters_of(target))
+        yield from tensors_of(target.state_dict(), key, depth + 1)
+    elif isinstance(target, PerClient):
+        yield from tensors_of(target.value, key, depth + 1)
     elif (items := items_of_target(target)) is not None:
-        for child in items.values() if isinstance(items, Mapping) else items:
-            yield from tensors_of(child, depth + 1)
+        for below, child in items.items() if isinstance(items, Mapping) else enumerate(items):
+            yield from tensors_of(child, str(below), depth + 1)
 
 
 def is_stateful_target(target: Any) -> bool:
@@ -51,14 +73,17 @@ def items_of_target(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
     """
     if name_of(target) in ("namedtuple", "dataclass", "SimpleNamespace"):
         return fields_of(target)
+    if name_of(target) == "TensorParts":
+        return TensorParts.of(target)
     if type(target) in (tuple, MappingProxyType) or isinstance(target, MutableMapping | list | deque):
         return target  # type: ignore[no-any-return]
     return None
 
 
-def meshes_of_target(target: Any) -> set[Mesh]:
-    """Return the meshes that the tensors of a target lie on. Raises: as `tensors_of`."""
-    return {mesh for mesh in map(mesh_of, tensors_of(target)) if mesh is not None}
+def root_meshes_of_target(target: Any) -> set[Mesh]:
+    """Return the meshes that the tensors of a target lie on, of slices the whole meshes. Raises: as `tensors_of`."""
+    # A tensor on a slice is on another slice elsewhere; so all clients with such a tensor name the same meshes.
+    return {mesh.root_offsets[0] for _, tensor in tensors_of(target) if (mesh := mesh_of(tensor)) is not None}
 
 
 def saved_names(checkpoint: Checkpoint, options: RestoreOptions) -> set[str]:
@@ -67,13 +92,16 @@ def saved_names(checkpoint: Checkpoint, options: RestoreOptions) -> set[str]:
     return {names.get(name, name) for name in (*checkpoint.tensors, *checkpoint.values)}
 
 
-def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions, at: tuple[str, ...] = ()) -> RestorePlan:
+def plan_target(
+    checkpoint: Checkpoint, target: Any, options: RestoreOptions, client: ClientNumber, at: tuple[str, ...] = ()
+) -> RestorePlan:
     """Match a target tree with a checkpoint, and plan to fill it.
 
     Args:
         checkpoint: The checkpoint.
         target: The tree.
         options: See `RestoreOptions`.
+        client: Which of the clients that restore this one is.
         at: Keys that lead to the part of the checkpoint that fills the target; by default all of it does.
 
     Raises:
@@ -84,11 +112,14 @@ def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions, at
     """
     names = new_names(checkpoint, options)
     structure = _part_at(trees.rename(checkpoint.structure, names) if names else checkpoint.structure, at)
-    matcher = _Matcher(checkpoint, is_renamed=bool(names))
-    renewed = matcher.visit(target, structure, at)
+    matcher = _Matcher(checkpoint, client, StateLayouts(tensors_of(target)), is_renamed=bool(names))
+    renewed = matcher.visit(target, structure, at, CLOSED)
+    matcher.modules.validate_parameters()
 
     def finish() -> Any:
-        # First the tree, then the objects: `load_state_dict` copies out of memory that is filled by then.
+        # Modules first: an optimizer moves its state to the devices of its parameters.
+        matcher.modules.give_memory()
+        # Then the tree, then the objects: `load_state_dict` copies out of memory that is filled by then.
         result = renewed()
         for load in matcher.loads:
             load()
@@ -98,7 +129,8 @@ def plan_target(checkpoint: Checkpoint, target: Any, options: RestoreOptions, at
     values = ("/".join((*at, path) if path else at) for path, _ in trees.values(structure))
     unused = {*tensors, *values} - matcher.used
     unexpected = sorted(names.get(name, name) if name in checkpoint.tensors else name for name in unused)
-    return RestorePlan(matcher.leaves, finish, names, sorted(matcher.missing), sorted(matcher.defaulted), unexpected)
+    renamed = {**names, **matcher.renamed}
+    return RestorePlan(matcher.leaves, finish, renamed, sorted(matcher.missing), sorted(matcher.defaulted), unexpected)
 
 
 def _part_at(node: trees.Node, at: tuple[str, ...]) -> trees.Node:
@@ -120,76 +152,191 @@ class _Matcher:
 
     Args:
         checkpoint: The checkpoint.
+        client: Which of the clients that restore this one is.
+        layouts: Allocates what the target lacks.
         is_renamed: Whether the structure has new names.
 
     Attributes:
         used: Names of tensors, and paths of plain values, of the checkpoint that the target takes.
+        renamed: The name in the target by that in the checkpoint, where only wrappers of modules tell them apart.
         missing: Paths of the target, but for plain values, that the checkpoint lacks.
         defaulted: Paths of plain values of the target that the checkpoint lacks.
         leaves: The memory to be filled, each with its tensor's name in the checkpoint.
+        modules: The memory for tensors of modules that have none.
         loads: Give the stateful objects of the target their state, inner ones first.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, is_renamed: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, client: ClientNumber, layouts: StateLayouts, *, is_renamed: bool
+    ) -> None:
         self._checkpoint = checkpoint
+        self._client = client
+        self._layouts = layouts
         self._is_renamed = is_renamed
         self.used: set[str] = set()
+        self.renamed: dict[str, str] = {}
         self.missing: list[str] = []
         self.defaulted: list[str] = []
         self.leaves: list[tuple[str, Leaf]] = []
+        self.modules = MetaTensors()
         self.loads: list[Callable[[], object]] = []
 
-    def visit(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
-        """Plan one node; return a function that gives the node's new value after the reads."""
-        if is_tensor(target):
-            if "tensor" not in node:
-                raise self._misfit(node, "tensor", path)
-            name = node["tensor"]
-            self.used.add(name)
-            # The target keeps its own tensor: an optimizer, a tied layer or a graph may hold it, too.
-            self.leaves.append((name, as_leaf(target, name)))
-            return lambda: target
+    def visit(self, target: Any, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
+        """Plan one node; return a function that gives the node's new value after the reads.
+
+        Args:
+            target: What the target has there.
+            node: What the checkpoint has there.
+            path: The keys that lead to the node in the checkpoint.
+            scope: What may differ.
+        """
+        if scope.drops and self._is_replaced(target, node, scope):
+            return self._take(node, path, scope)
+        if is_tensor(target) or type(target) is np.ndarray:
+            return self._visit_tensor(target, node, path)
+        if isinstance(target, enum.Enum) and "enum" in node:
+            self.used.add("/".join(path))
+            member = EnumMember(*node["enum"]).of(type(target), "/".join(path))
+            return lambda: member
         if is_plain(target):
-            return self._take(node, path)
+            return self._take(node, path, scope)
+        if isinstance(target, PerClient):
+            return self._visit_per_client(target, node, path, scope)
         if is_stateful_target(target):
-            state = target.state_dict()
-            renewed = self.visit(state, node, path)
-            self.loads.append(lambda: target.load_state_dict(renewed()))
-            return lambda: target
+            return self._visit_object(target, node, path)
         items = items_of_target(target)
         if items is None:
             raise refusal(target, "/".join(path), "restore into")
+        if name_of(target) == "TensorParts":
+            _validate_parts(target, node, path)
+        elif _type_of(node) == "PerClient" and not isinstance(target, ClientValues):
+            raise self._misfit(node, type(target).__name__, path)
         if isinstance(target, tuple) and "tuple" in node:
             items = target  # older versions saved named tuples by position
         if isinstance(items, Mapping):
-            return self._visit_dict(target, items, dict(self._saved_items(node, "dict", path)), path)
-        return self._visit_sequence(target, [child for _, child in self._saved_items(node, "sequence", path)], path)
+            saved = dict(self._saved_items(node, "dict", path))
+            inner = scope_of_dict(items, scope if isinstance(target, MutableMapping) else scope.closed())
+            return self._visit_dict(target, items, saved, path, inner)
+        nodes = [child for _, child in self._saved_items(node, "sequence", path)]
+        return self._visit_sequence(target, nodes, path, scope.of_items(items))
 
-    def _take(self, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
+    def _is_replaced(self, target: Any, node: trees.Node, scope: Scope) -> bool:
+        """Whether a part of an object's state is replaced as a whole: what was saved is of another kind or shape."""
+        if is_tensor(target) or type(target) is np.ndarray:
+            name = trees.name_of_tensor(node)
+            if name is None or scope.is_fixed(target):
+                return name is None
+            return tuple(target.shape) != self._checkpoint.info(name).shape
+        if is_stateful_target(target) or (items := items_of_target(target)) is None:
+            return False
+        return self._opened(node, "dict" if isinstance(items, Mapping) else "sequence") is None
+
+    def _visit_tensor(
+        self, target: torch.Tensor | np.ndarray[Any, Any], node: trees.Node, path: tuple[str, ...]
+    ) -> Callable[[], Any]:
+        name = trees.name_of_tensor(node)
+        if name is None:
+            raise self._misfit(node, "tensor", path)
+        if isinstance(target, np.ndarray) and not is_fillable(target):
+            raise TreeError(
+                f"cannot restore into the array at {'/'.join(path)!r}: it is read-only, or PyTorch cannot address "
+                "its elements; pass a copy() of it"
+            )
+        if isinstance(target, DTensor) and target._view is not None:
+            raise LayoutError(
+                f"tensor {name!r} is a view whose values are not in the memory of its source; restore into the source"
+            )
+        self.used.add(name)
+        # The target keeps its own tensor: an optimizer, a tied layer or a graph may hold it, too.
+        memory = self.modules.memory_of(target, name) if isinstance(target, torch.Tensor) else target
+        self.leaves.append((name, as_leaf(memory, name)))
+        return lambda: memory
+
+    def _visit_object(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
+        state = self.modules.state_of(target)
+        has_meta = any(is_meta(tensor) for _, tensor in tensors_of(state))
+        renewed = self.visit(state, node, path, scope_of_object(target, state))
+        self.modules.validate(target, state, "/".join(path))
+        self.modules.note_parameters(parameters_of(target), "/".join(path))
+
+        def load() -> None:
+            target.load_state_dict(renewed())
+            # A copy to a tensor on the meta device does nothing; PyTorch only warns.
+            if has_meta and any(is_meta(tensor) for _, tensor in tensors_of(target.state_dict())):
+                raise DTypeError(
+                    f"{type(target).__name__} at {'/'.join(path)!r} keeps tensors on the meta device; restore its "
+                    "module itself, or let its load_state_dict assign the tensors"
+                )
+
+        self.loads.append(load)
+        return lambda: target
+
+    def _take(self, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
         """Plan a node for which the target holds no tensors: take its plain values, and allocate its tensors."""
-        self.used.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
-        names = trees.tensor_names(node)
+        names = self._use(node, path)
         infos = {name: self._checkpoint.info(name) for name in names}
         # Before memory is taken: the shapes are claims of the manifest.
         self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
-        new = {name: new_memory(name, info.shape, info.dtype) for name, info in infos.items()}
-        self.used.update(names)
+        arrays = set(trees.array_names(node))
+        new = {
+            name: new_memory(name, info.shape, info.dtype)
+            if name in arrays
+            else self._layouts.allocate(name, info, scope)
+            for name, info in infos.items()
+        }
         self.leaves.extend((name, as_leaf(tensor, name)) for name, tensor in new.items())
-        return lambda: trees.build(node, new.__getitem__)
+        made = with_arrays(new, arrays)
+        return lambda: trees.build(node, made.__getitem__)
+
+    def _use(self, node: trees.Node, path: tuple[str, ...]) -> list[str]:
+        """Note that the target takes all that is below a node; return the names of its tensors."""
+        names = trees.tensor_names(node)
+        self.used.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
+        self.used.update(names)
+        return names
+
+    def _visit_per_client(
+        self, target: PerClient, node: trees.Node, path: tuple[str, ...], scope: Scope
+    ) -> Callable[[], Any]:
+        """Plan to give a target that differs by client its own of the saved values."""
+        if _type_of(node) != "PerClient":
+            raise self._misfit(node, "PerClient", path)
+        # Of all clients: what this one does not take is not unexpected.
+        self._use(node, path)
+        saved = dict(self._saved_items(node, "dict", path))
+        source = target.source(saved, node["type"][1], self._client, "/".join(path))
+        if source is not None:
+            renewed = self.visit(target.value, saved[source], (*path, str(source)), scope)
+            return lambda: target.assign(renewed())
+        if not callable(target.on_resize):
+            return lambda: target
+        choose, values = target.on_resize, self._take(node, path, scope)
+        if is_stateful_target(target.value):
+            self.loads.append(lambda: target.value.load_state_dict(choose(values(), *self._client)))
+            return lambda: target
+        return lambda: target.assign(choose(values(), *self._client))
 
     def _saved_items(self, node: trees.Node, kind: str, path: tuple[str, ...]) -> list[tuple[Any, trees.Node]]:
         """Return the items of a saved container, which fill a target of a kind: ``dict`` or ``sequence``."""
+        items = self._opened(node, kind)
+        if items is None:
+            raise self._misfit(node, kind, path)
+        return items
+
+    def _opened(self, node: trees.Node, kind: str) -> list[tuple[Any, trees.Node]] | None:
+        """Return the items of a saved container of a kind; None for a node that is none."""
         opened = trees.items_of(node)
-        if opened is not None:
-            base, items = opened
-            if (base == "dict") == (kind == "dict"):
-                return items
-            # A new name, as "a/0", does not tell whether "a" is a dict or a sequence.
-            by_key = {str(key): child for key, child in items}
-            positions = [str(position) for position in range(len(by_key))]
-            if self._is_renamed and (kind == "dict" or set(by_key) == set(positions)):
-                return items if kind == "dict" else [(position, by_key[position]) for position in positions]
-        raise self._misfit(node, kind, path)
+        if opened is None:
+            return None
+        base, items = opened
+        if (base == "dict") == (kind == "dict"):
+            return items
+        # A new name, as "a/0", does not tell whether "a" is a dict or a sequence.
+        by_key = {str(key): child for key, child in items}
+        positions = [str(position) for position in range(len(by_key))]
+        if not self._is_renamed or (kind == "sequence" and set(by_key) != set(positions)):
+            return None
+        return items if kind == "dict" else [(position, by_key[position]) for position in positions]
 
     @staticmethod
     def _misfit(node: trees.Node, kind: str, path: tuple[str, ...]) -> TensorNotFoundError:
@@ -198,30 +345,49 @@ class _Matcher:
         return TensorNotFoundError(f"the checkpoint has a {saved} at {'/'.join(path)!r}; the target wants a {kind}")
 
     def _visit_dict(
-        self, target: Any, items: Mapping[Any, Any], nodes: dict[Any, trees.Node], path: tuple[str, ...]
+        self,
+        target: Any,
+        items: Mapping[Any, Any],
+        nodes: dict[Any, trees.Node],
+        path: tuple[str, ...],
+        scope: Scope,
     ) -> Callable[[], Any]:
         if self._is_renamed:
             # Nor does a new name tell the type of a key: 0 or "0".
-            by_text = {str(key): node for key, node in nodes.items()}
-            nodes |= {key: by_text[str(key)] for key in items if str(key) in by_text}
+            known = {str(key): key for key in (*scope.by_key, *items)}
+            nodes = {known.get(str(key), key): node for key, node in nodes.items()}
+        saved_keys = match_unwrapped(items, nodes)
+        plans: dict[Any, Callable[[], Any]] = {}
+        for key, child in items.items():
+            saved_key = saved_keys.get(key, key)
+            if saved_key in nodes:
+                below = (*path, str(saved_key))
+                plans[key] = self.visit(child, nodes[saved_key], below, scope.below(key))
+                self._note_renamed(nodes[saved_key], below, (*path, str(key)))
+            elif not scope.drops:
+                (self.defaulted if is_plain(child) else self.missing).append("/".join((*path, str(key))))
         # A dict of optimizer state that is still empty is filled with what was saved.
-        if not items and isinstance(target, Mapping | SimpleNamespace):
-            plans = {key: self._take(child, (*path, str(key))) for key, child in nodes.items()}
-        else:
-            plans = {}
-            for key, child in items.items():
-                below = (*path, str(key))
-                if key in nodes:
-                    plans[key] = self.visit(child, nodes[key], below)
-                else:
-                    (self.defaulted if is_plain(child) else self.missing).append("/".join(below))
-        return lambda: _update_dict(target, items, {key: renew() for key, renew in plans.items()})
+        if scope.adds or (not items and isinstance(target, Mapping | SimpleNamespace)):
+            taken = {*items, *saved_keys.values()}
+            plans |= {
+                key: self._take(child, (*path, str(key)), scope.below(key))
+                for key, child in nodes.items()
+                if key not in taken
+            }
+        if scope.drops:
+            plans = {key: plans[key] for key in nodes if key in plans} | plans  # in the order that was saved
+        return lambda: _update_dict(target, items, {key: renew() for key, renew in plans.items()}, drops=scope.drops)
+
+    def _note_renamed(self, node: trees.Node, saved: tuple[str, ...], path: tuple[str, ...]) -> None:
+        if saved != path:
+            old, new = "/".join(saved), "/".join(path)
+            self.renamed |= {name: new + name.removeprefix(old) for name in trees.tensor_names(node)}
 
     def _visit_sequence(
-        self, target: Sequence[Any], saved: Sequence[trees.Node], path: tuple[str, ...]
+        self, target: Sequence[Any], saved: Sequence[trees.Node], path: tuple[str, ...], scope: Scope
     ) -> Callable[[], Any]:
         # A list that is still empty is filled with what was saved, too.
-        is_filled = not target and isinstance(target, MutableSequence)
+        is_filled = scope.drops or (not target and isinstance(target, MutableSequence))
         if not is_filled and len(target) != len(saved):
             raise ShapeMismatchError(
                 f"the sequence at {'/'.join(path)!r} has another length; got {len(target)} in the target, expected "
@@ -234,15 +400,44 @@ class _Matcher:
                 f"{len(saved)}"
             )
         plans = [
-            self._take(node, (*path, str(position)))
-            if is_filled
-            else self.visit(target[position], node, (*path, str(position)))
+            self.visit(target[position], node, (*path, str(position)), scope.below(position))
+            if position < len(target)
+            else self._take(node, (*path, str(position)), scope.below(position))
             for position, node in enumerate(saved)
         ]
         return lambda: _update_sequence(target, [renew() for renew in plans])
 
 
-def _update_dict(target: Any, items: Mapping[Any, Any], renewed: Mapping[Any, Any]) -> Any:
+def _type_of(node: trees.Node) -> str | None:
+    """Return the name of a container in `CONTAINERS`; None for other nodes."""
+    return node["type"][0] if "type" in node else None
+
+
+def _validate_parts(target: Any, node: trees.Node, path: tuple[str, ...]) -> None:
+    """Check that the parts of a tensor were those of one that had the same class, shape and context."""
+    # Memory that the tensor makes when it is asked for its parts would be filled for nothing.
+    parts = TensorParts.of(target)
+    if parts is not target and any(getattr(target, name) is not part for name, part in parts.items()):
+        raise TreeError(
+            f"cannot restore into the {type(target).__name__} at {'/'.join(path)!r}: it does not keep its parts as "
+            "attributes; restore it without a target, and make it of its parts"
+        )
+    wanted = trees.flatten(target, is_tensor)[1]["type"]
+    if _type_of(node) != wanted[0] or node["type"][1] != wanted[1]:
+        saved = trees.build(node, lambda name: name)
+        got = (saved.kind, tuple(saved.shape), saved.context) if isinstance(saved, TensorParts) else next(iter(node))
+        kind, shape, context = parts.facts
+        raise TreeError(
+            f"the tensor at {'/'.join(path)!r} was saved as {got}, which the parts of the target's {kind} "
+            f"{tuple(shape), context} cannot take; restore it without a target, and convert it"
+        )
+
+
+def _update_dict(target: Any, items: Mapping[Any, Any], renewed: Mapping[Any, Any], *, drops: bool) -> Any:
+    if drops and isinstance(target, MutableMapping):
+        target.clear()
+        target.update(renewed)
+        return target
     changed = {key: value for key, value in renewed.items() if key not in items or items[key] is not value}
     if isinstance(target, MutableMapping):
         target.update(changed)

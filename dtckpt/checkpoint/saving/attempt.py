@@ -14,19 +14,24 @@ from dataclasses import dataclass, replace
 
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.saving import save_handle
+from dtckpt.checkpoint.saving import exchange, save_handle
+from dtckpt.checkpoint.saving.description import described
+from dtckpt.checkpoint.saving.exchange import DESCRIPTION_NAME, TREE_NAME, put_text, read_texts
 from dtckpt.checkpoint.saving.merge import merge_clients, remove_working_files
 from dtckpt.checkpoint.saving.plan import SavePlan, kept_plan
 from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.state import MemorySource, State
-from dtckpt.checkpoint.saving.votes import Summary, Written, validate_agreement
+from dtckpt.checkpoint.saving.stored_dtypes import validate_all_used
+from dtckpt.checkpoint.saving.union import passed_by_all
+from dtckpt.checkpoint.saving.votes import Agreement, Summary, Written
 from dtckpt.checkpoint.saving.write import ClientWriter
 from dtckpt.checkpoint.timing import Phases, find_slow
 from dtckpt.coordination.api import Coordination
-from dtckpt.errors import CheckpointError
+from dtckpt.errors import CheckpointError, DtckptError
 from dtckpt.format.manifest import Manifest
 from dtckpt.storage import commit
 from dtckpt.storage.failures import taken_over_error, translate_errors
+from dtckpt.storage.folder import Folder
 from dtckpt.storage.location import Location, location_of
 from dtckpt.storage.zarr_files import validate_kind
 
@@ -75,42 +80,61 @@ class SaveAttempt:
         self._step = step
 
     def begin(self) -> BegunSave:
-        """Plan, agree with the other clients on what is saved, and stage. Collective: barrier ``save/begin``."""
+        """Plan, agree with the other clients on what is saved, and stage.
+
+        Collective: Barrier ``save/begin``; and ``save/described`` and ``save/united`` where clients save different
+        things for the first time.
+        """
         collective, phases = self.collective, self.collective.phases
         phases.begin(self._path, is_shown=self._options.progress and collective.client == 0)
         construction = _Construction(phases)
         with construction.removed_on_failure():
-            planned, payloads = collective.run_first_round(
+            prepared, payloads = collective.run_first_round(
                 "begin",
-                lambda: self._plan(construction),
+                lambda: self._prepare(construction),
                 step=self._step,
                 phase="plan",
                 meanwhile=self._stage_state,
             )
             # All clients have the same payloads, so all of them come to the same result without another barrier.
-            token = validate_agreement(payloads, planned.plan)
-            if planned.staging_failure is not None:
-                # The others are past this round; they learn of the failure in their next one.
-                collective.run_round(planned.next_round, planned.raise_staging_failure)
+            agreement = Agreement.of(payloads)
+            if agreement.needs_exchange:
+                plan = self._exchange(prepared, agreement, construction)
+            else:
+                plan = prepared.plan_of_all() if agreement.is_same else exchange.take_union(agreement.union)
+            validate_all_used(tuple(rule[0] for rule in self._options.stored_dtypes), plan)
+            if plan is not prepared.plan:
+                # What was staged while the others were waited for is not what this client writes.
+                prepared = self._stage_state(replace(prepared, plan=plan, staged=None))
+            if isinstance(prepared.staged, Exception):
+                # The others are past their last round; they learn of the failure in their next one.
+                collective.run_round(prepared.next_round, prepared.raise_staging_failure)
+            phases.expect("write", plan.loads.get(collective.client, 0))
             return BegunSave(
                 path=self._path,
                 options=self._options,
                 job=self._member.job,
                 extra_files=self._extra_files,
                 collective=collective,
-                planned=planned,
-                token=token,
+                place=prepared.place,
+                plan=plan,
+                state=prepared.state_to_write(),
+                agreement=agreement,
                 construction=construction,
             )
 
-    def _plan(self, construction: _Construction) -> tuple[_Planned, bytes]:
+    def _prepare(self, construction: _Construction) -> tuple[_Prepared, bytes]:
         """Describe and plan the state; on the leader, begin to build. Return the plan, and the vote's payload."""
         # If the last save failed in the background and nobody has looked, its error is raised here, on all clients.
         save_handle.raise_unseen_failure()
         # Resolved here: a save in the background keeps its path when the process changes its working directory.
         place = commit.commit_target_of(location_of(self._path))
+        clients, chunk_nbytes = self.collective.participants, self._options.chunk_nbytes
         state = self._collect()
-        plan = kept_plan(state.specs, self._options.chunk_nbytes)
+        # Alone, a client compares its description with nobody's.
+        text, digest = described(state.specs, state.values) if len(clients) > 1 else (b"", 0)
+        # What all clients will agree on, most likely: that others pass what they passed before, or what this one does.
+        plan = exchange.latest_union(digest) or kept_plan(passed_by_all(state.specs, clients), chunk_nbytes)
         token = ""
         if self.collective.is_leader:
             validate_kind(self._options.kvstore, place.folder, (spec.codec for spec in state.specs))
@@ -121,13 +145,12 @@ class SaveAttempt:
             # The number of the job's attempt comes first: `commit_by_rename` compares it. The random part tells apart
             # the saves of one process.
             token = construction.lead(place, f"{member.attempt}-{member.incarnation:x}-{secrets.token_hex(4)}")
-        self.collective.phases.expect("write", plan.loads.get(self.collective.client, 0))
         # Everything else in the options must be equal: it decides what the clients write.
         agreed = replace(self._options, progress=False)  # one client alone may show its progress
-        summary = Summary.of(str(place.where), token, plan, state.tree, agreed)
-        return _Planned(place, state, plan), summary.to_bytes()
+        summary = Summary.of(str(place.where), token, digest, state.tree, agreed, unions=exchange.kept_unions())
+        return _Prepared(place, state, text, digest, plan, clients, chunk_nbytes), summary.to_bytes()
 
-    def _stage_state(self, planned: _Planned) -> _Planned:
+    def _stage_state(self, prepared: _Prepared) -> _Prepared:
         """Stage the state while the others are waited for: the copy hides the wait.
 
         A state that is not staged is read later, by threads on streams of their own; so the work that fills it on
@@ -136,39 +159,80 @@ class SaveAttempt:
         try:
             if self._stage is not None:
                 with self.collective.phases.measure("stage"):
-                    return replace(planned, state=self._stage(planned.state, planned.plan, self.collective))
-            if isinstance(planned.state.source, MemorySource):
-                planned.state.source.synchronize()
+                    return replace(prepared, staged=self._stage(prepared.state, prepared.plan, self.collective))
+            if isinstance(prepared.state.source, MemorySource):
+                prepared.state.source.synchronize()
         except Exception as error:
-            return replace(planned, staging_failure=error)
-        return planned
+            return replace(prepared, staged=error)
+        return prepared
+
+    def _exchange(self, prepared: _Prepared, agreement: Agreement, construction: _Construction) -> SavePlan:
+        """Tell the other clients what this one saves, and plan the union of all; the plan is kept."""
+        collective = self.collective
+        attempt = construction.join(prepared.place, agreement.token)
+
+        def describe() -> None:
+            put_text(attempt, collective.client, DESCRIPTION_NAME, agreement.descriptions, prepared.text)
+            put_text(attempt, collective.client, TREE_NAME, agreement.trees, prepared.state.tree)
+
+        def plan_union() -> tuple[SavePlan | DtckptError, bytes]:
+            descriptions = read_texts(attempt.folder, DESCRIPTION_NAME, agreement.descriptions)
+            trees = read_texts(attempt.folder, TREE_NAME, agreement.trees)
+            try:
+                return exchange.plan_union(descriptions, trees, self._options), b""
+            # All clients have the same texts, and so the same error: no vote need tell it to them.
+            except DtckptError as error:
+                return error, b""
+
+        collective.run_round("described", describe, phase="plan")
+        plan, _ = collective.run_round_with_value("united", plan_union, phase="plan")
+        if isinstance(plan, Exception):
+            raise plan
+        exchange.keep_union(agreement.union, prepared.digest, plan)
+        return plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Planned:
+class _Prepared:
     """The result of a client's part of the first round.
 
     Args:
         place: Where the checkpoint will be.
-        state: This client's state.
-        plan: What all clients write.
-        staging_failure: The error of this client's staging; the first round does not depend on it.
+        state: This client's state, in the tensors' own memory.
+        text: Its description.
+        digest: That of its description.
+        plan: What all clients write, if they agree on what this one expects.
+        clients: The clients that save.
+        chunk_nbytes: Bound on a chunk's bytes.
+        staged: The state in staging memory, or the error of this client's staging, on which no round depends.
     """
 
     place: commit.CommitTarget
     state: State
+    text: bytes
+    digest: int
     plan: SavePlan
-    staging_failure: Exception | None = None
+    clients: tuple[int, ...]
+    chunk_nbytes: int
+    staged: State | Exception | None = None
+
+    def plan_of_all(self) -> SavePlan:
+        """Return the plan if all clients pass the same."""
+        return kept_plan(passed_by_all(self.state.specs, self.clients), self.chunk_nbytes)
 
     @property
     def next_round(self) -> str:
-        """Name of the round after the first."""
+        """Name of the round in which the clients begin to write."""
         return "edges" if self.plan.has_moves else "written"
 
     def raise_staging_failure(self) -> None:
         """Raise the error of the staging, as this client's part of a round."""
-        assert self.staging_failure is not None  # noqa: S101  (else nobody calls this)
-        raise self.staging_failure
+        assert isinstance(self.staged, Exception)  # noqa: S101  (else nobody calls this)
+        raise self.staged
+
+    def state_to_write(self) -> State:
+        """Return the staged state; if nothing was staged, the state in the tensors' own memory."""
+        return self.staged if isinstance(self.staged, State) else self.state
 
 
 class _Construction:
@@ -197,7 +261,7 @@ class _Construction:
 
     def join(self, place: commit.CommitTarget, token: str) -> commit.CommitAttempt:
         """Return the attempt that the leader has begun."""
-        self.joined = place.join(token)
+        self.joined = self.joined or place.join(token)
         return self.joined
 
     @contextmanager
@@ -228,8 +292,10 @@ class BegunSave:
         job: Name of the job.
         extra_files: Files, by name, that the leader adds to the checkpoint.
         collective: The operation, after its first round.
-        planned: This client's state, the plan and the place.
-        token: Names the leader's attempt.
+        place: Where the checkpoint will be.
+        plan: What all clients write.
+        state: This client's state.
+        agreement: What the clients said of what they save.
         construction: What this client has under construction.
     """
 
@@ -238,25 +304,27 @@ class BegunSave:
     job: str
     extra_files: Mapping[str, bytes]
     collective: Collective
-    planned: _Planned
-    token: str
+    place: commit.CommitTarget
+    plan: SavePlan
+    state: State
+    agreement: Agreement
     construction: _Construction
 
     @property
     def where(self) -> Location:
         """Where the checkpoint will be, also if the process changes its working directory meanwhile."""
-        return self.planned.place.where
+        return self.place.where
 
     def complete(self) -> SaveReport:
         """Write and commit. Collective: barriers ``save/edges`` (where needed), ``save/written``, ``save/merged``."""
-        construction, collective, plan = self.construction, self.collective, self.planned.plan
+        construction, collective, plan = self.construction, self.collective, self.plan
         with construction.removed_on_failure(), construction.alive:
             writer = ClientWriter(
                 plan,
-                construction.join(self.planned.place, self.token),
+                construction.join(self.place, self.agreement.token),
                 client=collective.client,
                 clients=collective.participants,
-                source=self.planned.state.source,
+                source=self.state.source,
                 options=self.options,
                 count=collective.phases.count,
             )
@@ -285,7 +353,12 @@ class BegunSave:
             writer.hand_over()
 
     def _write(self, writer: ClientWriter) -> bytes:
+        trees = self.agreement.trees
         with self._takeover_explained():
+            # Where descriptions were exchanged, so were the trees.
+            if len(trees) > 1 and not self.agreement.needs_exchange:
+                joined = self.construction.join(self.place, self.agreement.token)
+                put_text(joined, self.collective.client, TREE_NAME, trees, self.state.tree)
             digest = writer.write()
         return Written(digest, self.collective.phases.costs).to_bytes()
 
@@ -298,22 +371,24 @@ class BegunSave:
         led = self.construction.led
         if led is None:
             return
-        options, state, plan = self.options, self.planned.state, self.planned.plan
+        options, plan, agreement = self.options, self.plan, self.agreement
         written = {client: Written.from_bytes(data) for client, data in payloads.items()}
         costs = {client: part.costs for client, part in written.items()}
         if slow := find_slow(costs):
             logger.warning("save of %s: %s", self.path, slow)
+        chunk_lists = {client: part.chunk_list for client, part in written.items()}
+        with self._takeover_explained():
+            tree = self._united_tree(led.folder)
         manifest = Manifest(
             kvstore=options.kvstore,
             arrays={},
-            tree=state.tree,
+            tree=tree,
             job=self.job,
             num_clients=len(self.collective.participants),
             # By this a reader finds out that a save has replaced the checkpoint that it reads.
-            attempt=self.token,
+            attempt=agreement.token,
             costs=costs,
         )
-        chunk_lists = {client: part.chunk_list for client, part in written.items()}
         with self._takeover_explained():
             for name, data in self.extra_files.items():
                 with translate_errors(f"write {name}", led.folder):
@@ -322,5 +397,12 @@ class BegunSave:
                         led.folder.sync([name])
             merge_clients(plan, led.folder, chunk_lists, manifest, is_durable=options.fsync)
             # Before the commit: after it the folder is the checkpoint, and nobody changes it.
-            remove_working_files(led.folder, sorted(written), has_moves=plan.has_moves)
+            names = ([DESCRIPTION_NAME] if agreement.needs_exchange else []) + [TREE_NAME] * (not agreement.is_same)
+            remove_working_files(led.folder, sorted(written), has_moves=plan.has_moves, names=names)
         led.commit(overwrite=options.overwrite, is_durable=options.fsync)
+
+    def _united_tree(self, root: Folder) -> bytes:
+        """Return the union of all clients' trees."""
+        if len(self.agreement.trees) == 1:
+            return self.state.tree
+        return exchange.unite_trees(read_texts(root, TREE_NAME, self.agreement.trees))

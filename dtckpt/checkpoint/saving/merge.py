@@ -126,7 +126,7 @@ def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[in
             sides = " differs from ".join(f"that of clients {capped(clients)}" for clients in by_digest.values())
             raise ReplicaMismatchError(
                 f"copies of {spec.holdings[box].region} of tensor {spec.name!r} must be equal: {sides}; "
-                "nothing was committed"
+                "wrap what differs by client in dtckpt.PerClient; nothing was committed"
             )
 
 
@@ -140,10 +140,17 @@ def _chunk_list(folder: Folder, client: int, expected: int) -> checkpoint_pb2.Cl
     return checkpoint_pb2.ClientChunks.FromString(data)
 
 
-def remove_working_files(root: Folder, clients: Sequence[int], *, has_moves: bool) -> None:
-    """Remove the files that clients left for each other, once they are merged; no reader needs them."""
+def remove_working_files(root: Folder, clients: Sequence[int], *, has_moves: bool, names: Sequence[str] = ()) -> None:
+    """Remove the files that clients left for each other, once they are merged; no reader needs them.
+
+    Args:
+        root: The folder under construction.
+        clients: The clients that wrote.
+        has_moves: Whether some of them wrote pieces of chunks for others.
+        names: Further files in the clients' folders; they need not be there.
+    """
     with translate_errors("remove working files", root):
         for client in clients:
             folder = root / client_folder(client)
             # The merged database refers to the client's data files, not to the client's own database.
-            folder.remove([CHUNKS_NAME, DATABASE_NAME, *(folder.names(EDGES_PREFIX) if has_moves else ())])
+            folder.remove([CHUNKS_NAME, DATABASE_NAME, *names, *(folder.names(EDGES_PREFIX) if has_moves else ())])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.saving import save_handle
 from dtckpt.checkpoint.saving.attempt import SaveAttempt
 from dtckpt.checkpoint.saving.plan import SavePlan
@@ -26,7 +27,12 @@ _staging_memory = StagingMemory()
 
 
 def save_async(
-    path: str | Location, tree: Any, *, options: SaveOptions | None = None, step: int | None = None
+    path: str | Location,
+    tree: Any,
+    *,
+    options: SaveOptions | None = None,
+    step: int | None = None,
+    group: Group | None = None,
 ) -> SaveHandle:
     """Save a state tree in the background; return when it is copied to host memory and all clients agree on it.
 
@@ -38,8 +44,8 @@ def save_async(
     process that exits commits its save first; a process that is killed leaves the old checkpoint or the new one. A
     forked process does not take part in the save, which goes on in its parent.
 
-    Collective: As `dtckpt.save`; the barrier ``save/begin`` in the call, the others in the background. Clients start
-    saves and restores in the same order.
+    Collective: As `dtckpt.save`; the barriers ``save/begin``, ``save/described`` and ``save/united`` in the call, the
+    others in the background. Clients start saves and restores in the same order.
 
     Blocks: On a save in flight, on the copy, and on the slowest client, at most ``options.timeout_s`` seconds each.
 
@@ -48,6 +54,7 @@ def save_async(
         tree: As for `dtckpt.save`.
         options: See `SaveOptions`.
         step: As for `dtckpt.save`.
+        group: As for `dtckpt.save`.
 
     Raises:
         CoordinationError: The save in flight did not end in time.
@@ -65,11 +72,13 @@ def save_async(
     """
     coordination = current_coordination()
     options = options or SaveOptions()
+    participants = participants_of(group, coordination.member)
     return start_save(
         path,
-        lambda: state_of_tree(tree, options, coordination),
+        lambda: state_of_tree(tree, options, coordination.member.client, participants),
         options=options,
         coordination=coordination,
+        participants=participants,
         step=step,
     )
 
@@ -80,6 +89,7 @@ def start_save(
     *,
     options: SaveOptions,
     coordination: Coordination,
+    participants: Sequence[int] | None = None,
     extra_files: Mapping[str, bytes] | None = None,
     then: Callable[[SaveHandle], object] = lambda _: None,
     step: int | None = None,
@@ -91,6 +101,7 @@ def start_save(
         collect: Returns this client's description of the state; its errors reach all clients.
         options: See `SaveOptions`.
         coordination: The connection to the other clients.
+        participants: The clients that save; default: all of the job.
         extra_files: Files, by name, that the leader adds to the checkpoint.
         then: Called in the background when the save has ended, well or not.
         step: As for `dtckpt.save`.
@@ -102,7 +113,9 @@ def start_save(
             state, plan, collective.client, with_copies=options.check_replicas, count=collective.phases.count
         )
 
-    attempt = SaveAttempt(path, collect, options, coordination, stage=stage, extra_files=extra_files, step=step)
+    attempt = SaveAttempt(
+        path, collect, options, coordination, participants, stage=stage, extra_files=extra_files, step=step
+    )
     with ExitStack() as stack:
         turn = save_handle.take_turn(options.timeout_s)
         stack.callback(turn.release)

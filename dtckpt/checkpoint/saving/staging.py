@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ class StagingMemory:
         for name, region, views in boxes:
             parts.setdefault(name, []).append((region, [next(remaining) for _ in views]))
         count(sum(target.nbytes for target in targets))
-        return State(state.specs, MemorySource(parts, noted), state.tree)
+        return replace(state, source=MemorySource(parts, noted))
 
     def _carve(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Cut the block into buffers for the tensors; take a new block if it is too small, or much too large."""

@@ -11,19 +11,21 @@ import numpy as np
 import torch
 
 from dtckpt.checkpoint.gc_pause import gc_paused
-from dtckpt.checkpoint.leaves import as_leaf, host_array, is_tensor, state_of_object, validate_mode
+from dtckpt.checkpoint.leaves import as_leaf, host_array, is_tensor, validate_mode
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.per_client import ClientNumber, state_of
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorPlan, TensorSpec, copies_of, holdings_of
 from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
 from dtckpt.checkpoint.saving.write import Source
-from dtckpt.coordination.api import Coordination
 from dtckpt.errors import SliceError
 from dtckpt.format import tree as trees
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.slices import parse_slice_spec
+from dtckpt.format.tree_union import value_paths
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
+from dtckpt.layout.root_layout import root_layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,45 +33,61 @@ class State:
     """One client's description of the state that a save writes.
 
     Args:
-        specs: The tensors, the same on all clients.
+        specs: The tensors that this client passes, each as it would be if all clients passed it.
         source: Where this client's elements come from.
         tree: Structure of the state tree and its plain values, as JSON.
+        values: The paths of the plain values.
     """
 
     specs: tuple[TensorSpec, ...]
     source: Source
     tree: bytes = b""
+    values: tuple[str, ...] = ()
 
 
-def state_of_tree(tree: Any, options: SaveOptions, coordination: Coordination) -> State:
-    """Describe a state tree for a save over all clients of the job."""
-    leaves, structure = trees.flatten(tree, is_tensor, state_of_object)
+def state_of_tree(tree: Any, options: SaveOptions, client: int, clients: Sequence[int]) -> State:
+    """Describe a state tree for a save over some clients.
+
+    Args:
+        tree: The tree.
+        options: See `SaveOptions`.
+        client: This client.
+        clients: The clients that save.
+    """
+    leaves, structure = trees.flatten(tree, is_tensor, state_of(ClientNumber.among(client, clients)))
     entries = [(name, value, "") for name, value in leaves.items()]
-    return state_of_tensors(
-        entries, options, clients=range(coordination.member.num_clients), tree=trees.dump(structure)
-    )
+    return state_of_tensors(entries, options, clients=clients, structure=structure, with_root_meshes=True)
 
 
 def state_of_tensors(
-    entries: Sequence[tuple[str, torch.Tensor, str]],
+    entries: Sequence[tuple[str, torch.Tensor | np.ndarray[Any, Any], str]],
     options: SaveOptions,
     *,
     clients: Sequence[int],
-    tree: bytes = b"",
+    structure: trees.Node | None = None,
+    with_root_meshes: bool = False,
 ) -> State:
     """Describe named tensors for a save.
 
     Args:
-        entries: ``(name, tensor, slice string)``; the slice string is empty for a whole tensor.
+        entries: ``(name, tensor or array of numpy, slice string)``; the slice string is empty for a whole tensor.
         options: See `SaveOptions`.
         clients: The clients that hold a copy of the plain tensors.
-        tree: Structure of the state tree and its plain values, as JSON.
+        structure: Structure of the state tree and its plain values.
+        with_root_meshes: Whether a tensor on a slice of a mesh is on all slices, and its layout that on the root mesh.
     """
     validate_mode()
     with gc_paused():
         leaves = [as_leaf(tensor, name) for name, tensor, _ in entries]
-        structure = tuple(
-            (name, leaf.shape, leaf.dtype, leaf.save_as_bf16, leaf.layout, slice_text)
+        kinds = tuple(
+            (
+                name,
+                leaf.shape,
+                leaf.dtype,
+                leaf.save_as_bf16,
+                root_layout(leaf.layout) if with_root_meshes and leaf.layout is not None else leaf.layout,
+                slice_text,
+            )
             for (name, _, slice_text), leaf in zip(entries, leaves, strict=True)
         )
         parts: dict[str, list[tuple[Region, list[torch.Tensor]]]] = {}
@@ -83,8 +101,9 @@ def state_of_tensors(
         spec_options = SaveOptions(
             save_as_bf16=options.save_as_bf16, stored_dtypes=options.stored_dtypes, codec=options.codec
         )
-        specs = _specs(structure, spec_options, tuple(clients))
-    return State(specs, MemorySource(parts), tree)
+        specs = _specs(kinds, spec_options, tuple(clients))
+        tree, values = (b"", ()) if structure is None else (trees.dump(structure), tuple(value_paths(structure)))
+    return State(specs, MemorySource(parts), tree, values)
 
 
 _Described = tuple[str, tuple[int, ...], str, bool, Layout | None, str]
@@ -92,11 +111,11 @@ _Described = tuple[str, tuple[int, ...], str, bool, Layout | None, str]
 
 
 @lru_cache(maxsize=KEPT_STRUCTURES)
-def _specs(structure: tuple[_Described, ...], options: SaveOptions, clients: tuple[int, ...]) -> tuple[TensorSpec, ...]:
+def _specs(tensors: tuple[_Described, ...], options: SaveOptions, clients: tuple[int, ...]) -> tuple[TensorSpec, ...]:
     """Return the specs of the tensors: the very same objects for the same structure, so that its kept plan is found."""
     specs: list[TensorSpec] = []
     rules, codec = StoredDtypes(options), options.codec or NO_CODEC
-    for name, shape, dtype, save_as_bf16, layout, slice_text in structure:
+    for name, shape, dtype, save_as_bf16, layout, slice_text in tensors:
         in_whole = parse_slice_spec(slice_text, shape)
         stored = rules.choose(name, dtype, save_as_bf16=save_as_bf16)
         holdings = copies_of(clients, shape) if layout is None else holdings_of(layout, shape)
@@ -105,7 +124,6 @@ def _specs(structure: tuple[_Described, ...], options: SaveOptions, clients: tup
         # A layout says nothing of a larger tensor that this one is a slice of.
         kept = layout if in_whole.full_shape == shape else None
         specs.append(TensorSpec(name, in_whole.full_shape, dtype, stored, holdings, kept, codec=codec))
-    rules.validate_all_used()
     return tuple(specs)
 
 

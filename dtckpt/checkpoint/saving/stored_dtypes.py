@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, SavePlan
 from dtckpt.errors import ConfigError, capped
 from dtckpt.format.dtypes import STORED_AS
 
 
 class StoredDtypes:
     """The rules of one save, in order: the first whose pattern matches a tensor's name decides.
-
-    It remembers which patterns matched a tensor that could be rounded, also those for which an earlier one won.
 
     Args:
         options: Their ``stored_dtypes`` and, for tensors that no pattern matches, ``save_as_bf16``.
@@ -21,7 +21,6 @@ class StoredDtypes:
     def __init__(self, options: SaveOptions) -> None:
         self._rules = tuple(options.stored_dtypes)
         self._rounds_all = options.save_as_bf16
-        self._unused = {pattern for pattern, _ in self._rules}
 
     def choose(self, name: str, dtype: str, *, save_as_bf16: bool) -> str:
         """Return the dtype in which a tensor is stored.
@@ -33,21 +32,29 @@ class StoredDtypes:
         """
         if dtype not in STORED_AS:
             return dtype
-        matching = [(pattern, dtype) for pattern, dtype in self._rules if fnmatchcase(name, pattern)]
-        self._unused.difference_update(pattern for pattern, _ in matching)
-        if matching:
-            return matching[0][1]
+        chosen = next((stored for pattern, stored in self._rules if fnmatchcase(name, pattern)), None)
+        if chosen is not None:
+            return chosen
         return "bfloat16" if self._rounds_all or save_as_bf16 else dtype
 
-    def validate_all_used(self) -> None:
-        """Refuse patterns that matched no tensor, which most likely are typos.
 
-        Raises:
-            ConfigError: A pattern matched no tensor.
-        """
-        if self._unused:
-            unused = [pattern for pattern, _ in self._rules if pattern in self._unused]
-            raise ConfigError(
-                f"option stored_dtypes: no {' or '.join(STORED_AS)} tensor matches {capped(map(repr, unused))}; "
-                "expected globs over the names of the tensors that are saved"
-            )
+@lru_cache(maxsize=KEPT_STRUCTURES)
+def validate_all_used(patterns: tuple[str, ...], plan: SavePlan) -> None:
+    """Refuse patterns that match no tensor of any client, which most likely are typos.
+
+    A pattern is used also if an earlier one wins wherever it matches.
+
+    Args:
+        patterns: The patterns of the rules.
+        plan: The plan of the save.
+
+    Raises:
+        ConfigError: A pattern matches no tensor that could be rounded.
+    """
+    names = [tensor.spec.name for tensor in plan.tensors if tensor.spec.dtype in STORED_AS]
+    unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    if unused:
+        raise ConfigError(
+            f"option stored_dtypes: no {' or '.join(STORED_AS)} tensor matches {capped(map(repr, unused))}; "
+            "expected globs over the names of the tensors that are saved"
+        )

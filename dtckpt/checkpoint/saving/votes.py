@@ -1,7 +1,7 @@
-"""The payloads of a save's votes: `Summary` in the first round, `Written` later; and the check that all clients agree.
+"""The payloads of a save's votes: `Summary` in the first round, `Written` later; and what follows from all summaries.
 
-A barrier's payload is small, so a client sends digests of its tree, options and plan. The digests tell whether clients
-agree; 16 bits of digest per tensor, for the first tensors, tell which tensor they disagree on.
+A barrier's payload is small, so a client sends digests of what it saves. If those of all clients are equal, all of them
+plan the same. Else they read each other's descriptions (`dtckpt.checkpoint.saving.exchange`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from dtckpt._proto import checkpoint_pb2
-from dtckpt.checkpoint.saving.plan import SavePlan
-from dtckpt.errors import BarrierConflictError, ComponentError, SaveDisagreementError
+from dtckpt.errors import BarrierConflictError, SaveDisagreementError
 from dtckpt.format.digest import bytes_digest
 from dtckpt.format.manifest import PhaseCost, costs_from_proto, phases_to_proto
 
 MAX_PATH_CHARS = 250
-MAX_FINGERPRINTS = 600
-"""Tensors that are compared one by one, so that an error can name the odd one; the plan's digest compares all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +26,24 @@ class Summary:
         path: The target's path, cut to its end.
         whole_path: Digest of the whole path.
         token: The attempt's token, from the leader; empty from the others.
-        names: Digest of all tensor names.
+        description: Digest of the client's description: names, shapes, dtypes and layouts.
         tree: Digest of the tree's structure and plain values.
         options: Digest of the options.
-        plan: Digest of the whole plan.
-        fingerprints: Four hex digits for each of the first `MAX_FINGERPRINTS` tensors.
+        unions: The unions of different descriptions that the client has planned before, by their keys.
     """
 
     path: str
     whole_path: int
     token: str
-    names: int
+    description: int
     tree: int
     options: int
-    plan: str
-    fingerprints: str
+    unions: tuple[int, ...]
 
     @classmethod
-    def of(cls, path: str, token: str, plan: SavePlan, tree: bytes, options: object) -> Summary:
+    def of(
+        cls, path: str, token: str, description: int, tree: bytes, options: object, *, unions: tuple[int, ...] = ()
+    ) -> Summary:
         """Summarise a client's side of a save."""
         text = path.encode("utf-8", "backslashreplace")
         return cls(
@@ -54,11 +51,10 @@ class Summary:
             path=text.decode()[-MAX_PATH_CHARS:],
             whole_path=bytes_digest(text),
             token=token,
-            names=plan.names_digest,
+            description=description,
             tree=bytes_digest(tree),
             options=bytes_digest(repr(options).encode()),
-            plan=plan.topic.hex(),
-            fingerprints="".join(f"{digest & 0xFFFF:04x}" for digest in plan.digests[:MAX_FINGERPRINTS]),
+            unions=unions,
         )
 
     def to_bytes(self) -> bytes:
@@ -68,7 +64,65 @@ class Summary:
     @classmethod
     def from_bytes(cls, data: bytes) -> Summary:
         """Read a payload."""
-        return cls(**json.loads(data))
+        facts = json.loads(data)
+        return cls(**{**facts, "unions": tuple(facts["unions"])})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Agreement:
+    """What follows from the summaries of all clients, the same on every client.
+
+    Args:
+        token: The attempt's token.
+        descriptions: The clients, ascending, that have the very same description, by its digest.
+        trees: The clients, ascending, that have the very same tree, by its digest.
+        union: The key of the union of the descriptions.
+        is_known: Whether all clients have planned this union before.
+    """
+
+    token: str
+    descriptions: Mapping[int, tuple[int, ...]]
+    trees: Mapping[int, tuple[int, ...]]
+    union: int
+    is_known: bool
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all clients save the same."""
+        return len(self.descriptions) == len(self.trees) == 1
+
+    @property
+    def needs_exchange(self) -> bool:
+        """Whether clients must read each other's descriptions."""
+        return not self.is_same and not self.is_known
+
+    @classmethod
+    def of(cls, payloads: Mapping[int, bytes]) -> Agreement:
+        """Compare the summaries.
+
+        Args:
+            payloads: The `Summary` of every client, as bytes.
+
+        Raises:
+            BarrierConflictError: Clients save to different paths.
+            SaveDisagreementError: Clients save with different options.
+        """
+        summaries = {client: Summary.from_bytes(data) for client, data in sorted(payloads.items())}
+        first_client, first = next(iter(summaries.items()))
+        descriptions: dict[int, tuple[int, ...]] = {}
+        trees: dict[int, tuple[int, ...]] = {}
+        for client, other in summaries.items():
+            pair = f"client {client} and client {first_client}"
+            if other.whole_path != first.whole_path:
+                raise BarrierConflictError(f"{pair} save to different paths; got {other.path!r} and {first.path!r}")
+            if other.options != first.options:
+                raise SaveDisagreementError(f"{pair} save with different options; pass the same on every client")
+            descriptions[other.description] = (*descriptions.get(other.description, ()), client)
+            trees[other.tree] = (*trees.get(other.tree, ()), client)
+        # Clients that hold the same things write other chunks under other options.
+        union = bytes_digest(repr((first.options, sorted(descriptions.items()))).encode())
+        is_known = all(union in summary.unions for summary in summaries.values())
+        return cls(first.token, descriptions, trees, union, is_known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,44 +147,3 @@ class Written:
         """Read a payload."""
         message = checkpoint_pb2.Written.FromString(data)
         return cls(message.chunk_list, costs_from_proto([0], message.phases)[0])
-
-
-def validate_agreement(payloads: Mapping[int, bytes], plan: SavePlan) -> str:
-    """Check that all clients save the same thing; every client comes to the same result.
-
-    Args:
-        payloads: The `Summary` of every client, as bytes.
-        plan: This client's plan, for the names of tensors.
-
-    Returns:
-        The attempt's token.
-
-    Raises:
-        BarrierConflictError: Clients save to different paths.
-        SaveDisagreementError: Clients save different tensors, values or layouts.
-    """
-    summaries = {client: Summary.from_bytes(data) for client, data in sorted(payloads.items())}
-    first_client, first = next(iter(summaries.items()))
-    for client, other in summaries.items():
-        pair = f"client {client} and client {first_client}"
-        if other.whole_path != first.whole_path:
-            raise BarrierConflictError(f"{pair} save to different paths; got {other.path!r} and {first.path!r}")
-        if other.names != first.names:
-            raise SaveDisagreementError(f"{pair} save tensors of different names; every client must pass the same tree")
-        if other.options != first.options:
-            raise SaveDisagreementError(f"{pair} save with different options; pass the same on every client")
-        if other.fingerprints != first.fingerprints:
-            count = min(len(other.fingerprints), len(first.fingerprints)) // 4
-            odd = next(i for i in range(count) if other.fingerprints[4 * i :][:4] != first.fingerprints[4 * i :][:4])
-            raise ComponentError(
-                f"{pair} disagree on tensor {plan.tensors[odd].spec.name!r}: its global shape, dtype, layout or mesh "
-                "differs; pass the same tensor on every client"
-            )
-        if other.plan != first.plan:
-            raise SaveDisagreementError(f"{pair} disagree on shapes, dtypes or layouts of the tensors")
-        if other.tree != first.tree:
-            raise SaveDisagreementError(
-                f"{pair} save different structure or plain values; values that differ by client belong into a "
-                "tensor sharded over clients, or outside the tree"
-            )
-    return first.token

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
-from dtckpt.checkpoint.leaves import Stateful, is_tensor, mesh_of, state_of_object
+from dtckpt.checkpoint.leaves import Stateful, is_tensor, mesh_of
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
+from dtckpt.checkpoint.per_client import ClientNumber, state_of
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.plan import RestorePlan
 from dtckpt.checkpoint.restoring.restore import run_restore
@@ -108,7 +109,7 @@ class DTensorCheckpoint(Node):
             return value
 
         def plan(checkpoint: Checkpoint) -> RestorePlan:
-            matched = restoration.plan(checkpoint, value, path)
+            matched = restoration.plan(checkpoint, value, path, self._number())
 
             def finish() -> Any:
                 filled = matched.finish()
@@ -123,6 +124,9 @@ class DTensorCheckpoint(Node):
     def save_counter(self) -> int:
         """Number of saves so far; it is saved and restored with the objects."""
         return self._counter
+
+    def _number(self) -> ClientNumber:
+        return ClientNumber.among(current_coordination().member.client, self._mesh.clients)
 
     def _children(self) -> Mapping[str, Any]:
         if self._root is None:
@@ -182,18 +186,18 @@ class DTensorCheckpoint(Node):
         return self._save(str(path), self._counter, options)
 
     def _save(self, path: str, counter: int, options: SaveOptions | None) -> str:
-        options = options or SaveOptions()
+        options = replace(options or SaveOptions(), keys="same")
 
         def collect() -> State:
             self._latest.validate_settled()
-            leaves, structure = trees.flatten(self._tree(counter), is_tensor, state_of_object)
+            leaves, structure = trees.flatten(self._tree(counter), is_tensor, state_of(self._number()))
             for name, tensor in leaves.items():
                 if mesh_of(tensor) not in (None, self._mesh):
                     raise MeshError(
                         f"tensor {name!r} is on another mesh; got {mesh_of(tensor)}, expected {self._mesh.to_string()}"
                     )
             entries = [(name, tensor, "") for name, tensor in leaves.items()]
-            return state_of_tensors(entries, options, clients=self._mesh.clients, tree=trees.dump(structure))
+            return state_of_tensors(entries, options, clients=self._mesh.clients, structure=structure)
 
         save_state(path, collect, options=options, participants=self._mesh.clients)
         return path
@@ -219,7 +223,7 @@ class DTensorCheckpoint(Node):
 
         def plan(checkpoint: Checkpoint) -> RestorePlan:
             restoration = Restoration(checkpoint, options)
-            matched = restoration.plan(checkpoint, self._tree(self._counter), ())
+            matched = restoration.plan(checkpoint, self._tree(self._counter), (), self._number())
 
             def finish() -> RestoreStatus:
                 self.load_state_dict(matched.finish())

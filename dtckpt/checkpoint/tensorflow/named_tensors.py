@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -54,7 +55,7 @@ def sharded_save(
         MeshError: A tensor is on another mesh.
     """
     _validate_mesh(mesh)
-    options = options or SaveOptions()
+    options = replace(options or SaveOptions(), keys="same")
 
     def collect() -> State:
         if not len(tensor_names) == len(shape_and_slices) == len(tensors):

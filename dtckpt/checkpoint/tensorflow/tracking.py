@@ -13,7 +13,9 @@ from typing import Any
 
 from dtckpt.checkpoint.leaves import is_tensor
 from dtckpt.checkpoint.options import RestoreOptions
+from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.restoring.object_states import FixedState
 from dtckpt.checkpoint.restoring.plan import RestorePlan
 from dtckpt.checkpoint.restoring.targets import is_stateful_target, items_of_target, plan_target, saved_names
 from dtckpt.errors import CheckpointConflictError, RestoreMismatchError, TreeError, capped
@@ -26,7 +28,7 @@ PLAIN = object()
 """Stands for the owner of a plain value, which has no identity of its own."""
 
 
-class Node(ABC):
+class Node(ABC, FixedState):
     """An object with named objects below it, which notices when one is assigned: a `DTensorCheckpoint`."""
 
     @abstractmethod
@@ -84,7 +86,7 @@ class Restoration:
         self.unexpected = set(self._saved)
         self._reached: dict[str, Callable[[], Any]] = {}
 
-    def plan(self, checkpoint: Checkpoint, target: Any, path: Path) -> RestorePlan:
+    def plan(self, checkpoint: Checkpoint, target: Any, path: Path, client: ClientNumber) -> RestorePlan:
         """Plan to fill a target from what the checkpoint holds at a path.
 
         Raises:
@@ -95,7 +97,7 @@ class Restoration:
                 f"checkpoint {self.location} was replaced since it was restored, so {'/'.join(path)!r} would get a "
                 "value of another state; restore again"
             )
-        return plan_target(checkpoint, target, self.options, at=path)
+        return plan_target(checkpoint, target, self.options, client, at=path)
 
     def is_waiting(self, path: Path) -> bool:
         """Whether the checkpoint holds something at or below a path, and no object has taken any of that."""

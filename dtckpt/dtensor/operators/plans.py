@@ -273,8 +273,7 @@ def finish_write(tensor: Any) -> Any:
     for one in tensors_in([tensor]):
         if one._view is not None:
             view_tracking.write_through(one)
-        if one._writes is not None:
-            one._writes[0] += 1
+        view_tracking.count_write(one)
     return tensor
 
 

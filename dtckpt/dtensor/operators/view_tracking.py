@@ -86,6 +86,12 @@ def write_counter(tensor: DTensor) -> list[int]:
     return tensor._writes
 
 
+def count_write(tensor: DTensor) -> None:
+    """Tell the views of a tensor that somebody has written to its components."""
+    if tensor._writes is not None:
+        tensor._writes[0] += 1
+
+
 def track_view(view: DTensor, source: DTensor, call: Any, number: int | None) -> None:
     """Record how a view was made, so that it follows its source.
 

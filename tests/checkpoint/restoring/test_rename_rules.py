@@ -147,9 +147,9 @@ def test_a_partial_restore_is_reported(path):
     ("target", "options", "error"),
     [
         ({"head": torch.zeros(3), "v": torch.zeros(2)}, {}, TensorNotFoundError),
-        ({"head": torch.zeros(4)}, {}, UnexpectedTensorError),
-        ({"head": torch.zeros(4)}, {"allow_unexpected": True}, ShapeMismatchError),
-        ({"head": torch.zeros(3, dtype=torch.int8)}, {"allow_unexpected": True}, DTypeError),
+        ({"head": torch.zeros(4)}, {}, ShapeMismatchError),
+        ({"head": torch.zeros(3, dtype=torch.int8)}, {"cast": "exact"}, DTypeError),
+        ({"head": torch.zeros(3, dtype=torch.bfloat16)}, {"cast": "any"}, UnexpectedTensorError),
     ],
 )
 def test_a_refusal_is_reported_whole(path, target, options, error):

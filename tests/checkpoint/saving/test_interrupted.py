@@ -9,10 +9,9 @@ import torch
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh, errors
 from dtckpt.checkpoint.saving import attempt, merge
-from dtckpt.checkpoint.saving.plan import Holding, TensorSpec, plan_save
-from dtckpt.checkpoint.saving.votes import MAX_FINGERPRINTS, Summary
+from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES
+from dtckpt.checkpoint.saving.votes import Summary
 from dtckpt.coordination.api import MAX_PAYLOAD_BYTES
-from dtckpt.layout.region import Region
 from dtckpt.storage import commit_by_rename, local_folder, zarr_tensorstore
 
 OLD, NEW = {"w": torch.zeros(64, 4), "step": 1}, {"w": torch.ones(64, 4), "step": 2}
@@ -78,18 +77,13 @@ def test_a_reader_keeps_what_it_opened(tmp_path):
 
 @pytest.mark.parametrize("path", ["x" * 3000, "é" * 2000, '\\"' * 1500, "日" * 3000])
 def test_what_clients_compare_fits_a_payload(path):
-    region = Region((4,), (2,))
-    specs = [
-        TensorSpec(f"t{number}", (9,), "int8", "int8", (Holding(region, (0,)),))
-        for number in range(MAX_FINGERPRINTS + 50)
-    ]
-    plan = plan_save(specs, 1 << 20)
-    summary = Summary.of(path, f"{2**63:020d}-1-7fffffffffffffff-abcdef01", plan, b"", SaveOptions())
+    token, largest = f"{2**63:020d}-1-7fffffffffffffff-abcdef01", 2**64 - 1
+    summary = Summary.of(path, token, largest, b"", SaveOptions(), unions=(largest,) * KEPT_STRUCTURES)
     data = summary.to_bytes()
     assert len(data) <= MAX_PAYLOAD_BYTES
     assert Summary.from_bytes(data) == summary
     assert json.loads(data)
-    assert Summary.of("y" + path, "", plan, b"", SaveOptions()) != Summary.of("z" + path, "", plan, b"", SaveOptions())
+    assert Summary.of("y" + path, "", 0, b"", SaveOptions()) != Summary.of("z" + path, "", 0, b"", SaveOptions())
 
 
 def test_reshard_within_bounded_memory(tmp_path):

@@ -18,7 +18,6 @@ from dtckpt.checkpoint.saving import staging
 from dtckpt.checkpoint.saving.plan import plan_save
 from dtckpt.checkpoint.saving.state import state_of_tree
 from dtckpt.comm.torch_device import device_of
-from dtckpt.coordination.connect import current_coordination
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 
 WAIT_S = 30
@@ -107,10 +106,9 @@ def test_views_of_any_kind(tmp_path):
 def test_memory_is_kept_between_saves_of_one_structure(tmp_path):
     memory = staging.StagingMemory()
     plan = plan_save
-    coordination = current_coordination()
     blocks, staged = [], []
     for size in (1000, 1000, 1500, 100):
-        state = state_of_tree({"w": torch.ones(size)}, SaveOptions(), coordination)
+        state = state_of_tree({"w": torch.ones(size)}, SaveOptions(), [0])
         memory.stage(state, plan(state.specs, 1 << 20), 0, with_copies=False, count=staged.append)
         blocks.append((memory._block.data_ptr(), memory._block.numel()))
     assert staged == [4000, 4000, 6000, 400]
@@ -121,11 +119,10 @@ def test_memory_is_kept_between_saves_of_one_structure(tmp_path):
 @pytest.mark.parametrize("card", [pytest.param("cuda", marks=needs_card)])
 def test_memory_for_what_lies_on_a_card_is_page_locked_and_kept(card):
     memory = staging.StagingMemory()
-    coordination = current_coordination()
     blocks = []
     for generation in range(3):
         values = torch.arange(1 << 20, device=card) * generation
-        state = state_of_tree({"w": values}, SaveOptions(), coordination)
+        state = state_of_tree({"w": values}, SaveOptions(), [0])
         plan = plan_save(state.specs, 1 << 20)
         staged = memory.stage(state, plan, 0, with_copies=False, count=lambda _: None)
         ((_, (copy,)),) = staged.source.parts("w")

@@ -1,0 +1,126 @@
+"""`MetaTensors`: memory for a target's tensors on the meta device, which have a shape but no elements.
+
+A restore allocates their memory, and fills it. When all is filled, the tensors of modules become tensors with that
+memory: the very same objects, so optimizers keep their parameters, and tied tensors stay tied. In a dict, new tensors
+take their place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dtckpt.checkpoint.reading.checkpoint import new_memory
+from dtckpt.checkpoint.restoring.new_tensors import empty_beside, layout_of_tensor
+from dtckpt.comm.torch_private import is_fake
+from dtckpt.errors import DTypeError, capped
+
+
+class MetaTensors:
+    """The memory that a restore allocates for tensors on the meta device."""
+
+    def __init__(self) -> None:
+        # By id, with the tensor itself, so that no other one gets its id.
+        self._memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._in_modules: list[torch.Tensor] = []
+        self._parameters: list[tuple[str, torch.Tensor]] = []
+
+    def memory_of(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a tensor itself, or new memory in its layout if it is on the meta device.
+
+        Plain tensors are allocated on the host, DTensors on the devices of their mesh.
+        """
+        if not is_meta(tensor):
+            return tensor
+        if id(tensor) not in self._memory:
+            shape, layout = tuple(tensor.shape), layout_of_tensor(tensor)
+            new = (
+                new_memory(name, shape, tensor.dtype)
+                if layout is None
+                else empty_beside(tensor, shape, tensor.dtype, layout)
+            )
+            self._memory[id(tensor)] = tensor, new
+        return self._memory[id(tensor)][1]
+
+    def state_of(self, target: Any) -> Any:
+        """Return the state of an object; of a module on the meta device with its very tensors, not detached ones."""
+        has_meta = isinstance(target, nn.Module) and any(is_meta(tensor) for _, tensor in _named_tensors(target))
+        return target.state_dict(keep_vars=True) if has_meta else target.state_dict()
+
+    def validate(self, target: Any, state: Any, path: str) -> None:
+        """Check that all tensors of a module on the meta device can get memory; note them.
+
+        Args:
+            target: An object of the target whose state was planned.
+            state: Its state.
+            path: Its path, for errors.
+
+        Raises:
+            DTypeError: A tensor is not a part of the module's state, or something holds it by a weak reference.
+        """
+        if not isinstance(target, nn.Module):
+            return
+        meta = {name: tensor for name, tensor in _named_tensors(target) if is_meta(tensor)}
+        if not meta:
+            return
+        in_state = {id(tensor) for tensor in state.values()}
+        unsaved = [name for name, tensor in meta.items() if id(tensor) not in in_state]
+        if unsaved:
+            raise DTypeError(
+                f"module at {path!r}: {capped(map(repr, unsaved))} on the meta device and not in the module's state, "
+                "so the checkpoint does not have it; compute it on its device before the restore"
+            )
+        held = [name for name, tensor in meta.items() if weakref.getweakrefcount(tensor)]
+        if held:
+            raise DTypeError(
+                f"module at {path!r}: {capped(map(repr, held))} on the meta device with a weak reference to it, so it "
+                "cannot get memory; call to_empty(device=…) on the module before the restore"
+            )
+        self._in_modules.extend(tensor for tensor in meta.values() if id(tensor) in self._memory)
+
+    def note_parameters(self, parameters: Iterable[torch.Tensor], path: str) -> None:
+        """Note the parameters of an optimizer of the target, for `validate_parameters`."""
+        self._parameters.extend((path, parameter) for parameter in parameters if is_meta(parameter))
+
+    def validate_parameters(self) -> None:
+        """Check that the parameters of optimizers get memory, once the whole target is planned.
+
+        Raises:
+            DTypeError: One does not; the optimizer would move its state to the meta device, too.
+        """
+        given = {id(tensor) for tensor in self._in_modules}
+        for path, parameter in self._parameters:
+            if id(parameter) not in given:
+                raise DTypeError(
+                    f"optimizer at {path!r}: a parameter of shape {tuple(parameter.shape)} is on the meta device; "
+                    "restore its module together with the optimizer, or before"
+                )
+
+    def give_memory(self) -> None:
+        """Let the tensors of modules have the memory that was allocated for them."""
+        for tensor in {id(tensor): tensor for tensor in self._in_modules}.values():
+            _give_memory(tensor, self._memory[id(tensor)][1])
+
+
+def is_meta(tensor: object) -> bool:
+    """Whether a tensor is on the meta device by its own choice."""
+    return isinstance(tensor, torch.Tensor) and tensor.is_meta and not is_lazy(tensor) and not is_fake(tensor)
+
+
+def _named_tensors(module: nn.Module) -> chain[tuple[str, torch.Tensor]]:
+    return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+
+
+def _give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Give a parameter or buffer memory; it stays the same object, of the same class, with the same attributes."""
+    new = nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory.detach()
+    if type(new) is not type(tensor):
+        new.__class__ = type(tensor)
+    new.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in new.__dict__})
+    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]  # torch leaves it untyped

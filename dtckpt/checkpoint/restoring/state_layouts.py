@@ -1,0 +1,136 @@
+"""`StateLayouts`: the layouts of tensors that a restore's target does not have yet, such as a fresh optimizer's state.
+
+State of a parameter is laid out as the parameter. If the parameter is not known, as in a plain dict, it is looked for
+among the target's tensors: by its key, which is a part of the name of its state, or else by its shape.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from dtckpt.checkpoint.reading.checkpoint import new_memory
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.checkpoint.restoring.new_tensors import empty_beside, kept_layout, layout_of_tensor
+from dtckpt.checkpoint.restoring.object_states import Scope
+from dtckpt.checkpoint.restoring.wrapper_prefixes import unwrapped
+from dtckpt.errors import LayoutError, capped
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """A tensor of the target, and its layout: None for a plain one."""
+
+    tensor: torch.Tensor
+    layout: Layout | None
+
+
+_Choices = dict[Layout | None, _Place]
+"""By layout, a place in the target that has it."""
+
+
+class StateLayouts:
+    """Allocates tensors of a checkpoint in the layout of the target's tensors that they belong to.
+
+    Args:
+        tensors: The tensors of the target, each with its key.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = tensors
+
+    @cached_property
+    def _places(self) -> list[tuple[str, _Place]]:
+        # Made when it is first needed: most restores allocate nothing. What has no shape is refused elsewhere.
+        named = ((key, tensor) for key, tensor in self._tensors if not (is_lazy(tensor) or tensor.is_nested))
+        return [(unwrapped(key), _Place(tensor, layout_of_tensor(tensor))) for key, tensor in named]
+
+    @cached_property
+    def _by_key(self) -> Mapping[str, Sequence[_Place]]:
+        places: dict[str, list[_Place]] = defaultdict(list)
+        for key, place in self._places:
+            places[key].append(place)
+        return places
+
+    @cached_property
+    def _by_shape(self) -> Mapping[tuple[int, ...], _Choices]:
+        # Few layouts, of which each has many tensors.
+        choices: dict[tuple[int, ...], _Choices] = defaultdict(dict)
+        for _, place in self._places:
+            choices[tuple(place.tensor.shape)].setdefault(place.layout, place)
+        return choices
+
+    @cached_property
+    def _on_meshes(self) -> Mapping[Mesh, _Place]:
+        return {place.layout.mesh: place for _, place in self._places if place.layout is not None}
+
+    def allocate(self, name: str, info: TensorInfo, scope: Scope) -> torch.Tensor:
+        """Allocate a tensor; a plain one on the host where neither a parameter nor the checkpoint says more.
+
+        Args:
+            name: The tensor's name in the checkpoint.
+            info: The facts about it.
+            scope: The state that it is a part of.
+
+        Raises:
+            LayoutError: Several layouts are possible.
+        """
+        # A number that was on no mesh, as an optimizer counts steps, stays so.
+        choices = {} if info.layout is None and not info.shape else self._choices(name, info, scope)
+        if len(choices) > 1:
+            raise LayoutError(
+                f"tensor {name!r} is not in the target yet, and could lie there as {capped(map(str, choices))}; "
+                "restore the optimizer itself, or state by names of parameters (torch.distributed.checkpoint)"
+            )
+        for layout, place in choices.items():
+            if layout is not None:
+                return empty_beside(place.tensor, info.shape, info.dtype, layout)
+        return new_memory(name, info.shape, info.dtype)
+
+    def _choices(self, name: str, info: TensorInfo, scope: Scope) -> _Choices:
+        """Return the layouts that a tensor may take."""
+        if scope.parameter is not None:
+            own = _Place(scope.parameter, layout_of_tensor(scope.parameter))
+            if tuple(own.tensor.shape) == info.shape:
+                return {own.layout: own}
+            return _saved_specs(info, {} if own.layout is None else {own.layout.mesh: own})
+        named = (place for place in self._named_in(name) if tuple(place.tensor.shape) == info.shape)
+        choices = {place.layout: place for place in named}
+        if not choices and (info.layout is not None or scope.is_optimizer):
+            choices = self._by_shape.get(info.shape, {})
+        if len(choices) > 1:
+            choices = {layout: place for layout, place in choices.items() if _is_kept(layout, info)} or choices
+        return choices or _saved_specs(info, self._on_meshes)
+
+    def _named_in(self, name: str) -> Sequence[_Place]:
+        """Return the tensors with the longest key that is a part of a name, between ``/`` and ``.``."""
+        parts = re.split(r"[./]", name)
+        for size in range(len(parts), 0, -1):
+            for start in range(len(parts) - size + 1):
+                if found := self._by_key.get(unwrapped(".".join(parts[start : start + size]))):
+                    return found
+        return []
+
+
+def _is_kept(layout: Layout | None, info: TensorInfo) -> bool:
+    """Whether a tensor was saved in the same sharding specs, as far as the mesh has their axes."""
+    if layout is None or info.layout is None:
+        return layout is info.layout
+    return layout == kept_layout(info, layout.mesh)
+
+
+def _saved_specs(info: TensorInfo, meshes: Mapping[Mesh, _Place]) -> _Choices:
+    """Return the saved sharding specs on meshes; of several, on those with the axes of the saved one."""
+    if info.layout is None:
+        return {}
+    axes = info.layout.mesh.dim_names
+    same = {mesh: place for mesh, place in meshes.items() if mesh.dim_names == axes}
+    return {kept_layout(info, mesh): place for mesh, place in (same or meshes).items()}

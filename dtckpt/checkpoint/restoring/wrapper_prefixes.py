@@ -1,0 +1,51 @@
+"""Match keys that differ only by the names that wrappers of modules put before them.
+
+`torch.compile`, activation checkpointing, FSDP1 and DistributedDataParallel each keep the module that they wrap in an
+attribute, whose name comes into the keys of the state: ``_orig_mod.layers.0._checkpoint_wrapped_module.weight`` is
+``layers.0.weight``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Attributes that nobody else uses; they count nowhere in a key."""
+_LEADING = "module"
+"""The attribute of DistributedDataParallel is a common name, so it counts for nothing at the beginning only."""
+_STATE_HEADS = frozenset({"state", "param_groups"})
+"""What precedes the names of parameters in flat optimizer states."""
+
+
+def unwrapped(key: str) -> str:
+    """Return a key without the names of wrappers."""
+    head, *parts = [part for part in key.split(".") if part not in _WRAPPERS] or [key]
+    heads = [head] if head in _STATE_HEADS else []
+    parts = parts if heads else [head, *parts]
+    while len(parts) > 1 and parts[0] == _LEADING:
+        parts = parts[1:]
+    return ".".join([*heads, *parts])
+
+
+def match_unwrapped(wanted: Iterable[Hashable], saved: Iterable[Hashable]) -> dict[Any, Any]:
+    """Return the saved key for each wanted key that only wrappers tell from it.
+
+    Keys that are saved as they are wanted are left out. So are those of which several, wanted or saved, are one without
+    the names of wrappers: nobody knows which is which.
+    """
+    saved = list(saved)
+    lacking = [key for key in wanted if isinstance(key, str) and key not in saved] if saved else []
+    if not lacking:
+        return {}
+    by_name: dict[str, list[str]] = defaultdict(list)
+    for key in saved:
+        if isinstance(key, str):
+            by_name[unwrapped(key)].append(key)
+    names = [unwrapped(key) for key in lacking]
+    return {
+        key: by_name[name][0]
+        for key, name in zip(lacking, names, strict=True)
+        if len(by_name.get(name, ())) == 1 and names.count(name) == 1
+    }

@@ -1,0 +1,194 @@
+"""The union of what the clients of a save pass: who holds which box of each tensor; pure.
+
+Clients may pass different tensors, as the stages of a pipeline do, and one tensor on different meshes, as clients do
+whose meshes are slices of one. The save is of the union: a tensor is held by the clients that pass it, each with the
+boxes that its own layout gives it. Boxes that are equal are copies of one value::
+
+    client 0 passes    a (rows 0..4 by client 0, rows 4..8 by client 1)    b (by everyone)
+    client 1 passes    a (the same)                                        c (by everyone)
+    union              a: rows 0..4 by 0, rows 4..8 by 1    b: by 0        c: by 1
+
+Every client comes to the same union, or to the same error, from the descriptions of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from dtckpt.checkpoint.saving.description import Description
+from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorSpec
+from dtckpt.errors import ComponentError, SaveDisagreementError, capped
+from dtckpt.layout.region import Region
+
+Clients = tuple[int, ...]
+Claim = tuple[Clients, TensorSpec]
+"""Some clients, ascending, and a tensor as all of them describe it."""
+
+_PAIRS_AT_ONCE = 1 << 20
+"""Boxes are compared in pairs, so many at a time."""
+
+
+def unite(descriptions: Mapping[Clients, Description]) -> tuple[TensorSpec, ...]:
+    """Return the tensors of a save whose clients pass different things.
+
+    Args:
+        descriptions: What clients pass, by the clients that pass the very same; the lowest client's comes first.
+
+    Raises:
+        ComponentError: Clients disagree on a tensor's shape, dtype or layout.
+        SaveDisagreementError: No client passes a part of a tensor.
+    """
+    claims: dict[str, list[Claim]] = {}
+    for clients, description in descriptions.items():
+        for spec in description.specs:
+            claims.setdefault(spec.name, []).append((clients, spec))
+    # By the claims but for their names: tensors that are alike share their holdings, and so their plan.
+    holdings: dict[tuple[object, ...], tuple[Holding, ...]] = {}
+    united: list[TensorSpec] = []
+    for name, each in claims.items():
+        key = tuple((clients, id(spec.holdings)) for clients, spec in each)
+        _validate_same_kind(name, each)
+        if key not in holdings:
+            holdings[key] = _united_holdings(name, each)
+        first = each[0][1]
+        united.append(
+            TensorSpec(
+                name,
+                first.shape,
+                first.dtype,
+                first.stored_dtype,
+                holdings[key],
+                first.layout,
+                first.content,
+                codec=first.codec,
+            )
+        )
+    return tuple(united)
+
+
+@lru_cache(maxsize=KEPT_STRUCTURES)
+def passed_by_all(specs: tuple[TensorSpec, ...], clients: Clients) -> tuple[TensorSpec, ...]:
+    """Return the tensors of a save whose clients all pass the same; they are kept, as the plan is.
+
+    Raises:
+        SaveDisagreementError: A part of a tensor is on other clients.
+    """
+    everyone = set(clients)
+    kept: dict[int, bool] = {}
+    for spec in specs:
+        if id(spec.holdings) not in kept:
+            kept[id(spec.holdings)] = all(everyone.issuperset(holding.clients) for holding in spec.holdings)
+    # The usual case, in which the specs stay the very same objects.
+    return specs if all(kept.values()) else unite({clients: Description(specs, ())})
+
+
+def validate_same_names(descriptions: Mapping[Clients, Description], per_client: Collection[str] = ()) -> None:
+    """Check that all clients pass tensors and plain values of the same names.
+
+    Args:
+        descriptions: What clients pass, as for `unite`.
+        per_client: Paths below which each client has names of its own.
+
+    Raises:
+        SaveDisagreementError: A name is missing on some clients.
+    """
+    names = {
+        clients: {
+            next((path for path in per_client if name.startswith(f"{path}/")), name)
+            for name in (*(spec.name for spec in description.specs), *description.values)
+        }
+        for clients, description in descriptions.items()
+    }
+    everything = set().union(*names.values())
+    for name in sorted(everything):
+        holders = _clients_of(clients for clients, own in names.items() if name in own)
+        others = _clients_of(clients for clients, own in names.items() if name not in own)
+        if others:
+            raise SaveDisagreementError(
+                f"{_these(holders)} pass {name!r} and {_these(others)} do not; pass the same names on every client, "
+                "or save with SaveOptions(keys='union')"
+            )
+
+
+def _validate_same_kind(name: str, claims: Sequence[Claim]) -> None:
+    clients, first = claims[0]
+    for others, spec in claims[1:]:
+        if _kind(spec) != _kind(first):
+            raise ComponentError(
+                f"{_these(clients)} and {_these(others)} disagree on tensor {name!r}; got {_kind_text(first)} and "
+                f"{_kind_text(spec)}; pass the same tensor on every client that passes the name, or give other tensors "
+                "other names"
+            )
+
+
+def _kind(spec: TensorSpec) -> tuple[object, ...]:
+    return spec.shape, spec.dtype, spec.stored_dtype, spec.codec
+
+
+def _kind_text(spec: TensorSpec) -> str:
+    stored = "" if spec.stored_dtype == spec.dtype else f" stored as {spec.stored_dtype}"
+    return f"shape {spec.shape} {spec.dtype}{stored}"
+
+
+def _united_holdings(name: str, claims: Sequence[Claim]) -> tuple[Holding, ...]:
+    """Return the boxes of a tensor, each with the clients that hold it and pass the tensor."""
+    holders: dict[Region, set[int]] = {}
+    for clients, spec in claims:
+        for holding in spec.holdings:
+            holders.setdefault(holding.region, set()).update(set(clients).intersection(holding.clients))
+    united = tuple(Holding(box, tuple(sorted(clients))) for box, clients in holders.items() if clients)
+    layouts = {frozenset(holding.region for holding in spec.holdings) for _, spec in claims}
+    if len(layouts) > 1 and (clash := _first_overlap([holding.region for holding in united])):
+        one, other = (united[number] for number in clash)
+        raise ComponentError(
+            f"{_these(one.clients)} and {_these(other.clients)} disagree on the layout of tensor {name!r}; got "
+            f"{one.region} and {other.region}, which overlap; shards of one tensor must be equal or apart"
+        )
+    _validate_nothing_lost(name, claims, united)
+    return united
+
+
+def _validate_nothing_lost(name: str, claims: Sequence[Claim], united: Sequence[Holding]) -> None:
+    """Check that what layouts say to be on some client is there."""
+    numel = sum(holding.region.numel for holding in united)
+    held = {holding.region for holding in united}
+    for clients, spec in claims:
+        # Slices of a larger tensor need not cover it.
+        if numel >= sum(holding.region.numel for holding in spec.holdings):
+            continue
+        lost = next(holding for holding in spec.holdings if holding.region not in held)
+        raise SaveDisagreementError(
+            f"a part of tensor {name!r} would be missing: in the layout that {_these(clients)} pass, {lost.region} is "
+            f"on {_these(lost.clients)}, where this save gets the tensor in another layout or not at all; pass a "
+            "sharded tensor on every client of its mesh"
+        )
+
+
+def _first_overlap(boxes: Sequence[Region]) -> tuple[int, int] | None:
+    """Return the numbers of two boxes that overlap; None if all are apart."""
+    if len(boxes) < 2 or not boxes[0].ndim:
+        return None
+    starts = np.array([box.offset for box in boxes])
+    stops = np.array([box.stop for box in boxes])
+    rows = max(1, _PAIRS_AT_ONCE // len(boxes))
+    for first in range(0, len(boxes), rows):
+        some = slice(first, first + rows)
+        meets = (starts[some, None] < stops[None]).all(axis=-1) & (starts[None] < stops[some, None]).all(axis=-1)
+        pairs = np.argwhere(meets)
+        pairs[:, 0] += first
+        apart = pairs[pairs[:, 0] < pairs[:, 1]]
+        if apart.size:
+            one, other = apart[0].tolist()
+            return one, other
+    return None
+
+
+def _clients_of(groups: Iterable[Clients]) -> Clients:
+    return tuple(sorted(client for group in groups for client in group))
+
+
+def _these(clients: Sequence[int]) -> str:
+    return f"client {clients[0]}" if len(clients) == 1 else f"clients {capped(clients)}"

@@ -1,0 +1,29 @@
+"""What no client of a restore asks for."""
+
+import pytest
+import torch
+from support import union_cases
+
+import dtckpt
+
+CASES = {
+    "refused": "UnexpectedTensorError",
+    "allowed": "",
+    "allowed by some": "UnexpectedTensorError",
+    "rest": "",
+    "missing": "TensorNotFoundError",
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_clients_that_restore_parts(pool, tmp_path, kind):
+    tree = {f"w{number}": torch.tensor(float(number)) for number in range(40)}
+    dtckpt.save(tmp_path / "s", {**tree, "extra": torch.tensor(1.0), "step": 7})
+    found = pool.values(union_cases.restore_in_parts, f"{tmp_path}/s", kind, clients=3)
+    error = CASES[kind]
+    for client, (text, values, unexpected) in enumerate(found):
+        assert text.partition(":")[0] == error
+        assert values == ([0.0] * 3 if error else [client, client + 3.0, client + 6.0])
+        if kind != "missing":
+            assert unexpected == (() if kind == "rest" else ("extra",))
+    assert len({text for text, _, _ in found}) == 1
