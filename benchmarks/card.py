@@ -70,7 +70,7 @@ def staging(arguments: argparse.Namespace) -> Iterator[Row]:
     """Copy to the staging memory of saves, beside copies to page-locked memory."""
     tree = _tree(arguments)
     options = SaveOptions()
-    state = state_of_tree(tree, options, [0])
+    state = state_of_tree(tree, options, 0, [0])
     plan, memory = plan_save(state.specs, options.chunk_nbytes), StagingMemory()
 
     def stage() -> None:

@@ -108,7 +108,7 @@ def test_memory_is_kept_between_saves_of_one_structure(tmp_path):
     plan = plan_save
     blocks, staged = [], []
     for size in (1000, 1000, 1500, 100):
-        state = state_of_tree({"w": torch.ones(size)}, SaveOptions(), [0])
+        state = state_of_tree({"w": torch.ones(size)}, SaveOptions(), 0, [0])
         memory.stage(state, plan(state.specs, 1 << 20), 0, with_copies=False, count=staged.append)
         blocks.append((memory._block.data_ptr(), memory._block.numel()))
     assert staged == [4000, 4000, 6000, 400]
@@ -122,7 +122,7 @@ def test_memory_for_what_lies_on_a_card_is_page_locked_and_kept(card):
     blocks = []
     for generation in range(3):
         values = torch.arange(1 << 20, device=card) * generation
-        state = state_of_tree({"w": values}, SaveOptions(), [0])
+        state = state_of_tree({"w": values}, SaveOptions(), 0, [0])
         plan = plan_save(state.specs, 1 << 20)
         staged = memory.stage(state, plan, 0, with_copies=False, count=lambda _: None)
         ((_, (copy,)),) = staged.source.parts("w")
