@@ -1,0 +1,226 @@
+"""Safetensors, the file format of Hugging Face: parses the header of a file, and the index of a model in several files.
+
+A file is ``| length: 8 bytes | header: JSON | data |``. The header has, by tensor name, dtype, shape and the range of
+the data that the elements fill::
+
+    {"__metadata__": {"format": "pt"}, "w": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}
+
+A model in several files has an index beside them, ``model.safetensors.index.json``::
+
+    {"metadata": {"total_size": 12}, "weight_map": {"w": "model-00001-of-00002.safetensors"}}
+
+Source: https://github.com/huggingface/safetensors (README, section "Format"), and the checks of its reader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
+from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.stored_pieces import ForeignTensor, Piece, is_file_name
+from dtckpt.layout.region import Region
+
+KIND = "safetensors"
+LENGTH_NBYTES = 8
+"""Bytes of the header's length, at the start of a file."""
+MAX_HEADER_NBYTES = 100_000_000
+"""Longest header, the bound of safetensors' own reader."""
+MAX_INDEX_NBYTES = 256 << 20
+"""Longest ``*.index.json``."""
+METADATA = "__metadata__"
+"""The key of a header that is no tensor: texts by name."""
+
+NAMES = {
+    "bool": "BOOL",
+    **{f"{sign}int{bits}": f"{letter}{bits}" for sign, letter in (("", "I"), ("u", "U")) for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
+}
+"""Dtypes of safetensors by dtype name."""
+_DTYPES = {text: name for name, text in NAMES.items()}
+_TWO_IN_ONE = "float4_e2m1fn_x2"
+"""Two numbers of safetensors' F4 are one element here; its last dim is twice as long there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """The header of one file.
+
+    Args:
+        tensors: By name, in the order of the header.
+        metadata: The texts of `METADATA`.
+        nbytes: Bytes of the whole file.
+    """
+
+    tensors: Mapping[str, ForeignTensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+def parse_length(data: bytes, file: str) -> int:
+    """Return the length of a header from the first bytes of its file.
+
+    Raises:
+        CheckpointCorruptError: The file is too short, or the header would be too long.
+    """
+    length = int.from_bytes(data[:LENGTH_NBYTES], "little")
+    if len(data) < LENGTH_NBYTES or not 2 <= length <= MAX_HEADER_NBYTES:
+        raise CheckpointCorruptError(
+            f"{file} is no safetensors file, or is damaged: its header would have {length} bytes, expected 2 to "
+            f"{MAX_HEADER_NBYTES}"
+        )
+    return length
+
+
+def parse_header(header: bytes, file: str, nbytes: int | None = None) -> SafetensorsHeader:
+    """Parse the header of a file.
+
+    Args:
+        header: The JSON, without its length.
+        file: The file's name, relative to the checkpoint's folder.
+        nbytes: Size of the file, if it is known.
+
+    Raises:
+        CheckpointCorruptError: The header is malformed, contradicts itself, or does not fit the file.
+        CheckpointVersionError: A tensor has a dtype that this version does not know.
+    """
+    entries = _object(header, file)
+    metadata = entries.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise CheckpointCorruptError(f"{file} is damaged: {METADATA} of its header must map names to texts")
+    start = LENGTH_NBYTES + len(header)
+    ranges = {name: _range(name, entry, file) for name, entry in entries.items()}
+    end = 0
+    # As in safetensors' own reader: every byte of the data belongs to one tensor.
+    for name, (begin, stop) in sorted(ranges.items(), key=lambda item: item[1]):
+        if begin != end:
+            raise CheckpointCorruptError(
+                f"{file} is damaged: tensor {name[:200]!r} begins at byte {begin} of the data, expected {end}: tensors "
+                "follow each other without gaps and do not overlap"
+            )
+        end = stop
+    if nbytes is not None and nbytes != start + end:
+        raise CheckpointCorruptError(
+            f"{file} is damaged or was cut short: it has {nbytes} bytes, by its header it should have {start + end}"
+        )
+    tensors = {name: _tensor(name, entries[name], file, start, ranges[name]) for name in entries}
+    return SafetensorsHeader(tensors, metadata, start + end)
+
+
+def _object(data: bytes, file: str) -> dict[str, Any]:
+    """Parse a JSON object in which no key occurs twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        items = dict(pairs)
+        if len(items) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return items
+
+    try:
+        parsed = json.loads(data.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{file} is damaged: its JSON cannot be read: {error}") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointCorruptError(f"{file} is damaged: its JSON is no object")
+    return parsed
+
+
+def _range(name: str, entry: Any, file: str) -> tuple[int, int]:
+    """Return the range of the data that a tensor fills."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise CheckpointCorruptError(
+            f"{file} is damaged: its entry of tensor {name[:200]!r} lacks dtype, shape or offsets"
+        )
+    offsets = entry["data_offsets"]
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointCorruptError(f"{file} is damaged: tensor {name[:200]!r} has offsets {str(offsets)[:80]}")
+    return offsets[0], offsets[1]
+
+
+def _are_sizes(numbers: Any) -> bool:
+    # The exact type: True is an int, too.
+    return isinstance(numbers, list) and all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+
+
+def _tensor(name: str, entry: Mapping[str, Any], file: str, start: int, span: tuple[int, int]) -> ForeignTensor:
+    """Return the tensor of an entry, whose data begin at byte ``start`` of the file."""
+    if not _are_sizes(entry["shape"]):
+        raise CheckpointCorruptError(f"{file} is damaged: tensor {name[:200]!r} has shape {str(entry['shape'])[:80]}")
+    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        raise CheckpointVersionError(
+            f"tensor {name[:200]!r} of {file} has dtype {str(entry['dtype'])[:80]}, which this version does not know; "
+            f"expected one of {', '.join(_DTYPES)}"
+        )
+    shape = list(entry["shape"])
+    if dtype == _TWO_IN_ONE:
+        if not shape or shape[-1] % 2:
+            raise CheckpointCorruptError(
+                f"{file} is damaged: tensor {name[:200]!r} of F4 has shape {shape}, an odd one"
+            )
+        shape[-1] //= 2
+    numel = math.prod(shape)
+    region = Region.full(shape)
+    pieces = (Piece(region, file, start + span[0]),) if numel else ()
+    tensor = ForeignTensor(name, tuple(shape), dtype, pieces)
+    if tensor.nbytes != span[1] - span[0]:
+        raise CheckpointCorruptError(
+            f"{file} is damaged: tensor {name[:200]!r} of shape {tuple(shape)} and dtype {dtype} has "
+            f"{span[1] - span[0]} bytes, expected {tensor.nbytes}"
+        )
+    return tensor
+
+
+def parse_weight_map(data: bytes, file: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """Parse the index of a model in several files.
+
+    Args:
+        data: The JSON.
+        file: The index's name.
+
+    Returns:
+        The file of each tensor, by name; and the metadata.
+
+    Raises:
+        CheckpointCorruptError: It is malformed, or names a file that does not lie beside it.
+    """
+    content = _object(data, file)
+    weight_map, metadata = content.get("weight_map"), content.get("metadata") or {}
+    if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
+        raise CheckpointCorruptError(f"{file} is no index of safetensors files: it has no weight_map")
+    for name, part in weight_map.items():
+        if not isinstance(part, str) or not is_file_name(part) or "/" in part:
+            raise CheckpointCorruptError(
+                f"{file} says that {name[:200]!r} is in {str(part)[:200]!r}, which is no file beside it"
+            )
+    return weight_map, metadata
+
+
+def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+    """Return the length and the header of a file, padded with blanks so that the data begin at a multiple of 8.
+
+    Args:
+        tensors: Name, dtype and shape of each tensor, in the order of their data.
+        metadata: The texts of `METADATA`.
+    """
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        stored = [*shape[:-1], 2 * shape[-1]] if dtype == _TWO_IN_ONE else list(shape)
+        header[name] = {"dtype": NAMES[dtype], "shape": stored, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % LENGTH_NBYTES)
+    return len(text).to_bytes(LENGTH_NBYTES, "little") + text

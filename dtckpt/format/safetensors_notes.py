@@ -1,0 +1,132 @@
+"""The notes that dtckpt leaves in safetensors files, so that the way back gives the same tree, and can be verified.
+
+Other readers pass over them. They are texts in a file's metadata, but for the tree of a model in several files, which
+stands in the metadata of the index::
+
+    dtckpt.tree       the state tree (`dtckpt.format.tree`), where it is more than a dict of tensors by name
+    dtckpt.content    by name, the content digests of the file's tensors (`dtckpt.format.content`)
+    lm_head.weight    the name of a stored tensor: this one is tied to it, and is not stored itself
+
+The last rule is that of ``safetensors.torch.save_model``, and so is read whoever wrote the file.
+
+Names: keys of a tree are joined by ``/`` here, and by ``.`` in a file. The tree tells which is which on the way back;
+without it names stay as they are in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dtckpt.errors import CheckpointCorruptError, DtckptError, TensorNameError
+from dtckpt.format import tree as trees
+from dtckpt.format.safetensors_index import KIND, METADATA, SafetensorsHeader
+from dtckpt.format.stored_pieces import ForeignIndex, ForeignTensor
+
+TREE = "dtckpt.tree"
+CONTENT = "dtckpt.content"
+FORMAT = "format"
+"""A note of every file that transformers reads: for which framework it is; dtckpt writes ``pt``."""
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+
+
+def file_name_of(name: str) -> str:
+    """Return the name that a tensor has in a file."""
+    return name.replace("/", ".")
+
+
+def file_names(names: Iterable[str]) -> dict[str, str]:
+    """Return, by tensor name, the name in a file.
+
+    Raises:
+        TensorNameError: Two tensors would have one name there, or one would have a name that safetensors keeps.
+    """
+    owners: dict[str, str] = {}
+    for name in names:
+        there = file_name_of(name)
+        if there == METADATA:
+            raise TensorNameError(f"a tensor of a safetensors file cannot be named {there!r}; rename it")
+        if there in owners:
+            raise TensorNameError(
+                f"tensors {owners[there]!r} and {name!r} would both be {there!r} in a safetensors file, where keys are "
+                "joined by '.'; rename one of them"
+            )
+        owners[there] = name
+    return {name: there for there, name in owners.items()}
+
+
+def needs_tree(structure: trees.Node) -> bool:
+    """Whether a state tree is more than a dict of tensors by name, with no ``/`` in it."""
+    if "dict" not in structure:
+        return True
+    return not all(
+        isinstance(key, str) and "/" not in key and node == {"tensor": key} for key, node in structure["dict"]
+    )
+
+
+def content_text(digests: Mapping[str, int]) -> str:
+    """Return the note of the content digests; its length depends on the names only."""
+    return json.dumps({name: f"{digest:016x}" for name, digest in digests.items()}, separators=(",", ":"))
+
+
+def index_of(where: str, headers: Mapping[str, SafetensorsHeader], metadata: Mapping[str, Any]) -> ForeignIndex:
+    """Return the index of a model.
+
+    Args:
+        where: The file or directory, for messages.
+        headers: The headers of its files, by file name.
+        metadata: The metadata of its index, if it has one.
+
+    Raises:
+        CheckpointCorruptError: A tensor is in two files.
+    """
+    stored: dict[str, ForeignTensor] = {}
+    for file, header in headers.items():
+        digests = _content(header.metadata)
+        for name, tensor in header.tensors.items():
+            if name in stored:
+                other = stored[name].pieces[0].file if stored[name].pieces else "another file"
+                raise CheckpointCorruptError(
+                    f"tensor {name[:200]!r} is in {other} and in {file} of {where}; open the file that you mean, by "
+                    "its own path"
+                )
+            stored[name] = replace(tensor, content=digests.get(name))
+    for header in headers.values():
+        for name, kept in header.metadata.items():
+            if name not in stored and name != FORMAT and kept in header.tensors:
+                stored[name] = replace(stored[kept], name=name)
+    plain = {"dict": [[name, {"tensor": name}] for name in stored]}
+    notes = [metadata, *(header.metadata for header in headers.values())]
+    tree = _tree(next((note[TREE] for note in notes if TREE in note), None))
+    if tree is None:
+        return ForeignIndex(KIND, stored, plain)
+    try:
+        names = file_names(trees.tensor_names(tree))
+    except TensorNameError:
+        return ForeignIndex(KIND, stored, plain)
+    # Somebody may have changed the tensors and kept the notes; then the tree is not theirs.
+    if sorted(names.values()) != sorted(stored):
+        return ForeignIndex(KIND, stored, plain)
+    return ForeignIndex(KIND, {name: replace(stored[there], name=name) for name, there in names.items()}, tree)
+
+
+def _tree(text: Any) -> trees.Node | None:
+    """Return the tree of a note; None if there is none, or none that this version can read."""
+    if not isinstance(text, str):
+        return None
+    try:
+        return trees.load(text.encode())
+    except (DtckptError, UnicodeEncodeError):
+        return None
+
+
+def _content(metadata: Mapping[str, str]) -> dict[str, int]:
+    """Return the content digests that a file notes."""
+    try:
+        digests = json.loads(metadata.get(CONTENT, "{}"))
+        return {name: int(text, 16) for name, text in digests.items() if _DIGEST.fullmatch(text)}
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"the note {CONTENT} of a safetensors file cannot be read: {error}") from error

@@ -1,0 +1,199 @@
+"""Checkpoints of other libraries as values: every tensor is made of pieces, and a piece is a range of bytes in a file.
+
+A safetensors file, a ``.distcp`` file of PyTorch and the zip of ``torch.save`` all hold raw elements at known places.
+So one value, `ForeignIndex`, describes each of them. Its parsers are pure (`dtckpt.format.safetensors_index` and its
+neighbours), and one reader reads all (`dtckpt.checkpoint.reading.piece_files`)::
+
+    tensor "w", shape (4, 6)         pieces
+    +-------+-----------+            rows 0:4, columns 0:2 in __0_0.distcp, from byte 512
+    |  __0  |   __1     |            rows 0:4, columns 2:6 in __1_0.distcp, from byte 64
+    +-------+-----------+
+
+An index comes from an untrusted file. What it claims is checked here, when the values are built; that the files are as
+long as it claims is checked before memory is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+
+import numpy as np
+
+from dtckpt.errors import CheckpointCorruptError
+from dtckpt.format import tree as trees
+from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.grid import MAX_NUMEL, MAX_RANK
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.region import Region
+
+MAX_PIECES = 1 << 16
+"""Bound on the pieces of one tensor: as many as there are processes in the largest jobs."""
+_MAX_NBYTES = 1 << 62
+_COMPARED = 1 << 20
+"""Pairs of pieces that are compared in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor's elements, as raw little-endian bytes in one file.
+
+    Args:
+        region: The box.
+        file: The file's name, relative to the checkpoint's folder.
+        offset: The first byte of the box's first element.
+        strides: Elements from one element to the next, per dim; None: C order, without gaps.
+    """
+
+    region: Region
+    file: str
+    offset: int
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def element_strides(self) -> tuple[int, ...]:
+        """Elements from one element to the next, per dim."""
+        return c_strides(self.region.shape) if self.strides is None else self.strides
+
+    def stop(self, itemsize: int) -> int:
+        """Return the byte behind the last element of the box."""
+        last = sum((size - 1) * step for size, step in zip(self.region.shape, self.element_strides, strict=True))
+        return self.offset + itemsize * (last + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignTensor:
+    """One tensor of another library's checkpoint. Elements that no piece has were not saved.
+
+    Args:
+        name: The tensor's name.
+        shape: Global shape.
+        dtype: Name of the element type, one of `dtckpt.format.dtypes.DTYPES`.
+        pieces: The pieces, which do not overlap. A tensor without elements has none.
+        layout: Layout at the time of the save, if the checkpoint tells it.
+        content: Content digest (`dtckpt.format.content`), if the checkpoint notes one.
+
+    Raises:
+        CheckpointCorruptError: The pieces do not fit the tensor or each other, or a number is out of bounds.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+    layout: Layout | None = None
+    content: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise self._error(f"its dtype {self.dtype!r} is unknown, expected one of {', '.join(DTYPES)}")
+        is_sane = len(self.shape) <= MAX_RANK and min(self.shape, default=0) >= 0
+        if not is_sane or math.prod(filter(None, self.shape)) > MAX_NUMEL:
+            raise self._error(f"nothing can have shape {self.shape}")
+        if len(self.pieces) > MAX_PIECES:
+            raise self._error(f"it has {len(self.pieces)} pieces, expected at most {MAX_PIECES}")
+        whole = Region.full(self.shape)
+        for piece in self.pieces:
+            if piece.region.ndim != whole.ndim or piece.region.is_empty or not whole.contains(piece.region):
+                raise self._error(f"its piece {piece.region} is not inside shape {self.shape}")
+            strides = piece.element_strides
+            if len(strides) != whole.ndim or min(strides, default=0) < 0:
+                raise self._error(f"its piece {piece.region} has strides {strides}")
+            if piece.offset < 0 or piece.stop(self.itemsize) > _MAX_NBYTES:
+                raise self._error(f"its piece {piece.region} would begin at byte {piece.offset} of {piece.file!r}")
+            if not is_file_name(piece.file):
+                raise self._error(f"its piece {piece.region} is in {piece.file!r}, which is no file of the checkpoint")
+        if (clash := _overlap([piece.region for piece in self.pieces])) is not None:
+            raise self._error(f"its pieces {clash[0]} and {clash[1]} overlap")
+
+    def _error(self, reason: str) -> CheckpointCorruptError:
+        return CheckpointCorruptError(f"tensor {self.name[:200]!r} cannot be read: {reason}")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the pieces have all elements."""
+        return sum(piece.region.numel for piece in self.pieces) == math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignIndex:
+    """The description of another library's checkpoint.
+
+    Args:
+        kind: The format: a key of `dtckpt.checkpoint.reading.foreign_formats.FORMATS`.
+        tensors: By name.
+        structure: The state tree of its tensors and plain values, as a node of `dtckpt.format.tree`.
+
+    Raises:
+        CheckpointCorruptError: The structure is malformed, or does not name every tensor once.
+    """
+
+    kind: str
+    tensors: Mapping[str, ForeignTensor]
+    structure: trees.Node
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+        # Lists, not sets: a name that occurs twice is refused, too.
+        if sorted(trees.tensor_names(self.structure)) != sorted(self.tensors):
+            raise CheckpointCorruptError("the checkpoint contradicts itself: its tree does not name every tensor once")
+
+    def file_nbytes(self) -> dict[str, int]:
+        """Return, by file, the bytes that it must have at least."""
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            for piece in tensor.pieces:
+                sizes[piece.file] = max(sizes.get(piece.file, 0), piece.stop(tensor.itemsize))
+        return sizes
+
+
+def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a dense array in C order."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name can be that of a file in or below the checkpoint's folder, and of no file elsewhere."""
+    is_text = name.isprintable() and "\\" not in name and ":" not in name
+    return is_text and all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+def _overlap(regions: list[Region]) -> tuple[Region, Region] | None:
+    """Return two regions that share an element; None if there are none. Regions are not empty."""
+    if len(regions) < 2:
+        return None
+    if regions[0].ndim == 0:
+        return regions[0], regions[1]
+    regions = sorted(regions, key=lambda region: region.offset)
+    # The usual case, by one pass: rows of the first dim that follow each other.
+    if all(before.stop[0] <= after.offset[0] for before, after in pairwise(regions)):
+        return None
+    starts = np.array([region.offset for region in regions], np.int64)
+    stops = np.array([region.stop for region in regions], np.int64)
+    for rows in _blocks(len(regions)):
+        meet = np.ones((rows.stop - rows.start, len(regions)), np.bool_)
+        for dim in range(starts.shape[1]):
+            meet &= (starts[rows, dim, None] < stops[:, dim]) & (starts[:, dim] < stops[rows, dim, None])
+        meet[np.arange(rows.stop - rows.start), np.arange(rows.start, rows.stop)] = False  # itself
+        if meet.any():
+            first, second = np.argwhere(meet)[0].tolist()
+            return regions[rows.start + first], regions[second]
+    return None
+
+
+def _blocks(count: int) -> Iterator[slice]:
+    step = max(1, _COMPARED // count)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))

@@ -1,0 +1,91 @@
+"""Checkpoints of other libraries as values: what they refuse, and that pieces which overlap are found."""
+
+import itertools
+import random
+
+import pytest
+
+from dtckpt.errors import CheckpointCorruptError
+from dtckpt.format import stored_pieces
+from dtckpt.format.stored_pieces import ForeignIndex, ForeignTensor, Piece
+from dtckpt.layout.region import Region
+
+
+def piece(offset, shape, *, at=0, file="f", strides=None):
+    return Piece(Region(offset, shape), file, at, strides)
+
+
+def tensor(*pieces, shape=(4, 6), dtype="float32"):
+    return ForeignTensor("w", shape, dtype, pieces)
+
+
+def test_facts():
+    whole = tensor(piece((0, 0), (4, 2), at=100), piece((0, 2), (4, 4), file="g", strides=(1, 4)))
+    assert whole.is_whole
+    assert whole.nbytes == 96
+    assert whole.pieces[0].element_strides == (2, 1)
+    assert [each.stop(whole.itemsize) for each in whole.pieces] == [132, 64]
+    index = ForeignIndex("any", {"w": whole}, {"tensor": "w"})
+    assert index.file_nbytes() == {"f": 132, "g": 64}
+    assert not tensor(piece((0, 0), (4, 2))).is_whole
+    assert tensor(shape=(0, 3)).is_whole
+    assert tensor(piece((), ()), shape=()).is_whole
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dtype": "float7"},
+        {"shape": (2, -1)},
+        {"shape": (1,) * 33},
+        {"shape": (1 << 40, 1 << 40)},
+        {"pieces": [piece((0, 0), (5, 6))]},
+        {"pieces": [piece((0,), (4,))]},
+        {"pieces": [piece((0, 0), (0, 6))]},
+        {"pieces": [piece((0, 0), (4, 6), strides=(1,))]},
+        {"pieces": [piece((0, 0), (4, 6), strides=(-6, 1))]},
+        {"pieces": [piece((0, 0), (4, 6), at=-1)]},
+        {"pieces": [piece((0, 0), (4, 6), at=1 << 62)]},
+        {"pieces": [piece((0, 0), (4, 6), strides=(1 << 60, 1))]},
+        *(
+            {"pieces": [piece((0, 0), (4, 6), file=file)]}
+            for file in ("", "/etc/passwd", "../x", "a//b", "a\0", "a\\b")
+        ),
+        {"pieces": [piece((0, 0), (4, 4)), piece((2, 3), (1, 1))]},
+        {"shape": (), "pieces": [piece((), ()), piece((), ())]},
+    ],
+    ids=str,
+)
+def test_refused(arguments):
+    with pytest.raises(CheckpointCorruptError, match="tensor 'w' cannot be read"):
+        tensor(*arguments.pop("pieces", ()), **arguments)
+
+
+def test_a_tree_that_does_not_name_the_tensors():
+    for structure in ({"dict": []}, {"list": [{"tensor": "w"}, {"tensor": "w"}]}, {"tensor": "v"}):
+        with pytest.raises(CheckpointCorruptError):
+            ForeignIndex("any", {"w": tensor()}, structure)
+
+
+@pytest.mark.parametrize("compared", [1, 7, 1 << 20])
+def test_overlaps_are_found_as_by_comparing_all_pairs(monkeypatch, compared):
+    monkeypatch.setattr(stored_pieces, "_COMPARED", compared)
+    rng = random.Random(7)
+    found = 0
+    for _ in range(300):
+        regions = []
+        for _ in range(rng.randrange(2, 6)):
+            offset = tuple(rng.randrange(6) for _ in range(2))
+            regions.append(Region(offset, tuple(rng.randrange(1, 4) for _ in range(2))))
+        expected = any(first.intersect(second) for first, second in itertools.combinations(regions, 2))
+        clash = stored_pieces._overlap(regions)
+        assert (clash is not None) == expected
+        if clash is not None:
+            assert clash[0].intersect(clash[1])
+            found += 1
+    assert 50 < found < 290
+
+
+def test_many_pieces_are_compared_quickly():
+    rows = [piece((row, column), (1, 1), at=4 * row) for row in range(3000) for column in (0, 1)]
+    assert tensor(*rows, shape=(3000, 2)).is_whole
