@@ -1,4 +1,4 @@
-"""Errors: every class that dtckpt raises, in one tree, and their transfer between clients.
+"""Errors: every class that dtckpt raises, in one tree, their transfer between clients, and the text of messages.
 
 The classes are grouped by what the caller can do about them. Each is also a subclass of the fitting builtin, so that
 ``except ValueError`` or ``except TimeoutError`` works without this module. A message has the form "what failed, on
@@ -15,6 +15,7 @@ from typing import Any
 
 MAX_MESSAGE_CHARS = 4000
 """Longest message that `to_wire` returns; gRPC drops status texts that exceed the peer's metadata limit."""
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class DtckptError(Exception):
@@ -285,6 +286,9 @@ def from_wire(code: str, message: str, **facts: Any) -> DtckptError:
     return classes.get(code, ClientFailedError)(message, **facts)
 
 
+# --- text of messages, logs and tables -----------------------------------------------------------------------------
+
+
 def capped(names: Iterable[object], limit: int = 8, *, count: int | None = None) -> str:
     """Join names for a message, at most ``limit`` of them ("a, b, c and 93 more").
 
@@ -297,3 +301,17 @@ def capped(names: Iterable[object], limit: int = 8, *, count: int | None = None)
     num_more = (len(listed) if count is None else count) - limit
     shown = ", ".join(listed[:limit])
     return shown if num_more <= 0 else f"{shown} and {num_more} more"
+
+
+def printable(text: str) -> str:
+    """Escape characters that could break a line or control a terminal; names and paths may hold any."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def format_nbytes(nbytes: float) -> str:
+    """Return a size in bytes with a binary unit, such as ``1.5 GiB``."""
+    for unit in _UNITS[:-1]:
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} {_UNITS[-1]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self, TextIO
 
-from dtckpt.text import printable
+from dtckpt.errors import printable
 
 
 class Bar:

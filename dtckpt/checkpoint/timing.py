@@ -19,8 +19,8 @@ from typing import Any
 from dtckpt.checkpoint.progress_bar import Bar, is_watched
 from dtckpt.checkpoint.tracing import close_span, open_span
 from dtckpt.coordination.api import Progress
+from dtckpt.errors import printable
 from dtckpt.format.manifest import Costs, PhaseCost
-from dtckpt.text import printable
 
 logger = logging.getLogger("dtckpt.checkpoint")
 

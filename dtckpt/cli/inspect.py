@@ -11,13 +11,12 @@ from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.cli.arguments import layout_text
 from dtckpt.cli.output import format_count, format_shape, write_event, write_line, write_table
-from dtckpt.errors import TensorNotFoundError, capped
+from dtckpt.errors import TensorNotFoundError, capped, format_nbytes, printable
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.manifest import Costs
 from dtckpt.format.plain_values import encode_value
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
-from dtckpt.text import format_nbytes, printable
 
 MAX_VALUE_CHARS = 80
 

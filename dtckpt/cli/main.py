@@ -15,8 +15,7 @@ import click
 from dtckpt.cli.commands import cli
 from dtckpt.cli.exit_codes import ExitCode, exit_code_of
 from dtckpt.cli.output import write_event
-from dtckpt.errors import DtckptError
-from dtckpt.text import printable
+from dtckpt.errors import DtckptError, printable
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from dtckpt.text import printable
+from dtckpt.errors import printable
 
 
 def write_line(text: str) -> None:

@@ -11,8 +11,7 @@ from dtckpt.checkpoint.resharding.reshard import ReshardedTensor, ReshardReport
 from dtckpt.checkpoint.resharding.workers import PartReport
 from dtckpt.cli.arguments import layout_text
 from dtckpt.cli.output import format_count, format_shape, write_event, write_line, write_table
-from dtckpt.errors import capped
-from dtckpt.text import format_nbytes, printable
+from dtckpt.errors import capped, format_nbytes, printable
 
 
 class Reporter:

@@ -16,8 +16,7 @@ from dtckpt.coordination.api import BarrierStatus, JobStatus, TaskStatus
 from dtckpt.coordination.discovery import SOURCES, find_coordinator
 from dtckpt.coordination.grpc_credentials import Access
 from dtckpt.coordination.grpc_status import StatusClient
-from dtckpt.errors import ConfigError, CoordinatorUnavailableError, JobNotFoundError, capped
-from dtckpt.text import printable
+from dtckpt.errors import ConfigError, CoordinatorUnavailableError, JobNotFoundError, capped, printable
 
 _WORST_FIRST = ("lost", "unknown", "suspect", "fenced", "registered", "left")
 _HEADER = ("client", "state", "heard", "phase", "step", "done", "unchanged", "host")

@@ -10,7 +10,7 @@ from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.checkpoint.reading.verify import Damage, VerifyReport
 from dtckpt.cli.exit_codes import ExitCode
 from dtckpt.cli.output import format_count, write_event, write_line
-from dtckpt.text import format_nbytes, printable
+from dtckpt.errors import format_nbytes, printable
 
 
 def run_verify(path: str, *, as_json: bool, threads: int | None) -> ExitCode:

@@ -215,24 +215,24 @@ def _make_process_group(coordination: Coordination | None = None, coordinator: s
     global _has_process_group  # noqa: PLW0603  (one default group per process)
     if Config.from_environ().num_clients == 1:
         return
-    from dtckpt.coordination import process_group  # it imports torch, which one client alone may not need
+    from dtckpt.coordination import default_process_group  # it imports torch, which one client alone may not need
 
-    if process_group.is_wanted():
+    if default_process_group.is_wanted():
         _has_process_group = True
         if coordination is None:
-            process_group.make_at_store()
+            default_process_group.make_at_store()
         else:
-            process_group.make_through(coordination, coordinator)
+            default_process_group.make_through(coordination, coordinator)
 
 
 def _end_process_group() -> None:
     """Destroy the default process group if `initialize_multi_client` has made it."""
     global _has_process_group  # noqa: PLW0603  (one default group per process)
     if _has_process_group:
-        from dtckpt.coordination import process_group
+        from dtckpt.coordination import default_process_group
 
         _has_process_group = False
-        process_group.end()
+        default_process_group.end()
 
 
 def job_status() -> JobStatus:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from dtckpt._proto import checkpoint_pb2
-from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, ConfigError, DtckptError
+from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, ConfigError, DtckptError, format_nbytes
 from dtckpt.format.codecs import CODECS, NO_CODEC
 from dtckpt.format.digest import Blocks, bytes_digest
 from dtckpt.format.dtypes import validate_dtype
@@ -29,7 +29,6 @@ from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.names import is_path_of
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
-from dtckpt.text import format_nbytes
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "dtckpt.manifest"

@@ -1,4 +1,4 @@
-"""`DeviceOffsets`: where in the row-major order of a mesh a device is, by its id."""
+"""Where a device is in the row-major order of a mesh: by its id (`DeviceOffsets`), and along every axis (`unravel`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+
+
+def unravel(offset: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the position along every axis of the device at a row-major offset in a mesh of this shape."""
+    coordinate: list[int] = []
+    for size in reversed(shape):
+        offset, index = divmod(offset, size)
+        coordinate.append(index)
+    return tuple(reversed(coordinate))
 
 
 class DeviceOffsets:

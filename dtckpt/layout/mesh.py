@@ -17,7 +17,7 @@ from dtckpt.config import Config
 from dtckpt.errors import AxisNotFoundError, MeshError, MeshTypeError
 from dtckpt.layout import default_mesh, mesh_validation, submesh, text_format
 from dtckpt.layout.device_names import DeviceSpec, full_name, kind_of, task_of
-from dtckpt.layout.device_offsets import DeviceOffsets
+from dtckpt.layout.device_offsets import DeviceOffsets, unravel
 from dtckpt.layout.mesh_validation import RESERVED_NAMES, dims_of, ids_of, tuple_of
 from dtckpt.layout.torch_callers import validate_caller
 
@@ -349,11 +349,11 @@ class Mesh:
 
     def coordinate(self, device_id: int) -> tuple[int, ...]:
         """Return the position of a device along every axis."""
-        return self._unravel(self._offset(device_id))
+        return unravel(self._offset(device_id), self.shape)
 
     def device_location(self, offset: int) -> list[int]:
         """Return the position along every axis of the device at a row-major offset from 0 (not an id)."""
-        return list(self._unravel(self._valid_offset(offset)))
+        return list(unravel(self._valid_offset(offset), self.shape))
 
     def coords(self, device_idx: int) -> npt.NDArray[np.int64]:
         """Return `device_location` as an array."""
@@ -514,20 +514,7 @@ class Mesh:
             raise MeshError(f"{self.label}: got no axis, expected one of {self.dim_names}")
         if isinstance(axis, str) and axis not in self.mesh_dim_names:
             return self[axis].clients
-        position = self.axis_index(0 if axis is None else axis)
-        # The axis last: then the other coordinates of a device are the index of its line of devices.
-        owners = np.moveaxis(self.owners, position, -1)
-        coordinates = map(self.coordinate, self._record.local_device_ids)
-        lines = (owners[(*place[:position], *place[position + 1 :])].tolist() for place in coordinates)
-        client_sets = {tuple(sorted(set(line))) for line in lines}
-        # Without a local device there is no set at all.
-        if len(client_sets) != 1:
-            raise MeshError(
-                f"{self.label}: got local devices that see {len(client_sets)} sets of clients along axis "
-                f"{self.mesh_dim_names[position]!r}, expected one; this client has "
-                f"{len(self._record.local_device_ids)} devices in the mesh"
-            )
-        return client_sets.pop()
+        return submesh.clients_of_line(self, self.axis_index(0 if axis is None else axis))
 
     # --- clients ------------------------------------------------------------------------------------------------------
 
@@ -596,13 +583,6 @@ class Mesh:
         if not 0 <= offset < self.size():
             raise MeshError(f"{self.label}: got device offset {offset}, expected one from 0 to {self.size() - 1}")
         return offset
-
-    def _unravel(self, offset: int) -> tuple[int, ...]:
-        coordinate: list[int] = []
-        for size in reversed(self.shape):
-            offset, index = divmod(offset, size)
-            coordinate.append(index)
-        return tuple(reversed(coordinate))
 
 
 def mesh_of_bytes(data: bytes, origins: dict[str, tuple[str, ...]]) -> Mesh:

@@ -1,4 +1,4 @@
-"""Slices of meshes: the work of `Mesh.__getitem__`, `flatten`, `_unflatten` and `_concatenate`.
+"""Slices of meshes: the work of `Mesh.__getitem__`, `flatten`, `_unflatten`, `_concatenate` and `clients_along`.
 
 A slice knows its root mesh and the offsets of its devices there (`Mesh.root_offsets`).
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dtckpt.errors import AxisNotFoundError, MeshError, MeshTypeError
 from dtckpt.layout import mesh_validation, text_format
@@ -54,6 +56,31 @@ def concatenate_meshes(meshes: Sequence[Mesh]) -> Mesh:
     record, offsets = mesh_validation.concatenated_record(root.record, root.device_names, parts)
     backends = {axis: backend for mesh in meshes for axis, backend in mesh.backends.items()}
     return _part(root, record, offsets, backends)
+
+
+def clients_of_line(mesh: Mesh, axis: int) -> tuple[int, ...]:
+    """Return the clients on the lines of devices along an axis that run through this client's devices, ascending.
+
+    Args:
+        mesh: The mesh.
+        axis: Position of the axis.
+
+    Raises:
+        MeshError: This client has no device in the mesh, or its devices are on lines of different clients.
+    """
+    # The axis last: then the other coordinates of a device are the index of its line.
+    owners = np.moveaxis(mesh.owners, axis, -1)
+    coordinates = map(mesh.coordinate, mesh.local_device_ids())
+    lines = (owners[(*place[:axis], *place[axis + 1 :])].tolist() for place in coordinates)
+    client_sets = {tuple(sorted(set(line))) for line in lines}
+    # Without a local device there is no set at all.
+    if len(client_sets) != 1:
+        raise MeshError(
+            f"{mesh.label}: got local devices that see {len(client_sets)} sets of clients along axis "
+            f"{mesh.mesh_dim_names[axis]!r}, expected one; this client has {len(mesh.local_device_ids())} devices in "
+            "the mesh"
+        )
+    return client_sets.pop()
 
 
 def _axes_named(mesh: Mesh, name: str) -> tuple[str, ...]:

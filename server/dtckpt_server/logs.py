@@ -6,7 +6,7 @@ import json
 import logging
 from datetime import UTC, datetime
 
-from dtckpt.text import printable
+from dtckpt.errors import printable
 
 
 class LineFormatter(logging.Formatter):

@@ -15,7 +15,7 @@ from typing import Any
 
 from .client_crew import Crew, serve
 
-# A lost answer of a name server holds a TCPStore for 5 s (see test_process_group); these tests wait for less.
+# A lost answer of a name server holds a TCPStore for 5 s (see test_default_process_group); these tests wait for less.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 HEARTBEAT_S = 2.0

@@ -6,7 +6,6 @@ values: mostly how many collectives ran, forward and backward, and whether value
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -17,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-OURS = "dtckpt.dtensor"
-TORCHS = "torch.distributed.tensor"
+from .dtensor_programs import OURS, raises
+
 AGREEMENT = "all_gather_object"
 """The kind of communication by which our clients agree on a shape; PyTorch's assume that shards are even."""
 
@@ -416,14 +415,6 @@ def refusals(api: Any) -> Any:
     ]
 
 
-def raises(kind: type[Exception], call: Any) -> bool:
-    try:
-        call()
-    except kind:
-        return True
-    return False
-
-
 PROGRAMS = (
     feed_forward,
     feed_forward_of_sequences,
@@ -440,15 +431,3 @@ PROGRAMS = (
     sources,
     refusals,
 )
-
-
-def run_both(name: str) -> tuple[Any, Any]:
-    """Run a program on this client with both imports; return what each saw. Ours may not even warn."""
-    program = globals()[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = program(import_module(TORCHS))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours = program(import_module(OURS))
-    return ours, theirs

@@ -68,12 +68,12 @@ def initialize_with_a_group() -> bool:
 
 def initialize_unreachable() -> bool:
     """Client 0 tells an address of which client 1 knows nothing."""
-    from dtckpt.coordination import process_group
+    from dtckpt.coordination import default_process_group
 
     _forget_store(0)
-    process_group._machine = lambda: ""
-    process_group._own_host = lambda *_: "nowhere.invalid"
-    process_group.REACH_TIMEOUT = timedelta(seconds=1)
+    default_process_group._machine = lambda: ""
+    default_process_group._own_host = lambda *_: "nowhere.invalid"
+    default_process_group.REACH_TIMEOUT = timedelta(seconds=1)
     dtckpt.initialize_multi_client()
     return False
 

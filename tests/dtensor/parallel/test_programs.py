@@ -1,7 +1,7 @@
 """Programs of tensor parallelism see the same with only the import changed, collectives included."""
 
 import pytest
-from support import parallel_programs
+from support import dtensor_programs, parallel_programs
 
 pytestmark = pytest.mark.processes
 
@@ -9,5 +9,5 @@ pytestmark = pytest.mark.processes
 @pytest.mark.share(6)
 @pytest.mark.parametrize("program", parallel_programs.PROGRAMS, ids=lambda program: program.__name__)
 def test_programs_see_the_same(pool, program):
-    for ours, theirs in pool.values(parallel_programs.run_both, program.__name__, clients=2, group=True):
+    for ours, theirs in pool.values(dtensor_programs.run_both, program, clients=2, group=True):
         assert ours == theirs

@@ -11,7 +11,7 @@ from support.coordinators import server_in_thread
 import dtckpt
 from dtckpt import Layout, Replicate, Shard, errors
 from dtckpt.config import Config
-from dtckpt.coordination import process_group
+from dtckpt.coordination import default_process_group
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_a_store_that_cannot_be_reached_is_an_error_of_all(pool, coordinator):
 )
 def test_the_host_that_client_0_tells(monkeypatch, jobs, coordinator, host):
     environment = {"DTENSOR_JOBS": jobs} if jobs else {}
-    assert process_group._own_host(Config.from_environ(environment), coordinator) == host
+    assert default_process_group._own_host(Config.from_environ(environment), coordinator) == host
 
 
 @pytest.mark.parametrize("jobs", ["a,b", "a:x,b:1", "/bns/cell/0,/bns/cell/1"])
