@@ -1,0 +1,225 @@
+"""The ``.metadata`` file of PyTorch's distributed checkpoints: which tensors there are, and where their chunks are.
+
+It is a pickle of dataclasses of ``torch.distributed.checkpoint``. They are read by their names and their fields; their
+classes are never imported (`dtckpt.format.pickle_syntax`)::
+
+    Metadata.state_dict_metadata   name -> TensorStorageMetadata(properties, size, chunks) | BytesStorageMetadata
+            .storage_data          MetadataIndex(name, offset of a chunk) -> _StorageInfo(file, offset, length)
+            .planner_data          name -> the path in the state dict; None if the state dict was not flattened
+
+Each item is a stream of ``torch.save`` within one of the ``.distcp`` files, and holds one chunk or one plain value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TreeError
+from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.pickle_syntax import Call, Global, Pairs, parse_pickle
+from dtckpt.format.stored_pieces import is_file_name
+from dtckpt.layout.region import Region
+
+METADATA_NAME = ".metadata"
+"""The file; processes that save without collectives write one each, named ``__<rank>.metadata``."""
+
+_PACKAGE = "torch.distributed.checkpoint"
+_METADATA = f"{_PACKAGE}.metadata.Metadata"
+_TENSOR = f"{_PACKAGE}.metadata.TensorStorageMetadata"
+_BYTES = f"{_PACKAGE}.metadata.BytesStorageMetadata"
+_PROPERTIES = f"{_PACKAGE}.metadata.TensorProperties"
+_CHUNK = f"{_PACKAGE}.metadata.ChunkStorageMetadata"
+_INDEX = f"{_PACKAGE}.metadata.MetadataIndex"
+_INFO = f"{_PACKAGE}.filesystem._StorageInfo"
+_MAX_NUMBER = 1 << 62
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """A stream of ``torch.save`` within a file.
+
+    Args:
+        file: Name of the file, relative to the checkpoint's folder.
+        offset: Its first byte.
+        nbytes: Its bytes.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DcpTensor:
+    """A tensor of a distributed checkpoint.
+
+    Args:
+        dtype: Name of the element type.
+        shape: Global shape.
+        chunks: The boxes that were saved, each with the item that holds it. Empty boxes are left out.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[Region, StoredItem], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DcpMetadata:
+    """The content of a ``.metadata`` file.
+
+    Args:
+        tensors: The tensors, by their flattened names.
+        values: The items of plain values, by their flattened names.
+        paths: The path in the state dict by flattened name; of all tensors and values.
+        refused: By flattened name, why a tensor or a value cannot be read.
+    """
+
+    tensors: Mapping[str, DcpTensor]
+    values: Mapping[str, StoredItem]
+    paths: Mapping[str, Path]
+    refused: Mapping[str, TreeError] = field(default_factory=dict)
+
+
+def parse_metadata(data: bytes, where: str) -> DcpMetadata:
+    """Parse a ``.metadata`` file.
+
+    Args:
+        data: Its content.
+        where: Its name, for messages.
+
+    Raises:
+        CheckpointCorruptError: It is malformed, or contradicts itself.
+        CheckpointVersionError: It is of a class that this version does not know.
+    """
+    value = parse_pickle(data, where)
+    try:
+        return _metadata(value, where)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointCorruptError | CheckpointVersionError):
+            raise
+        raise CheckpointCorruptError(f"{where} is malformed: {str(error)[:200]}; restore another checkpoint") from error
+
+
+def _metadata(value: Any, where: str) -> DcpMetadata:
+    metadata = _fields(value, _METADATA)
+    items = {_key(index): info for index, info in _pairs(metadata["storage_data"])}
+    tensors: dict[str, DcpTensor] = {}
+    values: dict[str, StoredItem] = {}
+    refused: dict[str, TreeError] = {}
+    for name, facts in _pairs(metadata["state_dict_metadata"]):
+        try:
+            if _name(facts) == _BYTES:
+                values[_text(name)] = _item(items, (name, None), where)
+            else:
+                tensors[_text(name)] = _tensor(name, facts, items, where)
+        except TreeError as error:
+            refused[name] = error
+    names = [*tensors, *values, *refused]
+    if len(set(names)) != len(names):
+        raise ValueError("it names a tensor twice")
+    planned = metadata.get("planner_data")
+    given = {name: path for name, path in planned if type(name) is str} if type(planned) is Pairs else {}
+    return DcpMetadata(tensors, values, {name: _path(given.get(name), name) for name in names}, refused)
+
+
+def _tensor(name: str, facts: Any, items: Mapping[Any, Any], where: str) -> DcpTensor:
+    tensor = _fields(facts, _TENSOR)
+    # dtype, layout, requires_grad, memory_format, pin_memory
+    dtype = tensor["properties"]
+    if _name(dtype) != _PROPERTIES:
+        raise TypeError(f"the properties of {name[:80]!r} are {_name(dtype)[:80]}")
+    dtype = _global(dtype.state[0]).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise TreeError(f"cannot read tensor {name[:200]!r}: its dtype is {dtype[:40]}")
+    shape = _sizes(tensor["size"])
+    chunks = []
+    for chunk in tensor["chunks"]:
+        box = _fields(chunk, _CHUNK)
+        region = Region(_sizes(box["offsets"]), _sizes(box["sizes"]))
+        if not region.is_empty:
+            chunks.append((region, _item(items, (name, region.offset), where)))
+    return DcpTensor(dtype, shape, tuple(chunks))
+
+
+def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
+    """Return the name and the offset of a ``MetadataIndex``; its third field is only a hint."""
+    fields = _fields(index, _INDEX)
+    offset = fields.get("offset")
+    return _text(fields["fqn"]), None if offset is None else _sizes(offset)
+
+
+def _item(items: Mapping[Any, Any], key: tuple[str, tuple[int, ...] | None], where: str) -> StoredItem:
+    if key not in items:
+        at = "" if key[1] is None else f" at {key[1]}"
+        raise CheckpointCorruptError(
+            f"{where} contradicts itself: it names {key[0][:200]!r}{at}, and no file for it; restore another checkpoint"
+        )
+    info = _fields(items[key], _INFO)
+    if info.get("transform_descriptors"):
+        raise TreeError(
+            f"cannot read {key[0][:200]!r}: it was saved through extensions of the writer; load it with PyTorch, and "
+            "save it without"
+        )
+    file = _text(info["relative_path"])
+    if not is_file_name(file):
+        raise ValueError(f"{file[:80]!r} is no file of the checkpoint")
+    return StoredItem(file, _number(info["offset"]), _number(info["length"]))
+
+
+def _path(path: Any, name: str) -> Path:
+    if path is None:
+        return (name,)
+    if type(path) is not tuple or not path or any(type(key) not in (str, int) for key in path):
+        raise TypeError(f"the path of {name[:80]!r} is no tuple of keys")
+    return path
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if _name(value) != "torch.Size":
+        raise TypeError("a shape is no torch.Size")
+    (sizes,) = value.arguments
+    return tuple(map(_number, sizes))
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
+        raise ValueError("a size or an offset is none")
+    return value
+
+
+def _text(value: Any) -> str:
+    # Never shown if it is something else: the text of a hostile tuple takes for ever.
+    if type(value) is not str:
+        raise TypeError(f"{type(value).__name__} where a name should be")
+    return value
+
+
+def _pairs(value: Any) -> Iterable[tuple[Any, Any]]:
+    if type(value) is not Pairs:
+        raise TypeError(f"{type(value).__name__} where a dict should be")
+    return value
+
+
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    """Return the fields of a dataclass of this name."""
+    if _name(value) != kind:
+        raise CheckpointVersionError(
+            f"the checkpoint's .metadata holds {_name(value)[:120] or type(value).__name__}, expected {kind}; upgrade "
+            "dtckpt, or convert the checkpoint with the library that wrote it"
+        )
+    return {name: field for name, field in _pairs(value.state) if type(name) is str}
+
+
+def _name(value: Any) -> str:
+    return value.name if type(value) is Call else ""
+
+
+def _global(value: Any) -> str:
+    if type(value) is not Global:
+        raise TypeError("a dtype is no name")
+    return value.name
