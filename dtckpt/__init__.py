@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dtckpt import dtensor, errors
+    from dtckpt import dtensor, errors, interop
     from dtckpt.checkpoint.managing.manager import CheckpointManager
     from dtckpt.checkpoint.managing.restore_newest import RestoredStep
     from dtckpt.checkpoint.managing.retention import Retention
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.resharding.reshard import reshard
     from dtckpt.checkpoint.restoring.report import RestoreReport
     from dtckpt.checkpoint.restoring.restore import restore
+    from dtckpt.checkpoint.rng_state import RngState
     from dtckpt.checkpoint.saving.report import SaveReport
     from dtckpt.checkpoint.saving.save import save
     from dtckpt.checkpoint.saving.save_async import SaveHandle, save_async
@@ -78,6 +79,7 @@ _MODULES = {
     "checkpoint.reading.checkpoint": ("Checkpoint", "open_checkpoint"),
     "checkpoint.reading.tensor_info": ("TensorInfo",),
     "checkpoint.restoring.restore": ("restore",),
+    "checkpoint.rng_state": ("RngState",),
     "checkpoint.managing.retention": ("Retention",),
     "checkpoint.restoring.report": ("RestoreReport",),
     "checkpoint.saving.report": ("SaveReport",),
@@ -123,7 +125,7 @@ _MODULES = {
     "comm.rendezvous": ("init_process_group",),
     "checkpoint.resharding.reshard": ("reshard",),
 }
-_SUBMODULES = ("dtensor", "errors")
+_SUBMODULES = ("dtensor", "errors", "interop")
 _MODULE_OF = {name: f"dtckpt.{module}" for module, names in _MODULES.items() for name in names}
 
 __version__ = "0.1.0"
@@ -149,6 +151,7 @@ __all__ = [
     "RestoreReport",
     "RestoredStep",
     "Retention",
+    "RngState",
     "SaveHandle",
     "SaveOptions",
     "SaveReport",
@@ -174,6 +177,7 @@ __all__ = [
     "init_process_group",
     "initialize_multi_client",
     "initialize_tpu_system",
+    "interop",
     "job_name",
     "job_status",
     "jobs",

@@ -1,13 +1,15 @@
 """Configuration from environment variables: this client's id, its job, and the number of clients.
 
-Three sources; the first one that is set counts: TensorFlow's variables (``DTENSOR_JOBS``, ``DTENSOR_CLIENT_ID``,
-``DTENSOR_NUM_CLIENTS``), torchrun's (``RANK``, ``WORLD_SIZE``), else a single client. The number of addresses
-in ``DTENSOR_JOBS`` is the number of clients; ``DTENSOR_NUM_CLIENTS`` counts only without them.
+Four sources; the first one that is set counts: TensorFlow's variables (``DTENSOR_JOBS``, ``DTENSOR_CLIENT_ID``,
+``DTENSOR_NUM_CLIENTS``), torchrun's (``RANK``, ``WORLD_SIZE``), the default process group that the program has made,
+else a single client. The number of addresses in ``DTENSOR_JOBS`` is the number of clients; ``DTENSOR_NUM_CLIENTS``
+counts only without them.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -39,6 +41,10 @@ class Config:
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Read the variables, by default from the environment of this process."""
         get = (os.environ if environ is None else environ).get
+        rank, world_size = get("RANK"), get("WORLD_SIZE")
+        if environ is None and None in (rank, world_size):
+            # Other launchers than torchrun (SLURM's, MPI's, Lightning's) set none of the two, or one.
+            rank, world_size = _position_in_default_group() or (rank, world_size)
         return cls(
             jobs_text=get("DTENSOR_JOBS"),
             client_id_text=get("DTENSOR_CLIENT_ID"),
@@ -46,8 +52,8 @@ class Config:
             job_name_text=get("DTENSOR_JOB_NAME"),
             heartbeat_text=get("DTENSOR_ENABLE_HEARTBEAT", "true"),
             job=get("DTCKPT_JOB"),
-            rank=get("RANK"),
-            world_size=get("WORLD_SIZE"),
+            rank=rank,
+            world_size=world_size,
             local_world_size_text=get("LOCAL_WORLD_SIZE"),
             attempt_text=get("DTCKPT_ATTEMPT") or get("TORCHELASTIC_RESTART_COUNT") or "0",
             host_transport_text=get("DTCKPT_HOST_TRANSPORT", "true"),
@@ -55,7 +61,7 @@ class Config:
 
     @property
     def is_torchrun(self) -> bool:
-        """Whether client id and count come from torchrun's variables."""
+        """Whether client id and count come from torchrun's variables, or from the default process group."""
         tensorflow = (self.jobs_text, self.client_id_text, self.num_clients_text)
         return tensorflow == (None, None, None) and (self.rank, self.world_size) != (None, None)
 
@@ -124,6 +130,15 @@ class Config:
                 raise ConfigError(f"{name}: got nothing though {other} is set, expected both or none of them")
         count = _integer("WORLD_SIZE", self.world_size or "", 1, None)
         return _integer("RANK", self.rank or "", 0, count), count
+
+
+def _position_in_default_group() -> tuple[str, str] | None:
+    """Return the rank and the size of the default process group of `torch.distributed`; None if there is none."""
+    # Not imported: a program without torch, as the command line is, has no process group.
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return str(dist.get_rank()), str(dist.get_world_size())
 
 
 def _integer(name: str, text: str, low: int, end: int | None) -> int:

@@ -30,6 +30,7 @@ _SPECIAL = rf"__|(?:{_OWN}|\.\.?|[^/]*{re.escape(_LOCK_SUFFIX)})(?:/|\Z)"
 _COMMON_SEGMENT = rf"(?!{_SPECIAL})[A-Za-z0-9_.-]{{1,{MAX_SEGMENT_BYTES}}}"
 _COMMON = re.compile(f"{_COMMON_SEGMENT}(?:/{_COMMON_SEGMENT})*")
 """Matches only names that are valid and stored as they are: most of them, not all. It spares the full check."""
+_SEGMENTS_OF_KEYS = {"": "%", ".": "%2E", "..": "%2E%2E"}
 SELF_SEGMENT = "%self"
 """Last path segment of an array whose name is also a folder of others; no encoded segment can equal it."""
 
@@ -70,6 +71,17 @@ def validate_name(name: str) -> None:
                 f"a segment of tensor name {_shown(name)} is too long; got {len(encode_segment(segment))} bytes "
                 f"once encoded, expected at most {MAX_SEGMENT_BYTES}"
             )
+
+
+def name_of_key(key: str) -> str:
+    """Return what stands for a key of a state tree in the names of tensors: mostly the key itself.
+
+    A key may be any text, as the path of a file. Of its segments those that no name can have are replaced: an empty one
+    by ``%``, and the dots of ``.`` and ``..`` by ``%2E``.
+    """
+    if _is_common(key):
+        return key
+    return "/".join(_SEGMENTS_OF_KEYS.get(segment, segment) for segment in key.split("/"))
 
 
 def encode_segment(segment: str) -> str:

@@ -1,7 +1,7 @@
 """State trees: nested containers of tensors and plain values, and their JSON form.
 
-A tree is saved as its tensors, whose names are their keys joined with ``/``, plus one JSON document that holds the
-structure and the plain values::
+A tree is saved as its tensors, whose names are their keys (as of `dtckpt.format.names.name_of_key`) joined with ``/``,
+plus one JSON document that holds the structure and the plain values::
 
     {"model": {"w": tensor}, "step": 7}   ->   tensor model/w, and
     {"dict": [["model", {"dict": [["w", {"tensor": "model/w"}]]}], ["step", {"value": 7}]]}
@@ -25,6 +25,7 @@ import numpy as np
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TensorNameError, TreeError
 from dtckpt.format import plain_values
 from dtckpt.format.containers import CONTAINERS, name_of
+from dtckpt.format.names import name_of_key
 from dtckpt.format.plain_values import (
     decode_hashable,
     decode_value,
@@ -130,7 +131,7 @@ class _Flattening:
         if kind is dict:
             return {
                 "dict": [
-                    [_encode_key(key, prefix), self.visit(child, f"{prefix}{key}/", depth + 1)]
+                    [_encode_key(key, prefix), self.visit(child, f"{prefix}{name_of_key(str(key))}/", depth + 1)]
                     for key, child in items.items()
                 ]
             }

@@ -36,25 +36,34 @@ def test_hostile_names(tmp_path, name):
     inner, target = tmp_path / "inner", tmp_path / "inner" / "s"
     inner.mkdir()
     attempts = (
-        lambda: dtckpt.save(target, {name: WEIGHT}),
-        lambda: dtckpt.save(target, {"a": {name: WEIGHT}}),
         lambda: dtckpt.sharded_save(MESH, target, [name], [""], [packed(WEIGHT, ROWS)]),
         lambda: dtckpt.name_based_save(MESH, target, {name: packed(WEIGHT, ROWS)}),
     )
     for attempt in attempts:
-        if name == "" and attempt is attempts[0]:
-            continue  # the root's only key: see test_an_empty_key
         with pytest.raises(errors.TensorNameError, match="tensor name") as caught:
             attempt()
         assert len(str(caught.value)) < 500
     assert list(tmp_path.rglob("*")) == [inner]
 
 
-def test_an_empty_key(tmp_path):
-    saved(tmp_path / "s", {"": WEIGHT})
-    assert dtckpt.restore(tmp_path / "s")[""].equal(WEIGHT)
-    with pytest.raises(errors.TreeError, match="would both be named 'value'"):
-        saved(tmp_path / "t", {"": WEIGHT, "value": WEIGHT})
+@pytest.mark.parametrize("key", ["../x", "/x", "", "a//b", "..", ".", "/"])
+def test_keys_that_no_name_can_have(tmp_path, key):
+    """As the paths of files, by which Lightning's ``ModelCheckpoint`` keeps its best scores."""
+    (tmp_path / "inner").mkdir()
+    path = saved(tmp_path / "inner" / "s", {key: WEIGHT, "a": {key: {"w": WEIGHT}}})
+    assert [each.name for each in tmp_path.rglob("*") if each.parent.name != "s"][:2] == ["inner", "s"]
+    assert dtckpt.restore(path)["a"][key]["w"].equal(WEIGHT)
+    target = {key: torch.zeros_like(WEIGHT), "a": {key: None}}
+    assert dtckpt.restore(path, target)[key].equal(WEIGHT)
+    assert target["a"][key]["w"].equal(WEIGHT)
+
+
+@pytest.mark.parametrize("key", ["a\0b", "x" * 4096, "é" * 400])
+def test_keys_that_are_refused(tmp_path, key):
+    with pytest.raises(errors.TensorNameError, match="tensor name") as caught:
+        dtckpt.save(tmp_path / "s", {"a": {key: WEIGHT}})
+    assert len(str(caught.value)) < 500
+    assert not list(tmp_path.rglob("*"))
 
 
 @pytest.mark.parametrize("name", ["w.__lock", "zarr.json", "c", "c/0/0", "d", "client_0/x", "é ü", "%2e%2e", "w/%self"])

@@ -163,8 +163,8 @@ DISAGREEMENTS = {
     "copies, later": "ReplicaMismatchError",
     "copies on devices": "ReplicaMismatchError",
 }
-NAMED = {"shape": "'w'", "dtype": "'w'", "layout": "'w'", "mesh": "'w'", "axes": "'w'", "name": "../v", "copies": "'c'"}
-NAMED |= {"copies, later": "'c'"}
+NAMED = {"shape": "'w'", "dtype": "'w'", "layout": "'w'", "mesh": "'w'", "axes": "'w'", "name": r"a\x00v"}
+NAMED |= {"copies": "'c'", "copies, later": "'c'"}
 NAMED |= {"error of the state": "ZeroDivisionError: no state today", "unsavable": "set", "path": "_other"}
 
 

@@ -2,6 +2,8 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtckpt.config import Config
 from dtckpt.errors import ConfigError, ConfigTypeError, MeshError, MeshTypeError
@@ -81,6 +83,20 @@ def test_bns_addresses(environment):
 def test_environment_is_an_argument():
     assert Config.from_environ({"RANK": "1", "WORLD_SIZE": "2"}).client_id == 1
     assert Config.from_environ({}).num_clients == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "position"),
+    [({}, (3, 4)), ({"WORLD_SIZE": "4", "LOCAL_RANK": "3"}, (3, 4)), (torchrun(1, 2, 1, 2), (1, 2))],
+)
+def test_launchers_that_do_not_set_the_variables_of_torchrun(environment, variables, position):
+    """Lightning's own launcher sets one of them, that of SLURM none; the program makes a process group."""
+    environment(variables)
+    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    try:
+        assert (clients.client_id(), clients.num_clients()) == position
+    finally:
+        dist.destroy_process_group()
 
 
 def test_virtual_devices_are_put_back():

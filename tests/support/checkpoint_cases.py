@@ -124,7 +124,7 @@ def save_differently(path: str, clients: int, kind: str) -> None:
     elif is_odd and kind == "unsavable":
         tree["v"] = object()
     elif is_odd and kind == "name":
-        tree["../v"] = torch.zeros(2)
+        tree["a\0v"] = torch.zeros(2)
     elif is_odd and kind == "error of the state":
 
         class Broken:

@@ -185,7 +185,7 @@ def test_one_save_is_in_flight_at_a_time(tmp_path, second):
 
 BAD = {
     "TreeError": {"v": object()},
-    "TensorNameError": {"../v": torch.ones(2)},
+    "TensorNameError": {"a\0v": torch.ones(2)},
     "DTypeError": {"v": torch.ones(2).to_sparse()},
     "CheckpointExistsError": {"w": torch.ones(2)},
 }
