@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,9 @@ class RngState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states; of cards, if the program has used one."""
+        is_initialized: Callable[[], bool] = torch.cuda.is_initialized  # PyTorch does not annotate it
         state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-        return state | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_initialized() else {})
+        return state | ({"cuda": torch.cuda.get_rng_state_all()} if is_initialized() else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the generators; those of cards, as many as there are here and in the state."""
