@@ -1,4 +1,4 @@
-"""`PerClient`: state that differs by client, as a random state or the position of a loader.
+"""`PerClient`: state that differs by client, such as a random state or the position of a data loader.
 
 A save stores the value of each client, under the client's number. A restore gives each client its own, and follows a
 rule of the caller where another number of clients restores.

@@ -1,7 +1,7 @@
 """Make the default process group of `torch.distributed` for `initialize_multi_client`, and end it again.
 
-Where nothing in the environment names a store, client 0 makes one for this attempt alone, and tells the others its
-address in its vote at a barrier. So an attempt never meets what an earlier one has left.
+If nothing in the environment names a store, client 0 opens one for this attempt alone. It tells the others the address
+in its vote at a barrier. So an attempt never finds keys of an earlier one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ask a coordinator about its jobs without being a client of one; and its answers as `JobStatus`."""
+"""Ask a coordinator about its jobs, without being a client of one of them; answers are `JobStatus` values."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from dtckpt.layout.mesh import Mesh
 
 
 def broadcast_copies(tensor: DTensor) -> DTensor:
-    """Return a tensor of which each component is that of the first device along the replicated axes. Differentiable.
+    """Return a tensor whose components all equal that of the first device along the replicated axes. Differentiable.
 
     The gradient passes as if nothing had been sent.
 

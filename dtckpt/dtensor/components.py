@@ -221,7 +221,7 @@ def unpack(tensor: DTensor) -> list[torch.Tensor]:
 
 
 def is_shared(mesh: Mesh) -> bool:
-    """Whether this client and others of the mesh must talk.
+    """Whether the clients of the mesh must communicate.
 
     Raises:
         CoordinationError: They must, and cannot.

@@ -18,7 +18,7 @@ def gradient_layout(layout: Layout) -> Layout:
 
 
 def cached_layout(mesh: Mesh, placements: Sequence[Placement] | None, ndim: int) -> Layout:
-    """Return a layout from placements, as `Layout.from_placements`; one that is asked for again is not made anew.
+    """Return a layout from placements, as `Layout.from_placements`; equal arguments get the same object from a cache.
 
     Args:
         mesh: The mesh.

@@ -9,7 +9,7 @@ from dtckpt.errors import TreeError
 
 
 class ClientValues(dict[int, Any]):
-    """The values of one thing that differs by client, as a random state: by number of the client, its value.
+    """The values of one piece of state that differs by client, such as a random state, by number of the client.
 
     A restore without a target gives them, and one whose target holds a plain value such as None. In a tree to be saved
     they are the values of all clients, so every client must pass the same; a client that knows only its own value

@@ -7,7 +7,7 @@ Named tuples and dataclasses have classes of their own, which only code could re
 their fields, and a restore fills the fields of its target by name. Without a target they come back as a stand-in. So do
 tensors of subclasses that are made of other tensors (`dtckpt.format.tensor_parts`).
 
-What differs by client (`dtckpt.PerClient`) is a `ClientValues` in a checkpoint.
+A `dtckpt.PerClient` is saved as a `ClientValues`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Members of enums in a state tree: saved by the names of class and member, and given back by the class of a target.
+"""Members of enums in a state tree: saved by name, and restored through the class of the target.
 
-Only code could make the class of an enum anew. So a checkpoint has names, and a restore looks the member's name up in
-the class of the member that its target holds. Without a target an `EnumMember` stands for the member.
+A checkpoint runs no code, so it cannot hold an enum's class. It holds the names of class and member. A restore looks
+the member up by name, in the class of the member that the target holds. Without a target the restore returns an
+`EnumMember`, which has the two names.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dtckpt.errors import TreeError, capped
 
 @dataclass(frozen=True, slots=True)
 class EnumMember:
-    """A member of an enum that was saved, where its class is not known. It is saved as the member would be.
+    """A saved member of an enum whose class is not known. A save treats it as the member itself.
 
     Args:
         kind: Name of the class.
@@ -73,5 +74,5 @@ def encode_member(member: enum.Enum, where: str) -> list[str]:
 
 
 def decode_member(content: list[str]) -> EnumMember:
-    """Return what stands for a member, of the names that `encode_member` made."""
+    """Return the `EnumMember` of the names that `encode_member` returned."""
     return EnumMember(*content)

@@ -45,7 +45,7 @@ KVSTORES = ("ocdbt", "zarr")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayKind:
-    """The facts that tensors share which differ only in name, path and content.
+    """The facts shared by all tensors that differ only in name, path and content.
 
     Args:
         dtype: The tensor's element type.

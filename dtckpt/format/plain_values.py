@@ -1,6 +1,6 @@
 """Plain values of a state tree, such as numbers and strings, and their JSON form.
 
-A plain value holds no tensor, and is rebuilt by no code but Python's own and numpy's.
+A plain value holds no tensor. Rebuilding it takes only types of Python and NumPy.
 
 ``{"value": JSON}`` is None, a bool, an int, a finite float or a str. The other kinds are ``{"float": text}`` for the
 floats that JSON lacks, ``{"bytes": base64}``, ``{"complex": [text, text]}``, ``{"range": [start, stop, step]}``,

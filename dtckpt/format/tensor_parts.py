@@ -1,8 +1,8 @@
-"""`TensorParts`: what a tensor of a wrapper subclass is made of: its inner tensors by name, and what else it has.
+"""`TensorParts`: a tensor of a wrapper subclass, taken apart into its inner tensors and everything else.
 
-Such a subclass, as torchao's are, has no elements of its own. PyTorch's protocol takes it apart: `__tensor_flatten__`
-returns the names of the inner tensors and a context. A checkpoint has the inner tensors, under their names below that
-of the tensor, and the context, which must be a tree of plain values.
+Such a subclass, for example one of torchao's, has no elements of its own. PyTorch's `__tensor_flatten__` returns the
+names of its inner tensors and a context. A checkpoint stores the inner tensors, named ``tensor/inner``, and the
+context, which must be a tree of plain values.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Nodes are one-key objects: ``{"dict": [[key, node], …]}``, ``{"list": [node, �
 ``{"tuple": [node, …]}``, ``{"type": [name, argument, node]}`` for other containers (`dtckpt.format.containers`),
 ``{"tensor": name}``, ``{"ndarray": name}`` for an array of numpy, which is stored as a tensor is, and plain values
 (`dtckpt.format.plain_values`). A key is a str, an int, or the node of another plain value. Names stand for entries of
-closed tables, never for classes, and there is no pickle: to read a tree runs no code of the checkpoint.
+closed tables, never for classes, and nothing is pickled. So reading a tree runs no code of the checkpoint.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Layout:
 
     @classmethod
     def replicated(cls, mesh: Mesh, rank: int) -> Layout:
-        """Return the layout of a tensor of ``rank`` dims of which every device holds all."""
+        """Return the layout of a tensor of ``rank`` dims that every device holds whole."""
         return cls([UNSHARDED] * _valid_rank(rank, 0), mesh)
 
     @classmethod

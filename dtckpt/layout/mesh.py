@@ -509,7 +509,7 @@ class Mesh:
         return [self.get_group(axis) for axis in range(self.ndim)]
 
     def clients_along(self, axis: int | str | None) -> tuple[int, ...]:
-        """Return the clients along an axis: owners of the devices whose other positions are those of this client's."""
+        """Return the clients along an axis: the owners of this client's devices and of those that differ only there."""
         if axis is None and self.ndim != 1:
             raise MeshError(f"{self.label}: got no axis, expected one of {self.dim_names}")
         if isinstance(axis, str) and axis not in self.mesh_dim_names:

@@ -1,7 +1,7 @@
-"""Layouts on the root mesh: what a tensor on a slice of a mesh is on the whole of it.
+"""Layouts on the root mesh: describe a tensor on a slice of a mesh by the mesh that was sliced.
 
-A tensor on a slice of a mesh is alike on every slice, as each client makes it on its own one. On the root mesh it is
-replicated along the axes that the slice lacks, and all clients name the same layout::
+Each client makes such a tensor on its own slice, and all slices hold the same tensor. On the root mesh the tensor is
+replicated along the axes that the slice lacks, so all clients describe it by the same layout::
 
     root: dp=2, tp=2     norm on mesh["dp"], Shard(0)      the same on the root mesh
     clients  0  1        clients 0 and 2: halves           rows 0..n/2: clients 0 and 1

@@ -1,6 +1,7 @@
 """Refuse the parts of PyTorch that need a mesh of PyTorch's own class: FSDP, its DTensors and tensor parallelism.
 
-They take any mesh, and break later, in the middle of a step. So a mesh looks who asks it for what these need.
+These parts accept any mesh at first, and fail later, in the middle of a step. So a mesh checks its caller when it is
+asked for something that they need.
 """
 
 from __future__ import annotations

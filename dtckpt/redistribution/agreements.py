@@ -1,4 +1,4 @@
-"""What clients agree on once and take for granted from then on, and the digest with which their messages carry it.
+"""Agreements: facts that clients settle once and then take for granted; message tags carry a digest of them.
 
 A client asks the others for a fact that all of them need, such as the global shape that follows from local shapes, when
 it meets a case for the first time. It takes the answer for granted whenever the case comes again, without a message.

@@ -1,1 +1,1 @@
-"""Bytes on storage: arrays through TensorStore, directories that appear whole or not at all."""
+"""Storage: back ends, arrays, and the commit, by which a checkpoint appears whole or not at all."""

@@ -15,9 +15,9 @@ Attempts are numbered by time. A leader that finds a newer attempt when it begin
 that goes on was the newest when it began, and every newer one sees it. A leader that is about to commit first gives
 all older attempts up. So attempts are committed in the order of their numbers.
 
-Until then a newer attempt leaves an older one alone whose leader lives: rivals build side by side. A leader that gives
-a living rival up has written everything, and decides for itself in its next step; so of several living rivals one is
-committed. An attempt whose leader was silent for long is given up by the next leader that begins.
+Until then a newer attempt does not touch an older one whose leader is alive: rivals build side by side. A leader that
+gives a living rival up has written everything, and decides for itself in its next step; so of several living rivals one
+is committed. An attempt whose leader was silent for long is given up by the next leader that begins.
 
 All this needs two things of a store: a list shows what was written before, and of several who create one object only
 one succeeds.

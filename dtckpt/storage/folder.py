@@ -62,11 +62,11 @@ class Folder(Protocol):
         ...
 
     def sync(self, names: Iterable[str]) -> None:
-        """Wait until files of these names survive a power loss. Nothing to do where every write does, at once."""
+        """Wait until the files of these names survive a power loss. Does nothing if every write is durable already."""
         ...
 
     def early_sync(self, folder: str) -> AbstractContextManager[None]:
-        """Write the files of a folder below back early, in a context, so that `sync` finds less to do."""
+        """In a context, start to write the files of a subfolder to the disk early, so that `sync` has less to do."""
         ...
 
     def names(self, prefix: str = "") -> list[str]:

@@ -4,9 +4,9 @@
 
     manifest.ocdbt -> newest version -> root node -> inner nodes -> leaf: {key: value or file range}
 
-TensorStore decodes the nodes, but this module reads the files, because a database is untrusted input: it may name any
-path, whose open would wait or do worse, make a node its own child, or hold nodes that decompress to more than any
-memory.
+TensorStore decodes the nodes, but this module reads the files, because a database is untrusted input. It may name any
+path, and an open of a fifo or a device may hang or do harm. It may make a node its own child. Its nodes may decompress
+to more bytes than there is memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Opens files of untrusted checkpoints: only regular files, never a fifo, a socket or a device.
 
-An open of a fifo waits for a writer, and an open of a device may do something.
+To open a fifo waits for a writer, and to open a device may have side effects.
 """
 
 from __future__ import annotations

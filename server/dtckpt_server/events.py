@@ -75,7 +75,7 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A task is alive. A lost task is back by this, but barriers that failed without it stay failed.
+    """A task is alive. A lost task becomes registered again, but barriers that failed without it stay failed.
 
     Refused with:
         UnknownError: The task is not registered.

@@ -14,8 +14,8 @@ Invariants; ``tests/support/coordinator_simulation.py`` checks the first three a
 * A call gets the round that it has joined, however often it is repeated.
 * Memory is bounded: everything that is kept is counted in `Memory` before it is kept.
 
-A restarted coordinator starts empty and needs no special rule: it knows a task once that has registered, and grants it
-a full heartbeat timeout from then on.
+A restarted coordinator starts empty and needs no special rule. It learns of a task when the task registers, and grants
+it a full heartbeat timeout from then on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What clients that save different things tell each other, through files in the attempt's folder.
+"""Exchange descriptions between clients that save different things, through files in the attempt's folder.
 
-A barrier's payload has room for a digest, not for a description. So of the clients that have the very same description,
-or the very same tree, the first writes it to a file in its folder, and every client reads one file of each kind::
+A barrier's payload has room for a digest, not for a description. So the first of all clients with the same description
+writes it to a file in its folder, and so with trees. Every client then reads each different file once::
 
     client_0/description.json    the tensors of clients 0, 1, ...
     client_0/tree.json           their plain values

@@ -1,8 +1,8 @@
 """The union of what the clients of a save pass: who holds which box of each tensor; pure.
 
 Clients may pass different tensors, as the stages of a pipeline do, and one tensor on different meshes, as clients do
-whose meshes are slices of one. The save is of the union: a tensor is held by the clients that pass it, each with the
-boxes that its own layout gives it. Boxes that are equal are copies of one value::
+whose meshes are slices of one. The save writes the union: each client that passes a tensor holds the boxes that its own
+layout gives it, and equal boxes are copies of one value::
 
     client 0 passes    a (rows 0..4 by client 0, rows 4..8 by client 1)    b (by everyone)
     client 1 passes    a (the same)                                        c (by everyone)

@@ -1,7 +1,7 @@
 """Track the objects of a `DTensorCheckpoint`, and remember which of them a restore has reached.
 
-Objects come and go after a restore. So whether they match the checkpoint is found out when somebody asks, from what the
-checkpoint holds and what the objects are then.
+Objects may be added and removed after a restore. So the status of a restore compares the checkpoint with the objects
+that exist when the program asks.
 """
 
 from __future__ import annotations

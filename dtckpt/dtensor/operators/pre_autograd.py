@@ -1,4 +1,4 @@
-"""Kernels that run before autograd, and before PyTorch decomposes an operator: autograd follows what they call.
+"""Kernels that run before autograd and before PyTorch decomposes an operator; autograd sees the operators they call.
 
 ::
 

@@ -1,8 +1,8 @@
 """Scaled dot-product attention: the flash, efficient and cuDNN kernels, forward and backward.
 
 Batch and heads may be split; keys and features must be whole. Queries may be split on a CPU, forward, if attention is
-not causal: then every query sees all keys. With dropout, `attention_dropout` takes the call. On a CPU PyTorch itself
-makes attention with dropout of matrix products.
+not causal: then every query sees all keys. With dropout, `attention_dropout` takes the call. On a CPU, PyTorch itself
+computes attention with dropout by matrix products.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Operators whose gradient of zeros PyTorch makes from the shape alone, as a plain tensor: ``sgn``, ``copysign``.
 
-A hook on the operand makes a DTensor of it. ``cat`` has such gradients of empty tensors, and ``repeat`` of tensors that
-are repeated no times.
+A hook on the operand makes a DTensor of it. ``cat`` makes such gradients for empty tensors, and ``repeat`` for a repeat
+count of 0.
 """
 
 from __future__ import annotations
