@@ -52,6 +52,11 @@ class StoredItem:
     offset: int
     nbytes: int
 
+    @property
+    def stop(self) -> int:
+        """The byte behind it."""
+        return self.offset + self.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
-from dtckpt.errors import CheckpointCorruptError
+from dtckpt.errors import CheckpointCorruptError, DtckptError
 from dtckpt.format import tree as trees
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import MAX_NUMEL, MAX_RANK
@@ -46,20 +47,27 @@ class Piece:
         file: The file's name, relative to the checkpoint's folder.
         offset: The first byte of the box's first element.
         strides: Elements from one element to the next, per dim; None: C order, without gaps.
+        stream_nbytes: Bytes of a stream of ``torch.save`` that begins at ``offset`` and holds the box. Where in it the
+            elements are, and with which strides, is found out when they are read
+            (`dtckpt.checkpoint.reading.torch_streams`): an index of a million streams is then one small file. None:
+            the elements themselves begin at ``offset``.
     """
 
     region: Region
     file: str
     offset: int
     strides: tuple[int, ...] | None = None
+    stream_nbytes: int | None = None
 
     @property
     def element_strides(self) -> tuple[int, ...]:
-        """Elements from one element to the next, per dim."""
+        """Elements from one element to the next, per dim; in a stream, the usual ones."""
         return c_strides(self.region.shape) if self.strides is None else self.strides
 
     def stop(self, itemsize: int) -> int:
-        """Return the byte behind the last element of the box."""
+        """Return the byte behind the last element of the box, or behind the stream."""
+        if self.stream_nbytes is not None:
+            return self.offset + self.stream_nbytes
         last = sum((size - 1) * step for size, step in zip(self.region.shape, self.element_strides, strict=True))
         return self.offset + itemsize * (last + 1)
 
@@ -75,6 +83,8 @@ class ForeignTensor:
         pieces: The pieces, which do not overlap. A tensor without elements has none.
         layout: Layout at the time of the save, if the checkpoint tells it.
         content: Content digest (`dtckpt.format.content`), if the checkpoint notes one.
+        elements: All elements, if the index itself holds them, as those of an array that was pickled. There are no
+            pieces then.
 
     Raises:
         CheckpointCorruptError: The pieces do not fit the tensor or each other, or a number is out of bounds.
@@ -86,6 +96,7 @@ class ForeignTensor:
     pieces: tuple[Piece, ...]
     layout: Layout | None = None
     content: int | None = None
+    elements: np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -95,6 +106,10 @@ class ForeignTensor:
             raise self._error(f"nothing can have shape {self.shape}")
         if len(self.pieces) > MAX_PIECES:
             raise self._error(f"it has {len(self.pieces)} pieces, expected at most {MAX_PIECES}")
+        if self.elements is not None:
+            is_same = self.elements.shape == self.shape and self.elements.dtype == DTYPES[self.dtype]
+            if self.pieces or not is_same:
+                raise self._error("its elements are not those that it describes")
         whole = Region.full(self.shape)
         for piece in self.pieces:
             if piece.region.ndim != whole.ndim or piece.region.is_empty or not whole.contains(piece.region):
@@ -102,7 +117,7 @@ class ForeignTensor:
             strides = piece.element_strides
             if len(strides) != whole.ndim or min(strides, default=0) < 0:
                 raise self._error(f"its piece {piece.region} has strides {strides}")
-            if piece.offset < 0 or piece.stop(self.itemsize) > _MAX_NBYTES:
+            if not 0 <= piece.offset <= piece.stop(self.itemsize) <= _MAX_NBYTES:
                 raise self._error(f"its piece {piece.region} would begin at byte {piece.offset} of {piece.file!r}")
             if not is_file_name(piece.file):
                 raise self._error(f"its piece {piece.region} is in {piece.file!r}, which is no file of the checkpoint")
@@ -124,8 +139,8 @@ class ForeignTensor:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the pieces have all elements."""
-        return sum(piece.region.numel for piece in self.pieces) == math.prod(self.shape)
+        """Whether all elements were saved."""
+        return self.elements is not None or sum(piece.region.numel for piece in self.pieces) == math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +151,8 @@ class ForeignIndex:
         kind: The format: a key of `dtckpt.checkpoint.reading.foreign_formats.FORMATS`.
         tensors: By name.
         structure: The state tree of its tensors and plain values, as a node of `dtckpt.format.tree`.
+        refused: By path, why something in the checkpoint cannot be read, such as a value of a class that only code
+            could make. It is not in the tree, and an error for those who ask for it.
 
     Raises:
         CheckpointCorruptError: The structure is malformed, or does not name every tensor once.
@@ -144,6 +161,7 @@ class ForeignIndex:
     kind: str
     tensors: Mapping[str, ForeignTensor]
     structure: trees.Node
+    refused: Mapping[str, DtckptError] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))

@@ -14,6 +14,7 @@ The format: PKWARE's APPNOTE, sections 4.3.7 (header of a record), 4.3.12 (direc
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,8 +30,9 @@ TAIL_NBYTES = 1024
 
 _HEADER = struct.Struct("<4s22xHH")
 """Of a record: signature, bytes of the name, bytes of the extra field."""
-_ENTRY = struct.Struct("<4s4xHH8xIIHHH8xI")
-"""Of the directory: signature, flags, method, packed bytes, bytes, those of name, extra field and comment, header."""
+_ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
+"""Of the directory: signature, flags, method, CRC, packed bytes, bytes, those of name, extra field and comment, header.
+"""
 _END = struct.Struct("<4s8xII2x")
 """Of the directory's end: signature, bytes of the directory, its offset."""
 _END_64 = struct.Struct("<4s36xQQ")
@@ -58,6 +60,7 @@ class Record:
         nbytes: Bytes of its content.
         is_plain: Whether the content is stored as it is, neither compressed nor encrypted.
         stop: The end of its content, if it is plain: the next record follows.
+        crc: CRC-32 of its content; 0 if PyTorch was told to take none.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Record:
     nbytes: int
     is_plain: bool
     stop: int
+    crc: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,20 +89,26 @@ class TorchZip:
     records: Mapping[str, Record]
     read: Read
 
-    def element_start(self, view: StorageView) -> int:
-        """Return the position of a tensor's first element.
+    def storage_start(self, key: str, nbytes: int) -> int:
+        """Return the position of a storage's first byte. Blocks: on the file.
+
+        Args:
+            key: The storage's name in the pickle.
+            nbytes: Its bytes.
 
         Raises:
-            CheckpointCorruptError: There is no such storage, or it is shorter than the pickle says.
+            CheckpointCorruptError: There is no such storage, or it has another length.
         """
-        record = self.records.get(f"{self.prefix}data/{view.key}")
+        record = self.records.get(f"{self.prefix}data/{key}")
         if record is None:
-            raise _malformed(self.where, f"storage {view.key[:80]!r} is missing")
-        if record.nbytes != view.storage_nbytes:
-            raise _malformed(
-                self.where, f"storage {view.key!r} has {record.nbytes} bytes, expected {view.storage_nbytes}"
-            )
-        return _content_start(record, self.read, self.where) + view.start
+            raise _malformed(self.where, f"storage {key[:80]!r} is missing")
+        if record.nbytes != nbytes:
+            raise _malformed(self.where, f"storage {key!r} has {record.nbytes} bytes, expected {nbytes}")
+        return _content_start(record, self.read, self.where)
+
+    def element_start(self, view: StorageView) -> int:
+        """Return the position of a tensor's first element. Blocks and Raises: as `storage_start`."""
+        return self.storage_start(view.key, view.storage_nbytes) + view.start
 
 
 def read_zip(read: Read, nbytes: int, where: str) -> TorchZip:
@@ -150,7 +160,7 @@ def _records(read: Read, nbytes: int, where: str) -> dict[str, Record]:
     records = {}
     for entry, end in zip(entries, [*(entry.header for entry in entries[1:]), start], strict=True):
         is_plain = entry.method == 0 and not entry.flags & _IS_ENCRYPTED and entry.nbytes == entry.packed
-        record = Record(entry.name, entry.header, entry.nbytes, is_plain, end - entry.trailer_nbytes)
+        record = Record(entry.name, entry.header, entry.nbytes, is_plain, end - entry.trailer_nbytes, entry.crc)
         if entry.name in records or entry.header + entry.packed > record.stop:
             raise _malformed(where, f"its directory is damaged at {entry.name[:80]!r}")
         records[entry.name] = record
@@ -163,6 +173,7 @@ class _Entry(NamedTuple):
     name: str
     flags: int
     method: int
+    crc: int
     packed: int
     nbytes: int
     header: int
@@ -178,7 +189,7 @@ class _Entry(NamedTuple):
 def _entries(data: bytes, where: str) -> Iterator[_Entry]:
     position = 0
     while position < len(data):
-        signature, flags, method, packed, nbytes, *lengths, header = _ENTRY.unpack_from(data, position)
+        signature, flags, method, crc, packed, nbytes, *lengths, header = _ENTRY.unpack_from(data, position)
         name_start = position + _ENTRY.size
         extra_start = name_start + lengths[0]
         extra = data[extra_start : extra_start + lengths[1]]
@@ -187,7 +198,7 @@ def _entries(data: bytes, where: str) -> Iterator[_Entry]:
             raise _malformed(where, "its directory is damaged")
         # In this order, those that are too large for the entry stand in the extra field.
         nbytes, packed, header = _long_numbers((nbytes, packed, header), extra)
-        yield _Entry(data[name_start:extra_start].decode(), flags, method, packed, nbytes, header)
+        yield _Entry(data[name_start:extra_start].decode(), flags, method, crc, packed, nbytes, header)
 
 
 def _validate_age(read: Read, where: str) -> None:
@@ -256,6 +267,8 @@ def _content(record: Record, read: Read, where: str) -> bytes:
     content = read(start, start + record.nbytes)
     if len(content) != record.nbytes:
         raise _malformed(where, f"record {record.name[:80]!r} is cut short")
+    if record.crc and zlib.crc32(content) != record.crc:
+        raise _malformed(where, f"the bytes of record {record.name[:80]!r} are not those that were saved")
     return content
 
 

@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from dtckpt.errors import CheckpointCorruptError
@@ -15,8 +16,8 @@ def piece(offset, shape, *, at=0, file="f", strides=None):
     return Piece(Region(offset, shape), file, at, strides)
 
 
-def tensor(*pieces, shape=(4, 6), dtype="float32"):
-    return ForeignTensor("w", shape, dtype, pieces)
+def tensor(*pieces, shape=(4, 6), dtype="float32", elements=None):
+    return ForeignTensor("w", shape, dtype, pieces, elements=elements)
 
 
 def test_facts():
@@ -59,6 +60,23 @@ def test_facts():
 def test_refused(arguments):
     with pytest.raises(CheckpointCorruptError, match="tensor 'w' cannot be read"):
         tensor(*arguments.pop("pieces", ()), **arguments)
+
+
+def test_a_piece_in_a_stream_ends_with_the_stream():
+    stream = Piece(Region((0, 0), (4, 6)), "a", 10, stream_nbytes=900)
+    assert stream.stop(2) == 910
+    assert ForeignIndex("any", {"w": tensor(stream)}, {"tensor": "w"}).file_nbytes() == {"a": 910}
+
+
+def test_elements_in_the_index_itself():
+    whole = tensor(elements=np.zeros((4, 6), np.float32))
+    assert whole.is_whole
+    assert not tensor().is_whole
+    for elements in (np.zeros((4, 6)), np.zeros(24, np.float32)):
+        with pytest.raises(CheckpointCorruptError, match="its elements are not those"):
+            tensor(elements=elements)
+    with pytest.raises(CheckpointCorruptError, match="its elements are not those"):
+        tensor(piece((0, 0), (4, 6)), elements=np.zeros((4, 6), np.float32))
 
 
 def test_a_tree_that_does_not_name_the_tensors():

@@ -1,0 +1,151 @@
+"""Read what files and streams of ``torch.save`` hold beside elements, and find the elements in them.
+
+A stream is a part of a file, as in PyTorch's distributed checkpoints: a small zip around the elements of one tensor.
+Its first and last bytes tell where they are::
+
+    …| zip header, pickle | elements …                     … | directory |…
+     |<-- HEAD_NBYTES -->|                               |<- TAIL_NBYTES ->|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dtckpt.errors import CheckpointCorruptError
+from dtckpt.format.pickled_tensors import StorageView, tensor_view
+from dtckpt.format.pickled_tree import Leaf
+from dtckpt.format.stored_pieces import ForeignTensor, Piece, c_strides
+from dtckpt.format.torch_zip import TAIL_NBYTES, Read, TorchZip, read_zip
+from dtckpt.layout.region import Region
+from dtckpt.storage.folder import Folder
+
+HEAD_NBYTES = 1024
+"""Bytes from the start of a stream that hold all that is in front of the elements of one tensor."""
+WHOLE_NBYTES = 16 << 10
+"""Streams that are read at once: to read their ends alone would take longer."""
+_NUM_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchStream:
+    """A file of ``torch.save``, or a part of a file.
+
+    Args:
+        zip: What it holds.
+        file: Name of the file.
+        offset: Its first byte in the file.
+    """
+
+    zip: TorchZip
+    file: str
+    offset: int
+
+    def tensors(self, leaves: Mapping[str, Leaf]) -> dict[str, ForeignTensor]:
+        """Return the tensors of its tree, by name. Blocks: on storage.
+
+        Args:
+            leaves: As `PickledTree.leaves`.
+
+        Raises:
+            CheckpointCorruptError: A storage is missing, or is not as long as the pickle says.
+        """
+        views = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, StorageView)}
+        storages = sorted({(view.key, view.storage_nbytes) for view in views.values() if 0 not in view.shape})
+        # Each is one small read, which takes long elsewhere.
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
+            starts = dict(
+                zip(storages, pool.map(lambda storage: self.zip.storage_start(*storage), storages), strict=True)
+            )
+        return {
+            name: _array(name, leaf)
+            if isinstance(leaf, np.ndarray)
+            else ForeignTensor(name, leaf.shape, leaf.dtype, self._pieces(leaf, starts))
+            for name, leaf in leaves.items()
+        }
+
+    def _pieces(self, view: StorageView, starts: Mapping[tuple[str, int], int]) -> tuple[Piece, ...]:
+        # A tensor without elements has no pieces.
+        if 0 in view.shape:
+            return ()
+        start = self.offset + starts[view.key, view.storage_nbytes] + view.start
+        return (Piece(Region.full(view.shape), self.file, start, _strides(view)),)
+
+
+def _array(name: str, array: np.ndarray[Any, Any]) -> ForeignTensor:
+    return ForeignTensor(name, array.shape, array.dtype.name, (), elements=array)
+
+
+def _strides(view: StorageView) -> tuple[int, ...] | None:
+    return None if view.strides == c_strides(view.shape) else view.strides
+
+
+def open_stream(folder: Folder, file: str, offset: int, nbytes: int, read_file: Read | None = None) -> TorchStream:
+    """Read what a stream of ``torch.save`` holds beside elements. Blocks: on storage.
+
+    Args:
+        folder: The folder that the file is in.
+        file: Its name.
+        offset: The first byte of the stream.
+        nbytes: Bytes of the stream.
+        read_file: Reads the file, if a part of it is in memory already.
+
+    Raises:
+        CheckpointCorruptError: The stream is damaged.
+        CheckpointVersionError: It was not written by ``torch.save``, or not by a version that is known.
+    """
+
+    def read(start: int, stop: int) -> bytes:
+        bounds = offset + start, offset + min(stop, nbytes)
+        return folder.read(file, *bounds) if read_file is None else read_file(*bounds)
+
+    where = f"{folder}/{file}" if offset == 0 else f"{folder}/{file}, from byte {offset}"
+    return TorchStream(read_zip(_with_windows(read, nbytes), nbytes, where), file, offset)
+
+
+def _with_windows(read: Read, nbytes: int) -> Read:
+    """Return a function that reads as another one does, and that reads both ends of the file only once.
+
+    Args:
+        read: Reads the file.
+        nbytes: Its bytes.
+    """
+    if nbytes <= WHOLE_NBYTES:
+        whole = read(0, nbytes)
+        return lambda start, stop: whole[start:stop]
+    head, tail_start = read(0, HEAD_NBYTES), nbytes - TAIL_NBYTES
+    tail = read(tail_start, nbytes)
+
+    def windowed(start: int, stop: int) -> bytes:
+        if stop <= len(head):
+            return head[start:stop]
+        if start >= tail_start:
+            return tail[start - tail_start : stop - tail_start]
+        return read(start, stop)
+
+    return windowed
+
+
+def locate_piece(folder: Folder, tensor: ForeignTensor, piece: Piece) -> Piece:
+    """Return a piece of a tensor with the place of its elements, given the stream that holds them. Blocks: on storage.
+
+    Raises:
+        CheckpointCorruptError: The stream is damaged, or holds something else.
+        CheckpointVersionError: It was not written by ``torch.save``, or not by a version that is known.
+        TreeError: It holds a tensor that cannot be read, as a sparse one.
+    """
+    if piece.stream_nbytes is None:
+        return piece
+    stream = open_stream(folder, piece.file, piece.offset, piece.stream_nbytes)
+    view = tensor_view(stream.zip.value, tensor.name)
+    if view.shape != piece.region.shape or view.dtype != tensor.dtype:
+        raise CheckpointCorruptError(
+            f"{stream.zip.where} holds {view.dtype} of shape {view.shape}, expected {tensor.dtype} of shape "
+            f"{piece.region.shape} for tensor {tensor.name!r}"
+        )
+    start = piece.offset + stream.zip.element_start(view)
+    return replace(piece, offset=start, strides=_strides(view), stream_nbytes=None)

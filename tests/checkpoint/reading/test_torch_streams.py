@@ -1,0 +1,168 @@
+"""Indexes of distributed checkpoints of PyTorch and of ``torch.save`` files: all elements are where they say."""
+
+import argparse
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dtckpt.checkpoint.reading import dcp_files, torch_files, torch_streams
+from dtckpt.checkpoint.reading.torch_streams import locate_piece
+from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
+from dtckpt.format import tree as trees
+from dtckpt.format.stored_pieces import Piece
+from dtckpt.layout.region import Region
+from dtckpt.storage.local_folder import LocalFolder
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
+
+
+def training_state():
+    """Return a state dict with all that one of a training job has, and odd strides."""
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    generator = np.random.RandomState(3)
+    return {
+        "model": model.state_dict(),
+        "optim": optimizer.state_dict(),
+        "images": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "turned": torch.arange(6.0).reshape(2, 3).t(),
+        "large": torch.rand(100, 100).to(torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "random": {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": generator.get_state()},
+        "tuple": (torch.ones(3), 1),
+        "args": argparse.Namespace(lr=1),
+        "step": 7,
+    }
+
+
+def stored(folder, index):
+    """Return the tree of an index, with the elements read."""
+
+    def read(name):
+        tensor = index.tensors[name]
+        result = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        if tensor.elements is not None:
+            return tensor.elements
+        assert tensor.is_whole
+        for piece in tensor.pieces:
+            place = locate_piece(folder, tensor, piece)
+            data = bytearray(folder.read(place.file, place.offset, place.stop(tensor.itemsize)))
+            box = torch.frombuffer(data, dtype=result.dtype).as_strided(place.region.shape, place.element_strides)
+            result[place.region.slices()] = box
+        return result
+
+    return trees.build(index.structure, read)
+
+
+def assert_same(found, expected):
+    """Compare trees; dicts by their items."""
+    if isinstance(expected, dict):
+        assert list(found) == [str(key) if key not in found else key for key in expected]
+        for key, value in expected.items():
+            assert_same(found[key if key in found else str(key)], value)
+    elif isinstance(expected, list | tuple):
+        assert type(found) is type(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, np.ndarray):
+        np.testing.assert_array_equal(found, expected)
+    else:
+        assert found == expected
+
+
+@pytest.fixture
+def state():
+    torch.manual_seed(1)
+    return training_state()
+
+
+@pytest.mark.parametrize("run_nbytes", [0, 3000, 1 << 20])
+def test_a_distributed_checkpoint(tmp_path, monkeypatch, state, run_nbytes):
+    monkeypatch.setattr(dcp_files, "RUN_NBYTES", run_nbytes)
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    folder = LocalFolder(tmp_path)
+    index = dcp_files.read_index(folder, folder.names())
+    assert index.refused.keys() == {"args"}
+    del state["args"]
+    assert_same(stored(folder, index), state)
+
+
+def test_a_distributed_checkpoint_that_was_not_flattened(tmp_path):
+    state = {"a.b": torch.ones(2), "c": 3}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True, planner=planner)
+    folder = LocalFolder(tmp_path)
+    assert_same(stored(folder, dcp_files.read_index(folder, folder.names())), state)
+
+
+@pytest.mark.parametrize("whole_nbytes", [0, 16 << 10])
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_a_file_of_torch_save(tmp_path, monkeypatch, state, whole_nbytes, protocol):
+    monkeypatch.setattr(torch_streams, "WHOLE_NBYTES", whole_nbytes)
+    torch.save(state, tmp_path / "it.pt", pickle_protocol=protocol)
+    folder = LocalFolder(tmp_path)
+    assert torch_files.is_file("it.pt", folder.read("it.pt", 0, 64))
+    index = torch_files.read_index(folder, ["it.pt"])
+    assert index.refused.keys() == {"args"}
+    del state["args"]
+    assert_same(stored(folder, index), state)
+    assert all(type(key) is int for key in trees.build(index.structure, str)["optim"]["state"])
+
+
+def test_a_file_of_one_tensor(tmp_path):
+    torch.save(torch.arange(3), tmp_path / "it.pt")
+    folder = LocalFolder(tmp_path)
+    assert_same(stored(folder, torch_files.read_index(folder, ["it.pt"])), torch.arange(3))
+
+
+def test_chunks_that_are_not_what_the_metadata_says(tmp_path):
+    dcp.save({"w": torch.rand(50, 100)}, checkpoint_id=tmp_path, no_dist=True)
+    folder = LocalFolder(tmp_path)
+    tensor = dcp_files.read_index(folder, folder.names()).tensors["w"]
+    (piece,) = tensor.pieces
+    wrong = Piece(Region((0, 0), (50, 99)), piece.file, piece.offset, stream_nbytes=piece.stream_nbytes)
+    with pytest.raises(CheckpointCorruptError, match=r"float32 of shape \(50, 100\), expected .*\(50, 99\)"):
+        locate_piece(folder, tensor, wrong)
+    data = (tmp_path / piece.file).read_bytes()
+    (tmp_path / piece.file).write_bytes(data[:-1])
+    with pytest.raises(CheckpointCorruptError, match="its end is missing"):
+        locate_piece(folder, tensor, piece)
+
+
+def test_values_that_are_damaged_are_refused_alone(tmp_path):
+    dcp.save({"w": torch.ones(2), "a": {"x": 1, "y": 2}}, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"K\1.") + 1] = 3  # the first value
+    path.write_bytes(data)
+    folder = LocalFolder(tmp_path)
+    index = dcp_files.read_index(folder, folder.names())
+    assert list(index.refused) == ["a/x"]
+    assert trees.build(index.structure, str) == {"w": "w", "a": {"y": 2}}
+    path.unlink()
+    index = dcp_files.read_index(folder, folder.names())
+    assert all("__0_0.distcp is missing" in error.message for error in index.refused.values())
+
+
+def test_names_that_collide_are_refused(tmp_path):
+    dcp.save({"a": {"b": torch.ones(1)}, "a/b": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    folder = LocalFolder(tmp_path)
+    index = dcp_files.read_index(folder, folder.names())
+    assert "both be named 'a/b'" in index.refused["a/b"].message
+    assert index.tensors["a/b"].shape == (1,)
+
+
+def test_checkpoints_of_single_processes_are_refused(tmp_path):
+    (tmp_path / "__0.metadata").write_bytes(b"")
+    folder = LocalFolder(tmp_path)
+    assert dcp_files.is_folder(folder.names())
+    with pytest.raises(CheckpointVersionError, match="use_collectives=False"):
+        dcp_files.read_index(folder, folder.names())
