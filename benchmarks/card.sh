@@ -70,7 +70,7 @@ fi
 
 step $((budget > RESERVED_S ? budget - RESERVED_S : budget)) tests.txt "tests marked cuda" "$python" -m pytest -p xdist -p pytest_timeout \
     -p no:cacheprovider -n 4 --timeout 90 --timeout-method thread --durations 20 -v -m cuda \
-    tests/checkpoint/test_round_trip.py tests/checkpoint/saving/test_save_async.py tests/comm/test_host_memory.py \
+    tests/checkpoint/test_rng_state.py tests/checkpoint/test_round_trip.py tests/checkpoint/saving/test_save_async.py tests/comm/test_host_memory.py \
     tests/dtensor/test_components.py tests/redistribution/test_redistribution.py tests/comm/test_collectives.py \
     tests/dtensor/operators/test_gpt.py tests/dtensor/operators/test_context_parallel.py tests/dtensor/test_random.py
 grep -hE '^(FAILED|ERROR) |^=+ .*(passed|failed|skipped|error)' "$out/tests.txt" | tee -a "$out/summary.txt"

@@ -52,8 +52,20 @@ def pytest_report_header():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Twice as many workers as cores, as tests of client processes wait more than they work; eight at most."""
-    return 2 * min(len(os.sched_getaffinity(0)), 4)
+    """Twice as many workers as cores, as tests of client processes wait more than they work; eight at most.
+
+    Without those tests one more worker than cores: each costs the imports and the collection.
+    """
+    cores = min(len(os.sched_getaffinity(0)), 4)
+    return cores + 1 if "not processes" in config.option.markexpr else 2 * cores
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Import no file whose tests `make check` leaves out: PyTorch's operator database alone takes seconds."""
+    if "not slow" not in config.option.markexpr or not collection_path.is_relative_to(TESTS):
+        return None
+    is_asked_for = any(Path(arg.partition("::")[0]).resolve() == collection_path for arg in config.args)
+    return True if is_slow(str(collection_path.relative_to(TESTS)), "") and not is_asked_for else None
 
 
 def pytest_generate_tests(metafunc):
