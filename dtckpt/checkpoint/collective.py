@@ -50,6 +50,10 @@ from dtckpt.coordination.identity import calls_of
 from dtckpt.coordination.operation_ordinals import NBYTES, Ordinal, OrdinalTracker
 from dtckpt.errors import ConfigError, CoordinationError, DtckptError, MeshError, SaveDisagreementError
 from dtckpt.format.digest import bytes_digest
+from dtckpt.storage.tensorstore_setup import tensorstore
+
+# Before any process is forked, and before anybody else imports it, so that its exit handlers are known.
+tensorstore()
 
 _Value = TypeVar("_Value")
 

@@ -105,13 +105,6 @@ def read_rules(path: Path) -> Iterator[str]:
             yield rule
 
 
-def layout_text(layout: Layout | None) -> str:
-    """Return a layout's specs in the syntax of `LayoutRule`; ``none`` without a layout, ``scalar`` without dims."""
-    if layout is None:
-        return "none"
-    return ",".join(map(text_format.spec_to_text, layout.sharding_specs)) or "scalar"
-
-
 @dataclass(frozen=True, slots=True)
 class LayoutRule:
     """A layout for the tensors whose names match a glob; ``text`` is the rule as the user wrote it."""

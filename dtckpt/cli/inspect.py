@@ -9,12 +9,12 @@ from typing import Any
 
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.cli.arguments import layout_text
-from dtckpt.cli.output import format_count, format_shape, write_event, write_line, write_table
+from dtckpt.cli.output import format_count, format_layout, format_shape, write_event, write_line, write_table
 from dtckpt.errors import TensorNotFoundError, capped, format_nbytes, printable
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.manifest import Costs
-from dtckpt.format.plain_values import encode_value
+from dtckpt.format.plain_values import Node, peek_value
+from dtckpt.format.tree import value_nodes
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
 
@@ -79,7 +79,7 @@ def to_json(
             "chunks": sum(info.num_chunks for info in tensors),
             "bytes": sum(info.nbytes for info in tensors),
         },
-        "values": {path: _value_json(value) for path, value in checkpoint.values.items()},
+        "values": {path: node.get("value", node) for path, node in _value_nodes(checkpoint)},
         "phases": [
             {"client": client, "phase": phase, "seconds": round(cost.seconds, 6), "bytes": cost.nbytes}
             for client, own in manifest.costs.items()
@@ -92,8 +92,8 @@ def _tensor_json(info: TensorInfo, meshes: Sequence[Mesh], *, with_chunks: bool)
     facts: dict[str, Any] = {
         "name": info.name,
         "shape": info.shape,
-        "dtype": _dtype_name(info.dtype),
-        "stored_dtype": _dtype_name(info.stored_dtype),
+        "dtype": info.dtype_name,
+        "stored_dtype": info.stored_dtype_name,
         "codec": info.codec,
         "mesh": None if info.layout is None else meshes.index(info.layout.mesh),
         "sharding_specs": None if info.layout is None else info.layout.sharding_specs,
@@ -118,14 +118,9 @@ def _tensor_json(info: TensorInfo, meshes: Sequence[Mesh], *, with_chunks: bool)
     return facts
 
 
-def _value_json(value: Any) -> Any:
-    """Return a value for JSON; values that JSON lacks are written as in the manifest (see `dtckpt.format.tree`)."""
-    node = encode_value(value, "")
-    return node.get("value", node)
-
-
-def _dtype_name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
+def _value_nodes(checkpoint: Checkpoint) -> Iterator[tuple[str, Node]]:
+    """Yield path and node of every plain value; values that JSON lacks are nodes in it, too."""
+    return value_nodes(checkpoint.structure) if checkpoint.manifest.tree else iter(())
 
 
 def _digest_text(digest: int) -> str:
@@ -168,9 +163,9 @@ def _write_text(
             for chunk in info.chunks
         ]
         write_table(("TENSOR", "REGION", "KEY", "DIGEST", "CLIENT"), rows)
-    if values := checkpoint.values:
+    if values := [(path, _value_text(node)) for path, node in _value_nodes(checkpoint)]:
         write_line("")
-        write_table(("VALUE", ""), [(path, _value_text(value)) for path, value in values.items()])
+        write_table(("VALUE", ""), values)
     if manifest.costs:
         write_line("")
         write_table(("PHASE", "MEDIAN", "SLOWEST", "CLIENT", "SIZE"), list(_phase_rows(manifest.costs)))
@@ -198,10 +193,10 @@ def _mesh_text(mesh: Mesh) -> str:
 
 
 def _tensor_row(info: TensorInfo, meshes: Sequence[Mesh]) -> tuple[str, ...]:
-    layout = layout_text(info.layout)
+    layout = format_layout(info.layout)
     if info.layout is not None and len(meshes) > 1:
         layout += f" on mesh {meshes.index(info.layout.mesh)}"
-    dtype, stored = _dtype_name(info.dtype), _dtype_name(info.stored_dtype)
+    dtype, stored = info.dtype_name, info.stored_dtype_name
     special = [f"stored {stored}"] * (stored != dtype) + [info.codec] * (info.codec != NO_CODEC)
     return (
         info.name,
@@ -219,6 +214,7 @@ def _region_text(region: Region) -> str:
     return ",".join(f"{start}:{stop}" for start, stop in zip(region.offset, region.stop, strict=True)) or "scalar"
 
 
-def _value_text(value: Any) -> str:
-    text = repr(value)
+def _value_text(node: Node) -> str:
+    ((kind, content),) = node.items()
+    text = repr(peek_value(kind, content))
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."

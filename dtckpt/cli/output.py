@@ -7,11 +7,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dtckpt.errors import printable
+
+if TYPE_CHECKING:
+    from dtckpt.layout.layout import Layout
 
 
 def write_line(text: str) -> None:
@@ -37,6 +40,13 @@ def format_count(count: int, noun: str) -> str:
 def format_shape(shape: Sequence[int]) -> str:
     """Return a shape as ``512x64``, or ``scalar``."""
     return "x".join(map(str, shape)) or "scalar"
+
+
+def format_layout(layout: Layout | None) -> str:
+    """Return a layout's specs as ``--layout`` takes them; ``none`` without a layout, ``scalar`` without dims."""
+    from dtckpt.layout.text_format import spec_to_text  # here, because ``--help`` does without NumPy and protobuf
+
+    return "none" if layout is None else ",".join(map(spec_to_text, layout.sharding_specs)) or "scalar"
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

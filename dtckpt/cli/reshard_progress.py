@@ -9,8 +9,7 @@ from typing import Self
 from dtckpt.checkpoint.progress_bar import Bar
 from dtckpt.checkpoint.resharding.reshard import ReshardedTensor, ReshardReport
 from dtckpt.checkpoint.resharding.workers import PartReport
-from dtckpt.cli.arguments import layout_text
-from dtckpt.cli.output import format_count, format_shape, write_event, write_line, write_table
+from dtckpt.cli.output import format_count, format_layout, format_shape, write_event, write_line, write_table
 from dtckpt.errors import capped, format_nbytes, printable
 
 
@@ -84,7 +83,7 @@ class PlanReporter(Reporter):
                 tensor.name,
                 format_shape(tensor.shape),
                 _change(tensor.dtype, tensor.new_dtype),
-                _change(layout_text(tensor.layout), layout_text(tensor.new_layout)),
+                _change(format_layout(tensor.layout), format_layout(tensor.new_layout)),
                 _change(str(tensor.num_chunks), str(tensor.new_num_chunks)),
                 format_nbytes(tensor.new_nbytes),
             )

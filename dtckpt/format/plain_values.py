@@ -20,11 +20,11 @@ import json
 import math
 import operator
 import pathlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TreeError
 from dtckpt.format.enum_members import EnumMember, decode_member, encode_member
@@ -47,7 +47,6 @@ NUMPY_TYPES = {
     )
 }
 
-_DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 _PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 
 
@@ -56,7 +55,7 @@ def is_plain(value: Any) -> bool:
 
     Its class must be one of the table: a subclass would come back as its base. Members of enums are plain, too.
     """
-    return type(value) in _ENCODERS or isinstance(value, enum.Enum)
+    return _encoder_of(type(value)) is not None or isinstance(value, enum.Enum)
 
 
 def encode_value(value: Any, where: str) -> Node:
@@ -70,7 +69,7 @@ def encode_value(value: Any, where: str) -> Node:
         TreeError: The value is an integer of too many digits, a set that holds other than plain values, a date with a
             time zone of its own, or a member of an enum that its name does not give back.
     """
-    return _ENCODERS.get(type(value), _encode_enum)(value, where)
+    return (_encoder_of(type(value)) or _encode_enum)(value, where)
 
 
 def encode_hashable(value: Any, where: str) -> Node:
@@ -86,7 +85,7 @@ def encode_hashable(value: Any, where: str) -> Node:
     if type(value) is tuple:
         return {"tuple": [encode_hashable(item, where) for item in value]}
     # Nor enums: what stands for a member where its class is not known would not be found under the member itself.
-    if type(value) not in _ENCODERS or type(value) in (frozenset, EnumMember):
+    if _encoder_of(type(value)) is None or type(value) in (frozenset, EnumMember):
         cure = "pass its name" if isinstance(value, enum.Enum) else f"expected {SCALARS}, or a tuple of those"
         raise TreeError(f"cannot save {type(value).__name__} as a key or in a set at {where!r}; {cure}")
     return encode_value(value, where)
@@ -144,9 +143,6 @@ _ENCODERS: dict[type, Callable[[Any, str], Node]] = {
     range: lambda value, where: {
         "range": [encode_value(bound, where)["value"] for bound in (value.start, value.stop, value.step)]
     },
-    torch.Size: lambda value, _: {"torch.Size": list(value)},
-    torch.dtype: lambda value, _: {"torch.dtype": str(value).removeprefix("torch.")},
-    torch.device: lambda value, _: {"torch.device": str(value)},
     **dict.fromkeys(_PATHS, lambda value, _: {type(value).__name__: str(value)}),
     datetime.date: lambda value, _: {"date": value.isoformat()},
     datetime.datetime: _encode_datetime,
@@ -156,6 +152,20 @@ _ENCODERS: dict[type, Callable[[Any, str], Node]] = {
     set: _encode_set,
     frozenset: _encode_set,
 }
+# By name: PyTorch takes seconds to import, and a process that has not done so has no such values.
+_TORCH_ENCODERS: dict[str, Callable[[Any, str], Node]] = {
+    "Size": lambda value, _: {"torch.Size": list(value)},
+    "dtype": lambda value, _: {"torch.dtype": str(value).removeprefix("torch.")},
+    "device": lambda value, _: {"torch.device": str(value)},
+}
+
+
+def _encoder_of(kind: type) -> Callable[[Any, str], Node] | None:
+    """Return the encoder of a class; None if its instances are not plain, or members of an enum."""
+    encode = _ENCODERS.get(kind)
+    if encode is None and kind.__module__ == "torch" and getattr(sys.modules.get("torch"), kind.__name__, None) is kind:
+        return _TORCH_ENCODERS.get(kind.__name__)
+    return encode
 
 
 def decode_value(kind: str, content: Any) -> Any:
@@ -173,6 +183,33 @@ def decode_value(kind: str, content: Any) -> Any:
     # A RuntimeError is PyTorch's class for the text of a device that it cannot parse.
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {kind}: {error}") from error
+
+
+def peek_value(kind: str, content: Any) -> Any:
+    """Return a plain value as `decode_value` does, or where PyTorch is not loaded, what stands for a value of its.
+
+    So a process that only looks at a checkpoint need not load PyTorch. Raises: as `decode_value`.
+    """
+    if kind not in _TORCH_STAND_INS or "torch" in sys.modules:
+        return decode_value(kind, content)
+    try:
+        return _TORCH_STAND_INS[kind](content)
+    except (TypeError, ValueError) as error:
+        raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {kind}: {error}") from error
+
+
+class _Size(tuple[int, ...]):
+    """Stands for a `torch.Size`."""
+
+    def __repr__(self) -> str:
+        return f"torch.Size({list(self)})"
+
+
+class _Name(str):
+    """Stands for a `torch.dtype` or `torch.device`: its expression."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def decode_hashable(node: Any) -> Any:
@@ -202,14 +239,28 @@ def _decode_timedelta(content: Any) -> datetime.timedelta:
     return datetime.timedelta(days, seconds, microseconds)
 
 
-def _decode_dtype(content: Any) -> torch.dtype:
+def _decode_size(content: Any) -> Any:
+    import torch  # here, because it takes seconds, and most checkpoints have no value of its
+
+    return torch.Size(content)
+
+
+def _decode_device(content: Any) -> Any:
+    import torch  # here, as above
+
+    return torch.device(_decode_text(content))
+
+
+def _decode_dtype(content: Any) -> Any:
+    import torch  # here, as above
+
     name = _decode_text(content)
-    if name not in _DTYPES:
+    if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
         raise CheckpointVersionError(
             f"the manifest's state tree holds torch.{name[:40]}, which PyTorch {torch.__version__} does not have; "
             "upgrade PyTorch"
         )
-    return _DTYPES[name]
+    return dtype
 
 
 _DECODERS: Mapping[str, Callable[[Any], Any]] = {
@@ -218,9 +269,9 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "bytes": lambda text: base64.b64decode(text, validate=True),
     "complex": lambda parts: complex(*(float(text.strip()) for text in parts)),
     "range": lambda bounds: range(*map(_decode_json, bounds)),
-    "torch.Size": torch.Size,
+    "torch.Size": _decode_size,
     "torch.dtype": _decode_dtype,
-    "torch.device": lambda text: torch.device(_decode_text(text)),
+    "torch.device": _decode_device,
     **{kind.__name__: kind for kind in _PATHS},
     "date": datetime.date.fromisoformat,
     "datetime": _decode_datetime,
@@ -229,6 +280,11 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "numpy": lambda pair: NUMPY_TYPES[pair[0]](decode_hashable(pair[1])),
     "set": lambda items: set(map(decode_hashable, items)),
     "frozenset": lambda items: frozenset(map(decode_hashable, items)),
+}
+_TORCH_STAND_INS: Mapping[str, Callable[[Any], Any]] = {
+    "torch.Size": lambda sizes: _Size(map(operator.index, sizes)),
+    "torch.dtype": lambda name: _Name(f"torch.{_decode_text(name)}"),
+    "torch.device": lambda text: _Name(f"device({_decode_text(text)!r})"),
 }
 
 

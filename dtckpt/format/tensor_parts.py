@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from dtckpt.errors import TreeError
 
 
 def has_parts(value: object) -> bool:
     """Whether a value is a tensor of a subclass that can be taken apart and put together again."""
-    return isinstance(value, torch.Tensor) and all(
-        hasattr(type(value), name) for name in ("__tensor_flatten__", "__tensor_unflatten__")
-    )
+    if not all(hasattr(type(value), name) for name in ("__tensor_flatten__", "__tensor_unflatten__")):
+        return False
+    import torch  # here, because it takes seconds, and other values than tensors are recognised without it
+
+    return isinstance(value, torch.Tensor)
 
 
 class TensorParts(dict[str, Any]):
@@ -37,8 +37,8 @@ class TensorParts(dict[str, Any]):
 
     __slots__ = ("context", "kind", "shape")
 
-    def __init__(self, parts: Mapping[str, Any], kind: str, shape: torch.Size, context: Any) -> None:
-        if not (type(kind) is str and type(shape) is torch.Size and all(type(name) is str for name in parts)):
+    def __init__(self, parts: Mapping[str, Any], kind: str, shape: tuple[int, ...], context: Any) -> None:
+        if not (type(kind) is str and isinstance(shape, tuple) and all(type(name) is str for name in parts)):
             raise TreeError(f"parts of a tensor need names, a class name and a shape; got {[*parts, kind, shape]!r}")
         super().__init__(parts)
         self.kind = kind
@@ -54,7 +54,7 @@ class TensorParts(dict[str, Any]):
         return cls({name: getattr(value, name) for name in names}, type(value).__name__, value.shape, context)
 
     @property
-    def facts(self) -> tuple[str, torch.Size, Any]:
+    def facts(self) -> tuple[str, tuple[int, ...], Any]:
         """All but the tensors."""
         return self.kind, self.shape, self.context
 

@@ -32,6 +32,7 @@ from dtckpt.format.plain_values import (
     encode_hashable,
     encode_value,
     is_plain,
+    peek_value,
     refusal,
 )
 
@@ -170,7 +171,7 @@ def load(data: bytes) -> Node:
         node: Node = json.loads(data)
         # Built once, with names in place of tensors: so all that is malformed is found when the checkpoint is opened,
         # and not in the middle of a restore.
-        build(node, lambda name: name)
+        build(node, lambda name: name, decode=peek_value)
     # Looked up in closed tables: a name that they lack is one that a newer version has.
     except KeyError as error:
         raise CheckpointVersionError(
@@ -183,13 +184,19 @@ def load(data: bytes) -> Node:
     return node
 
 
-def build(node: Node, tensor: Callable[[str], Any], depth: int = 0) -> Any:
+def build(
+    node: Node,
+    tensor: Callable[[str], Any],
+    depth: int = 0,
+    decode: Callable[[str, Any], Any] = decode_value,
+) -> Any:
     """Rebuild a tree from its structure.
 
     Args:
         node: The structure.
         tensor: Returns the tensor of a name.
         depth: Levels above the node.
+        decode: Returns the plain value of a node, given the kind and the content.
 
     Raises:
         CheckpointCorruptError: The structure is malformed.
@@ -209,16 +216,16 @@ def build(node: Node, tensor: Callable[[str], Any], depth: int = 0) -> Any:
         if _only(items)[0] != container.base.__name__:
             raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {name}")
         if container.has_tree_argument:
-            argument = build(argument, _no_tensor, depth + 1)
-        return container.make(argument, build(items, tensor, depth))
+            argument = build(argument, _no_tensor, depth + 1, decode)
+        return container.make(argument, build(items, tensor, depth, decode))
     if kind not in _BASE_NAMES:
-        return decode_value(kind, content)
+        return decode(kind, content)
     if not isinstance(content, list):
         raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {kind}")
     if kind != "dict":
-        children = [build(child, tensor, depth + 1) for child in content]
+        children = [build(child, tensor, depth + 1, decode) for child in content]
         return children if kind == "list" else tuple(children)
-    built = {_decode_key(key): build(child, tensor, depth + 1) for key, child in content}
+    built = {_decode_key(key): build(child, tensor, depth + 1, decode) for key, child in content}
     # Two keys may be equal in Python and not in JSON, as 1 and True are.
     if len(built) != len(content):
         raise CheckpointCorruptError("the manifest's state tree holds a key twice")
@@ -355,17 +362,18 @@ def _collect_leaves(node: Node, leaves: list[Node]) -> None:
 
 def values(node: Node) -> Iterator[tuple[str, Any]]:
     """Yield ``(path, value)`` of every plain value below a node."""
-    yield from _walk(node, ())
+    return ((path, decode_value(*_only(node))) for path, node in value_nodes(node))
 
 
-def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def value_nodes(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Node]]:
+    """Yield ``(path, node)`` of every plain value at and below a node."""
     opened = items_of(node)
     if opened is not None:
         for key, child in opened[1]:
             if "tensor" not in child:  # spares a call for each of many tensors
-                yield from _walk(child, (*path, str(key)))
+                yield from value_nodes(child, (*path, str(key)))
     elif name_of_tensor(node) is None:
-        yield "/".join(path), decode_value(*_only(node))
+        yield "/".join(path), node
 
 
 def _only(node: Node) -> tuple[str, Any]:

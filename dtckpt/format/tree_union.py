@@ -19,7 +19,7 @@ _SHOWN_CHARS = 80
 
 def value_paths(node: Node) -> Iterator[str]:
     """Yield the path of every plain value below a node."""
-    return (path for path, _ in trees.values(node))
+    return (path for path, _ in trees.value_nodes(node))
 
 
 def unite(nodes: Mapping[int, Node]) -> Node:

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from dtckpt.comm import fork_guard
 from dtckpt.comm.background_threads import Pool
 from dtckpt.format.codecs import NO_CODEC, chunk_bounds, validate_encoded
 from dtckpt.format.dtypes import DTYPES
@@ -35,8 +36,7 @@ from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.local_values import OpenFile, StoredValue
 from dtckpt.storage.ocdbt_database import FileRange, OcdbtDatabase
 from dtckpt.storage.s3_gcs_folder import BucketFolder
-from dtckpt.storage.tensorstore_setup import open_context
-from dtckpt.storage.tensorstore_setup import tensorstore as ts
+from dtckpt.storage.tensorstore_setup import open_context, tensorstore
 from dtckpt.storage.zarr_files import validate_kind
 from dtckpt.storage.zarr_tensorstore import StoredArray, chunk_key, document_key, key_of, open_array
 
@@ -97,7 +97,7 @@ def content(read: Any, nbytes: int) -> bytes:
     except FileNotFoundError:
         raise MalformedError("the chunk is missing") from None
     # TensorStore reports a missing file as a result, not as an error.
-    if isinstance(result, ts.KvStore.ReadResult):
+    if isinstance(result, tensorstore().KvStore.ReadResult):
         result = result.value if result.state == "value" else b""
     if len(result) != nbytes:
         raise MalformedError(f"the chunk is missing or cut short: got {len(result)} bytes, expected {nbytes}")
@@ -118,8 +118,9 @@ class ChunkReader:
     def __init__(self, kind: str, root: Folder, *, by_file: bool = False) -> None:
         validate_kind(kind, root)
         self._where = root
-        self._context: Any = None if root.kvstore() is None else open_context()
-        self._database = OcdbtDatabase(root, self._context) if kind == "ocdbt" else None
+        if root.kvstore() is not None:
+            fork_guard.claim_process()
+        self._database = OcdbtDatabase(root) if kind == "ocdbt" else None
         self._local_path = root.path if by_file and isinstance(root, LocalFolder) else None
         # A file that is dropped here stays open while a `StoredValue` refers to it.
         self._files = lru_cache(maxsize=MAX_OPEN_FILES)(OpenFile)
@@ -128,6 +129,11 @@ class ChunkReader:
     def _find(self, key: str) -> FileRange | bytes:
         """Return where the value of a key is stored, or the value itself. Raises: as `OcdbtDatabase.find`."""
         return FileRange(key) if self._database is None else self._database.find(key)
+
+    @cached_property
+    def _context(self) -> Any:
+        # Made at first use: few checkpoints are compressed, and who only looks at a manifest needs no TensorStore.
+        return open_context()
 
     def _pool(self) -> Pool:
         # Made at first use: chunks that `locate` finds are read without these threads.
@@ -271,6 +277,7 @@ class ChunkReader:
         validate_encoded(array.codec, data, nbytes)
         # Decoded from memory: TensorStore never opens a file of an untrusted checkpoint.
         # A context of its own: stores in memory are shared within a context, and other threads decode other chunks.
+        ts = tensorstore()
         store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
         store[key] = data
         opened = open_array(store, array, self._context)

@@ -22,7 +22,7 @@ from typing import Any
 from dtckpt.format.codecs import zstd_bound
 from dtckpt.storage.failures import MalformedError
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.tensorstore_setup import tensorstore as ts
+from dtckpt.storage.tensorstore_setup import open_context, tensorstore
 from dtckpt.storage.zarr_tensorstore import DATABASE_NAME
 
 MAX_NODE_NBYTES = 64 << 20
@@ -73,7 +73,7 @@ class _Node:
 
     @classmethod
     def from_dump(cls, dump: Mapping[str, Any]) -> _Node:
-        """Return the node of what ``ts.ocdbt.dump`` tells of it."""
+        """Return the node of what TensorStore's ``ocdbt.dump`` tells of it."""
         entries = dump["entries"]
         if not dump["height"]:
             values = {entry["key"]: entry.get("indirect_value", entry.get("inline_value")) for entry in entries}
@@ -91,12 +91,10 @@ class OcdbtDatabase:
 
     Args:
         root: The database's folder.
-        context: A TensorStore context.
     """
 
-    def __init__(self, root: Folder, context: Any) -> None:
+    def __init__(self, root: Folder) -> None:
         self._root = root
-        self._context = context
         self._lock = Lock()
         self._cache: OrderedDict[str, _Node] = OrderedDict()
         self._num_cached = 0
@@ -168,10 +166,15 @@ class OcdbtDatabase:
             self._num_cached -= self._cache.popitem(last=False)[1].num_keys
         return node
 
+    @cached_property
+    def _context(self) -> Any:
+        return open_context()
+
     def _dump(self, data: bytes, node: str | None = None) -> Any:
         """Decode a node, or without one the database's first file, from memory. Raises: as `find`."""
         _validate_size(data)
         # A context of its own: stores in memory are shared within a context.
+        ts = tensorstore()
         store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
         store[DATABASE_NAME if node is None else "node"] = data
         return ts.ocdbt.dump(store, node, context=self._context).result()

@@ -17,8 +17,7 @@ from typing import Any, Self
 from dtckpt.errors import ConfigError
 from dtckpt.storage.location import Url
 from dtckpt.storage.regular_files import too_long_error
-from dtckpt.storage.tensorstore_setup import open_context
-from dtckpt.storage.tensorstore_setup import tensorstore as ts
+from dtckpt.storage.tensorstore_setup import open_context, tensorstore
 
 SILENCE_S = 60
 """Seconds without a byte to or from an object store after which TensorStore gives a request up, and repeats it
@@ -166,7 +165,7 @@ class BucketFolder:
         """As `Folder.names`."""
         # Names are text to Google's API, so the end of the range must be, too.
         after = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
-        names = self._open().list(ts.KvStore.KeyRange(prefix, after)).result()
+        names = self._open().list(tensorstore().KvStore.KeyRange(prefix, after)).result()
         return sorted(name.decode() for name in names)
 
     def remove(self, names: Iterable[str]) -> None:
@@ -178,7 +177,7 @@ class BucketFolder:
 
     def clear(self) -> None:
         """As `ObjectFolder.clear`."""
-        self._open().delete_range(ts.KvStore.KeyRange()).result()
+        self._open().delete_range(tensorstore().KvStore.KeyRange()).result()
 
     def kvstore(self, *, to_write: bool = False) -> dict[str, Any]:  # noqa: ARG002  (reads and writes alike)
         """As `Folder.kvstore`."""
@@ -186,7 +185,7 @@ class BucketFolder:
 
     def _open(self) -> Any:
         if self._store is None:
-            self._store = ts.KvStore.open(self.kvstore(), context=_shared_context()).result()
+            self._store = tensorstore().KvStore.open(self.kvstore(), context=_shared_context()).result()
         return self._store
 
 

@@ -33,8 +33,7 @@ from dtckpt.format.names import groups
 from dtckpt.layout.region import Region
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.tensorstore_setup import open_context
-from dtckpt.storage.tensorstore_setup import tensorstore as ts
+from dtckpt.storage.tensorstore_setup import open_context, tensorstore
 
 DATABASE_NAME = "manifest.ocdbt"
 """The first file of an OCDBT database, which leads to all others."""
@@ -165,7 +164,7 @@ class TensorStoreWriter:
 
     def _reset(self) -> None:
         # Only databases have transactions over several files; elsewhere each write is its own.
-        self._transaction = ts.Transaction(atomic=True) if self._is_database else None
+        self._transaction = tensorstore().Transaction(atomic=True) if self._is_database else None
         self._store: Any = None
         self._pending: list[Any] = []
         self._pending_nbytes = 0
@@ -236,7 +235,7 @@ class TensorStoreWriter:
         if self._base is None:
             kind = "ocdbt" if self._is_database else "zarr"
             spec = _kvstore(kind, self._folder, to_write=True)
-            self._base = ts.KvStore.open(spec, context=self._context).result()
+            self._base = tensorstore().KvStore.open(spec, context=self._context).result()
         return self._base
 
     def commit(self) -> None:
@@ -279,14 +278,15 @@ def open_array(store: Any, array: StoredArray, context: Any, *, to_write: bool =
         to_write: Whether chunks of zeros are to be written; else whether a missing chunk is an error.
     """
     spec = _array_spec(array.grid, array.stored_dtype, array.codec, to_write=to_write)
-    return ts.open(spec, kvstore=store / f"{array.path}/", open=True, assume_metadata=True, context=context).result()
+    place = store / f"{array.path}/"
+    return tensorstore().open(spec, kvstore=place, open=True, assume_metadata=True, context=context).result()
 
 
 @lru_cache(maxsize=256)
 def _array_spec(grid: ChunkGrid, stored_dtype: str, codec: str, *, to_write: bool) -> Any:
     """Return TensorStore's specification of arrays with this metadata. Kept, for parsing takes longer than opening."""
     mode = {"store_data_equal_to_fill_value": True} if to_write else {"fill_missing_data_reads": False}
-    return ts.Spec({"driver": "zarr3", "metadata": array_metadata(grid, stored_dtype, codec), **mode})
+    return tensorstore().Spec({"driver": "zarr3", "metadata": array_metadata(grid, stored_dtype, codec), **mode})
 
 
 def documents(arrays: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -335,7 +335,7 @@ def merge(kind: str, root: Folder, last_written: Mapping[int, str]) -> None:
 
 def _merge_stores(kind: str, root: Folder, clients: Iterable[int]) -> Any:
     """Merge what the clients wrote through TensorStore; return the key-value store that holds all of it."""
-    context = open_context()
+    ts, context = tensorstore(), open_context()
     store = ts.KvStore.open(_kvstore(kind, root, to_write=True), context=context).result()
     if kind == "ocdbt":
         # One transaction: the root database refers to all clients' data, or to nothing.

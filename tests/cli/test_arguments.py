@@ -1,7 +1,8 @@
 import pytest
 
 from dtckpt.cli import arguments, commands
-from dtckpt.cli.arguments import LayoutRule, layout_text, parse_dtype, parse_mesh, parse_size, read_rules
+from dtckpt.cli.arguments import LayoutRule, parse_dtype, parse_mesh, parse_size, read_rules
+from dtckpt.cli.output import format_layout
 from dtckpt.errors import ConfigError, LayoutError, MeshError
 from dtckpt.format.manifest import KVSTORES
 from dtckpt.layout.create_mesh import abstract_mesh
@@ -73,7 +74,7 @@ def test_what_is_no_mesh(text, reason):
 def test_rules(text, pattern, specs):
     rule = LayoutRule.parse(text, MESH)
     assert (rule.pattern, rule.layout.sharding_specs) == (pattern, specs)
-    assert layout_text(rule.layout) == ",".join("+".join(s) if isinstance(s, tuple) else s for s in specs) or "scalar"
+    assert format_layout(rule.layout) == ",".join("+".join(s) if isinstance(s, tuple) else s for s in specs) or "scalar"
 
 
 @pytest.mark.parametrize(

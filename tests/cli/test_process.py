@@ -32,6 +32,44 @@ def test_help_and_version_import_nothing_heavy():
     assert run_process("--version").out == f"dtckpt {dtckpt.__version__}\n"
 
 
+LOOKING = """
+import sys
+from dtckpt.cli.main import main
+path, *args = sys.argv[1:]
+code = main([*args, path])
+print(sorted({'torch', 'grpc', 'rich', 'tensorstore'} & set(sys.modules)))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+@pytest.mark.parametrize(
+    ("args", "modules"),
+    [(["inspect"], []), (["inspect", "--json", "--chunks"], []), (["verify"], ["tensorstore"])],
+    ids=" ".join,
+)
+def test_commands_that_look_import_no_torch(looked_at, args, modules, kvstore):
+    result = run_process(looked_at / kvstore, *args, program=("-c", LOOKING))
+    assert result.code == 0, result
+    # What a database's nodes say, only TensorStore knows.
+    assert result.out.splitlines()[-1] == str(modules if kvstore == "ocdbt" else [])
+    if args == ["inspect"]:
+        shown = ["config/dtype  torch.bfloat16", "config/on     device('cuda:1')", "config/shape  torch.Size([2, 3])"]
+        assert all(line in result.out for line in shown), result.out
+
+
+@pytest.fixture(scope="module")
+def looked_at(tmp_path_factory):
+    """A folder of checkpoints whose trees hold values of PyTorch."""
+    folder = tmp_path_factory.mktemp("looked_at")
+    config = {"dtype": torch.bfloat16, "on": torch.device("cuda:1"), "shape": torch.Size([2, 3])}
+    parts = dtckpt.TensorParts({"q": torch.arange(6)}, "Quantized", torch.Size([2, 3]), ())
+    for kvstore in ("ocdbt", "zarr"):
+        options = dtckpt.SaveOptions(kvstore=kvstore)
+        dtckpt.save(folder / kvstore, {"config": config, "w": parts, "b": torch.ones(3)}, options=options)
+    return folder
+
+
 def test_the_script_is_installed(source):
     script = os.path.join(os.path.dirname(sys.executable), "dtckpt")
     done = subprocess.run([script, "inspect", source], capture_output=True, text=True, timeout=60, check=False)

@@ -31,7 +31,7 @@ def database(request, tmp_path):
     for key, value in {**VALUES, "inline": b"1"}.items():
         store.with_transaction(transaction).write(key, value).result()
     transaction.commit_async().result()
-    return OcdbtDatabase(folder, context)
+    return OcdbtDatabase(folder)
 
 
 def value_at(tmp_path, stored: FileRange) -> StoredValue:

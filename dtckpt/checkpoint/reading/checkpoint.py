@@ -5,17 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from dtckpt.checkpoint.leaves import host_array
 from dtckpt.checkpoint.reading.block_digests import BlockDigests
 from dtckpt.checkpoint.reading.read_regions import UNCHECKED_NBYTES, RegionReader
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
-from dtckpt.checkpoint.reading.verify import Progress, VerifyReport, verify
-from dtckpt.comm import host_memory
 from dtckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,
@@ -34,6 +30,11 @@ from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.location import Location, is_remote, location_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from dtckpt.checkpoint.reading.verify import Progress, VerifyReport
 
 
 class Checkpoint:
@@ -98,6 +99,10 @@ class Checkpoint:
             RegionNotFoundError: That part of the tensor was not saved.
             CheckpointCorruptError: Stored bytes are not the bytes that were saved.
         """
+        # Here, because they import PyTorch, which takes seconds: commands that only look or verify do without it.
+        from dtckpt.checkpoint.leaves import host_array
+        from dtckpt.checkpoint.reading.tensor_memory import new_memory
+
         info = self.info(name)
         region = Region.full(info.shape) if region is None else region
         # Before memory is taken: the tensor's shape is a claim of the manifest, and may be any.
@@ -219,23 +224,10 @@ class Checkpoint:
         Raises:
             CheckpointConflictError: A save replaced the checkpoint meanwhile.
         """
+        # Here, because its digests are slow to import, and few who open a checkpoint verify it.
+        from dtckpt.checkpoint.reading.verify import verify
+
         return verify(self, threads=threads, progress=progress)
-
-
-def new_memory(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate host memory for a tensor of a checkpoint.
-
-    Raises:
-        CheckpointError: The host lacks the memory.
-    """
-    try:
-        return host_memory.allocate(shape, dtype)
-    # PyTorch's class for an allocation that fails.
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"this host lacks the memory for tensor {name!r}; got shape {tuple(shape)} of {dtype}; read a part of it, "
-            "or restore it on more hosts"
-        ) from error
 
 
 def open_checkpoint(path: str | Location) -> Checkpoint:

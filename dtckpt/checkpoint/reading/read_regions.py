@@ -14,6 +14,7 @@ The queue is bounded in bytes and in parts, so memory is bounded, however much i
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,6 @@ import numpy as np
 from dtckpt.checkpoint.reading.block_digests import BlockDigests
 from dtckpt.checkpoint.reading.plan import plan_tensor_reads
 from dtckpt.checkpoint.reading.read_chunks import BlockReader, ChunkRead, Scratch, convert, cut, from_span, is_small
-from dtckpt.comm import process_groups
 from dtckpt.config import Config
 from dtckpt.errors import CheckpointCorruptError, ConfigError, DTypeError
 from dtckpt.format.digest import as_bytes, buffer_of, bytes_digest, digest_chunk, digest_of_data
@@ -315,9 +315,18 @@ def _spare_threads() -> int:
     try:
         config = Config.from_environ()
         clients = (
-            config.local_world_size if config.local_world_size_text else max(config.num_clients, process_groups.size())
+            config.local_world_size if config.local_world_size_text else max(config.num_clients, _process_group_size())
         )
     # How many clients share the machine is not known; one thread takes nothing from the others.
     except ConfigError:
         return 1
     return max(1, min(MAX_THREADS, cores // clients))
+
+
+def _process_group_size() -> int:
+    """Return the number of clients in the default process group; a process without PyTorch has no such group."""
+    if "torch" not in sys.modules:
+        return 1
+    from dtckpt.comm import process_groups  # here, because it imports PyTorch
+
+    return process_groups.size()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from dtckpt.checkpoint.leaves import torch_dtype
 from dtckpt.checkpoint.reading.plan import max_chunk_nbytes, plan_tensor_reads
 from dtckpt.format.manifest import ArrayEntry
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class TensorInfo:
     Args:
         name: Tensor name.
         shape: Global shape.
-        dtype: The tensor's dtype.
-        stored_dtype: The dtype of its elements on storage.
+        dtype_name: Name of the tensor's dtype, such as ``bfloat16``.
+        stored_dtype_name: Name of the dtype of its elements on storage.
         layout: Layout at the time of the save; None if the tensor was on no mesh.
         nbytes: Bytes of its elements on storage, before compression.
         content_digest: Digest of the tensor's elements, independent of layout and chunks: tensors of equal shape and
@@ -43,12 +44,22 @@ class TensorInfo:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    stored_dtype: torch.dtype
+    dtype_name: str
+    stored_dtype_name: str
     layout: Layout | None
     nbytes: int
     content_digest: int | None
     _entry: ArrayEntry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
+        return _torch_dtype(self.dtype_name)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of its elements on storage."""
+        return _torch_dtype(self.stored_dtype_name)
 
     @property
     def chunks(self) -> list[ChunkInfo]:
@@ -107,6 +118,12 @@ class TensorInfo:
         return sum(part.nbytes for part in plan_tensor_reads(self._entry, (region,)))
 
 
+def _torch_dtype(name: str) -> torch.dtype:
+    from dtckpt.checkpoint.leaves import torch_dtype  # here, because commands that only look do without PyTorch
+
+    return torch_dtype(name)
+
+
 class TensorInfos(Mapping[str, TensorInfo]):
     """The tensors of a manifest by name; each is described when it is asked for, as there may be many."""
 
@@ -118,8 +135,8 @@ class TensorInfos(Mapping[str, TensorInfo]):
         return TensorInfo(
             name=name,
             shape=entry.shape,
-            dtype=torch_dtype(entry.dtype),
-            stored_dtype=torch_dtype(entry.stored_dtype),
+            dtype_name=entry.dtype,
+            stored_dtype_name=entry.stored_dtype,
             layout=entry.layout,
             nbytes=entry.stored_nbytes,
             content_digest=entry.content,

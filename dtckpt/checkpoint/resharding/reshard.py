@@ -217,13 +217,13 @@ def _spec(info: TensorInfo, layout: Layout | None, target: _Target) -> TensorSpe
     mesh, new_dtype = target.mesh, target.dtype
     if layout is None or layout.mesh != mesh:
         raise MeshError(f"layout for tensor {info.name!r} is on another mesh; expected {mesh.to_string()}")
-    dtype, stored = str(info.dtype).removeprefix("torch."), str(info.stored_dtype).removeprefix("torch.")
+    dtype, stored = info.dtype_name, info.stored_dtype_name
     if new_dtype is not None and is_floating(dtype):
         dtype = stored = new_dtype
     # Every writer could write every shard, whichever client will read it; the plan gives each its share.
     boxes = tuple(Holding(holding.region, target.writers) for holding in holdings_of(layout, info.shape))
     # A tensor that keeps its stored dtype must keep its content digest; the merge refuses any other.
-    content = info.content_digest if stored == str(info.stored_dtype).removeprefix("torch.") else None
+    content = info.content_digest if stored == info.stored_dtype_name else None
     codec = target.codec or info.codec
     return TensorSpec(info.name, info.shape, dtype, stored, _saved_only(boxes, info), layout, content, codec)
 
@@ -246,7 +246,7 @@ def _describe(info: TensorInfo, plan: TensorPlan) -> ReshardedTensor:
     return ReshardedTensor(
         name=info.name,
         shape=info.shape,
-        dtype=str(info.dtype).removeprefix("torch."),
+        dtype=info.dtype_name,
         new_dtype=plan.spec.dtype,
         layout=info.layout,
         new_layout=plan.spec.layout,

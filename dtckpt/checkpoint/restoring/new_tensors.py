@@ -10,8 +10,9 @@ import torch
 
 from dtckpt.checkpoint.leaves import as_leaf, mesh_of, with_arrays
 from dtckpt.checkpoint.options import RestoreOptions
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, new_memory
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.checkpoint.reading.tensor_memory import new_memory
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.comm import host_memory
 from dtckpt.comm.torch_device import device_of

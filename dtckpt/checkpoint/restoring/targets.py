@@ -22,7 +22,8 @@ from dtckpt.checkpoint.leaves import (
 )
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.per_client import ClientNumber, PerClient
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, new_memory
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.reading.tensor_memory import new_memory
 from dtckpt.checkpoint.restoring.meta_tensors import MetaTensors, is_meta
 from dtckpt.checkpoint.restoring.object_states import CLOSED, Scope, parameters_of, scope_of_dict, scope_of_object
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
@@ -126,7 +127,7 @@ def plan_target(
         return result
 
     tensors = trees.tensor_names(structure) if at else checkpoint.tensors
-    values = ("/".join((*at, path) if path else at) for path, _ in trees.values(structure))
+    values = ("/".join((*at, path) if path else at) for path, _ in trees.value_nodes(structure))
     unused = {*tensors, *values} - matcher.used
     unexpected = sorted(names.get(name, name) if name in checkpoint.tensors else name for name in unused)
     renamed = {**names, **matcher.renamed}
@@ -291,7 +292,7 @@ class _Matcher:
     def _use(self, node: trees.Node, path: tuple[str, ...]) -> list[str]:
         """Note that the target takes all that is below a node; return the names of its tensors."""
         names = trees.tensor_names(node)
-        self.used.update("/".join((*path, below) if below else path) for below, _ in trees.values(node))
+        self.used.update("/".join((*path, below) if below else path) for below, _ in trees.value_nodes(node))
         self.used.update(names)
         return names
 

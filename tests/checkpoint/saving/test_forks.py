@@ -65,3 +65,4 @@ def test_a_child_of_a_process_that_has_not_used_checkpoints_may(monkeypatch):
     assert fork_guard.is_forked()
     with pytest.raises(errors.ForkedProcessError, match=f"forked from process {os.getppid()}, .* with .*'spawn'"):
         dtckpt.save_async("nowhere", {})
+    monkeypatch.undo()  # before the fixtures that use checkpoints to clean up

@@ -52,7 +52,7 @@ def test_a_database_refers_to_its_own_files_only(tmp_path, monkeypatch, location
 
 def test_a_node_may_be_its_own_child(tmp_path, monkeypatch):
     dtckpt.save(tmp_path / "s", {"w": ELEMENTS}, options=SaveOptions(fsync=False))
-    top = OcdbtDatabase(LocalFolder(tmp_path / "s"), open_context())._root_node
+    top = OcdbtDatabase(LocalFolder(tmp_path / "s"))._root_node
     odd_database(monkeypatch, top[0], top[1] + 1)
     assert_damaged(lambda: dtckpt.restore(tmp_path / "s"))
 
