@@ -156,6 +156,7 @@ class Rules:
             self._revive(job, task, now)
             self._note_report(job, task, event.report, now)
             return
+        # From here on a process that is new here wants the place.
         if task is not None and task.state in ALIVE:
             self._refuse_rival(job, task, who.incarnation, now)
         if task is not None and task.state == LOST:
@@ -166,7 +167,7 @@ class Rules:
         task = Task(who.task, who.incarnation, attempt, event.host, now, progressed_at=now, report=event.report)
         job.heard_at = now
         job.tasks.place(task, REGISTERED)
-        self._fail_waits_for(job, task, now)
+        self._fail_waits_for(job, task, now)  # the process is in no operation that the old one of this place was in
         self._log_task("registered", job, task, f"registered from {task.host or 'an unnamed host'}, attempt {attempt}")
 
     def _job_for(self, event: Register, job_name: str, now: float) -> Job:
@@ -267,13 +268,13 @@ class Rules:
         self._note_report(job, task, arrival.report, now)
         barrier = task.calls.get(arrival.call)
         if barrier is not None and barrier.barrier_id in self._barriers:
-            return barrier
+            return barrier  # a repeated call; the barrier may have been decided meanwhile
         barrier = self._round_for(job, task, arrival, now)
         task.note_call(arrival.call, barrier)
         if barrier.is_open and arrival.topic != barrier.topic:
             failure = failures.topics_differ(arrival.name, barrier.opener, barrier.topic, who.task, arrival.topic)
             self._decide(barrier, failure, now)
-        elif barrier.is_open and not arrival.ok:
+        elif barrier.is_open and not arrival.ok:  # one no decides for all, so nobody waits for the rest
             self._decide(barrier, failures.voted_no(who.task, arrival.code, arrival.reason), now)
         elif barrier.is_open:
             self._admit(job, barrier, arrival, now)
@@ -297,23 +298,23 @@ class Rules:
         latest = job.latest.get(key)
         is_overtaken = any(call > arrival.call and other.key == key for call, other in task.calls.items())
         if is_overtaken or (arrival.operation is not None and arrival.call <= task.report.num_ended):
-            # The client has gone on (a later call is here, or this one has ended), and waits for no answer.
+            # Case 1. The client has gone on (a later call is here, or this one has ended), and waits for no answer.
             raise errors.BarrierConflictError(barrier_texts.gave_up(arrival.name, task_name(job.name, task.number)))
-        if arrival.operation:
+        if arrival.operation:  # case 2
             return latest or self._open(job, arrival, key, participants, now)
-        if arrival.is_again and key[2] in job.broken_operations:
+        if arrival.is_again and key[2] in job.broken_operations:  # case 3
             return job.broken_operations[key[2]]
         missed = job.missed.get((key, arrival.position)) or job.missed.get((key, barrier_rules.UNKNOWN_POSITION))
         if missed is not None and task.number in missed.arrived:
-            missed = None
-        if (
+            missed = None  # it has heard of that failure
+        if (  # case 4
             missed is not None
             and missed.failure is not None
             and barrier_rules.is_late(task.number, is_certain=arrival.is_certain, missing=missed.failure.missing)
         ):
             return missed
         if latest is not None and latest.is_open and task.number in latest.arrived:
-            # The task gave up the call that had arrived there, and now comes anew.
+            # Case 5. The task gave up the call that had arrived there, and now comes anew.
             self._decide(latest, failures.gave_up(latest.name, task_name(job.name, task.number)), now)
         barrier = latest if latest is not None and latest.is_open else None
         if barrier is None:
@@ -513,10 +514,10 @@ class Rules:
         barrier.decided_at, barrier.failure = now, failure
         job.open.pop(barrier.barrier_id, None)
         if failure:
-            self.memory.drop_payloads(job, barrier)
+            self.memory.drop_payloads(job, barrier)  # only a barrier that passed hands them out
             self.memory.resize_barrier(job, barrier, failure.nbytes)
             self._effects.failed.append(barrier)
-            if not barrier.operation:
+            if not barrier.operation:  # a first round: whoever has not arrived may come late for it
                 job.missed[barrier.key, barrier.position] = barrier
         self.memory.keep(job, barrier)
         self._effects.decided.append(barrier.barrier_id)
@@ -569,14 +570,9 @@ class Rules:
             self._end_late(barrier, now)
         due = list(islice((barrier for barrier in job.open.values() if now >= barrier.deadline), MAX_DUE))
         for barrier in due:
-            failure = failures.timed_out(
-                barrier.name,
-                barrier.timeout_s,
-                len(barrier.arrived),
-                len(barrier.participants),
-                self.waiting_for(barrier, now),
-                missing=barrier.missing(MAX_NAMED),
-            )
+            counts = len(barrier.arrived), len(barrier.participants)
+            waiting_for, missing = self.waiting_for(barrier, now), barrier.missing(MAX_NAMED)
+            failure = failures.timed_out(barrier.name, barrier.timeout_s, *counts, waiting_for, missing=missing)
             self._decide(barrier, failure, now)
         is_over = not job.tasks.num_alive and not job.open and not job.verdicts and now - job.heard_at > KEPT_VERDICTS_S
         if is_over:

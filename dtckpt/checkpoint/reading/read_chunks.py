@@ -132,6 +132,7 @@ class BlockReader:
         """
         entry, part = self._entry, self._part
         count, step = part.rows.count, part.rows.block
+        # A chunk of one block has no digests of blocks: its digest is that of its bytes.
         if part.is_whole and count <= step:
             return digest_of_data(entry.name, part.index, self._read(0, count)), []
         digests: list[int] = []
@@ -183,6 +184,7 @@ class BlockReader:
             if dim is None:
                 convert(elements, target)
                 continue
+            # Uses of one part may want different rows of the span, or none.
             rows = of_box[dim]
             first, last = max(start, rows.start), min(stop, rows.stop)
             if first < last:

@@ -63,6 +63,7 @@ def latest_union(own: int) -> SavePlan | None:
 
 def take_union(key: int) -> SavePlan:
     """Return the plan of a union that is kept, which is the latest from then on."""
+    # To the end: a dict keeps the order of insertion, so its first key was not used for the longest time.
     _kept[key] = _kept.pop(key)
     return _kept[key].plan
 
@@ -85,10 +86,12 @@ def put_text(attempt: CommitAttempt, client: int, name: str, groups: Groups, dat
         groups: Who has the very same.
         data: The text.
     """
+    # All clients have the same groups, so each text has one writer.
     if not any(clients[0] == client for clients in groups.values()):
         return
     folder = attempt.folder / client_folder(client)
     with translate_errors(f"write {name}", folder):
+        # A client that sees another file system than the leader would write where nobody reads.
         attempt.validate(client)
         folder.make()
         # Not synced: it is read once, and removed before the commit.
@@ -103,10 +106,12 @@ def read_texts(root: Folder, name: str, groups: Groups) -> Texts:
         StorageError: Storage refused.
     """
     texts: dict[tuple[int, ...], bytes] = {}
+    # By lowest client, on every client alike: the order decides the order of keys in the union.
     for digest, clients in sorted(groups.items(), key=lambda item: item[1]):
         folder = root / client_folder(clients[0])
         with translate_errors(f"read {name} of client {clients[0]}", folder):
             texts[clients] = folder.read(name)
+        # The digest came with the vote, past storage: a stale or torn file must not become a plan.
         if bytes_digest(texts[clients]) != digest:
             raise CheckpointCorruptError(
                 f"{name} of client {clients[0]} is not what it announced; nothing was committed, save again"
@@ -120,7 +125,7 @@ def unite_trees(texts: Texts) -> bytes:
     Raises:
         SaveDisagreementError: Clients have different things at one path.
     """
-    if len(texts) == 1:
+    if len(texts) == 1:  # the very bytes that all clients have
         return next(iter(texts.values()))
     return trees.dump(tree_union.unite({clients[0]: json.loads(text) for clients, text in texts.items()}))
 
@@ -140,6 +145,7 @@ def plan_union(descriptions: Texts, texts: Texts, options: SaveOptions) -> SaveP
         TensorNameError: A name cannot be stored beside one of another client.
     """
     parsed = {clients: Description.from_bytes(data) for clients, data in descriptions.items()}
+    # Trees are united before boxes: their errors name paths of the program.
     tree = unite_trees(texts)
     if options.keys == "same":
         validate_same_names(parsed, [path for path, _ in trees.per_client_nodes(json.loads(tree))] if tree else ())

@@ -75,6 +75,7 @@ def save_async(
     participants = participants_of(group, coordination.member)
     return start_save(
         path,
+        # Runs inside the first round, so that an error of one client is its vote and reaches all.
         lambda: state_of_tree(tree, options, coordination.member.client, participants),
         options=options,
         coordination=coordination,
@@ -117,12 +118,17 @@ def start_save(
         path, collect, options, coordination, participants, stage=stage, extra_files=extra_files, step=step
     )
     with ExitStack() as stack:
+        # First the turn: one block of staging memory serves one save at a time.
         turn = save_handle.take_turn(options.timeout_s)
         stack.callback(turn.release)
         stack.enter_context(attempt.collective.process_lock())
+        # The copy runs in here, while this client waits for the verdict of ``save/begin``.
         begun = attempt.begin()
-        locks = stack.pop_all()  # from here on the background thread releases them
+        # If the save cannot begin, the stack releases the locks; from here on the background thread does.
+        locks = stack.pop_all()
+    # The time for which the program, and so training, stood still.
     blocking_s = time.monotonic() - start
+    # The locks are released before ``then`` is called: other saves need not wait for the removal of old checkpoints.
     handle = SaveHandle(begun.where, attempt.collective.phases, timeout_s=options.timeout_s, blocking_s=blocking_s)
     handle.launch(begun.complete, locks, then)
     return handle

@@ -53,6 +53,7 @@ def unite(descriptions: Mapping[Clients, Description]) -> tuple[TensorSpec, ...]
         _validate_same_kind(name, each)
         if key not in holdings:
             holdings[key] = _united_holdings(name, each)
+        # All clients take the same one, so all write the same layout into the manifest.
         first = each[0][1]
         united.append(
             TensorSpec(
@@ -79,6 +80,7 @@ def passed_by_all(specs: tuple[TensorSpec, ...], clients: Clients) -> tuple[Tens
     everyone = set(clients)
     kept: dict[int, bool] = {}
     for spec in specs:
+        # Tensors that are alike share one tuple of holdings, so each tuple is looked at once.
         if id(spec.holdings) not in kept:
             kept[id(spec.holdings)] = all(everyone.issuperset(holding.clients) for holding in spec.holdings)
     # The usual case, in which the specs stay the very same objects.
@@ -97,6 +99,7 @@ def validate_same_names(descriptions: Mapping[Clients, Description], per_client:
     """
     names = {
         clients: {
+            # Below a PerClient names differ on purpose: its path stands for all of them.
             next((path for path in per_client if name.startswith(f"{path}/")), name)
             for name in (*(spec.name for spec in description.specs), *description.values)
         }
@@ -138,9 +141,11 @@ def _united_holdings(name: str, claims: Sequence[Claim]) -> tuple[Holding, ...]:
     holders: dict[Region, set[int]] = {}
     for clients, spec in claims:
         for holding in spec.holdings:
+            # The layout names all holders on its mesh; only those that pass the tensor can write the box.
             holders.setdefault(holding.region, set()).update(set(clients).intersection(holding.clients))
     united = tuple(Holding(box, tuple(sorted(clients))) for box, clients in holders.items() if clients)
     layouts = {frozenset(holding.region for holding in spec.holdings) for _, spec in claims}
+    # The boxes of one layout are apart; those of two may overlap, and then nobody knows whose elements count.
     if len(layouts) > 1 and (clash := _first_overlap([holding.region for holding in united])):
         one, other = (united[number] for number in clash)
         raise ComponentError(
@@ -153,6 +158,7 @@ def _united_holdings(name: str, claims: Sequence[Claim]) -> tuple[Holding, ...]:
 
 def _validate_nothing_lost(name: str, claims: Sequence[Claim], united: Sequence[Holding]) -> None:
     """Check that what layouts say to be on some client is there."""
+    # The boxes are apart, so counting their elements tells whether all are there.
     numel = sum(holding.region.numel for holding in united)
     held = {holding.region for holding in united}
     for clients, spec in claims:
@@ -170,18 +176,21 @@ def _validate_nothing_lost(name: str, claims: Sequence[Claim], united: Sequence[
 def _first_overlap(boxes: Sequence[Region]) -> tuple[int, int] | None:
     """Return the numbers of two boxes that overlap; None if all are apart."""
     if len(boxes) < 2 or not boxes[0].ndim:
-        return None
+        return None  # all boxes of a scalar are one box
     starts = np.array([box.offset for box in boxes])
     stops = np.array([box.stop for box in boxes])
     rows = max(1, _PAIRS_AT_ONCE // len(boxes))
+    # Some rows of the table of all pairs at a time: 100 000 boxes have 10 billion pairs.
     for first in range(0, len(boxes), rows):
         some = slice(first, first + rows)
+        # Two boxes overlap if, in every dim, each begins before the other ends.
         meets = (starts[some, None] < stops[None]).all(axis=-1) & (starts[None] < stops[some, None]).all(axis=-1)
         pairs = np.argwhere(meets)
         pairs[:, 0] += first
-        apart = pairs[pairs[:, 0] < pairs[:, 1]]
-        if apart.size:
-            one, other = apart[0].tolist()
+        # Each pair once, and no box with itself.
+        ordered = pairs[pairs[:, 0] < pairs[:, 1]]
+        if ordered.size:
+            one, other = ordered[0].tolist()
             return one, other
     return None
 

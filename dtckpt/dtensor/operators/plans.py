@@ -124,6 +124,7 @@ class RulePlan:
         self._views = _views_on_meta(call) if self._is_view else []
         self._is_in_place = bool(signature.written)
         self._makes_copy, self._may_copy = rule.makes_copy, rule.local is not None
+        # Arguments that name sizes of the result, as in ``expand``: each device gets the sizes of its component.
         self._local_sizes = [
             (_argument_key(call, name), self._component_shapes(call, result)) for name, result in rule.local_size_args
         ]
@@ -385,6 +386,7 @@ class WriteResultPlan:
             with torch.no_grad():
                 write_into(value, target)
             finish_write(target)
+        # As PyTorch, return the arguments that were written to, and not the result.
         count = len(self.func._schema.returns)
         if count and isinstance(call[self._written[0]], torch.Tensor):
             return targets[0] if count == 1 else tuple(targets[:count])
@@ -494,6 +496,7 @@ class ReplicationPlan:
                 return tensor
         shape = tuple(first.shape)
         layout = replicated_layout(tensors[0].device_mesh, len(shape))
+        # A sparse result has no strides, and so no spec.
         if first.layout is not torch.strided:
             return DTensor(components, layout, shape, first.dtype)
         result = wrap_components(components, intern_spec(layout, shape, tuple(first.stride()), first.dtype))
