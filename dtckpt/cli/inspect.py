@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.cli.output import format_count, format_layout, format_shape, write_event, write_line, write_table
 from dtckpt.errors import TensorNotFoundError, capped, format_nbytes, printable
@@ -62,13 +63,10 @@ def to_json(
     checkpoint: Checkpoint, tensors: Sequence[TensorInfo], meshes: Sequence[Mesh], *, with_chunks: bool
 ) -> dict[str, Any]:
     """Return the JSON object that describes a checkpoint; a tensor's ``mesh`` is its position in ``meshes``."""
-    manifest = checkpoint.manifest
     return {
         "path": str(checkpoint.path),
-        "format_version": manifest.format_version,
-        "job": manifest.job,
-        "num_clients": manifest.num_clients,
-        "kvstore": manifest.kvstore,
+        "format": checkpoint.format,
+        **_save_json(checkpoint),
         "meshes": [
             {"name": mesh.name, "axes": mesh.axis_sizes, "devices": mesh.size(), "device_type": mesh.device_kind}
             for mesh in meshes
@@ -82,10 +80,27 @@ def to_json(
         "values": {path: node.get("value", node) for path, node in _value_nodes(checkpoint)},
         "phases": [
             {"client": client, "phase": phase, "seconds": round(cost.seconds, 6), "bytes": cost.nbytes}
-            for client, own in manifest.costs.items()
+            for client, own in _costs(checkpoint).items()
             for phase, cost in own.items()
         ],
     }
+
+
+def _save_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what the manifest says of the save; nothing for a checkpoint of another library."""
+    if checkpoint.format != KIND:
+        return {}
+    manifest = checkpoint.manifest
+    return {
+        "format_version": manifest.format_version,
+        "job": manifest.job,
+        "num_clients": manifest.num_clients,
+        "kvstore": manifest.kvstore,
+    }
+
+
+def _costs(checkpoint: Checkpoint) -> Costs:
+    return checkpoint.manifest.costs if checkpoint.format == KIND else {}
 
 
 def _tensor_json(info: TensorInfo, meshes: Sequence[Mesh], *, with_chunks: bool) -> dict[str, Any]:
@@ -110,7 +125,7 @@ def _tensor_json(info: TensorInfo, meshes: Sequence[Mesh], *, with_chunks: bool)
                 "offset": chunk.region.offset,
                 "shape": chunk.region.shape,
                 "key": chunk.key,
-                "digest": _digest_text(chunk.digest),
+                "digest": None if chunk.digest is None else _digest_text(chunk.digest),
                 "client": chunk.client,
             }
             for chunk in info.chunks
@@ -120,7 +135,7 @@ def _tensor_json(info: TensorInfo, meshes: Sequence[Mesh], *, with_chunks: bool)
 
 def _value_nodes(checkpoint: Checkpoint) -> Iterator[tuple[str, Node]]:
     """Yield path and node of every plain value; values that JSON lacks are nodes in it, too."""
-    return value_nodes(checkpoint.structure) if checkpoint.manifest.tree else iter(())
+    return value_nodes(checkpoint.structure)
 
 
 def _digest_text(digest: int) -> str:
@@ -134,16 +149,18 @@ def _digest_text(digest: int) -> str:
 def _write_text(
     checkpoint: Checkpoint, tensors: Sequence[TensorInfo], meshes: Sequence[Mesh], *, with_chunks: bool
 ) -> None:
-    manifest = checkpoint.manifest
+    save = _save_json(checkpoint)
     chunks = format_count(sum(info.num_chunks for info in tensors), "chunk")
     size = format_nbytes(sum(info.nbytes for info in tensors))
     of_all = "" if len(tensors) == len(checkpoint.tensors) else f" of {len(checkpoint.tensors)}"
     facts = [
         ("checkpoint", str(checkpoint.path)),
-        ("format", str(manifest.format_version)),
-        ("job", manifest.job),
-        ("clients", str(manifest.num_clients)),
-        ("kvstore", manifest.kvstore),
+        ("format", str(save.get("format_version", checkpoint.format))),
+        *(
+            (title, str(save[key]))
+            for title, key in (("job", "job"), ("clients", "num_clients"), ("kvstore", "kvstore"))
+            if key in save
+        ),
         *((f"mesh {position}", _mesh_text(mesh)) for position, mesh in enumerate(meshes)),
         ("tensors", f"{len(tensors)}{of_all}, {chunks}, {size}"),
     ]
@@ -158,7 +175,13 @@ def _write_text(
     if with_chunks and tensors:
         write_line("")
         rows = [
-            (info.name, _region_text(chunk.region), chunk.key, _digest_text(chunk.digest), str(chunk.client))
+            (
+                info.name,
+                _region_text(chunk.region),
+                chunk.key,
+                "" if chunk.digest is None else _digest_text(chunk.digest),
+                "" if chunk.client is None else str(chunk.client),
+            )
             for info in tensors
             for chunk in info.chunks
         ]
@@ -166,9 +189,9 @@ def _write_text(
     if values := [(path, _value_text(node)) for path, node in _value_nodes(checkpoint)]:
         write_line("")
         write_table(("VALUE", ""), values)
-    if manifest.costs:
+    if costs := _costs(checkpoint):
         write_line("")
-        write_table(("PHASE", "MEDIAN", "SLOWEST", "CLIENT", "SIZE"), list(_phase_rows(manifest.costs)))
+        write_table(("PHASE", "MEDIAN", "SLOWEST", "CLIENT", "SIZE"), list(_phase_rows(costs)))
 
 
 def _phase_rows(costs: Costs) -> Iterator[tuple[str, ...]]:

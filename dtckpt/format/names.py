@@ -84,10 +84,15 @@ def name_of_key(key: str) -> str:
     return "/".join(_SEGMENTS_OF_KEYS.get(segment, segment) for segment in key.split("/"))
 
 
+def is_own_segment(segment: str) -> bool:
+    """Whether the format uses a segment itself, for other things than tensors."""
+    return _RESERVED.fullmatch(segment) is not None
+
+
 def encode_segment(segment: str) -> str:
     """Percent-encode one segment; of a segment that the format uses itself, the first character is encoded, too."""
     encoded = segment if _PLAIN.fullmatch(segment) else quote(segment, safe=_SAFE)
-    if _RESERVED.fullmatch(segment):
+    if is_own_segment(segment):
         encoded = f"%{ord(segment[0]):02X}{quote(segment[1:], safe=_SAFE)}"
     return f"{encoded[:-1]}%6B" if encoded.endswith(_LOCK_SUFFIX) else encoded
 

@@ -18,31 +18,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from dtckpt.comm import fork_guard
-from dtckpt.comm.background_threads import Pool
 from dtckpt.format.codecs import NO_CODEC, chunk_bounds, validate_encoded
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.names import groups
 from dtckpt.layout.region import Region
+from dtckpt.storage.byte_ranges import RangeReader
 from dtckpt.storage.failures import MalformedError, translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.local_values import OpenFile, StoredValue
 from dtckpt.storage.ocdbt_database import FileRange, OcdbtDatabase
-from dtckpt.storage.s3_gcs_folder import BucketFolder
 from dtckpt.storage.tensorstore_setup import open_context, tensorstore
 from dtckpt.storage.zarr_files import validate_kind
 from dtckpt.storage.zarr_tensorstore import StoredArray, chunk_key, document_key, key_of, open_array
 
-NUM_THREADS = 16
-MAX_OPEN_FILES = 64
-"""Data files of a database that are kept open."""
 MAX_DOCUMENT_NBYTES = 1 << 20
 """Bytes of a ``zarr.json``; a longer one is not read."""
 MAX_DOCUMENTS = 64
@@ -122,9 +118,7 @@ class ChunkReader:
             fork_guard.claim_process()
         self._database = OcdbtDatabase(root) if kind == "ocdbt" else None
         self._local_path = root.path if by_file and isinstance(root, LocalFolder) else None
-        # A file that is dropped here stays open while a `StoredValue` refers to it.
-        self._files = lru_cache(maxsize=MAX_OPEN_FILES)(OpenFile)
-        self._lazy_pool: Pool | None = None
+        self._ranges = RangeReader(root)
 
     def _find(self, key: str) -> FileRange | bytes:
         """Return where the value of a key is stored, or the value itself. Raises: as `OcdbtDatabase.find`."""
@@ -134,12 +128,6 @@ class ChunkReader:
     def _context(self) -> Any:
         # Made at first use: few checkpoints are compressed, and who only looks at a manifest needs no TensorStore.
         return open_context()
-
-    def _pool(self) -> Pool:
-        # Made at first use: chunks that `locate` finds are read without these threads.
-        if self._lazy_pool is None:
-            self._lazy_pool = Pool(NUM_THREADS, "dtckpt-chunks")
-        return self._lazy_pool
 
     def locate(self, path: str, index: Sequence[int]) -> StoredValue | None:
         """Return the bytes of a local file that hold a chunk; None if there are none, and `start` must read it.
@@ -185,12 +173,11 @@ class ChunkReader:
             raise MalformedError(f"{key} is missing") from None
         if isinstance(stored, bytes):
             return None
-        path = f"{self._local_path}/{stored.file}"
         # With zarr each chunk has a file of its own; a data file of a database holds many, and is opened once.
         if stored.nbytes is None:
-            file = OpenFile(path)
+            file = OpenFile(f"{self._local_path}/{stored.file}")
             return StoredValue(file, 0, file.nbytes)
-        return StoredValue(self._files(path), stored.start, stored.nbytes)
+        return StoredValue(self._ranges.open(stored.file), stored.start, stored.nbytes)
 
     def start(self, array: StoredArray, region: Region, into: np.ndarray[Any, Any]) -> Any:
         """Start reading a whole chunk; `finish` waits for it.
@@ -204,7 +191,7 @@ class ChunkReader:
             key = chunk_key(array.path, array.grid, region)
             if array.codec == NO_CODEC:
                 return _ElementsRead(self._start_read(key, 0, chunk_nbytes(array)), array.grid.chunk_shape, into)
-            return self._pool().submit(self._decode, array, key, region, into)
+            return self._ranges.pool().submit(self._decode, array, key, region, into)
 
     def finish(self, read: Any, path: str, region: Region) -> None:
         """Wait for a read that `start` returned. Blocks: on storage.
@@ -244,11 +231,7 @@ class ChunkReader:
         # The bytes behind a value in a data file belong to other values.
         if stored.nbytes is not None and stop > stored.nbytes:
             return _ReadyValue(b"")
-        file, begin, end = stored.file, stored.start + start, stored.start + stop
-        # TensorStore has threads of its own.
-        if isinstance(self._where, BucketFolder):
-            return self._where.start_read(file, begin, end)
-        return self._pool().submit(self._where.read, file, begin, end)
+        return self._ranges.start(stored.file, stored.start + start, stored.start + stop)
 
     def _read_value(self, key: str, most: int) -> bytes:
         """Return a value of at most ``most`` bytes. Blocks: on storage. Raises: as `Folder.read_whole`."""
@@ -334,7 +317,7 @@ class ChunkReader:
         keys = map(document_key, sorted({*arrays, *groups(arrays)}))
         while batch := list(islice(keys, MAX_DOCUMENTS)):
             with translate_errors("read zarr.json", self._where, is_read=True):
-                documents = list(self._pool().map(self._document, batch))
+                documents = list(self._ranges.pool().map(self._document, batch))
             yield from zip(batch, documents, strict=True)
 
     def _document(self, key: str) -> bytes:
@@ -345,10 +328,7 @@ class ChunkReader:
 
     def close(self) -> None:
         """Close the files that nobody reads from, and let the threads end."""
-        self._files.cache_clear()
-        if self._lazy_pool is not None:
-            self._lazy_pool.shutdown(wait=False)
-            self._lazy_pool = None
+        self._ranges.close()
 
 
 def chunk_nbytes(array: StoredArray) -> int:

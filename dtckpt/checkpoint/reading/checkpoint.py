@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from dtckpt.checkpoint.reading.block_digests import BlockDigests
-from dtckpt.checkpoint.reading.read_regions import UNCHECKED_NBYTES, RegionReader
-from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
+from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
+from dtckpt.checkpoint.reading.foreign_formats import has_foreign_name, not_understood, open_foreign
+from dtckpt.checkpoint.reading.manifest_files import ManifestFiles
+from dtckpt.checkpoint.reading.read_regions import UNCHECKED_NBYTES
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointIncompleteError,
     CheckpointNotFoundError,
     StorageError,
     TensorNotFoundError,
     capped,
 )
 from dtckpt.format import tree as trees
-from dtckpt.format.digest import documents_digest
-from dtckpt.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, ArrayEntry, Manifest
+from dtckpt.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, Manifest
 from dtckpt.layout.region import Region
-from dtckpt.storage.chunk_reader import ChunkReader
 from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.failures import translate_errors
-from dtckpt.storage.folder import Folder
 from dtckpt.storage.location import Location, is_remote, location_of
 
 if TYPE_CHECKING:
@@ -36,29 +35,24 @@ if TYPE_CHECKING:
 
     from dtckpt.checkpoint.reading.verify import Progress, VerifyReport
 
+T = TypeVar("T")
+
 
 class Checkpoint:
-    """A committed checkpoint, open for reading. Thread-safe; closes as a context manager.
+    """A checkpoint, open for reading: of this library's format, or another's. Thread-safe; a context manager.
 
     Reads are local: any client may read any region at any time, without the others.
+
+    Args:
+        path: Its path or URL.
+        files: Its files.
     """
 
-    def __init__(self, path: Location, root: Folder, manifest: Manifest) -> None:
-        self._structure = trees.load(manifest.tree) if manifest.tree else None
-        # Lists, not sets: a name that occurs twice is refused, too.
-        if self._structure is not None and sorted(trees.tensor_names(self._structure)) != sorted(manifest.arrays):
-            raise CheckpointCorruptError(
-                f"the manifest of {path} contradicts itself: its state tree does not name every tensor once"
-            )
+    def __init__(self, path: Location, files: CheckpointFiles) -> None:
         self.path = path
-        self.manifest = manifest
         self.is_remote = is_remote(path)
-        # Local files are read by preadv into the destination; elsewhere many requests have to be under way at once.
-        self._reader = ChunkReader(manifest.kvstore, root, by_file=not self.is_remote)
-        self._root = root
-        self._block_digests = BlockDigests(manifest, root)
-        self._regions = RegionReader(path, root, self._reader, self._block_digests, is_remote=self.is_remote)
-        self.tensors: Mapping[str, TensorInfo] = TensorInfos(manifest.arrays)
+        self._files = files
+        self.tensors: Mapping[str, TensorInfo] = files.tensors
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, {len(self.tensors)} tensors)"
@@ -73,12 +67,33 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the files that reading holds open."""
-        self._reader.close()
+        self._files.close()
+
+    @property
+    def format(self) -> str:
+        """The format of the files: ``dtckpt``, or that of another library, as ``safetensors``."""
+        return self._files.kind
+
+    @property
+    def identity(self) -> str:
+        """A token that clients compare: equal if and only if they opened the same checkpoint."""
+        return self._files.identity
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of a checkpoint of this library's format.
+
+        Raises:
+            CheckpointError: It is of another format.
+        """
+        if not isinstance(self._files, ManifestFiles):
+            raise CheckpointError(f"{self.path} is of format {self.format}, and has no manifest of dtckpt")
+        return self._files.manifest
 
     @property
     def values(self) -> dict[str, Any]:
         """The plain values of the state tree, by path."""
-        return dict(trees.values(self.structure)) if self.manifest.tree else {}
+        return dict(trees.values(self.structure))
 
     @property
     def structure(self) -> trees.Node:
@@ -86,9 +101,16 @@ class Checkpoint:
 
         A flat set of named tensors counts as a dict of them.
         """
-        if self._structure is not None:
-            return self._structure
-        return {"dict": [[name, {"tensor": name}] for name in self.tensors]}
+        return self._files.structure
+
+    @property
+    def tree(self) -> bytes:
+        """The structure as JSON; empty for a flat set of named tensors."""
+        return self._files.tree
+
+    def fingerprint(self) -> bytes:
+        """Return bytes that differ between checkpoints of different content."""
+        return self._files.fingerprint()
 
     def read(self, name: str, region: Region | None = None) -> torch.Tensor:
         """Return a tensor, or a region of it, as a new CPU tensor; every byte is verified.
@@ -112,17 +134,13 @@ class Checkpoint:
         return result
 
     def info(self, name: str) -> TensorInfo:
-        """Return the facts about a tensor. Raises: as `entry`."""
-        return self.tensors[self.entry(name).name]
-
-    def entry(self, name: str) -> ArrayEntry:
-        """Return a tensor's entry in the manifest.
+        """Return the facts about a tensor.
 
         Raises:
             TensorNotFoundError: There is no such tensor.
         """
         try:
-            return self.manifest.arrays[name]
+            return self.tensors[name]
         except KeyError:
             raise TensorNotFoundError(
                 f"checkpoint {self.path} has no tensor {name!r}; it has {capped(map(repr, self.tensors))}", name=name
@@ -150,7 +168,7 @@ class Checkpoint:
 
     def read_all(
         self,
-        requests: Iterable[tuple[str, Sequence[tuple[Region, np.ndarray[Any, Any]]]]],
+        requests: Iterable[tuple[str, RegionBuffers]],
         *,
         max_in_flight: int | None = None,
         count: Callable[[int], object] = lambda _: None,
@@ -167,43 +185,35 @@ class Checkpoint:
         Returns:
             The bytes read from storage.
         """
-        # An iterator: the reads of millions of chunks are never planned all at once.
-        entries = ((self.entry(name), buffers) for name, buffers in requests)
         try:
-            return self._regions.read(entries, max_in_flight, count)
+            return self._files.read(self._known(requests), max_in_flight, count)
         except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
 
     def validate_stored(self, regions: Iterable[tuple[str, Region]], *, unchecked: int = UNCHECKED_NBYTES) -> None:
-        """As `RegionReader.validate_stored`, by names of tensors."""
-        entries = ((self.entry(name), region) for name, region in regions)
+        """As `CheckpointFiles.validate_stored`.
+
+        Raises:
+            TensorNotFoundError: There is no such tensor.
+        """
         try:
-            self._regions.validate_stored(entries, unchecked=unchecked)
+            self._files.validate_stored(self._known(regions), unchecked)
         except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
 
-    def validate_documents(self) -> None:
-        """Check every ``zarr.json``, which other readers than dtckpt need.
-
-        Raises:
-            CheckpointCorruptError: A document is not the one that was written.
-        """
-        # An iterator: the documents of millions of arrays are never in memory together.
-        documents = self._reader.read_documents(entry.path for entry in self.manifest.arrays.values())
-        if documents_digest(documents) != self.manifest.documents:
-            raise CheckpointCorruptError(
-                f"a zarr.json in {self.path} is damaged or missing; dtckpt reads all tensors without it, others cannot"
-            )
-
-    def block_digests(self, entry: ArrayEntry, number: int) -> list[int]:
-        """Return the digests of all blocks of a chunk, as `BlockDigests.read`."""
-        return self._block_digests.read(entry, number, range(sys.maxsize))
+    def _known(self, requests: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+        """Yield requests, after a look whether there is such a tensor."""
+        # An iterator: the reads of millions of chunks are never planned all at once.
+        for name, request in requests:
+            if name not in self.tensors:
+                self.info(name)
+            yield name, request
 
     def _cause_of(self, error: CheckpointError) -> CheckpointError:
         """Return the error, or another one if a save has replaced the checkpoint since it was opened."""
         try:
-            # The token of an attempt is random, so equal tokens mean that no save came in between.
-            is_same = open_checkpoint(self.path).manifest.attempt == self.manifest.attempt
+            with open_checkpoint(self.path) as now:
+                is_same = now.identity == self.identity
         except CheckpointNotFoundError:
             is_same = False
         except CheckpointError:
@@ -216,6 +226,9 @@ class Checkpoint:
     def verify(self, *, threads: int | None = None, progress: Progress | None = None) -> VerifyReport:
         """Read everything and compare all digests: of chunks, of their blocks, and of the tensors' content.
 
+        Other libraries' files have no digests. Of these, the report says whether all tensors can be read, and whether
+        those are what they were whose content digest is noted, as in files that `dtckpt.convert` wrote.
+
         Args:
             threads: Chunks that are read and digested at one time; default: one per core, at most 8. Fewer, where
                 chunks are so large that they would need more than 256 MiB of memory.
@@ -227,27 +240,41 @@ class Checkpoint:
         # Here, because its digests are slow to import, and few who open a checkpoint verify it.
         from dtckpt.checkpoint.reading.verify import verify
 
-        return verify(self, threads=threads, progress=progress)
+        return verify(self, self._files, threads=threads, progress=progress)
 
 
 def open_checkpoint(path: str | Location) -> Checkpoint:
-    """Open a committed checkpoint.
+    """Open a checkpoint: a committed one of this library, or one of another library.
+
+    Of other libraries' formats, those in `dtckpt.checkpoint.reading.foreign_formats.FORMATS` are read as they are; the
+    path is that of a file or directory. Nobody may change their files meanwhile.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint at the path.
+        CheckpointNotFoundError: There is no checkpoint at the path, or none of a format that is known.
         CheckpointIncompleteError: There is data, but the save did not complete.
-        CheckpointVersionError: A newer version of dtckpt wrote the checkpoint.
-        CheckpointCorruptError: Its manifest is damaged.
+        CheckpointVersionError: A newer version of dtckpt wrote the checkpoint, or it has a dtype that is not known.
+        CheckpointCorruptError: Its manifest or index is damaged.
         StoragePermissionError: It may not be read.
     """
     place = commit_target_of(location_of(path))
+    # Storage without directories tells at once whether a file of such a name is there, and our own after some look-ups.
+    if has_foreign_name(place.where) and (files := open_foreign(place.where)) is not None:
+        return Checkpoint(place.where, files)
     # A save may replace the checkpoint between the look-up and the read; then the second look-up finds the new one.
     for is_last in (False, True):
-        folder = place.locate()
+        try:
+            folder = place.locate()
+        except (CheckpointNotFoundError, CheckpointIncompleteError) as error:
+            if (files := open_foreign(place.where)) is None:
+                raise not_understood(place.where, error) from None
+            return Checkpoint(place.where, files)
         try:
             with translate_errors("read the manifest", folder, is_read=True):
                 data = folder.read_whole(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
-            return Checkpoint(place.where, folder, Manifest.from_bytes(data, f"{folder}/{MANIFEST_NAME}"))
+            manifest = Manifest.from_bytes(data, f"{folder}/{MANIFEST_NAME}")
+            return Checkpoint(
+                place.where, ManifestFiles(place.where, folder, manifest, is_remote=is_remote(place.where))
+            )
         except CheckpointError:
             # Still the same folder: the error is about this checkpoint, and another try would give it again.
             if is_last or str(place.locate()) == str(folder):

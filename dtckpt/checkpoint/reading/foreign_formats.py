@@ -7,11 +7,19 @@ To add a format: a pure parser in `dtckpt.format` that returns a `ForeignIndex`,
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from dtckpt.checkpoint.reading import safetensors_files
+from dtckpt.checkpoint.reading.piece_files import PieceFiles
+from dtckpt.errors import CheckpointError, CheckpointNotFoundError, capped
+from dtckpt.format.names import is_own_segment
 from dtckpt.format.stored_pieces import ForeignIndex
-from dtckpt.storage.folder import Folder
+from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.folder import Folder, open_folder
+from dtckpt.storage.local_folder import LocalFolder
+from dtckpt.storage.location import Location, Url, is_remote
 
 HEAD_NBYTES = 64
 """Bytes from the start of a file by which its format is recognized."""
@@ -57,3 +65,82 @@ FORMATS: dict[str, ForeignFormat] = {
     )
 }
 """By kind, in the order in which they are tried."""
+
+
+def has_foreign_name(where: Location) -> bool:
+    """Whether a URL ends as the name of a file of another library does."""
+    return isinstance(where, Url) and where.name.endswith(
+        tuple(end for each in FORMATS.values() for end in each.suffixes)
+    )
+
+
+def open_foreign(where: Location) -> PieceFiles | None:
+    """Open another library's checkpoint; None if there is none of a format in `FORMATS`. Blocks: on storage.
+
+    Raises:
+        CheckpointCorruptError: The checkpoint is damaged.
+        CheckpointVersionError: It holds something that this version does not know.
+        StorageError: Storage refused.
+    """
+    with translate_errors("look for the checkpoint of another library", where, is_read=True):
+        found = _found(where)
+        if found is None:
+            return None
+        return PieceFiles(found.folder, found.form.read_index(found.folder, found.names), is_remote=is_remote(where))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Another library's checkpoint: its folder, the names in it, and its format."""
+
+    folder: Folder
+    names: Collection[str]
+    form: ForeignFormat
+
+
+def _found(where: Location) -> _Found | None:
+    if isinstance(where, Path):
+        if where.is_file():
+            return _as_file(LocalFolder(where.parent), where.name)
+        return _as_folder(LocalFolder(where), LocalFolder(where).names()) if where.is_dir() else None
+    if has_foreign_name(where) and (file := _as_file(open_folder(where.parent), where.name)) is not None:
+        return file
+    folder = open_folder(where)
+    markers = dict.fromkeys(name for form in FORMATS.values() for name in form.markers)
+    return _as_folder(folder, [name for name in markers if _head(folder, name) is not None])
+
+
+def _as_folder(folder: Folder, names: Collection[str]) -> _Found | None:
+    return next((_Found(folder, names, form) for form in FORMATS.values() if form.is_folder(names)), None)
+
+
+def _as_file(folder: Folder, name: str) -> _Found | None:
+    if (head := _head(folder, name)) is None:
+        return None
+    return next((_Found(folder, [name], form) for form in FORMATS.values() if form.is_file(name, head)), None)
+
+
+def _head(folder: Folder, name: str) -> bytes | None:
+    """Return the first bytes of a file; None if there is none."""
+    with suppress(FileNotFoundError):
+        return folder.read(name, 0, HEAD_NBYTES)
+    return None
+
+
+def not_understood(where: Location, error: CheckpointError) -> CheckpointError:
+    """Return the error for a place without a checkpoint that can be read.
+
+    Args:
+        where: The place.
+        error: What is known of it, if it is one of this library's.
+    """
+    expected = f"expected a checkpoint of dtckpt, {', '.join(form.title for form in FORMATS.values())}"
+    if isinstance(where, Path) and where.is_file():
+        return CheckpointNotFoundError(
+            f"there is no checkpoint at {where}: it is a file of no format that dtckpt reads; {expected}"
+        )
+    names = LocalFolder(where).names() if isinstance(where, Path) and where.is_dir() else []
+    # A directory that nothing of ours is in was not left behind by a save.
+    if names and not any(map(is_own_segment, names)):
+        return CheckpointNotFoundError(f"there is no checkpoint at {where}: it holds {capped(names)}; {expected}")
+    return error

@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
 from dtckpt.checkpoint.reading.plan import ChunkPart
+from dtckpt.errors import DTypeError
 from dtckpt.format.digest import as_bytes, bytes_digest, digest_of_blocks, digest_of_data
-from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.dtypes import DTYPES, UNCONVERTED
 from dtckpt.format.manifest import ArrayEntry
 from dtckpt.storage.local_values import StoredValue
 
@@ -208,6 +210,20 @@ def from_span(entry: ArrayEntry, part: ChunkPart, data: bytes | np.ndarray[Any, 
     if shape[dim + 1 :] == stored[dim + 1 :]:
         return elements
     return elements[(slice(None),) * (dim + 1) + tuple(slice(size) for size in shape[dim + 1 :])]
+
+
+def validate_convertible(name: str, dtype: str, buffers: RegionBuffers) -> None:
+    """Check that a tensor can be read into buffers.
+
+    Raises:
+        DTypeError: A buffer has another dtype than the tensor, whose dtype cannot be converted.
+    """
+    expected = DTYPES[dtype]
+    if dtype in UNCONVERTED and any(buffer.dtype != expected for _, buffer in buffers):
+        raise DTypeError(
+            f"tensor {name!r} of dtype {dtype} is not converted; got memory of {buffers[0][1].dtype}, "
+            f"expected {expected}"
+        )
 
 
 def convert(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:

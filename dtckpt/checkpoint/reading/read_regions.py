@@ -21,17 +21,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
-from typing import Any
-
-import numpy as np
 
 from dtckpt.checkpoint.reading.block_digests import BlockDigests
+from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
 from dtckpt.checkpoint.reading.plan import plan_tensor_reads
-from dtckpt.checkpoint.reading.read_chunks import BlockReader, ChunkRead, Scratch, convert, cut, from_span, is_small
+from dtckpt.checkpoint.reading.read_chunks import (
+    BlockReader,
+    ChunkRead,
+    Scratch,
+    convert,
+    cut,
+    from_span,
+    is_small,
+    validate_convertible,
+)
 from dtckpt.config import Config
-from dtckpt.errors import CheckpointCorruptError, ConfigError, DTypeError
+from dtckpt.errors import CheckpointCorruptError, ConfigError
 from dtckpt.format.digest import as_bytes, buffer_of, bytes_digest, digest_chunk, digest_of_data
-from dtckpt.format.dtypes import DTYPES, UNCONVERTED
+from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import ArrayEntry
 from dtckpt.layout.region import Region
 from dtckpt.storage.chunk_reader import ChunkReader
@@ -61,9 +68,6 @@ UNCHECKED_NBYTES = 256 << 20
 """Bytes of memory that are taken before storage is asked for the sizes of the files that fill it."""
 LARGE_NBYTES = 1 << 20
 """Least bytes of a large chunk; for a smaller one another thread costs as much as it saves."""
-
-RegionBuffers = Sequence[tuple[Region, np.ndarray[Any, Any]]]
-"""Regions of a tensor, each with the buffer that it is read into, an array of its shape."""
 
 
 class RegionReader:
@@ -107,7 +111,7 @@ class RegionReader:
             StorageError: Storage refused.
         """
         nbytes = in_flight = 0
-        threads = 1 if self._is_remote or max_in_flight is not None else _spare_threads()
+        threads = 1 if self._is_remote or max_in_flight is not None else spare_threads()
         usual = REMOTE_IN_FLIGHT_NBYTES if self._is_remote else LOCAL_IN_FLIGHT_NBYTES * threads
         # Each thread has a part and one more waits, even if each part alone is beyond the limit.
         limit, fewest = (usual, threads + 1) if max_in_flight is None else (max_in_flight, 1)
@@ -296,12 +300,7 @@ def _chunk_reads(entry: ArrayEntry, buffers: RegionBuffers) -> Iterator[ChunkRea
     Raises:
         DTypeError: A buffer has another dtype than the tensor, whose dtype cannot be converted.
     """
-    dtype = DTYPES[entry.kind.dtype]
-    if entry.kind.dtype in UNCONVERTED and any(buffer.dtype != dtype for _, buffer in buffers):
-        raise DTypeError(
-            f"tensor {entry.name!r} of dtype {entry.kind.dtype} is not converted; got memory of "
-            f"{buffers[0][1].dtype}, expected {dtype}"
-        )
+    validate_convertible(entry.name, entry.dtype, buffers)
     parts = plan_tensor_reads(entry, tuple([region for region, _ in buffers]))
     return (
         ChunkRead(entry, part, [cut(buffers[position][1], of_region) for position, _, of_region in part.uses])
@@ -309,7 +308,7 @@ def _chunk_reads(entry: ArrayEntry, buffers: RegionBuffers) -> Iterator[ChunkRea
     )
 
 
-def _spare_threads() -> int:
+def spare_threads() -> int:
     """Return the number of threads that may read at one time: this client's share of its machine's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:

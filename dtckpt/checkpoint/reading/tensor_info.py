@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from dtckpt.checkpoint.reading.plan import max_chunk_nbytes, plan_tensor_reads
-from dtckpt.format.manifest import ArrayEntry
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 
@@ -17,12 +15,64 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChunkInfo:
-    """One stored chunk: the region it covers, its key below the store's root, its digest, the client that wrote it."""
+    """One stored chunk: the region it covers, its key below the store's root, its digest, the client that wrote it.
+
+    In another library's checkpoint a chunk is a piece of the tensor in one file; its key is the file's name and the
+    piece's first byte. It has no digest, and nobody noted who wrote it.
+    """
 
     region: Region
     key: str
-    digest: int
-    client: int
+    digest: int | None
+    client: int | None
+
+
+class StoredChunks(Protocol):
+    """How one tensor is cut into chunks on storage; the members are those of `TensorInfo`."""
+
+    @property
+    def chunks(self) -> list[ChunkInfo]:
+        """As `TensorInfo.chunks`."""
+        ...
+
+    @property
+    def codec(self) -> str:
+        """As `TensorInfo.codec`."""
+        ...
+
+    @property
+    def num_chunks(self) -> int:
+        """As `TensorInfo.num_chunks`."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """As `TensorInfo.is_whole`."""
+        ...
+
+    @property
+    def max_chunk_nbytes(self) -> int:
+        """As `TensorInfo.max_chunk_nbytes`."""
+        ...
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """As `TensorInfo.chunk_shape`."""
+        ...
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """As `TensorInfo.block_shape`."""
+        ...
+
+    @property
+    def row_dim(self) -> int:
+        """As `TensorInfo.row_dim`."""
+        ...
+
+    def read_nbytes(self, region: Region) -> int:
+        """As `TensorInfo.read_nbytes`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +99,7 @@ class TensorInfo:
     layout: Layout | None
     nbytes: int
     content_digest: int | None
-    _entry: ArrayEntry
+    _stored: StoredChunks
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,59 +113,47 @@ class TensorInfo:
 
     @property
     def chunks(self) -> list[ChunkInfo]:
-        """The chunk list: every stored chunk, row-major."""
-        entry = self._entry
-        chunks = []
-        for number in range(entry.grid.num_chunks):
-            if number not in entry.missing:
-                index = entry.grid.index(number)
-                key = "/".join([entry.path, "c", *map(str, index)])
-                chunks.append(
-                    ChunkInfo(entry.grid.region(index), key, int(entry.digests[number]), int(entry.writers[number]))
-                )
-        return chunks
+        """The chunk list: every stored chunk, row-major; in another library's checkpoint in the order of its index."""
+        return self._stored.chunks
 
     @property
     def codec(self) -> str:
         """How chunks are compressed: ``none``, ``zstd`` or ``blosc``."""
-        return self._entry.codec
+        return self._stored.codec
 
     @property
     def num_chunks(self) -> int:
         """Number of stored chunks."""
-        return self._entry.grid.num_chunks - len(self._entry.missing)
+        return self._stored.num_chunks
 
     @property
     def is_whole(self) -> bool:
         """Whether all of the tensor was saved."""
-        return not self._entry.missing
+        return self._stored.is_whole
 
     @property
     def max_chunk_nbytes(self) -> int:
-        """Bytes of the largest chunk's elements, before compression."""
-        return max_chunk_nbytes(self._entry)
+        """Bytes of the largest part of the tensor that a read takes into memory of its own, before compression."""
+        return self._stored.max_chunk_nbytes
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """Elements per dim of a chunk."""
-        return self._entry.grid.chunk_shape
+        """Elements per dim of a chunk; of the largest one, where they differ."""
+        return self._stored.chunk_shape
 
     @property
     def block_shape(self) -> tuple[int, ...]:
         """Elements per dim of the smallest part of a chunk that storage is read in; of a compressed chunk, all."""
-        blocks, shape = self._entry.blocks, list(self._entry.grid.chunk_shape)
-        if shape and self._entry.has_readable_blocks:
-            shape[blocks.dim] = min(blocks.rows, shape[blocks.dim])
-        return tuple(shape)
+        return self._stored.block_shape
 
     @property
     def row_dim(self) -> int:
         """The dim whose rows a read takes with the fewest bytes that it does not need."""
-        return self._entry.blocks.dim
+        return self._stored.row_dim
 
     def read_nbytes(self, region: Region) -> int:
-        """Return the bytes, before compression, of all blocks that intersect a region: a read takes so many."""
-        return sum(part.nbytes for part in plan_tensor_reads(self._entry, (region,)))
+        """Return the bytes, before compression, that a read of a region takes from storage."""
+        return self._stored.read_nbytes(region)
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -125,26 +163,27 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 class TensorInfos(Mapping[str, TensorInfo]):
-    """The tensors of a manifest by name; each is described when it is asked for, as there may be many."""
+    """The tensors of a checkpoint by name; each is described when it is asked for, as there may be many.
 
-    def __init__(self, entries: Mapping[str, ArrayEntry]) -> None:
-        self._entries = entries
+    Args:
+        names: The names.
+        describe: Describes the tensor of a name.
+    """
+
+    def __init__(self, names: Collection[str], describe: Callable[[str], TensorInfo]) -> None:
+        self._names = names
+        self._describe = describe
 
     def __getitem__(self, name: str) -> TensorInfo:
-        entry = self._entries[name]
-        return TensorInfo(
-            name=name,
-            shape=entry.shape,
-            dtype_name=entry.dtype,
-            stored_dtype_name=entry.stored_dtype,
-            layout=entry.layout,
-            nbytes=entry.stored_nbytes,
-            content_digest=entry.content,
-            _entry=entry,
-        )
+        if name not in self._names:
+            raise KeyError(name)
+        return self._describe(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dtckpt.checkpoint.reading.plan import max_chunk_nbytes
+from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.errors import CheckpointCorruptError, StorageError
 from dtckpt.format.content import content_digest, content_share
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.manifest import ArrayEntry, Manifest
 from dtckpt.layout.region import Region
 from dtckpt.storage.location import Location
 
@@ -37,26 +37,18 @@ class VerifiableCheckpoint(Protocol):
         ...
 
     @property
-    def manifest(self) -> Manifest:
-        """The checkpoint's manifest."""
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The tensors, by name."""
         ...
 
     def validate_stored(self, regions: Iterable[tuple[str, Region]], *, unchecked: int) -> None:
-        """As `RegionReader.validate_stored`, by names of tensors."""
+        """As `CheckpointFiles.validate_stored`."""
         ...
 
     def read_into(
         self, name: str, region: Region, into: np.ndarray[Any, Any], *, max_in_flight: int | None = None
     ) -> int:
-        """Read a region of a tensor into memory of its shape, verified by the digests of its chunks."""
-        ...
-
-    def block_digests(self, entry: ArrayEntry, number: int) -> list[int]:
-        """Return the digests of a chunk's blocks, verified by the digest of the chunk."""
-        ...
-
-    def validate_documents(self) -> None:
-        """Check every ``zarr.json``."""
+        """Read a region of a tensor into memory of its shape; compare digests, where there are any."""
         ...
 
 
@@ -79,6 +71,8 @@ class VerifyReport:
         num_chunks: Chunks that were read.
         nbytes: Bytes of those chunks.
         num_contents: Tensors whose content digest was compared, too.
+        has_digests: Whether every byte was compared with a digest. Other libraries' files have none: then the report
+            says that all tensors can be read, and that those of ``num_contents`` are what they were.
         seconds: Duration.
         damages: The damages, in the order of the tensors and their chunks.
     """
@@ -90,6 +84,7 @@ class VerifyReport:
     num_contents: int
     seconds: float
     damages: tuple[Damage, ...]
+    has_digests: bool = True
 
     @property
     def is_sound(self) -> bool:
@@ -102,18 +97,22 @@ Progress = Callable[[str, int], None]
 
 
 def verify(
-    checkpoint: VerifiableCheckpoint, *, threads: int | None = None, progress: Progress | None = None
+    checkpoint: VerifiableCheckpoint,
+    files: CheckpointFiles,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> VerifyReport:
     """Verify a checkpoint: see `dtckpt.checkpoint.reading.checkpoint.Checkpoint.verify`."""
     start = time.monotonic()
-    arrays = checkpoint.manifest.arrays
-    largest = max((max_chunk_nbytes(entry) for entry in arrays.values()), default=0)
+    infos = checkpoint.tensors
+    largest = max((info.max_chunk_nbytes for info in infos.values()), default=0)
     threads = min(MAX_THREADS, os.cpu_count() or 1) if threads is None else threads
     damages: list[Damage] = []
     num_chunks = nbytes = num_contents = 0
     with ThreadPoolExecutor(max(1, min(threads, MAX_NBYTES // max(1, largest)))) as pool:
         try:
-            for name, chunks in groupby(_check_all(checkpoint, pool, threads), key=lambda chunk: chunk.entry.name):
+            for info, chunks in groupby(_check_all(checkpoint, files, pool, threads), key=lambda chunk: chunk.info):
                 share, is_sound = 0, True
                 for chunk in chunks:
                     damages += chunk.damages
@@ -121,61 +120,72 @@ def verify(
                     num_chunks += 1
                     nbytes += chunk.nbytes
                     if progress is not None:
-                        progress(name, chunk.nbytes)
-                entry = arrays[name]
-                if entry.content is not None and is_sound:
+                        progress(info.name, chunk.nbytes)
+                if info.content_digest is not None and is_sound:
                     num_contents += 1
-                    if content_digest(share, entry.shape, entry.itemsize) != entry.content:
-                        damages.append(Damage(name, None, "its content digest does not match"))
+                    if (
+                        content_digest(share, info.shape, DTYPES[info.stored_dtype_name].itemsize)
+                        != info.content_digest
+                    ):
+                        damages.append(Damage(info.name, None, "its content digest does not match"))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
     try:
-        checkpoint.validate_documents()
+        files.validate_rest()
     except (CheckpointCorruptError, StorageError) as error:
         damages.append(Damage("", None, error.message))
-    num_tensors, seconds = len(arrays), time.monotonic() - start
-    return VerifyReport(checkpoint.path, num_tensors, num_chunks, nbytes, num_contents, seconds, tuple(damages))
+    return VerifyReport(
+        path=checkpoint.path,
+        num_tensors=len(infos),
+        num_chunks=num_chunks,
+        nbytes=nbytes,
+        num_contents=num_contents,
+        seconds=time.monotonic() - start,
+        damages=tuple(damages),
+        has_digests=files.has_digests,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Checked:
     """The result of one chunk: its bytes, its share in the tensor's content digest, its damages."""
 
-    entry: ArrayEntry
+    info: TensorInfo
     nbytes: int
     content: int
     damages: tuple[Damage, ...]
 
 
-def _check_all(checkpoint: VerifiableCheckpoint, pool: ThreadPoolExecutor, threads: int) -> Iterator[_Checked]:
+def _check_all(
+    checkpoint: VerifiableCheckpoint, files: CheckpointFiles, pool: ThreadPoolExecutor, threads: int
+) -> Iterator[_Checked]:
     """Check all chunks in the pool, a few at a time, and yield their results in order."""
     waiting: deque[Future[_Checked]] = deque()
-    for entry in checkpoint.manifest.arrays.values():
-        for number in range(entry.grid.num_chunks):
-            if number not in entry.missing:
-                waiting.append(pool.submit(_check, checkpoint, entry, number))
-                if len(waiting) > 2 * threads:
-                    yield waiting.popleft().result()
+    for name, info in checkpoint.tensors.items():
+        for region in files.parts(name):
+            waiting.append(pool.submit(_check, checkpoint, files, info, region))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
 
 
-def _check(checkpoint: VerifiableCheckpoint, entry: ArrayEntry, number: int) -> _Checked:
-    region = entry.grid.region(entry.grid.index(number))
+def _check(checkpoint: VerifiableCheckpoint, files: CheckpointFiles, info: TensorInfo, region: Region) -> _Checked:
     content = 0
     damages: list[Damage] = []
+    dtype = DTYPES[info.stored_dtype_name]
+    nbytes = region.numel * dtype.itemsize
     try:
-        checkpoint.validate_stored([(entry.name, region)], unchecked=UNCHECKED_NBYTES)
-        elements = np.empty(region.shape, DTYPES[entry.stored_dtype])
-        checkpoint.read_into(entry.name, region, elements, max_in_flight=elements.nbytes)
-        if entry.content is not None:
-            content = content_share(elements, entry.shape, region)
+        checkpoint.validate_stored([(info.name, region)], unchecked=UNCHECKED_NBYTES)
+        elements = np.empty(region.shape, dtype)
+        checkpoint.read_into(info.name, region, elements, max_in_flight=nbytes)
+        if info.content_digest is not None:
+            content = content_share(elements, info.shape, region)
     except (CheckpointCorruptError, StorageError) as error:
-        damages.append(Damage(entry.name, region, error.message))
+        damages.append(Damage(info.name, region, error.message))
     try:
-        # Reads of whole chunks do not use the digests of blocks, so read_into above did not look at them.
-        checkpoint.block_digests(entry, number)
+        files.validate_part(info.name, region)
     except (CheckpointCorruptError, StorageError) as error:
-        damages.append(Damage(entry.name, region, error.message))
-    return _Checked(entry, region.numel * entry.itemsize, content, tuple(damages))
+        damages.append(Damage(info.name, region, error.message))
+    return _Checked(info, nbytes, content, tuple(damages))

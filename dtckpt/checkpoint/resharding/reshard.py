@@ -159,13 +159,12 @@ def reshard(
         source = CheckpointSource(checkpoint, budget, progress)
         if worker is not None and isinstance(place, DirectoryTarget):
             # Workers that read another source build in another directory.
-            salt = checkpoint.manifest.to_bytes()
-            shared = SharedAttempt(place.where, plan, salt, worker, options)
+            shared = SharedAttempt(place.where, plan, checkpoint.fingerprint(), worker, options)
             shared.check_target()
             if not dry_run:
-                part = shared.write(source, checkpoint.manifest)
+                part = shared.write(source, checkpoint.tree)
         elif not dry_run:
-            state = State(tuple(specs), source, checkpoint.manifest.tree)
+            state = State(tuple(specs), source, checkpoint.tree)
             # One process writes all shards, so the clients of the mesh play no part in the save.
             alone = SingleClientCoordination(
                 Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63))

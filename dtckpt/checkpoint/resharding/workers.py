@@ -126,12 +126,12 @@ class SharedAttempt:
                 raise
         return self.is_committed()
 
-    def write(self, source: Source, manifest: Manifest) -> PartReport:
+    def write(self, source: Source, tree: bytes) -> PartReport:
         """Write this worker's part, and commit if it is the last one.
 
         Args:
             source: The elements.
-            manifest: The manifest of the checkpoint that is resharded; of it, the state tree is kept.
+            tree: The state tree, as JSON.
 
         Raises:
             CheckpointExistsError: The target is taken.
@@ -144,7 +144,7 @@ class SharedAttempt:
         nbytes = 0
         try:
             nbytes = self._write_part(staging, source)
-            self._commit(staging, manifest)
+            self._commit(staging, tree)
         except (FileNotFoundError, StorageError):
             if not self.is_committed():  # else another worker was faster, and has moved everything into place
                 raise
@@ -250,7 +250,7 @@ class SharedAttempt:
 
     # --- the commit ---------------------------------------------------------------------------------------------
 
-    def _commit(self, staging: commit_by_rename.WorkingDirectory, manifest: Manifest) -> None:
+    def _commit(self, staging: commit_by_rename.WorkingDirectory, tree: bytes) -> None:
         with lock_directory(self._path) as is_mine:
             is_merged = self._is_merged()
             if not is_mine or self.is_committed() or (self._missing() and not is_merged):
@@ -261,7 +261,7 @@ class SharedAttempt:
                 complete = Manifest(
                     kvstore=self._options.kvstore,
                     arrays={},
-                    tree=manifest.tree,
+                    tree=tree,
                     job="reshard",
                     num_clients=self._worker.count,
                     attempt=self.token,

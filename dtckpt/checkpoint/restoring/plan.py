@@ -49,12 +49,12 @@ class RestorePlan:
         reshaped: list[Reshaped] = []
         cast: list[Cast] = []
         for source, leaf in self.leaves:
-            name, kind = self.renamed.get(source, source), checkpoint.entry(source).kind
+            name, info = self.renamed.get(source, source), checkpoint.info(source)
             restored.append(name)
-            if kind.grid.shape != leaf.shape:
-                reshaped.append(Reshaped(name, kind.grid.shape, leaf.shape))
-            if kind.dtype != leaf.dtype:
-                cast.append(Cast(name, kind.dtype, leaf.dtype))
+            if info.shape != leaf.shape:
+                reshaped.append(Reshaped(name, info.shape, leaf.shape))
+            if info.dtype_name != leaf.dtype:
+                cast.append(Cast(name, info.dtype_name, leaf.dtype))
         return RestoreReport(
             path=checkpoint.path,
             restored=tuple(restored),

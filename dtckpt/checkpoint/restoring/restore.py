@@ -246,9 +246,7 @@ def _prepare(
         collective.phases.expect("read", read_nbytes(checkpoint, leaves))
     # Of a long path the end, which has the step.
     path_end, unasked = str(checkpoint.path)[-MAX_PATH_CHARS:], Unasked.of(planned)
-    facts = _Opened(
-        checkpoint.manifest.attempt, path_end, digests_by_mesh(shared), unasked.digest, options.allow_unexpected
-    )
+    facts = _Opened(checkpoint.identity, path_end, digests_by_mesh(shared), unasked.digest, options.allow_unexpected)
     return _Prepared(checkpoint, planned, report, leaves, tied, shared, unasked), json.dumps(facts).encode()
 
 
@@ -267,14 +265,14 @@ class _Opened(NamedTuple):
     """Facts about the checkpoint that a client opened, for the other clients.
 
     Args:
-        attempt: The attempt that saved it.
+        identity: Tells it from others, as `Checkpoint.identity`.
         path: The path, cut to its end.
         shared: By mesh, a digest of the tensors that the client would read together with others.
         unasked: Digest of what the client does not ask for.
         allows_unexpected: Whether the client passes over what nobody asks for.
     """
 
-    attempt: str
+    identity: str
     path: str
     shared: dict[str, str]
     unasked: int
@@ -282,11 +280,11 @@ class _Opened(NamedTuple):
 
 
 def _validate_same(opened: Mapping[int, _Opened]) -> None:
-    """Check that all clients opened the same checkpoint, saved by the same attempt."""
+    """Check that all clients opened the same checkpoint."""
     first, *others = sorted(opened)
     for client in others:
         # Not the paths: clients may see one checkpoint under different mounts.
-        if opened[client].attempt != opened[first].attempt:
+        if opened[client].identity != opened[first].identity:
             raise CheckpointConflictError(
                 f"client {client} and client {first} opened different checkpoints; got {opened[client].path} and "
                 f"{opened[first].path}; if these are one path, a save replaced it meanwhile: restore again, and use "

@@ -81,7 +81,7 @@ class Restoration:
     def __init__(self, checkpoint: Checkpoint, options: RestoreOptions) -> None:
         self.location = checkpoint.path
         self.options = options
-        self._attempt = checkpoint.manifest.attempt
+        self._identity = checkpoint.identity
         self._saved = saved_names(checkpoint, options)
         self.unexpected = set(self._saved)
         self._reached: dict[str, Callable[[], Any]] = {}
@@ -92,7 +92,7 @@ class Restoration:
         Raises:
             CheckpointConflictError: A save has replaced the checkpoint since the restore.
         """
-        if checkpoint.manifest.attempt != self._attempt:
+        if checkpoint.identity != self._identity:
             raise CheckpointConflictError(
                 f"checkpoint {self.location} was replaced since it was restored, so {'/'.join(path)!r} would get a "
                 "value of another state; restore again"

@@ -191,7 +191,7 @@ def test_parts_of_small_tensors_and_other_dtypes(tmp_path):
 @pytest.fixture(params=[1, 3])
 def threads(request, monkeypatch):
     """Threads that read large chunks, whatever this machine has."""
-    monkeypatch.setattr(read_regions, "_spare_threads", lambda: request.param)
+    monkeypatch.setattr(read_regions, "spare_threads", lambda: request.param)
     monkeypatch.setattr(read_regions, "LARGE_NBYTES", 1 << 10)
     return request.param
 

@@ -20,6 +20,8 @@ from dtckpt._proto import checkpoint_pb2
 from dtckpt.format.codecs import zstd_bound
 from dtckpt.format.digest import bytes_digest
 from dtckpt.format.manifest import MANIFEST_NAME
+from dtckpt.storage.commit import commit_target_of
+from dtckpt.storage.location import location_of
 
 
 @pytest.mark.parametrize("kvstore", ["zarr", "ocdbt"], indirect=True)
@@ -71,16 +73,14 @@ def test_objects_are_measured_before_they_are_read(bucket, monkeypatch, bomb, bo
     path = f"{bucket}/run/s"
     dtckpt.save(path, {"w": ELEMENTS}, options=SaveOptions(kvstore=kvstore, codec=bomb))
     dtckpt.save(f"{path}2", {"small": ELEMENTS}, options=SaveOptions(kvstore=kvstore))
-    with dtckpt.open_checkpoint(path) as checkpoint:
-        root = checkpoint._root
+    root = commit_target_of(location_of(path)).locate()
     key = {"zarr": "w/c/0", "ocdbt": "manifest.ocdbt"}[kvstore]
     root.write(key, bombs[bomb])
     with limit_memory(1 << 30):
         assert_damaged(lambda: dtckpt.restore(path))
     assert dtckpt.restore(f"{path}2")["small"].equal(ELEMENTS)
 
-    with dtckpt.open_checkpoint(f"{path}2") as checkpoint:
-        root = checkpoint._root
+    root = commit_target_of(location_of(f"{path}2")).locate()
     envelope = checkpoint_pb2.ManifestFile.FromString(root.read(MANIFEST_NAME))
     message = checkpoint_pb2.Manifest.FromString(envelope.manifest)
     resize_tensor("small", (1 << 38,), (1 << 30,))(message)

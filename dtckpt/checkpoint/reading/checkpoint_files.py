@@ -1,0 +1,99 @@
+"""`CheckpointFiles`: the seam between an open checkpoint and the format of its files.
+
+`dtckpt.checkpoint.reading.manifest_files` implements it for this library's format, and
+`dtckpt.checkpoint.reading.piece_files` for those of other libraries. Restores, resharding, inspection, verification and
+conversion know the seam only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.format import tree as trees
+from dtckpt.layout.region import Region
+
+RegionBuffers = Sequence[tuple[Region, np.ndarray[Any, Any]]]
+"""Regions of a tensor, each with the buffer that it is read into, an array of its shape."""
+
+
+class CheckpointFiles(Protocol):
+    """The files of a checkpoint: which tensors they hold, and reads of any region of these. Thread-safe."""
+
+    @property
+    def kind(self) -> str:
+        """The format: ``dtckpt``, or the kind of a `dtckpt.format.stored_pieces.ForeignIndex`."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """A token that clients compare: equal if and only if they opened the same checkpoint."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The tensors, by name."""
+        ...
+
+    @property
+    def structure(self) -> trees.Node:
+        """The structure of the state tree and its plain values, which must not be changed."""
+        ...
+
+    @property
+    def tree(self) -> bytes:
+        """The structure as JSON; empty for a flat set of named tensors."""
+        ...
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether reads compare what they read with digests."""
+        ...
+
+    def fingerprint(self) -> bytes:
+        """Return bytes that differ between checkpoints of different content."""
+        ...
+
+    def read(
+        self,
+        requests: Iterable[tuple[str, RegionBuffers]],
+        max_in_flight: int | None,
+        count: Callable[[int], object],
+    ) -> int:
+        """As `dtckpt.checkpoint.reading.checkpoint.Checkpoint.read_all`; every name is one of ``tensors``."""
+        ...
+
+    def validate_stored(self, regions: Iterable[tuple[str, Region]], unchecked: int) -> None:
+        """Check that the files are long enough for regions of tensors, before memory for the regions is taken.
+
+        Otherwise a damaged or hostile description could ask for any amount of memory.
+
+        Args:
+            regions: The regions, each with the name of its tensor.
+            unchecked: The smallest regions are not checked, up to so many bytes together.
+
+        Raises:
+            RegionNotFoundError: A region was not saved.
+            CheckpointCorruptError: A file is missing or too short.
+            StorageError: Storage refused.
+        """
+        ...
+
+    def parts(self, name: str) -> Iterator[Region]:
+        """Yield boxes that together cover what was saved of a tensor; each is verified by itself."""
+        ...
+
+    def validate_part(self, name: str, region: Region) -> None:
+        """Check what a read of one of `parts` leaves unchecked. Raises: as `read`."""
+        ...
+
+    def validate_rest(self) -> None:
+        """Check the files that no read of a tensor looks at. Raises: as `read`."""
+        ...
+
+    def close(self) -> None:
+        """Close the files that reading holds open."""
+        ...

@@ -1,0 +1,194 @@
+"""`ManifestFiles`: the files of a checkpoint of this library's format, which a manifest describes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from dtckpt.checkpoint.reading.block_digests import BlockDigests
+from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
+from dtckpt.checkpoint.reading.plan import max_chunk_nbytes, plan_tensor_reads
+from dtckpt.checkpoint.reading.read_regions import RegionReader
+from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo, TensorInfos
+from dtckpt.errors import CheckpointCorruptError
+from dtckpt.format import tree as trees
+from dtckpt.format.digest import documents_digest
+from dtckpt.format.manifest import ArrayEntry, Manifest
+from dtckpt.layout.region import Region
+from dtckpt.storage.chunk_reader import ChunkReader
+from dtckpt.storage.folder import Folder
+from dtckpt.storage.location import Location
+
+KIND = "dtckpt"
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayChunks:
+    """The chunks of one array of the manifest; see `dtckpt.checkpoint.reading.tensor_info.StoredChunks`."""
+
+    entry: ArrayEntry
+
+    @property
+    def chunks(self) -> list[ChunkInfo]:
+        """As `TensorInfo.chunks`."""
+        entry = self.entry
+        chunks = []
+        for number in range(entry.grid.num_chunks):
+            if number not in entry.missing:
+                index = entry.grid.index(number)
+                key = "/".join([entry.path, "c", *map(str, index)])
+                chunks.append(
+                    ChunkInfo(entry.grid.region(index), key, int(entry.digests[number]), int(entry.writers[number]))
+                )
+        return chunks
+
+    @property
+    def codec(self) -> str:
+        """As `TensorInfo.codec`."""
+        return self.entry.codec
+
+    @property
+    def num_chunks(self) -> int:
+        """As `TensorInfo.num_chunks`."""
+        return self.entry.grid.num_chunks - len(self.entry.missing)
+
+    @property
+    def is_whole(self) -> bool:
+        """As `TensorInfo.is_whole`."""
+        return not self.entry.missing
+
+    @property
+    def max_chunk_nbytes(self) -> int:
+        """As `TensorInfo.max_chunk_nbytes`."""
+        return max_chunk_nbytes(self.entry)
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """As `TensorInfo.chunk_shape`."""
+        return self.entry.grid.chunk_shape
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """As `TensorInfo.block_shape`."""
+        blocks, shape = self.entry.blocks, list(self.entry.grid.chunk_shape)
+        if shape and self.entry.has_readable_blocks:
+            shape[blocks.dim] = min(blocks.rows, shape[blocks.dim])
+        return tuple(shape)
+
+    @property
+    def row_dim(self) -> int:
+        """As `TensorInfo.row_dim`."""
+        return self.entry.blocks.dim
+
+    def read_nbytes(self, region: Region) -> int:
+        """As `TensorInfo.read_nbytes`: all blocks that intersect the region are read."""
+        return sum(part.nbytes for part in plan_tensor_reads(self.entry, (region,)))
+
+
+class ManifestFiles:
+    """The files of a checkpoint with a manifest; see `dtckpt.checkpoint.reading.checkpoint_files.CheckpointFiles`.
+
+    Args:
+        path: The checkpoint, for messages.
+        root: Its folder.
+        manifest: Its manifest.
+        is_remote: Whether it lies on other storage than this machine's.
+
+    Raises:
+        CheckpointCorruptError: The manifest contradicts itself.
+    """
+
+    kind = KIND
+    has_digests = True
+
+    def __init__(self, path: Location, root: Folder, manifest: Manifest, *, is_remote: bool) -> None:
+        self._structure = trees.load(manifest.tree) if manifest.tree else None
+        # Lists, not sets: a name that occurs twice is refused, too.
+        if self._structure is not None and sorted(trees.tensor_names(self._structure)) != sorted(manifest.arrays):
+            raise CheckpointCorruptError(
+                f"the manifest of {path} contradicts itself: its state tree does not name every tensor once"
+            )
+        self.manifest = manifest
+        self._path = path
+        # Local files are read by preadv into the destination; elsewhere many requests have to be under way at once.
+        self._reader = ChunkReader(manifest.kvstore, root, by_file=not is_remote)
+        self._block_digests = BlockDigests(manifest, root)
+        self._regions = RegionReader(path, root, self._reader, self._block_digests, is_remote=is_remote)
+        self.tensors = TensorInfos(manifest.arrays, self._describe)
+
+    @property
+    def identity(self) -> str:
+        """The attempt that saved it; its token is random."""
+        return self.manifest.attempt
+
+    @cached_property
+    def structure(self) -> trees.Node:
+        """As `CheckpointFiles.structure`; a flat set of named tensors counts as a dict of them."""
+        if self._structure is not None:
+            return self._structure
+        return {"dict": [[name, {"tensor": name}] for name in self.tensors]}
+
+    @property
+    def tree(self) -> bytes:
+        """As `CheckpointFiles.tree`."""
+        return self.manifest.tree
+
+    def _describe(self, name: str) -> TensorInfo:
+        entry = self.manifest.arrays[name]
+        return TensorInfo(
+            name=name,
+            shape=entry.shape,
+            dtype_name=entry.dtype,
+            stored_dtype_name=entry.stored_dtype,
+            layout=entry.layout,
+            nbytes=entry.stored_nbytes,
+            content_digest=entry.content,
+            _stored=ArrayChunks(entry),
+        )
+
+    def fingerprint(self) -> bytes:
+        """As `CheckpointFiles.fingerprint`."""
+        return self.manifest.to_bytes()
+
+    def read(
+        self,
+        requests: Iterable[tuple[str, RegionBuffers]],
+        max_in_flight: int | None,
+        count: Callable[[int], object],
+    ) -> int:
+        """As `CheckpointFiles.read`."""
+        # An iterator: the reads of millions of chunks are never planned all at once.
+        entries = ((self.manifest.arrays[name], buffers) for name, buffers in requests)
+        return self._regions.read(entries, max_in_flight, count)
+
+    def validate_stored(self, regions: Iterable[tuple[str, Region]], unchecked: int) -> None:
+        """As `CheckpointFiles.validate_stored`."""
+        entries = ((self.manifest.arrays[name], region) for name, region in regions)
+        self._regions.validate_stored(entries, unchecked=unchecked)
+
+    def parts(self, name: str) -> Iterator[Region]:
+        """As `CheckpointFiles.parts`: the chunks."""
+        entry = self.manifest.arrays[name]
+        numbers = (number for number in range(entry.grid.num_chunks) if number not in entry.missing)
+        return (entry.grid.region(entry.grid.index(number)) for number in numbers)
+
+    def validate_part(self, name: str, region: Region) -> None:
+        """As `CheckpointFiles.validate_part`: reads of whole chunks do not look at the digests of blocks."""
+        entry = self.manifest.arrays[name]
+        index = tuple(start // size for start, size in zip(region.offset, entry.grid.chunk_shape, strict=True))
+        self._block_digests.read(entry, entry.grid.number(index), range(sys.maxsize))
+
+    def validate_rest(self) -> None:
+        """As `CheckpointFiles.validate_rest`: every ``zarr.json``, which other readers than dtckpt need."""
+        # An iterator: the documents of millions of arrays are never in memory together.
+        documents = self._reader.read_documents(entry.path for entry in self.manifest.arrays.values())
+        if documents_digest(documents) != self.manifest.documents:
+            raise CheckpointCorruptError(
+                f"a zarr.json in {self._path} is damaged or missing; dtckpt reads all tensors without it, others cannot"
+            )
+
+    def close(self) -> None:
+        """As `CheckpointFiles.close`."""
+        self._reader.close()

@@ -1,0 +1,180 @@
+"""Plan reads of another library's checkpoint: the ranges of bytes that hold a region, and the elements in each; pure.
+
+A box of a piece lies in its file as runs at regular distances. Runs that are close are read together, with the gaps
+between them; long ones are cut::
+
+    row 0  ..####....     wanted columns 2:6      gap <= max_gap:  |####......####......####|      one read
+    row 1  ..####....                             else:            |####|     |####|     |####|    a read each
+    row 2  ..####....
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dtckpt.errors import RegionError, RegionNotFoundError
+from dtckpt.format.stored_pieces import ForeignTensor, Piece, c_strides
+from dtckpt.layout.region import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A range of bytes of a file, and the box of elements in it that is wanted.
+
+    Args:
+        file: The file.
+        start: The first byte, which is that of the box's first element.
+        stop: The byte behind the last.
+        shape: The box's shape.
+        strides: Bytes from one element of the box to the next, per dim.
+        number: The region that wants the box, by its position in the request.
+        target: The slices of the box in that region.
+        is_dense: Whether the range holds the box's elements in C order, and nothing else.
+    """
+
+    file: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    number: int
+    target: tuple[slice, ...]
+    is_dense: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the range."""
+        return self.stop - self.start
+
+
+def plan_spans(tensor: ForeignTensor, regions: Sequence[Region], *, max_gap: int, max_nbytes: int) -> Iterator[Span]:
+    """Plan the reads of some regions of a tensor.
+
+    Args:
+        tensor: The tensor.
+        regions: The regions.
+        max_gap: The longest gap between two runs, in bytes, that is read rather than passed over.
+        max_nbytes: Bound on the bytes of a range.
+
+    Raises:
+        RegionError: A region is outside the tensor.
+        RegionNotFoundError: A part of a region was not saved.
+    """
+    whole = Region.full(tensor.shape)
+    for region in regions:
+        if region.ndim != whole.ndim or not whole.contains(region):
+            raise RegionError(f"region {region} is outside tensor {tensor.name!r} of shape {tensor.shape}")
+        if not tensor.is_whole and region.numel > sum(box.numel for _, box in _overlaps(tensor, region)):
+            raise RegionNotFoundError(
+                f"tensor {tensor.name!r} was saved in part, without all of {region}; read a region that was saved"
+            )
+    return (
+        span
+        for number, region in enumerate(regions)
+        for piece, box in _overlaps(tensor, region)
+        for span in _Runs.of(piece, box, tensor.itemsize).spans(number, region, max_gap, max_nbytes)
+    )
+
+
+def _overlaps(tensor: ForeignTensor, region: Region) -> Iterator[tuple[Piece, Region]]:
+    for piece in tensor.pieces:
+        if (box := piece.region.intersect(region)) is not None:
+            yield piece, box
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """The bytes of a box of a piece.
+
+    Args:
+        file: The piece's file.
+        start: The byte of the box's first element.
+        box: The box.
+        strides: Bytes from one element to the next, per dim.
+        itemsize: Bytes of an element.
+    """
+
+    file: str
+    start: int
+    box: Region
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @classmethod
+    def of(cls, piece: Piece, box: Region, itemsize: int) -> _Runs:
+        """Return the bytes of a box."""
+        strides = tuple(itemsize * step for step in piece.element_strides)
+        first = box.relative_to(piece.region).offset
+        start = piece.offset + sum(index * step for index, step in zip(first, strides, strict=True))
+        return cls(piece.file, start, box, strides, itemsize)
+
+    def spans(self, number: int, region: Region, max_gap: int, max_nbytes: int) -> Iterator[Span]:
+        """Yield the ranges of bytes to be read; see `plan_spans`."""
+        # From the largest stride to the smallest, whichever dims have them: a tensor that was stored transposed is read
+        # as it lies in the file. A dim of one element has no distance.
+        dims = sorted((dim for dim, size in enumerate(self.box.shape) if size > 1), key=lambda dim: -self.strides[dim])
+        cut = _Cut([self.box.shape[dim] for dim in dims], [self.strides[dim] for dim in dims], self.itemsize)
+        origin = self.box.relative_to(region).offset
+        for offsets, sizes in cut.boxes(cut.first_joined(max_gap), max_nbytes):
+            start, shape = list(origin), [1] * len(origin)
+            byte, extent = self.start, self.itemsize
+            for dim, offset, size in zip(dims, offsets, sizes, strict=True):
+                start[dim] += offset
+                shape[dim] = size
+                byte += offset * self.strides[dim]
+                extent += (size - 1) * self.strides[dim]
+            target = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+            yield Span(
+                self.file, byte, byte + extent, tuple(shape), self.strides, number, target, self._is_dense(shape)
+            )
+
+    def _is_dense(self, shape: Sequence[int]) -> bool:
+        dense = (self.itemsize * step for step in c_strides(tuple(shape)))
+        return all(size == 1 or step == own for size, step, own in zip(shape, dense, self.strides, strict=True))
+
+
+class _Cut:
+    """Cuts a box into boxes that are each read at once.
+
+    Args:
+        sizes: Elements per dim, from the dim with the largest stride to that with the smallest.
+        strides: Bytes from one element to the next, per dim.
+        itemsize: Bytes of an element.
+    """
+
+    def __init__(self, sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> None:
+        self._sizes = tuple(sizes)
+        self._strides = tuple(strides)
+        # Per dim, the bytes from the first to the last element of a box of this dim and those behind it.
+        extents = [itemsize]
+        for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+            extents.append(extents[-1] + (size - 1) * stride)
+        self._extents = extents[::-1]
+
+    def first_joined(self, max_gap: int) -> int:
+        """Return the first dim from which on all gaps are at most ``max_gap`` bytes."""
+        dim = len(self._sizes)
+        while dim and self._strides[dim - 1] - self._extents[dim] <= max_gap:
+            dim -= 1
+        return dim
+
+    def boxes(self, joined: int, max_nbytes: int, dim: int = 0) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Yield offset and shape of each box, of ``dim`` and the dims behind it.
+
+        Args:
+            joined: The first dim along which elements are read together.
+            max_nbytes: Bound on the bytes of a box, with its gaps.
+            dim: The first dim of the boxes.
+        """
+        inner = self._sizes[dim + 1 :]
+        if dim >= joined and self._extents[dim] <= max(max_nbytes, self._extents[-1]):
+            yield (0,) * len(self._sizes[dim:]), self._sizes[dim:]
+        elif dim >= joined and self._extents[dim + 1] <= max_nbytes:
+            rows = (max_nbytes - self._extents[dim + 1]) // self._strides[dim] + 1
+            for start in range(0, self._sizes[dim], rows):
+                yield (start, *[0] * len(inner)), (min(rows, self._sizes[dim] - start), *inner)
+        else:
+            for index in range(self._sizes[dim]):
+                for offsets, sizes in self.boxes(joined, max_nbytes, dim + 1):
+                    yield (index, *offsets), (1, *sizes)
