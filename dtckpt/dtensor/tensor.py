@@ -57,7 +57,7 @@ class DTensor(torch.Tensor):
     """Description for operators, made when it is first asked for; see `dtckpt.dtensor.operators.tensor_spec`."""
     _view: View | None = None
     """For a view that shares no memory with its source: how to make it again after a write to the source."""
-    _writes: list[int] | None = None
+    _writes: view_tracking.WriteCounter | None = None
     """One counter of writes for all tensors that share values with this one; None if there are none."""
 
     _dispatch: Callable[..., Any]
@@ -424,7 +424,7 @@ def described(layout: Layout) -> str:
 
 # These modules implement the methods and construct DTensors, so they import this one. They are imported last, when the
 # class exists. `dtckpt.dtensor` imports this module before them, and Python runs the package before any of its modules.
-from dtckpt.dtensor import factories, local_tensors, serialization, torch_checkpoint  # noqa: E402
-from dtckpt.dtensor.components import shared_failure, strides_of  # noqa: E402
-from dtckpt.dtensor.operators import plain_tensors, view_tracking  # noqa: E402
-from dtckpt.dtensor.redistribute import redistribute  # noqa: E402
+from dtckpt.dtensor import factories, local_tensors, serialization, torch_checkpoint  # noqa: E402  (see above)
+from dtckpt.dtensor.components import shared_failure, strides_of  # noqa: E402  (see above)
+from dtckpt.dtensor.operators import plain_tensors, view_tracking  # noqa: E402  (see above)
+from dtckpt.dtensor.redistribute import redistribute  # noqa: E402  (see above)

@@ -91,7 +91,7 @@ def encode_hashable(value: Any, where: str) -> Node:
     return encode_value(value, where)
 
 
-def _encode_json(value: str | bool | None, where: str) -> Node:  # noqa: ARG001  (all encoders are called alike)
+def _encode_json(value: str | bool | None, where: str) -> Node:  # noqa: ARG001  (as all encoders)  (all encoders are called alike)
     return {"value": value}
 
 
@@ -103,7 +103,7 @@ def _encode_int(value: int, where: str) -> Node:
     return {"value": value}
 
 
-def _encode_float(value: float, where: str) -> Node:  # noqa: ARG001
+def _encode_float(value: float, where: str) -> Node:  # noqa: ARG001  (as all encoders)
     return {"value": value} if math.isfinite(value) else {"float": repr(value)}
 
 

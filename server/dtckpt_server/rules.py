@@ -396,7 +396,7 @@ class Rules:
         They get the failure of the missed round.
         """
         missed = barrier.missed
-        assert missed is not None and missed.failure is not None and missed.decided_at is not None  # noqa: S101, PT018
+        assert missed is not None and missed.failure is not None and missed.decided_at is not None  # noqa: S101, PT018  (for mypy)
         if now >= barrier.opened_at + barrier_rules.grace_s(self.heartbeat_timeout_s):
             self._note_known(barrier, missed.arrived)  # the tasks that were in the missed round know its failure
             age_s = barrier.opened_at - missed.decided_at

@@ -67,7 +67,7 @@ class View:
             tensor: The view.
         """
         _ = self.source.components  # The source may be a tracked view itself: this refreshes it first.
-        (count,) = write_counter(self.source)
+        count = write_counter(self.source).count
         if count != self.count:
             with torch.no_grad():
                 again = self.of(self.source)
@@ -76,20 +76,27 @@ class View:
             self.count = count
 
 
-def write_counter(tensor: DTensor) -> list[int]:
-    """Return the write counter of a tensor: a list of one number, the same object for all that share values with it.
+@dataclass(slots=True, eq=False)
+class WriteCounter:
+    """Counts the writes to the values that a source and all its views share.
 
     PyTorch's version counters do not serve: they miss writes to ``tensor.data``, and writes in inference mode.
     """
+
+    count: int = 0
+
+
+def write_counter(tensor: DTensor) -> WriteCounter:
+    """Return the write counter of a tensor, the same object for all tensors that share values with it."""
     if tensor._writes is None:
-        tensor._writes = [0]
+        tensor._writes = WriteCounter()
     return tensor._writes
 
 
 def count_write(tensor: DTensor) -> None:
     """Tell the views of a tensor that somebody has written to its components."""
     if tensor._writes is not None:
-        tensor._writes[0] += 1
+        tensor._writes.count += 1
 
 
 def track_view(view: DTensor, source: DTensor, call: Any, number: int | None) -> None:
@@ -102,7 +109,7 @@ def track_view(view: DTensor, source: DTensor, call: Any, number: int | None) ->
         number: Which of the call's results the view is; None if there is one.
     """
     view._writes = write_counter(source)
-    view._view = View(alias_of(source), call.func, call.args, call.kwargs, number, view._writes[0])
+    view._view = View(alias_of(source), call.func, call.args, call.kwargs, number, view._writes.count)
 
 
 def alias_of(tensor: DTensor) -> DTensor:

@@ -77,7 +77,7 @@ def _needs_exchange(*tensors: Any) -> bool:
 
 @composite(_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
 def _batch_norm(
-    input: DTensor,  # noqa: A002
+    input: DTensor,
     weight: Any,
     bias: Any,
     running_mean: Any,
@@ -93,7 +93,7 @@ def _batch_norm(
 
 
 @composite(_aten._native_batch_norm_legit.no_stats)
-def _without_running(input: DTensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:  # noqa: A002
+def _without_running(input: DTensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:
     """As ``native_batch_norm``."""
     if not _needs_exchange(input, weight, bias) or not training:
         return NotImplemented
@@ -102,7 +102,7 @@ def _without_running(input: DTensor, weight: Any, bias: Any, training: bool, mom
 
 @composite(_aten.cudnn_batch_norm.default)
 def _with_reserve(
-    input: DTensor,  # noqa: A002
+    input: DTensor,
     weight: Any,
     bias: Any,
     running_mean: Any,
@@ -121,7 +121,7 @@ def _with_reserve(
 
 @composite(_aten._batch_norm_with_update.default)
 def _with_update(
-    input: DTensor,  # noqa: A002
+    input: DTensor,
     weight: Any,
     bias: Any,
     running_mean: DTensor,
@@ -139,7 +139,7 @@ def _with_update(
 @composite(_aten.native_batch_norm_backward.default)
 def _backward(
     grad_out: DTensor,
-    input: DTensor,  # noqa: A002
+    input: DTensor,
     weight: Any,
     running_mean: Any,
     running_var: Any,
@@ -174,7 +174,7 @@ def _to_channels(tensor: Any, like: Any) -> Any:
 
 @composite(_aten.cudnn_batch_norm_backward.default)
 def _cudnn_backward(
-    input: DTensor,  # noqa: A002
+    input: DTensor,
     grad_output: DTensor,
     weight: DTensor,
     running_mean: Any,
@@ -182,7 +182,7 @@ def _cudnn_backward(
     save_mean: Any,
     save_var: Any,
     epsilon: float,
-    reserveSpace: DTensor,  # noqa: N803
+    reserveSpace: DTensor,
 ) -> Any:
     """As ``native_batch_norm_backward`` in training; ``save_var`` is the reciprocal deviation here too."""
     del reserveSpace
@@ -193,7 +193,7 @@ def _cudnn_backward(
 @composite(_aten.batch_norm_backward.default)
 def _update_backward(
     grad_out: DTensor,
-    input: DTensor,  # noqa: A002
+    input: DTensor,
     weight: DTensor,
     running_mean: Any,
     running_var: Any,

@@ -116,7 +116,7 @@ def _with_own_groups(num_channels: int, groups: int) -> Any:
 
 
 @composite(_aten.convolution_backward.default)
-def _convolution_backward(grad_output, input, weight, bias_sizes, *args):  # type: ignore[no-untyped-def]  # noqa: A002, ARG001
+def _convolution_backward(grad_output, input, weight, bias_sizes, *args):  # type: ignore[no-untyped-def]  # noqa: ARG001  (a signature of PyTorch)
     """Each gradient by itself, as the three wait for different reductions."""
     *options, output_mask = args
     if sum(output_mask) < 2 and not output_mask[2]:

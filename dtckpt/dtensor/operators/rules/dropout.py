@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 
 
 @composite(_aten.native_dropout.default)
-def _dropout(input: Any, p: Any, train: Any) -> Any:  # noqa: A002
+def _dropout(input: Any, p: Any, train: Any) -> Any:
     """All dims may be split: the mask is drawn in the input's layout."""
     mask = torch.empty_like(input, dtype=torch.bool)
     if train is False or p == 0:
@@ -26,7 +26,7 @@ def _dropout(input: Any, p: Any, train: Any) -> Any:  # noqa: A002
 
 
 @composite(_aten._fused_dropout.default)
-def _fused_dropout(input: Any, p: Any, generator: Any = None) -> Any:  # noqa: A002
+def _fused_dropout(input: Any, p: Any, generator: Any = None) -> Any:
     """As ``native_dropout``, but ``p`` is the chance that an element stays."""
     mask = refill(torch.empty_like(input, dtype=torch.uint8), "bernoulli", generator, p=p)
     return input * mask * (1 / p if p else 0.0), mask

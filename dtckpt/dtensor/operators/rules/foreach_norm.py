@@ -29,7 +29,7 @@ def _foreach_max(tensors: Sequence[Any]) -> list[Any]:
 
 
 @composite(_aten._foreach_norm.Scalar)
-def _foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None = None) -> Any:  # noqa: A002
+def _foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
     """Devices compute norms of components; one exchange for all tensors split by the same axes completes them."""
     order = float(ord)
     if order == 0 or order < 0:

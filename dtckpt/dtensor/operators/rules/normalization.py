@@ -79,7 +79,7 @@ def _backward(call: Call) -> Rule:
 
 
 @composite(_aten.native_layer_norm.default)
-def _layer_norm(input: DTensor, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:  # noqa: A002
+def _layer_norm(input: DTensor, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
     """Normalized dims may be split: mean and deviation are sums over the devices."""
     dims = split_dims(input, range(-len(normalized_shape), 0))
     if dims is None:
@@ -104,7 +104,7 @@ def _dtype_of_statistics(tensor: Any, weight: Any) -> torch.dtype:
 @composite(_aten.native_layer_norm_backward.default)
 def _layer_norm_backward(
     grad_out: DTensor,
-    input: DTensor,  # noqa: A002
+    input: DTensor,
     normalized_shape: Any,
     mean: DTensor,
     rstd: DTensor,
@@ -142,7 +142,7 @@ def _over_lead(tensor: Any, dims: list[int], like: Any) -> Any:
 
 
 @composite(_aten._fused_rms_norm.default)
-def _rms_norm(input: DTensor, normalized_shape: Any, weight: Any, eps: float | None) -> Any:  # noqa: A002
+def _rms_norm(input: DTensor, normalized_shape: Any, weight: Any, eps: float | None) -> Any:
     """Normalized dims may be split: the mean of squares is a sum over the devices."""
     dims = split_dims(input, range(-len(normalized_shape), 0))
     if dims is None:
@@ -158,7 +158,7 @@ def _rms_norm(input: DTensor, normalized_shape: Any, weight: Any, eps: float | N
 @composite(_aten._fused_rms_norm_backward.default)
 def _rms_norm_backward(
     grad_out: DTensor,
-    input: DTensor,  # noqa: A002
+    input: DTensor,
     normalized_shape: Any,
     rstd: DTensor,
     weight: Any,

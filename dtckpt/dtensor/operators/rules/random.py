@@ -115,32 +115,32 @@ for _name, _kind in _LIKE.items():
 
 
 @composite(_aten.normal_functional.default)
-def _normal(input: Any, mean: Any = 0.0, std: Any = 1.0, *, generator: Any = None) -> Any:  # noqa: A002
+def _normal(input: Any, mean: Any = 0.0, std: Any = 1.0, *, generator: Any = None) -> Any:
     """All dims may be split: an element depends on the key and on its global index."""
     return torch.empty_like(input).normal_(mean, std, generator=generator)
 
 
 @composite(_aten.bernoulli_.Tensor)
-def _bernoulli_(input: Any, p: Any, *, generator: Any = None) -> Any:  # noqa: A002
+def _bernoulli_(input: Any, p: Any, *, generator: Any = None) -> Any:
     """All dims may be split: an element depends on the key and on its global index."""
     chances = p if p.shape == input.shape else p.expand(input.shape)
     return refill(input, "bernoulli", generator, p=chances if chances.is_floating_point() else chances.float())
 
 
 @composite(_aten.bernoulli.default)
-def _bernoulli(input: Any, *, generator: Any = None) -> Any:  # noqa: A002
+def _bernoulli(input: Any, *, generator: Any = None) -> Any:
     """All dims may be split: an element depends on the key and on its global index."""
     return refill(torch.empty_like(input), "bernoulli", generator, p=input)
 
 
 @composite(_aten.bernoulli.Tensor)
-def _bernoulli_of(input: Any, p: Any, *, generator: Any = None) -> Any:  # noqa: A002
+def _bernoulli_of(input: Any, p: Any, *, generator: Any = None) -> Any:
     """All dims may be split: an element depends on the key and on its global index."""
     return _bernoulli_(torch.empty_like(input), p, generator=generator)
 
 
 @composite(_aten.bernoulli.p)
-def _bernoulli_by(input: Any, p: Any, *, generator: Any = None) -> Any:  # noqa: A002
+def _bernoulli_by(input: Any, p: Any, *, generator: Any = None) -> Any:
     """All dims may be split: an element depends on the key and on its global index."""
     return refill(torch.empty_like(input), "bernoulli", generator, p=p)
 
@@ -159,7 +159,7 @@ def _normal_around(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
 
 @composite(*functional_overloads("rrelu_with_noise_functional"))
 def _leaky(
-    input: Any,  # noqa: A002
+    input: Any,
     noise: Any,
     lower: Any = 1 / 8,
     upper: Any = 1 / 3,
@@ -175,7 +175,7 @@ def _leaky(
 
 
 @composite(_aten.rrelu_with_noise.default)
-def _leaky_noting(input: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+def _leaky_noting(input: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
     """All dims may be split: an element depends on the key and on its global index."""
     result, slopes = _leaky(input, noise, *args, **kwargs)
     noise.copy_(slopes)
@@ -183,7 +183,7 @@ def _leaky_noting(input: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:  # 
 
 
 @composite(_aten.rrelu_with_noise_.default)
-def _leaky_(input: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+def _leaky_(input: Any, noise: Any, *args: Any, **kwargs: Any) -> Any:
     """All dims may be split: an element depends on the key and on its global index."""
     return input.copy_(_leaky_noting(input, noise, *args, **kwargs))
 

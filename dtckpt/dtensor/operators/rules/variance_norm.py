@@ -106,7 +106,7 @@ _register(_aten.std.correction, _aten.std_mean.correction, torch.sqrt)
 
 
 @composite(_aten.linalg_vector_norm.default)
-def _norm(self: DTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:  # noqa: A002
+def _norm(self: DTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Dims may be split: of order 0 it counts, of an infinite order it takes an extreme, else it sums powers."""
     dims = split_dims(self, dim)
     if dims is None:
