@@ -319,10 +319,9 @@ def trained() -> Any:
     assert seen[0][-1] < 0.9 * seen[0][0]
 
 
-def kept_distributed() -> Any:
-    """With ``use_local_output=False`` throughout, values stay DTensors from module to module."""
-    mesh, rows = line(dtensor), Shard(1)
-    plan = {
+def _plan_that_keeps_values_distributed() -> dict[str, Any]:
+    rows = Shard(1)
+    return {
         "embedding": RowwiseParallel(input_layouts=R, output_layouts=rows, use_local_output=False),
         "layers.*.*_norm": SequenceParallel(),
         "norm": SequenceParallel(),
@@ -333,7 +332,12 @@ def kept_distributed() -> Any:
         "layers.*.ffn.w2": RowwiseParallel(output_layouts=rows, use_local_output=False),
         "output": ColwiseParallel(output_layouts=R),
     }
-    model, plain = (parallelize_module(made(Transformer), mesh, plan), made(Transformer))
+
+
+def kept_distributed() -> Any:
+    """With ``use_local_output=False`` throughout, values stay DTensors from module to module."""
+    plan = _plan_that_keeps_values_distributed()
+    model, plain = (parallelize_module(made(Transformer), line(dtensor), plan), made(Transformer))
     with CommDebugMode() as mode:
         scores = model(TOKENS)
     torch.testing.assert_close(scores, plain(TOKENS))
@@ -342,3 +346,19 @@ def kept_distributed() -> Any:
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad.full_tensor(), other.grad)
     return dict(mode.get_comm_counts())
+
+
+def lengths_that_change() -> Any:
+    """Sequences whose shards change on some clients only: from 3 to 4 tokens, that of the first client stays."""
+    kept = parallelize_module(made(Transformer), line(dtensor), _plan_that_keeps_values_distributed())
+    plain = made(Transformer)
+    for length in (3, 4, 6, 5, 3):
+        torch.testing.assert_close(kept(TOKENS[:, :length]), plain(TOKENS[:, :length]))
+    plan = transformer_plan(dtensor, is_sequence=True, is_loss_parallel=False)
+    local = parallelize_module(made(Transformer), line(dtensor), plan)
+    torch.testing.assert_close(local(TOKENS[:, :3]), plain(TOKENS[:, :3]))
+    try:
+        local(TOKENS[:, :4])
+    except DtckptError as error:
+        return type(error).__name__, str(error)
+    return None

@@ -70,6 +70,12 @@ def test_values_may_stay_distributed(pool):
     assert run(pool, cases.kept_distributed) == {"exchange": 11}
 
 
+def test_lengths_of_sequences_may_change_while_values_stay_distributed(pool):
+    kind, text = run(pool, cases.lengths_that_change)
+    assert kind == "LayoutError"
+    assert text.endswith("use_local_output=False to the styles")
+
+
 def test_activation_checkpoints(pool):
     # Beside its own ten exchanges, the backward pass repeats four of each layer; not the last, if it is not reentrant.
     reentrant, other = run(pool, cases.checkpointed)
