@@ -57,13 +57,14 @@ class _FromComponents(torch.autograd.Function):
 class _ToComponents(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, gradient: Layout) -> tuple[torch.Tensor, ...]:
-        ctx.gradient, ctx.shape = gradient, tuple(tensor.shape)
-        return tuple(component.view_as(component) for component in tensor.components)
+        ctx.gradient, ctx.shape = gradient, tensor.shape
+        return tuple([component.view_as(component) for component in tensor.components])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         parts = [gradient.contiguous() for gradient in gradients]
-        spec = intern_spec(ctx.gradient, ctx.shape, contiguous_stride(ctx.shape), parts[0].dtype)
+        shape = tuple(ctx.shape)
+        spec = intern_spec(ctx.gradient, shape, contiguous_stride(shape), parts[0].dtype)
         return _from_components(spec, ctx.gradient, parts), None
 
 
@@ -117,7 +118,8 @@ def to_components(tensor: DTensor, gradient: Layout) -> tuple[torch.Tensor, ...]
     Raises:
         LayoutError: See `validate_gradient`.
     """
-    validate_gradient(gradient, tensor.layout, tuple(tensor.shape))
+    if gradient is not tensor._layout:
+        validate_gradient(gradient, tensor._layout, tuple(tensor.shape))
     return _to_components(tensor, gradient)
 
 

@@ -280,7 +280,8 @@ class DTensor(torch.Tensor):
             forward_dtype: Convert to this dtype before moving.
             backward_dtype: Convert the gradient to this dtype before moving it back.
         """
-        is_plain = device_mesh is None and forward_dtype is None and backward_dtype is None
+        is_same_mesh = device_mesh is None or device_mesh is self._layout.mesh
+        is_plain = is_same_mesh and forward_dtype is None and backward_dtype is None
         # Most calls change nothing. They cost this comparison and a new wrapper only.
         if is_plain and isinstance(placements, list | tuple) and tuple(placements) == self.placements:
             return view_tracking.differentiable_alias(self)

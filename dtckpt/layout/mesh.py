@@ -529,7 +529,8 @@ class Mesh:
     @cached_property
     def clients(self) -> tuple[int, ...]:
         """Ids of the clients that own devices, ascending."""
-        return tuple(np.unique(self.owners).tolist())
+        # `np.unique` imports `numpy.ma`, which takes longer than all else about a mesh.
+        return tuple(sorted(set(self.owners.ravel().tolist())))
 
     @property
     def num_clients(self) -> int:

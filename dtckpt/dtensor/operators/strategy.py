@@ -76,6 +76,8 @@ def choose_layouts(
     Returns:
         The choice; None if ``is_in_place`` and no candidate leaves the first operand as it is.
     """
+    if _is_elementwise(rule, layouts):
+        return Choice((None,) * len(layouts), (layouts[0],) * len(rule.results))
     mesh = layouts[0].mesh
     operand_uses = [_uses_by_axis(layout) for layout in layouts]
     chosen: dict[str, _Candidate] = {}
@@ -95,6 +97,21 @@ def choose_layouts(
         if least_cost is None:
             return None
     return _choice(rule, layouts, nbytes, chosen, is_in_place)
+
+
+def _is_elementwise(rule: Rule, layouts: Sequence[Layout]) -> bool:
+    """Whether all operands lie alike, nothing is pending, and all results have their dims: then everything stays.
+
+    The search below would find the same. Most operators of an optimizer are such, and each of them needs a plan.
+    """
+    first, dims = layouts[0], rule.operands[0]
+    return (
+        not (first.partial or rule.whole or rule.nonempty_pieces or rule.contracted)
+        and not (rule.shape_only_operands or rule.any_layout_operands)
+        and all(layout is first for layout in layouts)
+        and all(each == dims for each in (*rule.operands, *rule.results))
+        and dims == tuple((factor,) for factor in range(len(rule.sizes)))
+    )
 
 
 # --- candidates ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,10 @@ import dtckpt
 from dtckpt import Layout, Partial, Replicate, Shard
 from dtckpt.dtensor import distribute_tensor, pack
 from dtckpt.dtensor.debug import CommDebugMode
-from dtckpt.dtensor.operators import dispatch, registry
+from dtckpt.dtensor.operators import dispatch, registry, strategy
+from dtckpt.dtensor.operators.call import Call
+from dtckpt.dtensor.operators.plans import RulePlan
+from dtckpt.dtensor.operators.tensor_spec import spec_of
 from dtckpt.errors import OperatorError
 
 MESH = dtckpt.abstract_mesh({"x": 4})
@@ -132,6 +135,32 @@ def test_alike_tensors_share_plans(make):
     torch.relu(second)
     assert len(dispatch._PLANS) == 1
     assert first.layout is second.layout
+
+
+@pytest.mark.parametrize("specs", [("x", "y"), ("y", "unsharded"), (("y", "x"), "unsharded"), ("unsharded",) * 2])
+@pytest.mark.parametrize("sizes", [{"x": 2, "y": 2}, {"x": 1, "y": 3}])
+def test_operands_that_lie_alike_stay_as_the_search_would_leave_them(specs, sizes, monkeypatch):
+    aten, layout = torch.ops.aten, Layout(list(specs), dtckpt.abstract_mesh(sizes))
+    one, two, three = (distribute_tensor(torch.rand(5, 4), layout.mesh, layout.placements) for _ in range(3))
+    calls = (
+        (aten.relu.default, (one,)),
+        (aten.mul_.Tensor, (one, 2.0)),
+        (aten.addcmul_.default, (one, two, three)),
+        (aten.zeros_like.default, (one,)),
+        (aten.softmax.int, (one, 1)),
+        (aten.sum.default, (one,)),
+    )
+
+    def choices():
+        for tensor in (one, two, three):
+            spec_of(tensor)
+        plans = [dispatch.plan_of(Call(func, args, {})) for func, args in calls]
+        return [(plan._operands, plan._results) for plan in plans if isinstance(plan, RulePlan)]
+
+    quick = choices()
+    monkeypatch.setattr(strategy, "_is_elementwise", lambda *_: False)
+    assert quick == choices()
+    assert len(quick) >= len(calls) - 1
 
 
 def test_tensors_on_equal_meshes_share_no_plans():
