@@ -6,6 +6,7 @@ cuts short at its edge is padded with zeros. A few files are written at a time, 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -53,7 +54,7 @@ class ChunkFileWriter:
         self._root = root
         self._max_pending_nbytes = max_pending_nbytes
         self._pool = Pool(NUM_THREADS, "dtckpt-chunks")
-        self._pending: list[Future[None]] = []
+        self._pending: deque[tuple[Future[None], int]] = deque()
         self._pending_nbytes = 0
 
     def write(
@@ -67,18 +68,18 @@ class ChunkFileWriter:
         """As `TensorStoreWriter.write`."""
         validate_kind("zarr", self._root, [array.codec])
         key = chunk_key(array.path, array.grid, region)
-        self._pending.append(self._pool.submit(self._write, key, array.grid, elements))
-        self._note(elements.nbytes)
+        self._add(self._pool.submit(self._write, key, array.grid, elements), elements.nbytes)
 
     def write_document(self, key: str, document: bytes) -> None:
         """As `TensorStoreWriter.write_document`."""
-        self._pending.append(self._pool.submit(self._root.write, key, document))
-        self._note(len(document))
+        self._add(self._pool.submit(self._root.write, key, document), len(document))
 
-    def _note(self, nbytes: int) -> None:
+    def _add(self, write: Future[None], nbytes: int) -> None:
+        """Note a write under way; wait for the oldest ones while too many bytes are."""
+        self._pending.append((write, nbytes))
         self._pending_nbytes += nbytes
-        if self._max_pending_nbytes is not None and self._pending_nbytes > self._max_pending_nbytes:
-            self._wait()
+        if self._max_pending_nbytes is not None:
+            self._wait(self._max_pending_nbytes)
 
     def _write(self, key: str, grid: ChunkGrid, elements: np.ndarray[Any, Any]) -> None:
         if elements.shape != grid.chunk_shape:
@@ -87,15 +88,17 @@ class ChunkFileWriter:
             elements = padded
         self._root.write(key, elements.tobytes())
 
-    def _wait(self) -> None:
+    def _wait(self, max_nbytes: int) -> None:
+        """Wait for the oldest writes until no more bytes than ``max_nbytes`` are under way."""
         with translate_errors("write chunks", self._root):
-            for write in self._pending:
+            while self._pending and (self._pending_nbytes > max_nbytes or not max_nbytes):
+                write, nbytes = self._pending.popleft()
                 write.result()
-        self._pending, self._pending_nbytes = [], 0
+                self._pending_nbytes -= nbytes
 
     def commit(self) -> None:
         """As `TensorStoreWriter.commit`."""
-        self._wait()
+        self._wait(0)
         self._pool.shutdown()
 
     def abort(self) -> None:

@@ -18,13 +18,17 @@ with one context.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
 
+from dtckpt.comm.background_threads import begin
 from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.format.codecs import NO_CODEC, codec_documents
 from dtckpt.format.dtypes import DTYPES, fill_value
@@ -139,7 +143,8 @@ class TensorStoreWriter:
         root: The folder under construction; every client sees the same one.
         client: The client that writes.
         is_durable: Whether the data survives a power loss once `commit` has returned.
-        max_pending_nbytes: Bytes that may wait in memory to be written; when more do, `write` waits until they are.
+        max_pending_nbytes: Bytes that may wait in memory to be written. They are written out in batches of half as
+            many, in a thread; `write` waits when both batches are full.
     """
 
     def __init__(
@@ -159,15 +164,14 @@ class TensorStoreWriter:
         self._is_durable = is_durable
         self._keys: list[str] = []
         self._arrays: dict[str, Any] = {}
-        self._max_pending_nbytes = max_pending_nbytes
-        self._reset()
+        # Half of the bound for the batch that grows, half for the batch before it, which a thread writes out.
+        self._max_batch_nbytes = math.inf if max_pending_nbytes is None else max_pending_nbytes / 2
+        self._batch = self._new_batch()
+        self._earlier: tuple[_Batch, Future[None]] | None = None
 
-    def _reset(self) -> None:
+    def _new_batch(self) -> _Batch:
         # Only databases have transactions over several files; elsewhere each write is its own.
-        self._transaction = tensorstore().Transaction(atomic=True) if self._is_database else None
-        self._store: Any = None
-        self._pending: list[Any] = []
-        self._pending_nbytes = 0
+        return _Batch(tensorstore().Transaction(atomic=True) if self._is_database else None)
 
     def write(
         self, array: StoredArray, region: Region, elements: np.ndarray[Any, Any], *, is_kept: bool = False
@@ -193,11 +197,11 @@ class TensorStoreWriter:
             # later.
             if not self._is_database:
                 self._keys.append(chunk_key(array.path, array.grid, region))
-            opened = self._open(array).with_transaction(self._transaction)
+            opened = self._open(array).with_transaction(self._batch.transaction)
             target = opened[region.slices()] if region.ndim else opened
             # Large chunks are not copied: the elements must stay as they are until they are on storage.
             write = target.write(elements, can_reference_source_data_indefinitely=True)
-            self._pending.append(write.copy if self._transaction else write)
+            self._batch.writes.append(write.copy if self._batch.transaction else write)
         self._note(held_nbytes)
 
     def write_document(self, key: str, document: bytes) -> None:
@@ -207,24 +211,28 @@ class TensorStoreWriter:
         self._note(len(document))
 
     def _put(self, key: str, value: bytes) -> None:
-        if self._transaction:
-            self._values()[key] = value  # in memory until the transaction commits
-        else:
+        batch = self._batch
+        if batch.transaction is None:
             self._keys.append(key)
-            self._pending.append(self._values().write(key, value))
+            batch.writes.append(self._open_base().write(key, value))
+            return
+        if batch.store is None:
+            batch.store = self._open_base().with_transaction(batch.transaction)
+        batch.store[key] = value  # in memory until the transaction commits
 
     def _note(self, nbytes: int) -> None:
-        """Count bytes that wait to be written; write all out when they are too many."""
-        self._pending_nbytes += nbytes
-        if self._max_pending_nbytes is not None and self._pending_nbytes > self._max_pending_nbytes:
-            self._write_out()
+        """Count bytes that wait to be written; have a thread write them out when they are too many."""
+        self._batch.nbytes += nbytes
+        if self._batch.nbytes > self._max_batch_nbytes:
+            self._wait_for_earlier()
+            # One batch after the other: each transaction of a database goes on from the state that the last one left.
+            self._earlier = self._batch, begin(partial(self._write_out, self._batch), "dtckpt-writes")
+            self._batch = self._new_batch()
 
-    def _values(self) -> Any:
-        """Return the key-value store as the transaction sees it."""
-        if self._store is None:
-            store = self._open_base()
-            self._store = store.with_transaction(self._transaction) if self._transaction else store
-        return self._store
+    def _wait_for_earlier(self) -> None:
+        if self._earlier is not None:
+            self._earlier[1].result()
+            self._earlier = None
 
     def _open(self, array: StoredArray) -> Any:
         if array.path not in self._arrays:
@@ -240,31 +248,57 @@ class TensorStoreWriter:
 
     def commit(self) -> None:
         """Wait until everything is written, and durable if ``is_durable``. Blocks: on storage."""
-        self._write_out()
+        self._wait_for_earlier()
+        self._write_out(self._batch)
         if self._is_durable:
             with translate_errors("sync chunks", self._where):
                 self._folder.sync(_data_files(self._folder) if self._is_database else self._keys)
 
-    def _write_out(self) -> None:
+    def _write_out(self, batch: _Batch) -> None:
         # The kernel writes back while TensorStore still writes, so that the sync at the end has less to wait for.
         is_early = self._is_durable and self._is_database
         syncing = self._folder.early_sync(DATA_FOLDER) if is_early else nullcontext()
         with translate_errors("write chunks", self._where), syncing:
-            for write in self._pending:
+            for write in batch.writes:
                 write.result()
-            if self._transaction is not None:
-                # Among the pending writes before the wait: if an interrupt ends the wait, `abort` waits for this
-                # commit.
-                commit = self._transaction.commit_async()
-                self._pending.append(commit)
+            if batch.transaction is not None:
+                # Among the writes before the wait: if an interrupt ends the wait, `abort` waits for this commit.
+                commit = batch.transaction.commit_async()
+                batch.writes.append(commit)
                 commit.result()
-        self._reset()
+        # What is written is freed, even while its batch is still referred to.
+        batch.writes.clear()
 
     def abort(self) -> None:
         """Drop the uncommitted writes, and wait for those under way: they could make removed folders again."""
-        if self._transaction is not None:
-            self._transaction.abort()
-        for write in self._pending:
+        if self._earlier is not None:
+            batch, written = self._earlier
+            batch.abort()
+            written.exception()
+        self._batch.abort()
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Writes that wait for each other: all are under way, and one commit ends them.
+
+    Args:
+        transaction: The transaction of a database; else None.
+        store: The key-value store as the transaction sees it, once it is opened.
+        writes: The writes under way.
+        nbytes: Bytes of memory that they hold.
+    """
+
+    transaction: Any
+    store: Any = None
+    writes: list[Any] = field(default_factory=list)
+    nbytes: int = 0
+
+    def abort(self) -> None:
+        """Drop what is not committed, and wait for what is under way."""
+        if self.transaction is not None:
+            self.transaction.abort()
+        for write in list(self.writes):
             write.exception()
 
 

@@ -1,32 +1,25 @@
 """`reshard`: write a checkpoint anew for the shards of another mesh, in bounded memory, in one process or several.
 
-It is a save whose elements come from a checkpoint (`CheckpointSource`) and not from tensors. Each new chunk is made of
-the old chunks that it intersects. The reader fills a block of neighbouring new chunks at once, so that an old chunk is
-read once for each block and not once for each new chunk:
-
-    old chunks (rows)      new chunks (columns)      a block: as many neighbouring new chunks as memory allows
-    |aaaaaaaa|             |a|b|c|d|                 |####|...|
-    |bbbbbbbb|             | | | | |                 |####|...|   reads every old chunk once
+It is a save whose elements come from a checkpoint (`CheckpointSource`) and not from tensors.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
 
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.checkpoint.resharding.checkpoint_source import NUM_BLOCKS, Budget, CheckpointSource, Progress
 from dtckpt.checkpoint.resharding.workers import PartReport, SharedAttempt, Worker
 from dtckpt.checkpoint.restoring.new_tensors import Layouts, choose_layout
 from dtckpt.checkpoint.saving.plan import Holding, SavePlan, TensorPlan, TensorSpec, holdings_of, plan_save
-from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.save import save_state
 from dtckpt.checkpoint.saving.state import State
@@ -36,7 +29,6 @@ from dtckpt.errors import ConfigError, MeshError, MeshTypeError
 from dtckpt.format.dtypes import DTYPES, is_floating
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
-from dtckpt.layout.region import Region
 from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.commit_by_rename import DirectoryTarget
 from dtckpt.storage.location import Location, is_inside, location_of
@@ -82,10 +74,6 @@ class ReshardReport:
     def nbytes(self) -> int:
         """Bytes of tensor data in the new checkpoint."""
         return sum(tensor.new_nbytes for tensor in self.tensors)
-
-
-Progress = Callable[[str, int], None]
-"""Called with the tensor's name and the bytes of its new chunks that were handed to storage since the last call."""
 
 
 def reshard(
@@ -156,22 +144,22 @@ def reshard(
         tensors = [_describe(checkpoint.info(item.spec.name), item) for item in plan.tensors]
         _validate_memory(plan, budget, max_memory)
         saved = part = None
-        source = CheckpointSource(checkpoint, budget, progress)
-        if worker is not None and isinstance(place, DirectoryTarget):
-            # Workers that read another source build in another directory.
-            shared = SharedAttempt(place.where, plan, checkpoint.fingerprint(), worker, options)
-            shared.check_target()
-            if not dry_run:
-                part = shared.write(source, checkpoint.tree)
-        elif not dry_run:
-            state = State(tuple(specs), source, checkpoint.tree)
-            # One process writes all shards, so the clients of the mesh play no part in the save.
-            alone = SingleClientCoordination(
-                Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63))
-            )
-            # Replicas are not compared: a source has one copy of everything, and would read all of it again.
-            options = replace(options, chunk_nbytes=chunk_nbytes, check_replicas=False)
-            saved = save_state(dst, lambda: state, options=options, coordination=alone)
+        with closing(CheckpointSource(checkpoint, budget, progress)) as source:
+            if worker is not None and isinstance(place, DirectoryTarget):
+                # Workers that read another source build in another directory.
+                shared = SharedAttempt(place.where, plan, checkpoint.fingerprint(), worker, options)
+                shared.check_target()
+                if not dry_run:
+                    part = shared.write(source, checkpoint.tree)
+            elif not dry_run:
+                state = State(tuple(specs), source, checkpoint.tree)
+                # One process writes all shards, so the clients of the mesh play no part in the save.
+                alone = SingleClientCoordination(
+                    Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63))
+                )
+                # Replicas are not compared: a source has one copy of everything, and would read all of it again.
+                options = replace(options, chunk_nbytes=chunk_nbytes, check_replicas=False)
+                saved = save_state(dst, lambda: state, options=options, coordination=alone)
         return ReshardReport(checkpoint.path, place.where, mesh, tensors, max_memory, saved, part)
 
 
@@ -257,102 +245,16 @@ def _describe(info: TensorInfo, plan: TensorPlan) -> ReshardedTensor:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """The shares of ``max_memory``: one for stored chunks that are read, three for blocks of new chunks.
-
-    The three are the block that is being filled, the block before it, whose chunks wait to be written, and these
-    chunks as they are encoded for storage.
-
-    Args:
-        largest: Bytes of the largest stored chunk; its verification may need all of it, even if a part is wanted.
-        reads: Bytes of stored chunks in memory at one time.
-        block: Bytes of a block.
-    """
-
-    largest: int
-    reads: int
-    block: int
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, max_memory: int) -> Budget:
-        """Divide ``max_memory`` bytes."""
-        largest = max((info.max_chunk_nbytes for info in checkpoint.tensors.values()), default=0)
-        # At least the largest stored chunk; `_validate_memory` refuses a bound that leaves too little for the rest.
-        reads = max(largest, max_memory // 4)
-        return cls(largest, reads, max(1, (max_memory - reads) // 3))
-
-
 def _validate_memory(plan: SavePlan, budget: Budget, max_memory: int) -> None:
     """Refuse a bound that the largest chunks alone exceed."""
     sizes = (
         (math.prod(item.grid.chunk_shape) * DTYPES[item.spec.dtype].itemsize, item.spec.name) for item in plan.tensors
     )
     largest, name = max(sizes, default=(0, ""))
-    # The memory in use at one time:
-    #     | stored chunks | block being filled | block being written | encoded |
-    needed = budget.largest + 3 * largest
+    # A block has at least one chunk.
+    needed = budget.largest + NUM_BLOCKS * largest
     if needed > max_memory:
         raise ConfigError(
             f"max_memory is too small; got {max_memory} bytes, expected at least {needed}: a stored chunk of "
-            f"{budget.largest} bytes, and three times a new one of tensor {name!r}"
+            f"{budget.largest} bytes, and {NUM_BLOCKS} new ones of tensor {name!r}"
         )
-
-
-class CheckpointSource:
-    """The elements of a checkpoint as the source of a save, read a block of neighbouring chunks at a time.
-
-    Args:
-        checkpoint: The checkpoint to read.
-        budget: Bytes of a block, and of the stored chunks that are read at one time.
-        progress: See `Progress`.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, budget: Budget, progress: Progress | None) -> None:
-        self._checkpoint = checkpoint
-        self._budget = budget
-        self._progress = progress
-        self.max_pending_nbytes = budget.block
-        self._name = ""
-        self._block: Region | None = None
-        self._elements: np.ndarray[Any, Any] | None = None
-
-    def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
-        """Return the elements of one new chunk."""
-        name = plan.spec.name
-        if self._elements is None or self._block is None or self._name != name or not self._block.contains(region):
-            # The old block is let go before the new one is taken; chunks of it may still wait to be written.
-            self._name, self._block, self._elements = name, block_of(plan, region, self._budget.block), None
-            self._elements = np.empty(self._block.shape, DTYPES[plan.spec.dtype])
-            # The reader starts one chunk beyond its bound before it waits for the first.
-            in_flight = self._budget.reads - self._budget.largest
-            self._checkpoint.read_into(name, self._block, self._elements, max_in_flight=in_flight)
-        if self._progress is not None:
-            self._progress(name, region.numel * DTYPES[plan.spec.stored_dtype].itemsize)
-        return self._elements[region.relative_to(self._block).slices()] if region.ndim else self._elements
-
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
-        """Return the one copy of a box."""
-        return [Copy(self.fetch(plan, region))]
-
-
-def block_of(plan: TensorPlan, region: Region, max_nbytes: int) -> Region:
-    """Return the box of whole chunks that begins with ``region``, in row-major order, and fits ``max_nbytes``.
-
-    It grows from the last dim to the first, so that a walk over the chunks in row-major order enters each block once.
-    """
-    # A larger box could reach over chunks that were never saved.
-    if plan.missing:
-        return region
-    offset, shape = list(region.offset), list(region.shape)
-    itemsize = DTYPES[plan.spec.dtype].itemsize
-    for dim in reversed(range(region.ndim)):
-        size, chunk = plan.grid.shape[dim], plan.grid.chunk_shape[dim]
-        line = itemsize * math.prod(shape[:dim] + shape[dim + 1 :])
-        fitting = max(shape[dim], max_nbytes // max(1, line) // chunk * chunk)
-        if offset[dim] == 0 or fitting < size:
-            shape[dim] = min(fitting, size - offset[dim])
-        # A box that goes on in an outer dim must be whole in all inner ones; else the walk would come back to it.
-        if shape[dim] < size:
-            break
-    return Region(tuple(offset), tuple(shape))

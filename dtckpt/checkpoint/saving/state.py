@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -156,6 +156,9 @@ class MemorySource:
     def parts(self, name: str) -> Sequence[tuple[Region, list[torch.Tensor]]]:
         """Return the boxes of a tensor and the local copies of each."""
         return self._parts.get(name, ())
+
+    def expect(self, regions: Iterator[tuple[TensorPlan, Region]]) -> None:
+        """Nothing to prepare: the elements are in memory."""
 
     def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
         """Return a view of the elements of a region inside one of the boxes."""

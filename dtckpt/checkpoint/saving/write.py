@@ -13,7 +13,7 @@ owner (`ClientWriter.hand_over`), and after a barrier the owner reads them (`Cli
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -48,6 +48,10 @@ class Source(Protocol):
         None: fetched elements are views of memory that stays anyway, so only elements that the writer makes itself
         (rounded, compressed, put together) are bounded.
         """
+        ...
+
+    def expect(self, regions: Iterator[tuple[TensorPlan, Region]]) -> None:
+        """Prepare for the regions that will be fetched, in this order: a source that reads them may read ahead."""
         ...
 
     def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
@@ -198,6 +202,7 @@ class ClientWriter:
         """Hand all of this client's documents and chunks to storage, in the plan's order, and digest the chunks."""
         is_bounded = self._source.max_pending_nbytes is not None
         nbytes, start = 0, time.monotonic()
+        self._source.expect(self._own_regions())
         with ExitStack() as pause:
             pause.enter_context(gc_paused())
             for key, document in documents_of_share(self._plan, self._clients.index(self._client), len(self._clients)):
@@ -216,6 +221,15 @@ class ClientWriter:
                 nbytes += elements.nbytes
                 if nbytes > GC_PAUSE_NBYTES or time.monotonic() - start > GC_PAUSE_S:
                     pause.close()
+
+    def _own_regions(self) -> Iterator[tuple[TensorPlan, Region]]:
+        """Yield what `_start_writes` fetches, in its order: whole chunks, and this client's pieces of split ones."""
+        for _, tensor, number in self._plan.owned_by(self._client):
+            if number in tensor.pieces:
+                pieces = tensor.pieces[number]
+                yield from ((tensor, piece.region) for piece in pieces if piece.client == self._client)
+            else:
+                yield tensor, tensor.grid.chunk(number)[1]
 
     def _copy_digests(self, written: Mapping[int, TensorDigests]) -> list[checkpoint_pb2.CopyDigest]:
         return list(copy_digests(self._plan, self._client, self._source.copies, written))
