@@ -106,6 +106,7 @@ class Manifest(_message.Message):
     DOCUMENTS_FIELD_NUMBER: _builtins.int
     CLIENTS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
+    RAW_BITS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Job that saved; how many clients took part; the fencing token of the attempt that committed."""
     num_clients: _builtins.int
@@ -115,6 +116,8 @@ class Manifest(_message.Message):
     """The saved state tree as JSON (see docs/format.md); empty for a flat set of named tensors."""
     documents: _builtins.int
     """XXH3 (64 bit) of every `zarr.json`, sorted by path of array or group: key, NUL, length in decimal, NUL, content."""
+    raw_bits: _builtins.bool
+    """Whether every `zarr.json` describes elements of types that Zarr's core specification lacks as unsigned integers."""
     @_builtins.property
     def meshes(self) -> _containers.RepeatedCompositeFieldContainer[_layout_pb2.MeshProto]:
         """Meshes that the layouts refer to by position, without client-local fields."""
@@ -142,10 +145,11 @@ class Manifest(_message.Message):
         documents: _builtins.int = ...,
         clients: _abc.Iterable[_builtins.int] | None = ...,
         phases: _abc.Iterable[Global___PhaseCosts] | None = ...,
+        raw_bits: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "clients", b"clients", "documents", b"documents", "job", b"job", "kvstore", b"kvstore", "meshes", b"meshes", "num_clients", b"num_clients", "phases", b"phases", "tensors", b"tensors", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "clients", b"clients", "documents", b"documents", "job", b"job", "kvstore", b"kvstore", "meshes", b"meshes", "num_clients", b"num_clients", "phases", b"phases", "raw_bits", b"raw_bits", "tensors", b"tensors", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,6 +29,9 @@ class SaveOptions:
             first match wins, also over ``save_as_bf16``; tensors without a match are stored unchanged.
         codec: Compression of chunks: ``none``, ``zstd`` or ``blosc``; default: none, and in `dtckpt.reshard` that of
             the source.
+        raw_bits: Describe bfloat16 and the float8 types in ``zarr.json`` as unsigned integers of the same bits, so that
+            Zarr readers that lack these data types open the group. What is stored, and what dtckpt restores, does not
+            change; default: no, and in `dtckpt.reshard` as in the source.
         chunk_nbytes: Bound on the bytes of one chunk, where shards can be cut evenly.
         keys: Whether clients may pass different names: ``union`` saves what any client passes, ``same`` refuses a name
             that not all clients pass (below a `dtckpt.PerClient` each client has its own).
@@ -45,6 +48,7 @@ class SaveOptions:
     save_as_bf16: bool = False
     stored_dtypes: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     codec: str | None = None
+    raw_bits: bool | None = None
     chunk_nbytes: int = 16 << 20
     keys: str = "union"
     overwrite: bool = False
@@ -62,6 +66,8 @@ class SaveOptions:
         _validate_positive("timeout_s", self.timeout_s)
         if self.codec is not None:
             _validate_choice("codec", self.codec, CODECS)
+        if self.raw_bits is not None:
+            _validate_flags(self, "raw_bits")
         # As pairs: they are hashable, and keep the order, on which clients must agree.
         object.__setattr__(self, "stored_dtypes", _stored_dtypes(self.stored_dtypes))
 

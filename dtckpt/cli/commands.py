@@ -70,6 +70,11 @@ def cli() -> None:
 )
 @click.option("--codec", type=click.Choice(CODECS), help="How chunks are compressed [default: as in SRC].")
 @click.option(
+    "--raw-bits/--no-raw-bits",
+    default=None,
+    help="Describe bfloat16 and float8 to other Zarr readers as unsigned integers [default: as in SRC].",
+)
+@click.option(
     "--max-memory",
     metavar="SIZE",
     default="1GiB",

@@ -96,6 +96,7 @@ def _save_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "job": manifest.job,
         "num_clients": manifest.num_clients,
         "kvstore": manifest.kvstore,
+        "raw_bits": manifest.raw_bits,
     }
 
 
@@ -161,6 +162,7 @@ def _write_text(
             for title, key in (("job", "job"), ("clients", "num_clients"), ("kvstore", "kvstore"))
             if key in save
         ),
+        *([("raw bits", "bfloat16 and float8 are unsigned integers in zarr.json")] if save.get("raw_bits") else []),
         *((f"mesh {position}", _mesh_text(mesh)) for position, mesh in enumerate(meshes)),
         ("tensors", f"{len(tensors)}{of_all}, {chunks}, {size}"),
     ]

@@ -35,6 +35,7 @@ class ReshardRequest:
     dtype: str | None
     kvstore: str
     codec: str | None
+    raw_bits: bool | None
     max_memory: str
     overwrite: bool
     workers: int | None
@@ -67,7 +68,9 @@ def run_reshard(request: ReshardRequest) -> None:
         dtype=None if request.dtype is None else parse_dtype(request.dtype),
         max_memory=parse_size(request.max_memory),
         worker=_worker(request),
-        options=SaveOptions(kvstore=request.kvstore, codec=request.codec, overwrite=request.overwrite),
+        options=SaveOptions(
+            kvstore=request.kvstore, codec=request.codec, raw_bits=request.raw_bits, overwrite=request.overwrite
+        ),
     )
     # A dry run first: it finds errors in all arguments and tensors before anything is written.
     plan = run(dry_run=True)

@@ -2,7 +2,8 @@
 
 A dtype is represented by its name. torch (``torch.float8_e4m3fn``), ml_dtypes and the Zarr v3 data types that
 TensorStore implements spell it alike, so one string serves memory, manifest and ``zarr.json``. Two dtypes of torch
-have no name elsewhere: their elements are stored as unsigned integers of the same bits.
+have no name elsewhere: their elements are stored as unsigned integers of the same bits. To readers that know only the
+data types of Zarr's core specification, ``zarr.json`` can describe others so, too (`zarr_data_type`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ _BITS = {"float4_e2m1fn_x2": "uint8", "complex32": "uint32"}
 """Dtypes that numpy and Zarr lack, and the integers that hold their bits. A byte of ``float4_e2m1fn_x2`` is two
 numbers, the first in its low half; a ``complex32`` is two float16, the real part first."""
 
+EXTENSIONS = ("bfloat16", *_FLOAT8, "float8_e8m0fnu")
+"""Dtypes of ml_dtypes. Zarr's core specification lacks them; TensorStore has them, and zarr-python once
+`dtckpt.interop.zarr_data_types` is imported."""
+
 UNCONVERTED = ("float8_e8m0fnu", *_BITS)
 """Dtypes that can only be read as they were saved: numpy does not convert them, or not to all others. (The first, for
 the scales of microscaling formats, has powers of two, but no zero and no sign.)"""
@@ -29,10 +34,11 @@ the scales of microscaling formats, has powers of two, but no zero and no sign.)
 DTYPES: dict[str, np.dtype[Any]] = {
     "bool": np.dtype(np.bool_),
     **{name: np.dtype(name) for name in (*_INTEGERS, "float16", "float32", "float64", *_COMPLEX)},
-    **{name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", *_FLOAT8, "float8_e8m0fnu")},
+    **{name: np.dtype(getattr(ml_dtypes, name)) for name in EXTENSIONS},
     **{name: np.dtype(bits) for name, bits in _BITS.items()},
 }
-"""Every storable dtype: name -> numpy dtype (from ml_dtypes where numpy has none), whose name is Zarr's."""
+"""Every storable dtype: name -> numpy dtype (from ml_dtypes where numpy has none), whose name is Zarr's; but see
+`zarr_data_type`."""
 
 STORED_AS = {"float32": ("bfloat16", "float32")}
 """By a tensor's dtype, the dtypes that it may be rounded to on storage; other tensors are stored as they are. bfloat16
@@ -64,13 +70,24 @@ def is_convertible(source: str, target: str) -> bool:
     return source == target or not {source, target}.intersection(UNCONVERTED)
 
 
-def fill_value(name: str) -> Any:
-    """Return Zarr's fill value, zero, in the JSON form of the data type."""
-    if name == "bool":
+def zarr_data_type(name: str, *, raw_bits: bool = False) -> str:
+    """Return the Zarr data type of an array whose elements are of a dtype.
+
+    Args:
+        name: The dtype.
+        raw_bits: Whether dtypes in `EXTENSIONS` are described as unsigned integers of the same bits.
+    """
+    dtype = DTYPES[name]
+    return f"uint{8 * dtype.itemsize}" if raw_bits and name in EXTENSIONS else dtype.name
+
+
+def fill_value(data_type: str) -> Any:
+    """Return the fill value, zero, of a Zarr data type, as JSON."""
+    if data_type == "bool":
         return False
-    if name in _COMPLEX:
+    if data_type in _COMPLEX:
         return [0.0, 0.0]
-    return 0 if name in (*_INTEGERS, *_BITS) else 0.0
+    return 0 if data_type in _INTEGERS else 0.0
 
 
 def is_lossless(source: str, target: str) -> bool:

@@ -192,6 +192,8 @@ class Manifest:
         documents: Digest of all ``zarr.json``, which only other readers need.
         costs: Costs of the save, up to the barrier ``save/written``.
         format_version: Version of the format.
+        raw_bits: Whether the ``zarr.json`` describe elements of types that Zarr's core specification lacks as unsigned
+            integers of the same bits; no matter to dtckpt.
     """
 
     kvstore: str
@@ -203,6 +205,7 @@ class Manifest:
     documents: int = 0
     costs: Costs = field(default_factory=dict)
     format_version: int = field(default=FORMAT_VERSION)
+    raw_bits: bool = False
 
     def to_bytes(self) -> bytes:
         """Return the content of the file; equal manifests give equal bytes.
@@ -221,6 +224,7 @@ class Manifest:
             documents=self.documents,
             clients=sorted(self.costs),
             phases=phases_to_proto(self.costs),
+            raw_bits=self.raw_bits,
         )
         kinds: dict[ArrayKind, bytes] = {}
         for name in sorted(self.arrays):
@@ -316,6 +320,7 @@ class Manifest:
             documents=message.documents,
             costs=costs,
             format_version=envelope.format_version,
+            raw_bits=message.raw_bits,
         )
 
     def with_arrays(self, arrays: Mapping[str, ArrayEntry], documents: int) -> Manifest:

@@ -28,6 +28,7 @@ from dtckpt.comm import fork_guard
 from dtckpt.format.codecs import NO_CODEC, chunk_bounds, validate_encoded
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.names import groups
+from dtckpt.format.zarr_documents import document_key
 from dtckpt.layout.region import Region
 from dtckpt.storage.byte_ranges import RangeReader
 from dtckpt.storage.failures import MalformedError, translate_errors
@@ -37,7 +38,7 @@ from dtckpt.storage.local_values import OpenFile, StoredValue
 from dtckpt.storage.ocdbt_database import FileRange, OcdbtDatabase
 from dtckpt.storage.tensorstore_setup import open_context, tensorstore
 from dtckpt.storage.zarr_files import validate_kind
-from dtckpt.storage.zarr_tensorstore import StoredArray, chunk_key, document_key, key_of, open_array
+from dtckpt.storage.zarr_tensorstore import StoredArray, chunk_key, key_of, open_array
 
 MAX_DOCUMENT_NBYTES = 1 << 20
 """Bytes of a ``zarr.json``; a longer one is not read."""

@@ -17,7 +17,6 @@ with one context.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,10 +29,10 @@ import numpy as np
 
 from dtckpt.comm.background_threads import begin
 from dtckpt.errors import CheckpointCorruptError, capped
-from dtckpt.format.codecs import NO_CODEC, codec_documents
-from dtckpt.format.dtypes import DTYPES, fill_value
+from dtckpt.format.codecs import NO_CODEC
+from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import ChunkGrid
-from dtckpt.format.names import groups
+from dtckpt.format.zarr_documents import array_metadata
 from dtckpt.layout.region import Region
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
@@ -77,23 +76,6 @@ class StoredArray(Protocol):
 def client_folder(client: int) -> str:
     """Return the name of the folder that a client writes."""
     return f"client_{client}"
-
-
-def array_metadata(
-    grid: ChunkGrid, stored_dtype: str, codec: str, attributes: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return an array's ``zarr.json`` (Zarr v3 core specification)."""
-    return {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": list(grid.shape),
-        "data_type": DTYPES[stored_dtype].name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": fill_value(stored_dtype),
-        "codecs": codec_documents(codec, DTYPES[stored_dtype].itemsize),
-        "attributes": dict(attributes or {}),
-    }
 
 
 def _kvstore(kind: str, folder: Folder, *, to_write: bool = False) -> dict[str, Any]:
@@ -321,22 +303,6 @@ def _array_spec(grid: ChunkGrid, stored_dtype: str, codec: str, *, to_write: boo
     """Return TensorStore's specification of arrays with this metadata. Kept, for parsing takes longer than opening."""
     mode = {"store_data_equal_to_fill_value": True} if to_write else {"fill_missing_data_reads": False}
     return tensorstore().Spec({"driver": "zarr3", "metadata": array_metadata(grid, stored_dtype, codec), **mode})
-
-
-def documents(arrays: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the ``zarr.json`` of arrays and of the groups above them, by key.
-
-    Args:
-        arrays: By array path, the array's ``zarr.json``.
-    """
-    group = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
-    by_path = {**arrays, **dict.fromkeys(groups(arrays), group)}
-    return {document_key(path): document for path, document in sorted(by_path.items())}
-
-
-def document_key(path: str) -> str:
-    """Return the key of an array's or a group's ``zarr.json``."""
-    return f"{path}/zarr.json" if path else "zarr.json"
 
 
 def merge(kind: str, root: Folder, last_written: Mapping[int, str]) -> None:

@@ -10,12 +10,14 @@ import torch
 from dtckpt.errors import DTypeError
 from dtckpt.format.dtypes import (
     DTYPES,
+    EXTENSIONS,
     UNCONVERTED,
     fill_value,
     is_convertible,
     is_floating,
     is_lossless,
     validate_dtype,
+    zarr_data_type,
 )
 
 NUMBERS = [name for name in DTYPES if name not in UNCONVERTED]
@@ -133,6 +135,22 @@ def test_dtypes_are_torchs_and_zarrs():
         assert dtype.name == {"float4_e2m1fn_x2": "uint8", "complex32": "uint32"}.get(name, name)
         assert is_floating(name) == (getattr(torch, name).is_floating_point and name not in UNCONVERTED)
     assert (fill_value("bool"), fill_value("complex64"), fill_value("int8")) == (False, [0.0, 0.0], 0)
+
+
+def test_raw_bits_are_of_zarrs_core():
+    core = {
+        "bool",
+        "complex64",
+        "complex128",
+        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+    }
+    core |= {"float16", "float32", "float64"}
+    for name, dtype in DTYPES.items():
+        data_type = zarr_data_type(name, raw_bits=True)
+        assert data_type in core
+        assert np.dtype(data_type).itemsize == dtype.itemsize
+        assert (data_type == zarr_data_type(name)) == (name not in EXTENSIONS)
+    assert (zarr_data_type("bfloat16", raw_bits=True), fill_value("uint16")) == ("uint16", 0)
 
 
 @pytest.mark.parametrize("name", ["qint8", "bits8", "int4", "", "object", "float"])

@@ -62,6 +62,7 @@ def manifests(draw):
         attempt=draw(st.text(max_size=5)),
         documents=draw(st.integers(0, 2**64 - 1)),
         costs=draw(costs()),
+        raw_bits=draw(st.booleans()),
     )
 
 
@@ -86,7 +87,8 @@ def test_bytes_and_back(manifest):
     data = manifest.to_bytes()
     back = Manifest.from_bytes(data, "here")
     assert back.to_bytes() == data
-    for field in ("kvstore", "tree", "job", "num_clients", "attempt", "documents", "costs", "format_version"):
+    fields = "kvstore", "tree", "job", "num_clients", "attempt", "documents", "costs", "format_version", "raw_bits"
+    for field in fields:
         assert getattr(back, field) == getattr(manifest, field)
     assert list(back.arrays) == list(manifest.arrays)
     for name, entry in manifest.arrays.items():

@@ -15,6 +15,7 @@ import torch
 
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
+from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.resharding.checkpoint_source import NUM_BLOCKS, Budget, CheckpointSource, Progress
 from dtckpt.checkpoint.resharding.workers import PartReport, SharedAttempt, Worker
@@ -105,7 +106,8 @@ def reshard(
             far as the mesh has those axes.
         dtype: New dtype of the floating-point tensors; rounded to nearest even.
         max_memory: Bound on the bytes of tensor data in memory.
-        options: Options of the save of ``dst``; without a codec, tensors keep theirs.
+        options: Options of the save of ``dst``; without a codec, tensors keep theirs, and without ``raw_bits`` the
+            checkpoint does.
         dry_run: Plan and report only.
         progress: See `Progress`.
         worker: This process, if several write ``dst`` together: all are called with the same arguments but this one,
@@ -131,6 +133,8 @@ def reshard(
         if worker is None:
             place.check_target(overwrite=options.overwrite)
         _validate_apart(checkpoint.path, place.where)
+        if options.raw_bits is None:
+            options = replace(options, raw_bits=checkpoint.format == KIND and checkpoint.manifest.raw_bits)
         budget = Budget.of(checkpoint, max_memory)
         # A chunk must fit a block, as a block is made of whole chunks.
         chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, budget.block))

@@ -104,7 +104,7 @@ class SharedAttempt:
         self._plan = plan
         self._worker = worker
         self._options = options
-        facts = repr((worker.count, options.kvstore)).encode()
+        facts = repr((worker.count, options.kvstore, options.raw_bits)).encode()
         self.token = f"reshard-{bytes_digest(plan.topic + salt + facts):016x}"
         self._path = commit_by_rename.working_path(target, self.token)
 
@@ -265,6 +265,7 @@ class SharedAttempt:
                     job="reshard",
                     num_clients=self._worker.count,
                     attempt=self.token,
+                    raw_bits=bool(self._options.raw_bits),
                 )
                 is_durable = self._options.fsync
                 merge_clients(self._plan, attempt.folder, self._chunk_lists(), complete, is_durable=is_durable)

@@ -388,6 +388,7 @@ class BegunSave:
             # By this a reader finds out that a save has replaced the checkpoint that it reads.
             attempt=agreement.token,
             costs=costs,
+            raw_bits=bool(options.raw_bits),
         )
         with self._takeover_explained():
             for name, data in self.extra_files.items():

@@ -54,8 +54,8 @@ def merge_clients(
     """
     with gc_paused():
         entries = {entry.name: entry for entry in _entries(plan, root, announced)}
-        complete = manifest.with_arrays(entries, plan_documents(plan)[1])
-    merge(manifest.kvstore, root, _last_keys(plan, sorted(announced)))
+        complete = manifest.with_arrays(entries, plan_documents(plan, raw_bits=manifest.raw_bits)[1])
+    merge(manifest.kvstore, root, _last_keys(plan, sorted(announced), raw_bits=manifest.raw_bits))
     with translate_errors("write the manifest", root):
         root.write(MANIFEST_NAME, complete.to_bytes())
     if is_durable:
@@ -63,11 +63,11 @@ def merge_clients(
     return complete
 
 
-def _last_keys(plan: SavePlan, clients: Sequence[int]) -> dict[int, str]:
+def _last_keys(plan: SavePlan, clients: Sequence[int], *, raw_bits: bool) -> dict[int, str]:
     """Return, by client, the key that it writes last; clients that write nothing are left out."""
     keys: dict[int, str] = {}
     for position, client in enumerate(clients):
-        for key, _ in documents_of_share(plan, position, len(clients))[-1:]:
+        for key, _ in documents_of_share(plan, position, len(clients), raw_bits=raw_bits)[-1:]:
             keys[client] = key
         last = plan.chunks_of(client)[-1:]
         for index in plan.tensors_at(last).tolist():

@@ -94,9 +94,24 @@ class TensorPlan:
     pieces: Mapping[int, tuple[Piece, ...]]
 
     @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.spec.name
+
+    @property
+    def dtype(self) -> str:
+        """The tensor's element type."""
+        return self.spec.dtype
+
+    @property
     def stored_dtype(self) -> str:
         """Element type on storage."""
         return self.spec.stored_dtype
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout to be recorded."""
+        return self.spec.layout
 
     @property
     def codec(self) -> str:

@@ -1,0 +1,146 @@
+"""The ``zarr.json`` documents of a checkpoint's arrays and groups (Zarr v3 core specification).
+
+dtckpt reads by its manifest alone; the documents are for other readers. They follow from the facts of the manifest, so
+whoever has these can write them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, Protocol
+
+from dtckpt.format.codecs import codec_documents
+from dtckpt.format.dtypes import DTYPES, fill_value, zarr_data_type
+from dtckpt.format.grid import ChunkGrid
+from dtckpt.format.names import groups
+from dtckpt.layout.layout import Layout
+
+DOCUMENT_NAME = "zarr.json"
+GROUP_DOCUMENT = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+
+
+class DescribedArray(Protocol):
+    """An array with all the facts that its document states."""
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """Its path below the root of the key-value store."""
+        ...
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """Its shape and chunks."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """The tensor's element type."""
+        ...
+
+    @property
+    def stored_dtype(self) -> str:
+        """Element type on storage."""
+        ...
+
+    @property
+    def codec(self) -> str:
+        """How chunks are compressed."""
+        ...
+
+    @property
+    def layout(self) -> Layout | None:
+        """The tensor's layout, if it was on a mesh."""
+        ...
+
+
+def array_metadata(grid: ChunkGrid, stored_dtype: str, codec: str, *, raw_bits: bool = False) -> dict[str, Any]:
+    """Return the fields of an array's document by which its chunks are read and written.
+
+    Args:
+        grid: The array's shape and chunks.
+        stored_dtype: Element type on storage.
+        codec: How chunks are compressed.
+        raw_bits: Whether elements of types that the core specification lacks are described as unsigned integers.
+    """
+    data_type = zarr_data_type(stored_dtype, raw_bits=raw_bits)
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(grid.shape),
+        "data_type": data_type,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": fill_value(data_type),
+        "codecs": codec_documents(codec, DTYPES[stored_dtype].itemsize),
+    }
+
+
+def dimension_names(path: str, ndim: int) -> list[str]:
+    """Return names for the dims of an array, which xarray needs: ``a/b`` has ``a:b:0``, ``a:b:1``.
+
+    xarray takes dims of one name for one dim: within a group, and from a group to those below it, they must have one
+    size. And a dim with the name of a variable is that variable. No path of an array has a colon (a tensor's name has
+    it encoded), so these names are those of no other dim of the checkpoint, and of no array.
+    """
+    stem = path.replace("/", ":")
+    return [f"{stem}:{dim}" for dim in range(ndim)]
+
+
+def array_document(array: DescribedArray, *, raw_bits: bool = False, codec: str | None = None) -> bytes:
+    """Return the document of an array.
+
+    Args:
+        array: The array.
+        raw_bits: As for `array_metadata`.
+        codec: Another codec than the array's.
+    """
+    before, between, after = _document_around(
+        array.grid, array.dtype, array.stored_dtype, codec or array.codec, array.layout, raw_bits=raw_bits
+    )
+    dims = dimension_names(array.path, len(array.grid.shape))
+    return b"".join([before, json.dumps(dims).encode(), between, json.dumps(array.name).encode(), after])
+
+
+_DIMS, _NAME = "\0dims", "\0name"
+"""Stand for an array's dimension names and a tensor's name; no tensor can have such a name."""
+
+
+@lru_cache(maxsize=4096)
+def _document_around(
+    grid: ChunkGrid, dtype: str, stored_dtype: str, codec: str, layout: Layout | None, *, raw_bits: bool
+) -> tuple[bytes, bytes, bytes]:
+    """Return the text before, between and after dimension names and name in the documents of all arrays of one kind.
+
+    The attributes hold the facts that Zarr has no place for: the name, the dtype, the layout.
+    """
+    metadata = array_metadata(grid, stored_dtype, codec, raw_bits=raw_bits)
+    facts: dict[str, Any] = {"name": _NAME, "dtype": dtype}
+    # The elements are the bits of a type that the data type does not tell.
+    if metadata["data_type"] != stored_dtype:
+        facts["stored_dtype"] = stored_dtype
+    if layout is not None:
+        facts["mesh"] = {"name": layout.mesh.name, "axes": dict(layout.mesh.axis_sizes)}
+        facts["sharding_specs"] = [list(spec) if isinstance(spec, tuple) else spec for spec in layout.sharding_specs]
+    text = json.dumps({**metadata, "dimension_names": _DIMS, "attributes": {"dtckpt": facts}}).encode()
+    before, _, rest = text.partition(json.dumps(_DIMS).encode())
+    between, _, after = rest.partition(json.dumps(_NAME).encode())
+    return before, between, after
+
+
+def documents(arrays: Iterable[DescribedArray], *, raw_bits: bool = False) -> dict[str, bytes]:
+    """Return the documents of arrays and of the groups above them, by key, sorted by path."""
+    by_path = {array.path: array_document(array, raw_bits=raw_bits) for array in arrays}
+    by_path |= dict.fromkeys(groups(by_path), GROUP_DOCUMENT)
+    return {document_key(path): document for path, document in sorted(by_path.items())}
+
+
+def document_key(path: str) -> str:
+    """Return the key of an array's or a group's document."""
+    return f"{path}/{DOCUMENT_NAME}" if path else DOCUMENT_NAME
