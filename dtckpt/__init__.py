@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from dtckpt.format.client_values import ClientValues
     from dtckpt.format.enum_members import EnumMember
     from dtckpt.format.tensor_parts import TensorParts
+    from dtckpt.interop.zarr_store import zarr_store
     from dtckpt.layout.clients import (
         client_id,
         configure_virtual_devices,
@@ -88,6 +89,7 @@ _MODULES = {
     "format.client_values": ("ClientValues",),
     "format.enum_members": ("EnumMember",),
     "format.tensor_parts": ("TensorParts",),
+    "interop.zarr_store": ("zarr_store",),
     "layout.clients": (
         "client_id",
         "configure_virtual_devices",
@@ -199,6 +201,7 @@ __all__ = [
     "shutdown_multi_client",
     "shutdown_tpu_system",
     "unpack",
+    "zarr_store",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Other libraries: `to_torch` and `from_torch` share the memory of tensors with PyTorch's DTensors.
+"""Other libraries: PyTorch's DTensors (`to_torch`, `from_torch`), and zarr-python (`CheckpointStore`, data types).
 
 Every public name is imported when it is first used.
 """
@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtckpt.dtensor.torch_interop import from_torch, to_torch
+    from dtckpt.interop.zarr_store import CheckpointStore
 
-_MODULES = {"dtensor.torch_interop": ("from_torch", "to_torch")}
+_MODULES = {
+    "dtensor.torch_interop": ("from_torch", "to_torch"),
+    "interop.zarr_store": ("CheckpointStore",),
+}
 _MODULE_OF = {name: f"dtckpt.{module}" for module, names in _MODULES.items() for name in names}
 
-__all__ = ["from_torch", "to_torch"]
+__all__ = ["CheckpointStore", "from_torch", "to_torch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import pickle
 import shutil
 import socket
 import subprocess
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import zarr
 from fsspec.implementations.memory import MemoryFileSystem
 from support import checkpoint_cases, object_store_cases
 from support.object_stores import PROTOCOLS
 from support.saved_states import MESH, holds, state
-from support.states import packed
+from support.states import bits_of, packed
 
 import dtckpt
 from dtckpt import UNSHARDED, Layout, Region, SaveOptions
@@ -93,6 +95,20 @@ def test_a_reader_of_what_was_replaced_is_told(root, kvstore):
             checkpoint.read("large", Region((0, 0), (1, 1)))
     commit_target_of(location_of(path)).remove()
     assert folder_at(root).names("step_1") == []
+
+
+@on_objects
+def test_zarr_python_reads_by_the_store(root, kvstore):
+    path = f"{root}/step_1"
+    save(path, kvstore=kvstore)
+    store = dtckpt.zarr_store(path)
+    assert repr(store) == f"CheckpointStore({path!r})"
+    for array in (zarr.open_array(each, path="large", mode="r") for each in (store, pickle.loads(pickle.dumps(store)))):
+        assert bits_of(torch.from_numpy(array[...])) == bits_of(dtckpt.restore(path)["large"])
+    save(path, 2, kvstore=kvstore)
+    with pytest.raises(CheckpointConflictError, match="was replaced or removed while it was being read"):
+        array[...]
+    assert store != dtckpt.zarr_store(path)
 
 
 @on_objects
