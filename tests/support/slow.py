@@ -9,6 +9,7 @@ FOLDERS_AND_FILES = (
     "deploy/",
     "elastic/",
     "server/",
+    "checkpoint/reading/test_readers_alone.py",
     "checkpoint/test_memory.py",
     "cli/test_process.py",
     "cli/test_reshard_workers.py",
@@ -30,6 +31,7 @@ FOLDERS_AND_FILES = (
     "dtensor/test_torch_logs.py",
     "dtensor/test_visualize.py",
     "format/test_content.py",
+    "interop/test_zarr_docs.py",
     "storage/test_commit.py",
     "storage/test_object_stores.py",
     "storage/untrusted/test_compressed_chunks.py",
@@ -59,6 +61,7 @@ TESTS = (
     "test_runs_cover_each_value_once",
     "test_save_and_restore_on_any_meshes",
     "test_slices_that_cover_a_tensor",
+    "test_the_entry_points",
     "test_two_leaders_at_once",
     "test_what_changes_afterwards_is_not_saved",
 )
