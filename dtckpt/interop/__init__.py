@@ -1,4 +1,9 @@
-"""Other libraries: PyTorch's DTensors (`to_torch`, `from_torch`), and zarr-python (`CheckpointStore`, data types).
+"""Other libraries, each by the names that are for it.
+
+* `to_torch` and `from_torch` share the memory of tensors with PyTorch's DTensors.
+* `CheckpointStore` is a store of zarr-python, which also gets data types.
+* `DtckptCheckpointIO` and `DtckptModelParallelStrategy` are for Lightning.
+* `DtckptTrainer` is a ``Trainer`` of Hugging Face; `accelerator_state` is the state of an ``Accelerator``.
 
 Every public name is imported when it is first used.
 """
@@ -10,15 +15,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtckpt.dtensor.torch_interop import from_torch, to_torch
+    from dtckpt.interop.accelerate import accelerator_state
+    from dtckpt.interop.lightning import DtckptCheckpointIO
+    from dtckpt.interop.lightning_strategy import DtckptModelParallelStrategy
+    from dtckpt.interop.transformers import DtckptTrainer
     from dtckpt.interop.zarr_store import CheckpointStore
 
 _MODULES = {
     "dtensor.torch_interop": ("from_torch", "to_torch"),
+    "interop.accelerate": ("accelerator_state",),
+    "interop.lightning": ("DtckptCheckpointIO",),
+    "interop.lightning_strategy": ("DtckptModelParallelStrategy",),
+    "interop.transformers": ("DtckptTrainer",),
     "interop.zarr_store": ("CheckpointStore",),
 }
 _MODULE_OF = {name: f"dtckpt.{module}" for module, names in _MODULES.items() for name in names}
 
-__all__ = ["CheckpointStore", "from_torch", "to_torch"]
+__all__ = [
+    "CheckpointStore",
+    "DtckptCheckpointIO",
+    "DtckptModelParallelStrategy",
+    "DtckptTrainer",
+    "accelerator_state",
+    "from_torch",
+    "to_torch",
+]
 
 
 def __getattr__(name: str) -> Any:
