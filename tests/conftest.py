@@ -79,7 +79,7 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(config, items):
     """Mark tests, let ``-k`` and ``-m`` choose, then take today's shares; the first workers get those with clients."""
     for item in items:
-        if "pool" in item.fixturenames:
+        if {"pool", "framework_pool"} & {*item.fixturenames}:
             item.add_marker("processes")
         if is_slow(str(item.path.relative_to(TESTS)), item.function.__name__):
             item.add_marker("slow")

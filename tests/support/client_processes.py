@@ -66,13 +66,20 @@ def environment_of(client: int, clients: int, job: str, port: int, heartbeat_tim
 
 
 class Worker:
-    """The parent's side of one process."""
+    """The parent's side of one process.
 
-    def __init__(self, number: int) -> None:
-        self._connection, theirs = forkserver.Pipe()
-        self.process = forkserver.start(serve, theirs, name=f"client-process-{number}")
-        theirs.close()
-        self._is_ready = False
+    Args:
+        number: Tells it from others.
+        connection: To a process that runs `serve` already; default: a new one is started.
+        process: That process.
+    """
+
+    def __init__(self, number: int, connection: Any = None, process: Any = None) -> None:
+        self._connection, self.process, self._is_ready = connection, process, False
+        if connection is None:
+            self._connection, theirs = forkserver.Pipe()
+            self.process = forkserver.start(serve, theirs, name=f"client-process-{number}")
+            theirs.close()
 
     def wait_until_ready(self) -> None:
         """Wait until it has started, which takes seconds that are not those of a case: the server may be importing."""

@@ -168,7 +168,7 @@ def _names_of(theirs: ModuleType, ours: ModuleType | None) -> Iterator[Name]:
         path, here = f"{theirs.__name__}.{name}", _attribute(ours, name)
         yield _name(path, value, here)
         if inspect.isclass(value) and theirs.__name__ != "torch.distributed.tensor.placement_types":
-            for member in [*_members(value), *FACTS["members"].get(path, ())]:
+            for member in _members(value):
                 yield _name(f"{path}.{member}", getattr(value, member), _attribute(_instances(here), member))
 
 

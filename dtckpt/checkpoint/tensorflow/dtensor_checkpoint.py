@@ -163,8 +163,8 @@ class DTensorCheckpoint(Node):
         elif isinstance(self._root, MutableMapping):
             self._root.update(tree)
 
-    def save(self, file_prefix: str | Location, options: SaveOptions | None = None) -> str:
-        """Save all objects as the checkpoint ``<file_prefix>-<n>``, where n is the save counter plus one; then count.
+    def save(self, prefix: str | Location, *, options: SaveOptions | None = None) -> str:
+        """Save all objects as the checkpoint ``<prefix>-<n>``, where n is the save counter plus one; then count.
 
         Collective: Over the mesh's clients; barriers and further errors as for `dtckpt.save`.
 
@@ -177,13 +177,13 @@ class DTensorCheckpoint(Node):
             MeshError: A tensor is on another mesh.
         """
         counter = self._counter + 1
-        path = self._save(f"{file_prefix}-{counter}", counter, options)
+        path = self._save(f"{prefix}-{counter}", counter, options)
         self._counter = counter
         return path
 
-    def write(self, file_prefix: str | Location, options: SaveOptions | None = None) -> str:
-        """Save all objects as the checkpoint ``file_prefix``, without counting. Collective and errors: as `save`."""
-        return self._save(str(file_prefix), self._counter, options)
+    def write(self, path: str | Location, *, options: SaveOptions | None = None) -> str:
+        """Save all objects as the checkpoint ``path``, without counting. Collective, returns and raises: as `save`."""
+        return self._save(str(path), self._counter, options)
 
     def _save(self, path: str, counter: int, options: SaveOptions | None) -> str:
         options = replace(options or SaveOptions(), keys="same")
@@ -202,7 +202,7 @@ class DTensorCheckpoint(Node):
         save_state(path, collect, options=options, participants=self._mesh.clients)
         return path
 
-    def restore(self, save_path: str | Location | None, options: RestoreOptions | None = None) -> RestoreStatus:
+    def restore(self, path: str | Location | None, *, options: RestoreOptions | None = None) -> RestoreStatus:
         """Restore the objects, and the save counter, from a checkpoint in any layout.
 
         Tensors are filled in place. A tensor of another shape, or of a dtype that ``options.cast`` does not allow, is
@@ -211,13 +211,13 @@ class DTensorCheckpoint(Node):
         Collective: Over the mesh's clients; barriers and errors as for `dtckpt.restore`.
 
         Args:
-            save_path: The checkpoint; None does nothing.
+            path: The checkpoint; None does nothing.
             options: See `RestoreOptions`; missing and unexpected parts are no errors, they are in the status.
 
         Returns:
             The status of the restore.
         """
-        if save_path is None:
+        if path is None:
             return RestoreStatus(self, None, COUNTER)
         options = replace(options or RestoreOptions(), allow_missing=True, allow_unexpected=True)
 
@@ -232,14 +232,14 @@ class DTensorCheckpoint(Node):
 
             return replace(matched, finish=finish)
 
-        self._latest = run_restore(save_path, plan, options, current_coordination(), self._mesh.clients)
+        self._latest = run_restore(path, plan, options, current_coordination(), self._mesh.clients)
         if mismatch := self._latest.mismatch():
             logger.warning("%s", mismatch)
         return self._latest
 
-    def read(self, save_path: str | Location, options: RestoreOptions | None = None) -> RestoreStatus:
+    def read(self, path: str | Location, *, options: RestoreOptions | None = None) -> RestoreStatus:
         """Restore as `restore`, but leave the save counter alone. Collective, returns and raises: as `restore`."""
         counter = self._counter
-        status = self.restore(save_path, options)
+        status = self.restore(path, options=options)
         self._counter = counter
         return status
