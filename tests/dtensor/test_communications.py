@@ -11,6 +11,8 @@ and again in the clipping and in the optimizer."""
 STEPS = {
     "tensor parallel, AdamW": TENSOR_PARALLEL,
     "tensor parallel, AdamW in a loop": TENSOR_PARALLEL,
+    "tensor parallel, AdamW on lists": TENSOR_PARALLEL,
+    "tensor parallel, fused AdamW": TENSOR_PARALLEL,
     "tensor parallel, SGD": TENSOR_PARALLEL,
     # The loss divides by the number of rows that are not ignored, which no client knows alone.
     "data parallel": {"loss": 1, "backward and gradients": 1},

@@ -92,6 +92,8 @@ def local_functions(api: Any, mesh: Any) -> Callable[[Any], None]:
 PROGRAMS: dict[str, Callable[[Any, Any], Callable[[Any], None]]] = {
     "tensor parallel, AdamW": tensor_parallel,
     "tensor parallel, AdamW in a loop": lambda api, mesh: tensor_parallel(api, mesh, foreach=False),
+    "tensor parallel, AdamW on lists": lambda api, mesh: tensor_parallel(api, mesh, foreach=True),
+    "tensor parallel, fused AdamW": lambda api, mesh: tensor_parallel(api, mesh, fused=True),
     "tensor parallel, SGD": lambda api, mesh: tensor_parallel(api, mesh, torch.optim.SGD, momentum=0.9),
     "data parallel": data_parallel,
     "local functions": local_functions,

@@ -74,6 +74,10 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         LayoutError: An operator would change the shape of a tensor it writes to.
         ReplicaMismatchError: A plain tensor beside DTensors differs between clients.
     """
+    if torch.is_inference_mode_enabled() and _is_view_of_normal_tensor(func, args):
+        # PyTorch gives such a view the version counter of its source. A result made in inference mode can have none.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return dispatch(func, args, kwargs)
     key: list[Any] = [id(func)]  # Operators live as long as the process, and an int hashes faster.
     tensors: list[DTensor] = []
     is_plain = _add_to_key(args, key, tensors)
@@ -94,6 +98,11 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     except Exception as error:
         report_failure(error, f"operator {func}", tensors[0].device_mesh)
         raise
+
+
+def _is_view_of_normal_tensor(func: Operator, args: Sequence[Any]) -> bool:
+    """Whether an operator views a tensor that was made outside inference mode."""
+    return signature_of(func).is_view and isinstance(args[0], torch.Tensor) and not args[0].is_inference()
 
 
 class _Texts:

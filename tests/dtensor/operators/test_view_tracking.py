@@ -1,7 +1,8 @@
 """A view whose values had to move follows its source, and the source follows the view."""
 
+import pytest
 import torch
-from support.operator_checks import S0, P, distributed
+from support.operator_checks import S0, S1, P, R, distributed
 
 
 def test_views_stay_what_they_are_when_their_source_is_turned_in_place():
@@ -45,3 +46,23 @@ def test_writes_to_views_reach_their_source_in_inference_mode_too():
         for one in (whole, ours):
             one[1].add_(5)
         assert torch.equal(ours.full_tensor(), whole)
+
+
+@pytest.mark.parametrize("placement", [R, S0, S1, P], ids=str)
+def test_views_in_inference_mode(placement):
+    """Views are inference tensors where their source is one, as those of plain tensors."""
+    plain = torch.arange(24.0).reshape(6, 4)
+    whole, ours = torch.nn.Parameter(plain.clone()), torch.nn.Parameter(distributed(plain, placement))
+    with torch.inference_mode():
+        for view in (lambda x: x[1:4], lambda x: x.t(), lambda x: x.view(-1), lambda x: x.chunk(2)[1], torch.detach):
+            found, wanted = view(ours), view(whole)
+            assert torch.equal(found.full_tensor(), wanted)
+            assert (found.is_inference(), found.requires_grad) == (wanted.is_inference(), wanted.requires_grad)
+            assert view(ours * 2).is_inference()
+        assert torch.equal((ours.t() @ ours).full_tensor(), whole.t() @ whole)
+        for one in (whole, ours):
+            one[1:3].add_(1)
+    assert torch.equal(ours.full_tensor(), whole)
+    for one in (whole, ours):
+        one[2:].square().sum().backward()
+    assert torch.equal(ours.grad.full_tensor(), whole.grad)
