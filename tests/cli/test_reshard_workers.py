@@ -1,9 +1,10 @@
 """``dtckpt reshard`` by several workers, which are killed."""
 
+import contextlib
+import io
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -267,9 +268,19 @@ def is_old_or_new(target, tensors):
 
 
 def start(source, target, index, *options):
-    program = [sys.executable, "-m", "dtckpt.cli.main", *COMMAND, str(source), str(target), "--json", *options]
-    env = os.environ | {"JOB_COMPLETION_INDEX": str(index)}
-    return subprocess.Popen(program, env=env, stdout=subprocess.DEVNULL)
+    return forkserver.start(run_worker, index, [*COMMAND, str(source), str(target), "--json", *options])
+
+
+def run_worker(index, args):
+    """In a process of its own: run the command as a pod of a Job does."""
+    os.environ["JOB_COMPLETION_INDEX"] = str(index)
+    with contextlib.redirect_stdout(io.StringIO()):
+        sys.exit(main(args))
+
+
+def ended(process):
+    process.join(60)
+    return process.exitcode
 
 
 @pytest.mark.processes
@@ -280,10 +291,10 @@ def test_processes_at_the_same_time_one_is_killed(source, tmp_path, tensors):
     while not any((staging / "client_1").exists() for staging in staging_of(target)) and not target.exists():
         assert time.monotonic() < deadline
     started[1].kill()
-    codes = [process.wait(60) for process in started]
+    codes = [ended(process) for process in started]
     assert [codes[0], codes[2]] == [0, 0]
     again = start(source, target, 1, "--resume")
-    assert again.wait(60) == 0
+    assert ended(again) == 0
     assert is_new(target, tensors)
     assert os.listdir(tmp_path) == ["new"]
 

@@ -12,7 +12,7 @@ from support.shares import share
 
 from dtckpt.coordination import operation_ordinals
 
-HISTORIES = share(range(100_000), 250, "histories of the model")
+HISTORIES = share(range(100_000), 150, "histories of the model")
 TAIL = 8
 """The last steps of a job that runs free, by which who was behind has caught up."""
 

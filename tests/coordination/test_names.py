@@ -1,18 +1,17 @@
 """Names of tasks: what a client calls itself is what the coordinator knows, and two jobs never mix."""
 
 import itertools
-import json
 import os
-import subprocess
-import sys
 
 import pytest
+from support import forkserver
 from support.coordination_contract import at, leave_all, same_error, together
 from support.coordinators import server_in_thread
 
 import dtckpt
 from dtckpt import errors
 from dtckpt.coordination.api import Member, Vote
+from dtckpt.coordination.connect import current_coordination
 from dtckpt.coordination.grpc_calls import HeldError
 from dtckpt.coordination.grpc_client import GrpcCoordination
 from dtckpt.coordination.grpc_credentials import PLAINTEXT
@@ -32,17 +31,16 @@ def clients_at(port, num_clients, job, job_name="", first_incarnation=1):
     return [GrpcCoordination(f"127.0.0.1:{port}", member) for member in members]
 
 
-CLIENT = """
-import json, sys
-import dtckpt
-from dtckpt.coordination.connect import current_coordination
-dtckpt.initialize_multi_client()
-current_coordination().barrier("everyone is there", timeout_s=60)
-status = dtckpt.job_status()
-tasks = [(task.client, task.name, task.state) for task in status.tasks]
-print(json.dumps([status.job, dtckpt.job_name(), dtckpt.full_job_name(), dtckpt.jobs(), tasks]))
-current_coordination().barrier("everyone has looked", timeout_s=60)
-"""
+def ask_for_tasks(environment, connection):
+    """In a process of its own: join the job, and send what this client knows of it."""
+    os.environ.update(environment)
+    dtckpt.initialize_multi_client()
+    current_coordination().barrier("everyone is there", timeout_s=60)
+    status = dtckpt.job_status()
+    tasks = [(task.client, task.name, task.state) for task in status.tasks]
+    connection.send((status.job, dtckpt.job_name(), dtckpt.full_job_name(), dtckpt.jobs(), tasks))
+    current_coordination().barrier("everyone has looked", timeout_s=60)
+    dtckpt.shutdown_multi_client()
 
 
 @pytest.mark.processes
@@ -50,17 +48,18 @@ def test_clients_of_two_jobs_ask_for_their_tasks(port):
     """Both jobs have equal barriers and equal client ids, and are asked for at the same time."""
 
     def start(job, client):
-        env = {name: text for name, text in os.environ.items() if not name.startswith(("DTENSOR_", "TORCHELASTIC_"))}
-        env |= {"DTCKPT_COORDINATOR": f"127.0.0.1:{port}", "DTCKPT_JOB": job, "RANK": str(client), "WORLD_SIZE": "2"}
-        return subprocess.Popen([sys.executable, "-c", CLIENT], env=env, stdout=subprocess.PIPE, text=True)
+        env = {"DTCKPT_COORDINATOR": f"127.0.0.1:{port}", "DTCKPT_JOB": job, "RANK": str(client), "WORLD_SIZE": "2"}
+        connection, theirs = forkserver.Pipe()
+        return forkserver.start(ask_for_tasks, env, theirs), connection
 
     started = {(job, client): start(job, client) for job in ("llm", "vision") for client in range(2)}
-    for (job, client), process in started.items():
-        out, _ = process.communicate(timeout=120)
-        assert process.returncode == 0
+    for (job, client), (process, connection) in started.items():
         names = [f"{job}/replica:0/task:{number}" for number in range(2)]
-        tasks = [[number, name, "registered"] for number, name in enumerate(names)]
-        assert json.loads(out) == [job, job, names[client], names, tasks]
+        tasks = [(number, name, "registered") for number, name in enumerate(names)]
+        assert connection.poll(120)
+        assert connection.recv() == (job, job, names[client], names, tasks)
+        process.join(120)
+        assert process.exitcode == 0
 
 
 def test_names_of_those_that_never_came(port):

@@ -68,6 +68,7 @@ def test_off_it_costs_nothing_and_a_level_of_the_program_stays(set_logs, capsys)
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(("setting", "level"), [("+dtensor", logging.DEBUG), ("dtensor", logging.INFO)])
 def test_the_environment_says_it(setting, level):
     code = "import dtckpt.dtensor, logging; print(logging.getLogger('dtckpt.dtensor.operators').getEffectiveLevel())"

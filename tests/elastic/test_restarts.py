@@ -21,7 +21,7 @@ RESTART_S = 10.0
 """Longest time from a kill to the next step; on a busy machine, twice what the job took to start at first."""
 KILLS, PARTS = (10, 2) if IS_ALL else (1, 1)
 STEPS = 60 + 5 * KILLS
-CLIENTS = 3
+CLIENTS = 3 if IS_ALL else 2
 SOON_LOST = {"DTCKPT_HEARTBEAT_TIMEOUT_S": "5"}
 """Nobody tells the survivors of a node that it has gone, so they wait that long for its clients."""
 

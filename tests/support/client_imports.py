@@ -2,6 +2,6 @@
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
-import torch.distributed  # noqa: F401
+import torch.distributed.checkpoint  # noqa: F401
 
 from . import checkpoint_cases  # noqa: F401

@@ -24,6 +24,8 @@ from .checkpoint_cases import tree_on
 CHILD_S = 30.0
 """A child that lives longer than this hangs. It reports itself how soon it raised; a whole exit takes a second."""
 EXIT_CODE = 7
+STEPS = 4
+"""Saves of `fork_from_a_client`, each with a child on each client."""
 
 
 def fork_during_saves(root: str, seed: int, num_children: int) -> None:
@@ -116,7 +118,7 @@ def fork_from_a_client(root: str) -> None:
     mesh = dtckpt.create_distributed_mesh([("x", dtckpt.num_clients())])
     tree = tree_on(mesh, {f"w{number}": ((512, 256), "float32", ["x", "unsharded"]) for number in range(8)}, "w")
     with dtckpt.CheckpointManager(root) as manager:
-        for step in range(6):
+        for step in range(STEPS):
             handle = manager.save(step, tree)
             child = os.fork()
             if child == 0:

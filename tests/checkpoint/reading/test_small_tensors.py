@@ -119,7 +119,7 @@ def test_few_descriptors_are_enough(tmp_path):
     assert_same(tree, target)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.data())
 def test_runs_cover_each_value_once(data):
     files = [_Numbered(number) for number in range(2)]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import fork_cases
 from support.shares import SEED, amount
 
 import dtckpt
@@ -52,7 +53,7 @@ def test_children_of_clients_that_meet_others(tmp_path):
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert dtckpt.CheckpointManager(tmp_path).all_steps() == list(range(6))
+    assert dtckpt.CheckpointManager(tmp_path).all_steps() == list(range(fork_cases.STEPS))
 
 
 def test_a_child_of_a_process_that_has_not_used_checkpoints_may(monkeypatch):

@@ -48,7 +48,7 @@ def test_templates_for_some(tmp_path):
         dtckpt.name_based_restore(MESH, tmp_path / "s", {"b": packed(torch.zeros(2).int(), Layout(["x"], MESH))})
 
 
-@settings(max_examples=examples(80))
+@settings(max_examples=examples(50))
 @given(st.data())
 def test_slices_that_cover_a_tensor(tmp_path_factory, data):
     """A tensor cut in two along a dim; the parts lie in layouts of their own, on one mesh."""

@@ -108,7 +108,7 @@ def test_a_break_of_the_graph_has_a_reason():
         torch.compile(gathered, backend="eager", fullgraph=True)(tensor)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -12,10 +12,10 @@ from dtckpt import abstract_mesh
 from dtckpt.dtensor import init_device_mesh
 from examples.gpt import train
 
-STEPS = 50
-STEPS_OF_CLIENTS = amount(20, STEPS)
+STEPS = amount(25, 50)
+STEPS_OF_CLIENTS = amount(12, STEPS)
 TOLERANCE = 1e-3
-"""Sums are made in another order on every mesh, and fifty steps of AdamW carry the differences on."""
+"""Sums are made in another order on every mesh, and many steps of AdamW carry the differences on."""
 
 
 @cache
@@ -29,7 +29,7 @@ def train_over_clients() -> list[float]:
 
 def test_it_learns():
     losses = on_one_device()
-    assert losses[-1] < 0.6 * losses[0]
+    assert losses[-1] < amount(0.8, 0.6) * losses[0]
 
 
 @pytest.mark.share(1)
