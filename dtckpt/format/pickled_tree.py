@@ -16,6 +16,7 @@ import numpy as np
 from dtckpt.errors import CheckpointCorruptError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.containers import CONTAINERS
+from dtckpt.format.names import name_of_key
 from dtckpt.format.pickle_syntax import Call, Global, Pairs
 from dtckpt.format.pickled_tensors import StorageView, is_tensor, tensor_view
 from dtckpt.format.pickled_values import ARRAYS, Budget, plain_value, read_array, refusal
@@ -44,7 +45,7 @@ def read_tree(value: Any, path: tuple[str, ...] = ()) -> PickledTree:
 
     Args:
         value: The value, as `dtckpt.format.pickle_syntax.parse_pickle` returns it.
-        path: The keys that lead to the value, if it is a part of a larger tree.
+        path: The segments of names that lead to the value, if it is a part of a larger tree.
 
     Raises:
         TreeError: The value cannot be in a tree.
@@ -107,7 +108,7 @@ class _Walk:
         for key, value in pairs:
             name = plain_value(key, where, self.budget)
             encoded = name if type(name) is str else encode_hashable(name, where)
-            below = (*path, str(name))
+            below = (*path, name_of_key(str(name)))
             held = len(self.leaves)
             try:
                 # As in Python, the last one of two equal keys counts.

@@ -157,6 +157,13 @@ def test_what_cannot_be_read_is_left_out_with_the_reason():
         assert text in tree.refused[path].message, path
 
 
+def test_keys_of_any_text_have_the_names_that_a_save_gives_them():
+    state = {"": torch.ones(1), "..": {"/a//b": torch.ones(2)}, "c/d": torch.ones(3), 5: torch.ones(4)}
+    tree = tree_of(state)
+    assert trees.dump(tree.node) == trees.dump(trees.flatten(state, torch.is_tensor)[1])
+    assert list(tree.leaves) == ["%", "%2E%2E/%/a/%/b", "c/d", "5"]
+
+
 def test_two_paths_of_one_name_are_refused():
     assert "both be named 'a/b'" in tree_of({"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}).refused["a/b"].message
 

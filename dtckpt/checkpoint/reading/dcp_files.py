@@ -16,6 +16,7 @@ from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, Dtckpt
 from dtckpt.format import tree as trees
 from dtckpt.format.dcp_metadata import METADATA_NAME, DcpMetadata, DcpTensor, StoredItem, parse_metadata
 from dtckpt.format.dcp_tree import Path, structure_of
+from dtckpt.format.names import name_of_key
 from dtckpt.format.pickle_syntax import MAX_PICKLE_NBYTES
 from dtckpt.format.pickled_tree import PickledTree, read_tree
 from dtckpt.format.stored_pieces import ForeignIndex, ForeignTensor, Piece
@@ -77,7 +78,7 @@ def _index(metadata: DcpMetadata, values: Mapping[str, _Value | DtckptError]) ->
     tensors: dict[str, ForeignTensor] = {}
     refused: dict[str, DtckptError] = {}
     for flat, path in metadata.paths.items():
-        name = "/".join(map(str, path)) or "value"
+        name = "/".join(_segments(path))
         value = values.get(flat, metadata.refused.get(flat))
         if isinstance(value, DtckptError):
             refused[name] = value
@@ -91,6 +92,11 @@ def _index(metadata: DcpMetadata, values: Mapping[str, _Value | DtckptError]) ->
         if value is not None:
             refused.update(value.tree.refused)
     return ForeignIndex(KIND, tensors, structure_of(nodes), refused)
+
+
+def _segments(path: Path) -> tuple[str, ...]:
+    """Return a path as in the names of tensors."""
+    return tuple(name_of_key(str(key)) for key in path)
 
 
 def _tensor(name: str, tensor: DcpTensor) -> ForeignTensor:
@@ -136,7 +142,7 @@ def _value(folder: Folder, path: Path, item: StoredItem, read_file: Read | None)
     """Read a plain value, or why it cannot be read. Blocks: on storage."""
     try:
         stream = open_stream(folder, item.file, item.offset, item.nbytes, read_file)
-        tree = read_tree(stream.zip.value, tuple(map(str, path)))
+        tree = read_tree(stream.zip.value, _segments(path))
         return _Value(tree, stream.tensors(tree.leaves))
     # Those who do not ask for the value can do without it.
     except DtckptError as error:
