@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import datetime
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TreeError
 from dtckpt.format.pickle_syntax import Call, Global, Pairs, Persistent
@@ -93,20 +95,16 @@ def _made(make: Maker, call: Call, where: str, budget: Budget, depth: int) -> An
         if call.items:
             arguments.append(plain_value(call.items, where, budget, depth + 1))
         return make(arguments, state)
-    # A RuntimeError is PyTorch's class for the text of a device that it cannot parse.
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise refusal(call, where, f"it is malformed: {error}") from error
 
 
 def _constant(constant: Global, where: str) -> Any:
-    module, _, name = constant.name.rpartition(".")
     if constant.name == "numpy.ndarray":
         return np.ndarray
-    try:
-        if module == "torch":
-            return decode_value("torch.dtype", name)
-    except CheckpointVersionError:
-        pass
+    if (dtype := _DTYPE.fullmatch(constant.name)) is not None:
+        with suppress(CheckpointVersionError):
+            return decode_value("torch.dtype", dtype[1])
     raise refusal(constant, where)
 
 
@@ -170,6 +168,11 @@ def _elements(data: bytes, dtype: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, dtype)
 
 
+def _torch_device(arguments: Sequence[Any], _: Any) -> Any:
+    kind, *index = arguments
+    return decode_value("torch.device", ":".join([kind, *map(str, index)]))
+
+
 def _of(function: Callable[..., Any]) -> Maker:
     def make(arguments: Sequence[Any], state: Any) -> Any:
         if state is not None:
@@ -181,6 +184,7 @@ def _of(function: Callable[..., Any]) -> Maker:
 
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _NUMPY_DTYPES = {np.dtype(kind).str[1:]: np.dtype(kind) for kind in NUMPY_TYPES.values()}
+_DTYPE = re.compile(r"torch\.(bool|[a-z]+[0-9][a-z0-9_]*)")
 _PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 
 
@@ -198,8 +202,9 @@ _MAKERS: Mapping[str, Maker] = {
     **dict.fromkeys(_both("bytes"), lambda arguments, _: b"".join(arguments)),
     **dict.fromkeys(_both("bytearray"), lambda arguments, _: bytearray().join(arguments)),
     "_codecs.encode": _decode_bytes,
-    "torch.Size": _of(torch.Size),
-    "torch.device": _of(torch.device),
+    # Made by functions that load PyTorch only then.
+    "torch.Size": _of(partial(decode_value, "torch.Size")),
+    "torch.device": _torch_device,
     **{f"pathlib{module}.{kind.__name__}": _of(kind) for kind in _PATHS for module in ("", "._local")},
     "datetime.date": _of(datetime.date),
     "datetime.datetime": _of(datetime.datetime),

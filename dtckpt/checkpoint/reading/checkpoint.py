@@ -19,6 +19,7 @@ from dtckpt.errors import (
     CheckpointError,
     CheckpointIncompleteError,
     CheckpointNotFoundError,
+    DtckptError,
     StorageError,
     TensorNotFoundError,
     capped,
@@ -96,6 +97,22 @@ class Checkpoint:
         return dict(trees.values(self.structure))
 
     @property
+    def refused(self) -> Mapping[str, DtckptError]:
+        """By path, why something in another library's checkpoint cannot be read. It is not in `structure`."""
+        return self._files.refused
+
+    def validate_readable(self, path: str = "") -> None:
+        """Check that what is at a path, above it or below it can be read; by default everything.
+
+        Raises:
+            TreeError: Something is of a class that only code could make; or another error, if it is damaged.
+        """
+        for name, refusal in self.refused.items():
+            if not path or f"{name}/".startswith(f"{path}/") or f"{path}/".startswith(f"{name}/"):
+                # Anew: an error that is raised twice would hold the traces of both.
+                raise type(refusal)(refusal.message)
+
+    @property
     def structure(self) -> trees.Node:
         """The saved state tree's structure (see `dtckpt.format.tree`), which must not be changed.
 
@@ -138,10 +155,12 @@ class Checkpoint:
 
         Raises:
             TensorNotFoundError: There is no such tensor.
+            TreeError: There is one that cannot be read.
         """
         try:
             return self.tensors[name]
         except KeyError:
+            self.validate_readable(name)
             raise TensorNotFoundError(
                 f"checkpoint {self.path} has no tensor {name!r}; it has {capped(map(repr, self.tensors))}", name=name
             ) from None

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.errors import DtckptError
 from dtckpt.format import tree as trees
 from dtckpt.layout.region import Region
 
@@ -46,6 +47,11 @@ class CheckpointFiles(Protocol):
     @property
     def tree(self) -> bytes:
         """The structure as JSON; empty for a flat set of named tensors."""
+        ...
+
+    @property
+    def refused(self) -> Mapping[str, DtckptError]:
+        """By path, why something in the checkpoint cannot be read. It is neither a tensor nor in the structure."""
         ...
 
     @property

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtckpt.checkpoint.reading import safetensors_files
+from dtckpt.checkpoint.reading import dcp_files, safetensors_files, torch_files
 from dtckpt.checkpoint.reading.piece_files import PieceFiles
 from dtckpt.errors import CheckpointError, CheckpointNotFoundError, capped
 from dtckpt.format.names import is_own_segment
@@ -54,6 +54,15 @@ FORMATS: dict[str, ForeignFormat] = {
     each.kind: each
     for each in (
         ForeignFormat(
+            kind=dcp_files.KIND,
+            title="a directory of torch.distributed.checkpoint",
+            suffixes=(),
+            markers=dcp_files.MARKERS,
+            is_file=dcp_files.is_file,
+            is_folder=dcp_files.is_folder,
+            read_index=dcp_files.read_index,
+        ),
+        ForeignFormat(
             kind=safetensors_files.KIND,
             title="a safetensors file, or a directory of them",
             suffixes=(safetensors_files.SUFFIX,),
@@ -61,6 +70,15 @@ FORMATS: dict[str, ForeignFormat] = {
             is_file=safetensors_files.is_file,
             is_folder=safetensors_files.is_folder,
             read_index=safetensors_files.read_index,
+        ),
+        ForeignFormat(
+            kind=torch_files.KIND,
+            title="a file of torch.save",
+            suffixes=torch_files.SUFFIXES,
+            markers=(),
+            is_file=torch_files.is_file,
+            is_folder=torch_files.is_folder,
+            read_index=torch_files.read_index,
         ),
     )
 }

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 from dtckpt.checkpoint.reading.block_digests import BlockDigests
 from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
 from dtckpt.checkpoint.reading.plan import max_chunk_nbytes, plan_tensor_reads
 from dtckpt.checkpoint.reading.read_regions import RegionReader
 from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo, TensorInfos
-from dtckpt.errors import CheckpointCorruptError
+from dtckpt.errors import CheckpointCorruptError, DtckptError
 from dtckpt.format import tree as trees
 from dtckpt.format.digest import documents_digest
 from dtckpt.format.manifest import ArrayEntry, Manifest
@@ -102,6 +103,7 @@ class ManifestFiles:
 
     kind = KIND
     has_digests = True
+    refused: Mapping[str, DtckptError] = MappingProxyType({})
 
     def __init__(self, path: Location, root: Folder, manifest: Manifest, *, is_remote: bool) -> None:
         self._structure = trees.load(manifest.tree) if manifest.tree else None

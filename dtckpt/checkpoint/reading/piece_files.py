@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from dtckpt.checkpoint.reading.piece_reads import Span, plan_spans
 from dtckpt.checkpoint.reading.read_chunks import Scratch, convert, cut, validate_convertible
 from dtckpt.checkpoint.reading.read_regions import MAX_IN_FLIGHT, REMOTE_IN_FLIGHT_NBYTES, spare_threads
 from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo, TensorInfos
+from dtckpt.checkpoint.reading.torch_streams import locate_piece
 from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError
 from dtckpt.format import tree as trees
 from dtckpt.format.codecs import NO_CODEC
@@ -146,12 +147,14 @@ class PieceFiles:
     def __init__(self, folder: Folder, index: ForeignIndex, *, is_remote: bool) -> None:
         self.kind = index.kind
         self.structure: trees.Node = index.structure
+        self.refused = index.refused
         self._index = index
         self._folder = folder
         self._is_local = isinstance(folder, LocalFolder) and not is_remote
         self._max_gap = LOCAL_GAP_NBYTES if self._is_local else REMOTE_GAP_NBYTES
         self._max_nbytes = LOCAL_SPAN_NBYTES if self._is_local else REMOTE_SPAN_NBYTES
         self._ranges = RangeReader(folder)
+        self._places: dict[Piece, Piece] = {}
         sizes = index.file_nbytes()
         with translate_errors("look for the files of the checkpoint", folder, is_read=True):
             if (short := folder.find_short_file(sizes)) is not None:
@@ -167,7 +170,10 @@ class PieceFiles:
             (name, tensor.shape, tensor.dtype, [(piece.region, piece.file, piece.offset) for piece in tensor.pieces])
             for name, tensor in self._index.tensors.items()
         ]
-        yield repr((self.kind, facts, self.structure)).encode("utf-8", "surrogatepass")
+        yield repr((self.kind, facts, self.structure, sorted(self.refused))).encode("utf-8", "surrogatepass")
+        for tensor in self._index.tensors.values():
+            if tensor.elements is not None:
+                yield tensor.elements.tobytes()
         pieces = sorted(
             (piece.file, piece.offset, piece.stop(tensor.itemsize))
             for tensor in self._index.tensors.values()
@@ -227,8 +233,37 @@ class PieceFiles:
             tensor = self._index.tensors[name]
             validate_convertible(name, tensor.dtype, buffers)
             regions = [region for region, _ in buffers]
-            for span in plan_spans(tensor, regions, max_gap=self._max_gap, max_nbytes=max_nbytes):
+            spans = plan_spans(self._located(tensor, regions), regions, max_gap=self._max_gap, max_nbytes=max_nbytes)
+            for span in spans:
                 yield _SpanRead(span, DTYPES[tensor.dtype], cut(buffers[span.number][1], span.target))
+            if tensor.elements is not None:
+                for region, buffer in buffers:
+                    convert(tensor.elements[region.slices()], buffer)
+
+    def _located(self, tensor: ForeignTensor, regions: Sequence[Region]) -> ForeignTensor:
+        """Return a tensor whose pieces in streams have the places of their elements, if some region needs them."""
+        wanted = [
+            piece
+            for piece in tensor.pieces
+            if piece.stream_nbytes is not None and any(map(piece.region.intersect, regions))
+        ]
+        if not wanted:
+            return tensor
+        unknown = [piece for piece in wanted if piece not in self._places]
+        if self._is_local:
+            places = [self._locate(tensor, piece) for piece in unknown]
+        else:
+            reads = [self._ranges.pool().submit(self._locate, tensor, piece) for piece in unknown]
+            places = [read.result() for read in reads]
+        self._places.update(zip(unknown, places, strict=True))
+        pieces = tuple(self._places[piece] if piece in wanted else piece for piece in tensor.pieces)
+        return replace(tensor, pieces=pieces)
+
+    def _locate(self, tensor: ForeignTensor, piece: Piece) -> Piece:
+        with translate_errors("find the elements of {!r} in {}", self._folder, tensor.name, piece.file, is_read=True):
+            if self._is_local:
+                self._file(piece.file)  # raises: another one took its place
+            return locate_piece(self._folder, tensor, piece)
 
     def _read_local(self, reads: Iterable[_SpanRead], max_in_flight: int | None) -> Iterator[int]:
         """Read spans of local files, batches of them in several threads; yield the bytes of each batch."""

@@ -60,6 +60,7 @@ def plan_new_tensors(
         device_mesh: PyTorch's mesh that ``mesh`` was converted from, if the tensors shall be DTensors of PyTorch. What
             was saved as a plain tensor stays one then, unless ``layouts`` say otherwise.
     """
+    checkpoint.validate_readable()
     names = new_names(checkpoint, options)
     structure = trees.rename(checkpoint.structure, names) if names else checkpoint.structure
     infos = dict(checkpoint.tensors)

@@ -22,6 +22,7 @@ from dtckpt.checkpoint.leaves import (
 )
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.per_client import ClientNumber, PerClient
+from dtckpt.checkpoint.reading import dcp_files
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_memory import new_memory
 from dtckpt.checkpoint.restoring.meta_tensors import MetaTensors, is_meta
@@ -113,7 +114,9 @@ def plan_target(
     """
     names = new_names(checkpoint, options)
     structure = _part_at(trees.rename(checkpoint.structure, names) if names else checkpoint.structure, at)
-    matcher = _Matcher(checkpoint, client, StateLayouts(tensors_of(target)), is_renamed=bool(names))
+    # Neither a new name nor a distributed checkpoint of PyTorch tells the type of a key: 0 or "0".
+    has_text_keys = bool(names) or checkpoint.format == dcp_files.KIND
+    matcher = _Matcher(checkpoint, client, StateLayouts(tensors_of(target)), has_text_keys=has_text_keys)
     renewed = matcher.visit(target, structure, at, CLOSED)
     matcher.modules.validate_parameters()
 
@@ -128,7 +131,11 @@ def plan_target(
 
     tensors = trees.tensor_names(structure) if at else checkpoint.tensors
     values = ("/".join((*at, path) if path else at) for path, _ in trees.value_nodes(structure))
-    unused = {*tensors, *values} - matcher.used
+    if not options.allow_missing:
+        for path in (*matcher.missing, *matcher.defaulted):
+            checkpoint.validate_readable(path)
+    refused = (path for path in checkpoint.refused if path.startswith("/".join((*at, ""))))
+    unused = {*tensors, *values, *refused} - matcher.used
     unexpected = sorted(names.get(name, name) if name in checkpoint.tensors else name for name in unused)
     renamed = {**names, **matcher.renamed}
     return RestorePlan(matcher.leaves, finish, renamed, sorted(matcher.missing), sorted(matcher.defaulted), unexpected)
@@ -155,7 +162,7 @@ class _Matcher:
         checkpoint: The checkpoint.
         client: Which of the clients that restore this one is.
         layouts: Allocates what the target lacks.
-        is_renamed: Whether the structure has new names.
+        has_text_keys: Whether the keys of the structure's dicts may have had other types.
 
     Attributes:
         used: Names of tensors, and paths of plain values, of the checkpoint that the target takes.
@@ -168,12 +175,12 @@ class _Matcher:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, client: ClientNumber, layouts: StateLayouts, *, is_renamed: bool
+        self, checkpoint: Checkpoint, client: ClientNumber, layouts: StateLayouts, *, has_text_keys: bool
     ) -> None:
         self._checkpoint = checkpoint
         self._client = client
         self._layouts = layouts
-        self._is_renamed = is_renamed
+        self._has_text_keys = has_text_keys
         self.used: set[str] = set()
         self.renamed: dict[str, str] = {}
         self.missing: list[str] = []
@@ -335,7 +342,7 @@ class _Matcher:
         # A new name, as "a/0", does not tell whether "a" is a dict or a sequence.
         by_key = {str(key): child for key, child in items}
         positions = [str(position) for position in range(len(by_key))]
-        if not self._is_renamed or (kind == "sequence" and set(by_key) != set(positions)):
+        if not self._has_text_keys or (kind == "sequence" and set(by_key) != set(positions)):
             return None
         return items if kind == "dict" else [(position, by_key[position]) for position in positions]
 
@@ -353,8 +360,7 @@ class _Matcher:
         path: tuple[str, ...],
         scope: Scope,
     ) -> Callable[[], Any]:
-        if self._is_renamed:
-            # Nor does a new name tell the type of a key: 0 or "0".
+        if self._has_text_keys:
             known = {str(key): key for key in (*scope.by_key, *items)}
             nodes = {known.get(str(key), key): node for key, node in nodes.items()}
         saved_keys = match_unwrapped(items, nodes)

@@ -56,7 +56,7 @@ class Unasked:
         if len(set(digests.values())) == 1:
             return self.names
         own = set(self.names)
-        names = sorted({*checkpoint.tensors, *checkpoint.values})
+        names = sorted({*checkpoint.tensors, *checkpoint.values, *checkpoint.refused})
         bits = np.packbits(np.array([name in own for name in names]))
         common = [
             _common(collective, bits[at : at + MAX_PAYLOAD_BYTES]) for at in range(0, len(bits), MAX_PAYLOAD_BYTES)

@@ -1,0 +1,71 @@
+"""Checkpoints of ``torch.distributed.checkpoint`` and files of ``torch.save``, restored as they are."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from support import dcp_cases as cases
+
+import dtckpt
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module", params=["fsdp2", "fsdp2+tp"])
+def run(request, pool, tmp_path_factory):
+    """A run of 4 clients, saved by PyTorch and by this library: path, kind of model, losses of the steps after."""
+    path = str(tmp_path_factory.mktemp("run"))
+    losses, *others = pool.values(cases.save_dcp, path, request.param, clients=4, group=True)
+    assert others == [losses] * 3
+    return path, request.param, losses
+
+
+def test_training_goes_on_bit_for_bit(pool, run):
+    path, kind, losses = run
+    assert pool.values(cases.restore_run, f"{path}/dcp", kind, clients=4, group=True) == [losses] * 4
+
+
+def test_any_number_of_clients_restores_the_same(pool, run):
+    path, kind, _ = run
+    counts = (2,) if kind == "fsdp2+tp" else (1, 2, 3)
+    answers = [pool.values(cases.contents_of, f"{path}/dcp", kind, clients=count, group=True) for count in counts]
+    expected = pool.values(cases.loaded_by_torch, f"{path}/dcp", kind, clients=2, group=True)[0]
+    assert len(expected) > 12
+    for found in itertools.chain.from_iterable(answers):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_all_tensors_and_values_are_those_that_were_saved(run):
+    path, _, _ = run
+    with dtckpt.open_checkpoint(f"{path}/dcp") as found, dtckpt.open_checkpoint(f"{path}/ours") as expected:
+        assert (found.format, found.refused) == ("dcp", {})
+        assert found.tensors.keys() == expected.tensors.keys()
+        for name, info in expected.tensors.items():
+            assert (found.info(name).shape, found.info(name).dtype) == (info.shape, info.dtype)
+            assert torch.equal(found.read(name), expected.read(name)), name
+        # PyTorch has no keys but strings, and no empty containers.
+        assert repr(sorted(found.values.items())) == repr(sorted(expected.values.items()))
+    restored = dtckpt.restore(f"{path}/dcp")
+    assert restored["betas"] == (0.9, 0.95)
+    assert restored["random"]["python"] == cases.VALUES["random"]["python"]
+    np.testing.assert_array_equal(restored["random"]["numpy"][1], cases.VALUES["random"]["numpy"][1])
+    assert torch.equal(restored["pair"][0], torch.ones(2, 3))
+
+
+def test_each_client_reads_its_part(pool, tmp_path):
+    rows, columns = 512, 4096  # 8 MiB, in chunks of 2 MiB
+    path = str(tmp_path / "large")
+    pool.values(cases.save_large, path, rows, columns, clients=4, group=True)
+    for clients, dim in ((4, 0), (2, 0), (3, 0), (2, 1)):
+        read = pool.values(cases.bytes_read, path, rows, columns, dim, clients=clients, group=True)
+        share = rows * columns * 4 / clients
+        assert all(0.9 * share < each < 1.1 * share + (64 << 10) for each in read), (clients, dim, read)
+
+
+def test_tensors_that_divide_badly(pool, tmp_path):
+    path = str(tmp_path / "odd")
+    pool.values(cases.save_odd_shapes, path, clients=4, group=True)
+    for clients in (1, 2, 3):
+        assert pool.values(cases.faults_of_odd_shapes, path, clients=clients, group=True) == [[]] * clients
