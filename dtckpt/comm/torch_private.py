@@ -103,6 +103,9 @@ assert_async: Any = torch._assert_async
 foreach_copy: Any = torch._foreach_copy_
 foreach_norm: Any = torch._foreach_norm
 masked_ops: Any = torch.masked._ops
+rebuild_tensor_v2: Any = torch._utils._rebuild_tensor_v2
+"""What files of ``torch.save`` name to make a tensor; `rebuild_tensor_v3` is for dtypes that have no storage class."""
+rebuild_tensor_v3: Any = torch._utils._rebuild_tensor_v3
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -115,3 +118,10 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard  # here, as most programs do without
 
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def storage_info(file: str, offset: int, nbytes: int) -> Any:
+    """Return what the metadata of a distributed checkpoint of PyTorch say of the place of an item."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # here, as above
+
+    return _StorageInfo(file, offset, nbytes)

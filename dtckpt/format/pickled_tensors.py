@@ -15,21 +15,22 @@ from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import MAX_RANK
 from dtckpt.format.pickle_syntax import Call, Global, Pairs, Persistent
 
-_STORAGE_DTYPES = {
-    "Double": "float64",
-    "Float": "float32",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-    "ComplexDouble": "complex128",
-    "ComplexFloat": "complex64",
+STORAGES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex128": "ComplexDoubleStorage",
+    "complex64": "ComplexFloatStorage",
 }
-_TYPED = {f"torch.{name}Storage": dtype for name, dtype in _STORAGE_DTYPES.items()}
+"""The classes of storages that tell a dtype, all in ``torch``. Elements of other dtypes lie in an untyped storage."""
+_TYPED = {f"torch.{name}": dtype for dtype, name in STORAGES.items()}
 _UNTYPED = "torch.storage.UntypedStorage"
 _PLAIN_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 _DTENSOR = "torch.distributed.tensor.DTensor"

@@ -1,11 +1,14 @@
 """Files of ``torch.save`` in memory, as the parsers read them."""
 
 import io
+import zlib
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from dtckpt.format.pickled_tree import PickledTree, read_tree
 from dtckpt.format.torch_zip import TorchZip, read_zip
+from dtckpt.format.torch_zip_plan import Checksum, Elements, Segment
 
 
 def saved(value, **options) -> bytes:
@@ -23,3 +26,19 @@ def zip_of(data: bytes) -> TorchZip:
 def tree_of(value, **options) -> PickledTree:
     """Return the tree of a value that ``torch.save`` saved."""
     return read_tree(zip_of(saved(value, **options)).value)
+
+
+def write_segments(segments: Iterable[Segment], tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Return the file of a plan, given the tensors by name."""
+    result, crcs = io.BytesIO(), []
+    for segment in segments:
+        if isinstance(segment, Elements):
+            box = tensors[segment.name][segment.region.slices()].contiguous()
+            data = box.reshape(-1).view(torch.uint8).numpy().tobytes() if box.numel() else b""
+            crcs.append(zlib.crc32(data))
+            result.write(data)
+        elif isinstance(segment, Checksum):
+            result.write(crcs[segment.number].to_bytes(4, "little"))
+        else:
+            result.write(segment)
+    return result.getvalue()

@@ -238,15 +238,15 @@ class PieceFiles:
                 yield _SpanRead(span, DTYPES[tensor.dtype], cut(buffers[span.number][1], span.target))
             if tensor.elements is not None:
                 for region, buffer in buffers:
-                    convert(tensor.elements[region.slices()], buffer)
+                    convert(cut(tensor.elements, region.slices()), buffer)
 
     def _located(self, tensor: ForeignTensor, regions: Sequence[Region]) -> ForeignTensor:
         """Return a tensor whose pieces in streams have the places of their elements, if some region needs them."""
-        wanted = [
+        wanted = {
             piece
             for piece in tensor.pieces
             if piece.stream_nbytes is not None and any(map(piece.region.intersect, regions))
-        ]
+        }
         if not wanted:
             return tensor
         unknown = [piece for piece in wanted if piece not in self._places]
