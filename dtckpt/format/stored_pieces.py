@@ -39,6 +39,21 @@ _COMPARED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class CheckedBytes:
+    """Bytes of a file whose checksum the file tells; several pieces may lie in them.
+
+    Args:
+        start: The first byte.
+        nbytes: Their number.
+        crc: Their CRC-32.
+    """
+
+    start: int
+    nbytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A box of a tensor's elements, as raw little-endian bytes in one file.
 
@@ -51,6 +66,7 @@ class Piece:
             elements are, and with which strides, is found out when they are read
             (`dtckpt.checkpoint.reading.torch_streams`): an index of a million streams is then one small file. None:
             the elements themselves begin at ``offset``.
+        checked: The bytes with a checksum that the piece lies in, if there are any.
     """
 
     region: Region
@@ -58,6 +74,7 @@ class Piece:
     offset: int
     strides: tuple[int, ...] | None = None
     stream_nbytes: int | None = None
+    checked: CheckedBytes | None = None
 
     @property
     def element_strides(self) -> tuple[int, ...]:

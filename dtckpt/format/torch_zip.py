@@ -89,8 +89,8 @@ class TorchZip:
     records: Mapping[str, Record]
     read: Read
 
-    def storage_start(self, key: str, nbytes: int) -> int:
-        """Return the position of a storage's first byte. Blocks: on the file.
+    def storage(self, key: str, nbytes: int) -> tuple[int, int]:
+        """Return the position of a storage's first byte, and its CRC-32 (0 if none was taken). Blocks: on the file.
 
         Args:
             key: The storage's name in the pickle.
@@ -104,11 +104,11 @@ class TorchZip:
             raise _malformed(self.where, f"storage {key[:80]!r} is missing")
         if record.nbytes != nbytes:
             raise _malformed(self.where, f"storage {key!r} has {record.nbytes} bytes, expected {nbytes}")
-        return _content_start(record, self.read, self.where)
+        return _content_start(record, self.read, self.where), record.crc
 
     def element_start(self, view: StorageView) -> int:
-        """Return the position of a tensor's first element. Blocks and Raises: as `storage_start`."""
-        return self.storage_start(view.key, view.storage_nbytes) + view.start
+        """Return the position of a tensor's first element. Blocks and Raises: as `storage`."""
+        return self.storage(view.key, view.storage_nbytes)[0] + view.start
 
 
 def read_zip(read: Read, nbytes: int, where: str) -> TorchZip:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from awscrt.checksums import crc32
 
 from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
 from dtckpt.checkpoint.reading.piece_reads import Span, plan_spans
@@ -30,7 +31,7 @@ from dtckpt.format import tree as trees
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.digest import as_bytes, bytes_digest
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.stored_pieces import ForeignIndex, ForeignTensor, Piece
+from dtckpt.format.stored_pieces import CheckedBytes, ForeignIndex, ForeignTensor, Piece
 from dtckpt.layout.region import Region
 from dtckpt.storage.byte_ranges import RangeReader
 from dtckpt.storage.chunk_reader import content
@@ -142,8 +143,6 @@ class PieceFiles:
         StorageError: Storage refused.
     """
 
-    has_digests = False
-
     def __init__(self, folder: Folder, index: ForeignIndex, *, is_remote: bool) -> None:
         self.kind = index.kind
         self.structure: trees.Node = index.structure
@@ -155,6 +154,7 @@ class PieceFiles:
         self._max_nbytes = LOCAL_SPAN_NBYTES if self._is_local else REMOTE_SPAN_NBYTES
         self._ranges = RangeReader(folder)
         self._places: dict[Piece, Piece] = {}
+        self._sound: set[tuple[str, CheckedBytes]] = set()
         sizes = index.file_nbytes()
         with translate_errors("look for the files of the checkpoint", folder, is_read=True):
             if (short := folder.find_short_file(sizes)) is not None:
@@ -376,8 +376,31 @@ class PieceFiles:
             rows = max(1, PART_NBYTES // max(1, tensor.itemsize * math.prod(piece.region.shape[1:])))
             yield from _cut_rows(piece.region, rows)
 
+    @property
+    def has_digests(self) -> bool:
+        """As `CheckpointFiles.has_digests`: whether the files have a checksum of everything that was looked for."""
+        pieces = (piece for tensor in self._index.tensors.values() for piece in tensor.pieces)
+        return all(self._places.get(piece, piece).checked is not None for piece in pieces)
+
     def validate_part(self, name: str, region: Region) -> None:
-        """As `CheckpointFiles.validate_part`: there is nothing more to check."""
+        """As `CheckpointFiles.validate_part`: the checksums of the bytes that its pieces begin in, if they have any."""
+        tensor = self._index.tensors[name]
+        for piece in self._located(tensor, [region]).pieces:
+            # Once for a piece, at its first part; once for pieces that share their bytes.
+            checked = piece.checked if piece.region.offset == region.offset else None
+            if checked is not None and (piece.file, checked) not in self._sound:
+                with translate_errors("check the elements of {!r}", self._folder, name, is_read=True):
+                    self._validate_checked(piece.file, checked)
+                self._sound.add((piece.file, checked))
+
+    def _validate_checked(self, file: str, checked: CheckedBytes) -> None:
+        crc, stop = 0, checked.start + checked.nbytes
+        for start in range(checked.start, stop, BATCH_NBYTES):
+            crc = crc32(self._folder.read(file, start, min(start + BATCH_NBYTES, stop)), crc)
+        if crc != checked.crc:
+            raise MalformedError(
+                f"bytes {checked.start} to {stop} of {file} are not those that were saved: their CRC does not match"
+            )
 
     def validate_rest(self) -> None:
         """As `CheckpointFiles.validate_rest`: the index was checked when it was parsed."""

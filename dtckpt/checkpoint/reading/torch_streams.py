@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.pickled_tensors import StorageView, tensor_view
 from dtckpt.format.pickled_tree import Leaf
-from dtckpt.format.stored_pieces import ForeignTensor, Piece, c_strides
+from dtckpt.format.stored_pieces import CheckedBytes, ForeignTensor, Piece, c_strides
 from dtckpt.format.torch_zip import TAIL_NBYTES, Read, TorchZip, read_zip
 from dtckpt.layout.region import Region
 from dtckpt.storage.folder import Folder
@@ -54,34 +54,42 @@ class TorchStream:
         Raises:
             CheckpointCorruptError: A storage is missing, or is not as long as the pickle says.
         """
-        views = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, StorageView)}
-        storages = sorted({(view.key, view.storage_nbytes) for view in views.values() if 0 not in view.shape})
+        views = [leaf for leaf in leaves.values() if isinstance(leaf, StorageView)]
+        storages = sorted({(view.key, view.storage_nbytes) for view in views if 0 not in view.shape})
         # Each is one small read, which takes long elsewhere.
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
-            starts = dict(
-                zip(storages, pool.map(lambda storage: self.zip.storage_start(*storage), storages), strict=True)
-            )
+            found = pool.map(lambda storage: self.zip.storage(*storage), storages)
+            places = dict(zip(storages, found, strict=True))
         return {
             name: _array(name, leaf)
             if isinstance(leaf, np.ndarray)
-            else ForeignTensor(name, leaf.shape, leaf.dtype, self._pieces(leaf, starts))
+            else ForeignTensor(name, leaf.shape, leaf.dtype, self._pieces(leaf, places))
             for name, leaf in leaves.items()
         }
 
-    def _pieces(self, view: StorageView, starts: Mapping[tuple[str, int], int]) -> tuple[Piece, ...]:
+    def _pieces(self, view: StorageView, places: Mapping[tuple[str, int], tuple[int, int]]) -> tuple[Piece, ...]:
         # A tensor without elements has no pieces.
         if 0 in view.shape:
             return ()
-        start = self.offset + starts[view.key, view.storage_nbytes] + view.start
-        return (Piece(Region.full(view.shape), self.file, start, _strides(view)),)
+        return (self.piece(view, Region.full(view.shape), *places[view.key, view.storage_nbytes]),)
+
+    def piece(self, view: StorageView, region: Region, start: int, crc: int) -> Piece:
+        """Return the piece that a view is.
+
+        Args:
+            view: The view.
+            region: The box that it is of its tensor.
+            start: Position of its storage in the zip.
+            crc: CRC of the storage; 0 if none was taken.
+        """
+        start += self.offset
+        checked = CheckedBytes(start, view.storage_nbytes, crc) if crc else None
+        strides = None if view.strides == c_strides(view.shape) else view.strides
+        return Piece(region, self.file, start + view.start, strides, checked=checked)
 
 
 def _array(name: str, array: np.ndarray[Any, Any]) -> ForeignTensor:
     return ForeignTensor(name, array.shape, array.dtype.name, (), elements=array)
-
-
-def _strides(view: StorageView) -> tuple[int, ...] | None:
-    return None if view.strides == c_strides(view.shape) else view.strides
 
 
 def open_stream(folder: Folder, file: str, offset: int, nbytes: int, read_file: Read | None = None) -> TorchStream:
@@ -147,5 +155,4 @@ def locate_piece(folder: Folder, tensor: ForeignTensor, piece: Piece) -> Piece:
             f"{stream.zip.where} holds {view.dtype} of shape {view.shape}, expected {tensor.dtype} of shape "
             f"{piece.region.shape} for tensor {tensor.name!r}"
         )
-    start = piece.offset + stream.zip.element_start(view)
-    return replace(piece, offset=start, strides=_strides(view), stream_nbytes=None)
+    return stream.piece(view, piece.region, *stream.zip.storage(view.key, view.storage_nbytes))

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import dtckpt
 from dtckpt.checkpoint.reading import dcp_files, torch_files, torch_streams
 from dtckpt.checkpoint.reading.torch_streams import locate_piece
-from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
+from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TreeError, UnexpectedTensorError
 from dtckpt.format import tree as trees
 from dtckpt.format.stored_pieces import Piece
 from dtckpt.layout.region import Region
@@ -167,3 +168,83 @@ def test_checkpoints_of_single_processes_are_refused(tmp_path):
     assert dcp_files.is_folder(folder.names())
     with pytest.raises(CheckpointVersionError, match="use_collectives=False"):
         dcp_files.read_index(folder, folder.names())
+
+
+def saved_both_ways(tmp_path):
+    """Return the paths of a distributed checkpoint and of a file with the same tensors, and the files with elements."""
+    state = {"w": torch.rand(64, 100), "v": torch.rand(1000).bfloat16(), "part": torch.rand(10, 10)[2:5]}
+    state["view"] = state["w"][3:]
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save(state, tmp_path / "it.pt")
+    return {
+        "dcp": (tmp_path / "dcp", tmp_path / "dcp" / "__0_0.distcp"),
+        "torch": (tmp_path / "it.pt", tmp_path / "it.pt"),
+    }
+
+
+def test_verify_compares_the_checksums_of_pytorch(tmp_path):
+    for form, (path, file) in saved_both_ways(tmp_path).items():
+        with dtckpt.open_checkpoint(path) as checkpoint:
+            assert checkpoint.format == form
+            report = checkpoint.verify()
+            assert (report.is_sound, report.has_digests, report.num_tensors) == (True, True, 4)
+            tensor = checkpoint._files._index.tensors["w"]
+        (piece,) = tensor.pieces
+        place = locate_piece(LocalFolder(file.parent), tensor, piece)
+        data = bytearray(file.read_bytes())
+        data[place.offset + 4000] ^= 1
+        file.write_bytes(data)
+        with dtckpt.open_checkpoint(path) as checkpoint:
+            report = checkpoint.verify()
+        # In the file both tensors are views of one storage.
+        assert [damage.tensor for damage in report.damages] == (["w"] if form == "dcp" else ["w", "view"])
+        assert "CRC" in report.damages[0].reason
+
+
+def test_files_without_checksums_are_read(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        paths = saved_both_ways(tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    for path, _ in paths.values():
+        with dtckpt.open_checkpoint(path) as checkpoint:
+            report = checkpoint.verify()
+        assert (report.is_sound, report.has_digests) == (True, False)
+
+
+def test_files_that_are_cut_short_are_refused_when_they_are_opened(tmp_path):
+    for path, file in saved_both_ways(tmp_path).values():
+        data = file.read_bytes()
+        file.write_bytes(data[:-30])
+        with pytest.raises(CheckpointCorruptError):
+            dtckpt.open_checkpoint(path)
+
+
+def test_a_tensor_that_cannot_be_read_is_an_error_for_those_who_want_it(tmp_path):
+    state = {"w": torch.ones(2), "args": argparse.Namespace(lr=1), "sparse": torch.ones(2, 2).to_sparse()}
+    torch.save(state, tmp_path / "it.pt")
+    target = {"w": torch.zeros(2)}
+    with pytest.raises(TreeError, match=r"cannot read argparse\.Namespace at 'args'"):
+        dtckpt.restore(tmp_path / "it.pt")
+    with pytest.raises(UnexpectedTensorError, match="'args', 'sparse'"):
+        dtckpt.restore(tmp_path / "it.pt", target)
+    options = dtckpt.RestoreOptions(allow_unexpected=True)
+    assert torch.equal(dtckpt.restore(tmp_path / "it.pt", target, options=options)["w"], torch.ones(2))
+    with pytest.raises(TreeError, match="sparse"):
+        dtckpt.restore(tmp_path / "it.pt", {**target, "sparse": torch.ones(2, 2)}, options=options)
+    with dtckpt.open_checkpoint(tmp_path / "it.pt") as checkpoint, pytest.raises(TreeError, match="sparse"):
+        checkpoint.read("sparse")
+
+
+def test_keys_of_optimizers_are_numbers_again(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    dcp.save({"optim": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    fresh = torch.optim.Adam(torch.nn.Linear(2, 2).parameters())
+    dtckpt.restore(tmp_path, {"optim": fresh})
+    assert [state["exp_avg"].tolist() for state in fresh.state.values()] == [
+        state["exp_avg"].tolist() for state in optimizer.state.values()
+    ]
