@@ -105,6 +105,26 @@ def _bytes_read() -> int:
     return int(fields["rchar"])
 
 
+def save_alone(path: str) -> None:
+    """Save without collectives: each process for itself, some of it not the same everywhere."""
+    warnings.simplefilter("ignore")
+    rank, line = dist.get_rank(), init_device_mesh("cpu", (2,))
+    state = {
+        "w": distribute_tensor(torch.arange(14.0).reshape(7, 2), line, [TorchShard(0)]),
+        "same": distribute_tensor(torch.arange(4.0), line, [Replicate()]),
+        "plain": torch.ones(2),
+        "step": 5,
+        "loader": {"position": 10 * rank},
+        "random": torch.full((3,), float(rank)),
+        "pair": (torch.full((2,), float(rank)), rank),
+        "bad": torch.ones(3, 2),
+    }
+    if rank:
+        part = TorchDTensor.from_local(torch.zeros(1, 2), line, [TorchShard(0)], shape=(3, 2), stride=(2, 1))
+        state |= {"only": "here", "bad": part}
+    dcp.save(state, checkpoint_id=path, use_collectives=False)
+
+
 def save_odd_shapes(path: str) -> None:
     """Save tensors that divide badly: fewer rows than clients, none at all, scalars, on grids, in any memory format."""
     warnings.simplefilter("ignore")
@@ -138,7 +158,7 @@ def _plain_shapes(seed: int) -> dict[str, torch.Tensor]:
         "cube": (5, 3, 4),
         "strided": (6, 5),
     }
-    dtypes = {"few": torch.bfloat16, "wide": torch.float8_e4m3fn, "strided": torch.int64}
+    dtypes = {"few": torch.bfloat16, "wide": torch.float64, "strided": torch.int64}
     return {
         name: (torch.rand(shape, generator=generator) * 100).to(dtypes.get(name, torch.float32))
         for name, shape in shapes.items()

@@ -9,9 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dtckpt
-from dtckpt.checkpoint.reading import dcp_files, torch_files, torch_streams
+from dtckpt.checkpoint.reading import dcp_files, dcp_values, torch_files, torch_streams
 from dtckpt.checkpoint.reading.torch_streams import locate_piece
-from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TreeError, UnexpectedTensorError
+from dtckpt.errors import CheckpointCorruptError, TreeError, UnexpectedTensorError
 from dtckpt.format import tree as trees
 from dtckpt.format.stored_pieces import Piece
 from dtckpt.layout.region import Region
@@ -88,7 +88,7 @@ def state():
 
 @pytest.mark.parametrize("run_nbytes", [0, 3000, 1 << 20])
 def test_a_distributed_checkpoint(tmp_path, monkeypatch, state, run_nbytes):
-    monkeypatch.setattr(dcp_files, "RUN_NBYTES", run_nbytes)
+    monkeypatch.setattr(dcp_values, "RUN_NBYTES", run_nbytes)
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     folder = LocalFolder(tmp_path)
     index = dcp_files.read_index(folder, folder.names())
@@ -160,14 +160,6 @@ def test_names_that_collide_are_refused(tmp_path):
     index = dcp_files.read_index(folder, folder.names())
     assert "both be named 'a/b'" in index.refused["a/b"].message
     assert index.tensors["a/b"].shape == (1,)
-
-
-def test_checkpoints_of_single_processes_are_refused(tmp_path):
-    (tmp_path / "__0.metadata").write_bytes(b"")
-    folder = LocalFolder(tmp_path)
-    assert dcp_files.is_folder(folder.names())
-    with pytest.raises(CheckpointVersionError, match="use_collectives=False"):
-        dcp_files.read_index(folder, folder.names())
 
 
 def saved_both_ways(tmp_path):

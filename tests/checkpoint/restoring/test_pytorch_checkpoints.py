@@ -55,13 +55,37 @@ def test_all_tensors_and_values_are_those_that_were_saved(run):
 
 
 def test_each_client_reads_its_part(pool, tmp_path):
-    rows, columns = 512, 4096  # 8 MiB, in chunks of 2 MiB
+    rows, columns = 64, 32768  # 8 MiB, in chunks of 2 MiB; half a row is too much to be read for nothing
     path = str(tmp_path / "large")
     pool.values(cases.save_large, path, rows, columns, clients=4, group=True)
     for clients, dim in ((4, 0), (2, 0), (3, 0), (2, 1)):
         read = pool.values(cases.bytes_read, path, rows, columns, dim, clients=clients, group=True)
         share = rows * columns * 4 / clients
         assert all(0.9 * share < each < 1.1 * share + (64 << 10) for each in read), (clients, dim, read)
+
+
+def test_what_processes_saved_each_for_itself(pool, tmp_path):
+    path = str(tmp_path / "alone")
+    pool.values(cases.save_alone, path, clients=2, group=True)
+    with dtckpt.open_checkpoint(path) as checkpoint:
+        assert "tensor 'bad' cannot be read: its pieces" in checkpoint.refused["bad"].message
+    target = {
+        "w": torch.zeros(7, 2),
+        "same": torch.zeros(4),
+        "plain": torch.zeros(2),
+        "step": 0,
+        "loader": {"position": None},
+        "random": None,
+        "pair": None,
+        "only": "",
+    }
+    restored = dtckpt.restore(path, target, options=dtckpt.RestoreOptions(allow_unexpected=True))
+    assert torch.equal(restored["w"], torch.arange(14.0).reshape(7, 2))
+    assert torch.equal(restored["same"], torch.arange(4.0))
+    assert (restored["step"], restored["only"], restored["loader"]["position"]) == (5, "here", {0: 0, 1: 10})
+    for rank in range(2):
+        assert torch.equal(restored["random"][rank], torch.full((3,), float(rank)))
+        assert torch.equal(restored["pair"][rank][0], torch.full((2,), float(rank)))
 
 
 def test_tensors_that_divide_badly(pool, tmp_path):

@@ -1,0 +1,103 @@
+"""Read the plain values of PyTorch's distributed checkpoints: small streams of ``torch.save``, many in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from dtckpt.checkpoint.reading.torch_streams import open_stream
+from dtckpt.errors import CheckpointCorruptError, DtckptError
+from dtckpt.format import tree as trees
+from dtckpt.format.dcp_metadata import DcpMetadata, DcpTensor, StoredItem
+from dtckpt.format.dcp_tree import Path
+from dtckpt.format.names import name_of_key
+from dtckpt.format.pickled_tree import read_tree
+from dtckpt.format.stored_pieces import ForeignTensor, Piece
+from dtckpt.format.torch_zip import Read
+from dtckpt.storage.folder import Folder
+
+RUN_NBYTES = 1 << 20
+"""Bytes of neighbouring values that are read at once."""
+_NUM_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A plain value, as a tree: some hold tensors, as tuples of tensors do.
+
+    Args:
+        node: Its structure.
+        tensors: Its tensors, by name.
+        refused: By path, why something in it cannot be read.
+    """
+
+    node: trees.Node
+    tensors: Mapping[str, ForeignTensor]
+    refused: Mapping[str, DtckptError] = field(default_factory=dict)
+
+
+def segments_of(path: Path) -> tuple[str, ...]:
+    """Return a path as in the names of tensors."""
+    return tuple(name_of_key(str(key)) for key in path)
+
+
+def tensor_of(name: str, tensor: DcpTensor) -> ForeignTensor:
+    """Return a tensor under a name."""
+    pieces = tuple(Piece(region, item.file, item.offset, stream_nbytes=item.nbytes) for region, item in tensor.chunks)
+    return ForeignTensor(name, tensor.shape, tensor.dtype, pieces)
+
+
+def read_values(folder: Folder, metadata: DcpMetadata) -> dict[str, Value | DtckptError]:
+    """Return the plain values by flattened name, or why they cannot be read. Blocks: on storage."""
+
+    def read(run: Sequence[tuple[str, StoredItem]]) -> list[tuple[str, Value | DtckptError]]:
+        file, start, stop = run[0][1].file, run[0][1].offset, run[-1][1].stop
+        try:
+            data = folder.read(file, start, stop) if stop - start <= RUN_NBYTES else None
+            read_file = None if data is None else (lambda first, last: data[first - start : last - start])
+            return [
+                (flat, read_value(folder, segments_of(metadata.paths[flat]), item, read_file)) for flat, item in run
+            ]
+        except FileNotFoundError:
+            error = CheckpointCorruptError(f"{folder}/{file} is missing; restore another checkpoint")
+            return [(flat, error) for flat, _ in run]
+
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-values") as pool:
+        return {flat: value for values in pool.map(read, _runs(metadata.values)) for flat, value in values}
+
+
+def _runs(items: Mapping[str, StoredItem]) -> Iterator[list[tuple[str, StoredItem]]]:
+    """Yield the items in runs of neighbours in one file that are read at once; PyTorch writes them one by one."""
+    run: list[tuple[str, StoredItem]] = []
+    for name, item in sorted(items.items(), key=lambda pair: (pair[1].file, pair[1].offset)):
+        if run and not (
+            run[-1][1].file == item.file
+            and run[-1][1].stop == item.offset
+            and item.stop - run[0][1].offset <= RUN_NBYTES
+        ):
+            yield run
+            run = []
+        run.append((name, item))
+    if run:
+        yield run
+
+
+def read_value(
+    folder: Folder, segments: tuple[str, ...], item: StoredItem, read_file: Read | None = None
+) -> Value | DtckptError:
+    """Read a plain value, or why it cannot be read. Blocks: on storage.
+
+    Args:
+        folder: The checkpoint's folder.
+        segments: Its path, as in the names of tensors.
+        item: Where it is.
+        read_file: As for `open_stream`.
+    """
+    try:
+        stream = open_stream(folder, item.file, item.offset, item.nbytes, read_file)
+        tree = read_tree(stream.zip.value, segments)
+        return Value(tree.node, stream.tensors(tree.leaves), tree.refused)
+    # Those who do not ask for the value can do without it.
+    except DtckptError as error:
+        return error
