@@ -23,6 +23,13 @@ def test_draws_go_on(tmp_path):
     assert draw() == drawn
 
 
+def test_draws_go_on_from_values_that_were_restored_without_a_target(tmp_path):
+    dtckpt.save(tmp_path / "s", {"rng": dtckpt.PerClient(dtckpt.RngState())})
+    drawn = draw()
+    dtckpt.RngState().load_state_dict(dtckpt.restore(tmp_path / "s")["rng"][0])
+    assert draw() == drawn
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")
 def test_draws_on_cards_go_on(tmp_path):

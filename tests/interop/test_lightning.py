@@ -35,6 +35,20 @@ def test_a_run_that_began_with_lightnings_own_checkpoints(framework_pool, tmp_pa
     assert resumed == whole | {"clients": {}}
 
 
+def test_a_link_to_the_last_checkpoint(framework_pool, tmp_path):
+    whole = fit(framework_pool, tmp_path / "whole", "ddp", 3, save_last="link")
+    assert (tmp_path / "whole" / "last.ckpt").resolve().name == whole["best"]
+    fit(framework_pool, tmp_path / "part", "ddp", 2, save_last="link")
+    resumed = fit(framework_pool, tmp_path / "part", "ddp", 3, "last", save_last="link")
+    assert resumed["best again"] == whole["best again"]
+
+
+def test_fabric(framework_pool, tmp_path):
+    path = str(tmp_path / "step_7.ckpt")
+    assert framework_pool.values(call, CASES, "use_fabric", path, clients=2, group=True) == [[True, 7, 2]] * 2
+    assert (tmp_path / "step_7.ckpt" / "dtckpt.manifest").is_file()
+
+
 def test_strict_loading(framework_pool, tmp_path):
     fit(framework_pool, tmp_path / "c", "fsdp2", 1)
     arguments = str(tmp_path / "c"), str(tmp_path / "c" / "last.ckpt")

@@ -13,6 +13,7 @@ LOOPS = {
     "train_fsdp2": (),
     "train_fsdp2_tp": (),
     "train_hsdp": (),
+    "train_titan": (),
     "train_accelerate": (),
     "train_hf_trainer": (),
     "train_lightning, ddp": ("--strategy", "ddp"),

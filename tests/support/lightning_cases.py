@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -27,12 +28,14 @@ class Module(pl.LightningModule):
         self.save_hyperparameters()
         self.net = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
         self.loaded: Any = None
+        self.seen: list[int] = []
 
     def configure_model(self) -> None:
         if self.hparams.is_sharded and not isinstance(self.net, FSDPModule):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.seen.append(index)
         return self.net(batch).square().mean()
 
     def validation_step(self, batch: Any, index: int) -> None:
@@ -51,7 +54,9 @@ class Module(pl.LightningModule):
         self.loaded = checkpoint["own"]["epoch"], dict(checkpoint.get("clients", ()))
 
 
-def trainer_of(folder: str, kind: str, epochs: int, *, is_async: bool = False, is_plugged: bool = True) -> pl.Trainer:
+def trainer_of(
+    folder: str, kind: str, epochs: int, *, is_async: bool = False, is_plugged: bool = True, save_last: Any = True
+) -> pl.Trainer:
     """Return a trainer over all clients."""
     size = dist.get_world_size()
     if kind == "ddp":
@@ -66,7 +71,7 @@ def trainer_of(folder: str, kind: str, epochs: int, *, is_async: bool = False, i
         strategy=strategy,
         plugins=[DtckptCheckpointIO(is_async=is_async)] if kind == "ddp" and is_plugged else None,
         callbacks=[
-            ModelCheckpoint(folder, monitor="val", save_top_k=1, save_last=True, filename="{epoch}"),
+            ModelCheckpoint(folder, monitor="val", save_top_k=1, save_last=save_last, filename="{epoch}"),
             EarlyStopping("val", patience=7),
         ],
         max_epochs=epochs,
@@ -82,18 +87,12 @@ def loader() -> torch.utils.data.DataLoader[torch.Tensor]:
 
 
 def fit(
-    folder: str,
-    kind: str,
-    epochs: int,
-    checkpoint: str | None = None,
-    *,
-    is_plugged: bool = True,
-    is_async: bool = False,
+    folder: str, kind: str, epochs: int, checkpoint: str | None = None, *, is_plugged: bool = True, **options: Any
 ) -> dict[str, Any]:
     """Fit; return facts of the run, and what validation says of its best checkpoint."""
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     pl.seed_everything(0, verbose=False)
-    trainer = trainer_of(folder, kind, epochs, is_async=is_async, is_plugged=is_plugged)
+    trainer = trainer_of(folder, kind, epochs, is_plugged=is_plugged, **options)
     module = Module(is_sharded=kind == "fsdp2", is_plugged=is_plugged)
     trainer.fit(module, loader(), loader(), ckpt_path=checkpoint)
     dist.barrier()  # client 0 alone removes, with DDP, what a save in the background has made superfluous
@@ -126,3 +125,21 @@ def fit_strictly(folder: str, checkpoint: str) -> list[str]:
         except dtckpt.errors.DtckptError as error:
             errors.append(type(error).__name__)
     return errors
+
+
+def use_fabric(path: str) -> list[Any]:
+    """Save by Fabric, change everything, load; return what is there then."""
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    torch.manual_seed(0)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", plugins=[DtckptCheckpointIO()])
+    fabric.launch()
+    module = torch.nn.Linear(4, 1)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    fabric.backward(model(ROWS).sum())
+    optimizer.step()
+    weight, state = module.weight.tolist(), {"model": model, "optimizer": optimizer, "step": 7}
+    fabric.save(path, state)
+    torch.nn.init.zeros_(module.weight)
+    state["step"] = 0
+    fabric.load(path, state)
+    return [module.weight.tolist() == weight, state["step"], len(optimizer.state)]
