@@ -64,6 +64,7 @@ class CheckpointStore(Store):
     """
 
     supports_writes = False
+    supports_partial_writes = False
     supports_deletes = False
     supports_listing = True
     # Documents come from memory, so nothing is saved by having them all in one; xarray then does not look for that one.
@@ -188,6 +189,10 @@ class CheckpointStore(Store):
 
     async def set(self, key: str, value: Buffer) -> NoReturn:  # noqa: ARG002
         """Refuse. Raises: `ValueError`, as the other read-only stores of zarr-python do."""
+        self._refuse()
+
+    async def set_partial_values(self, key_start_values: object) -> NoReturn:  # noqa: ARG002  (of zarr-python 3.1.0)
+        """Refuse. Raises: as `set`."""
         self._refuse()
 
     async def delete(self, key: str) -> NoReturn:  # noqa: ARG002

@@ -95,6 +95,16 @@ def test_workers_and_the_command_line(tmp_path, capsys):
         assert json.loads(capsys.readouterr().out)["raw_bits"] is (name == "two")
 
 
+def test_workers_that_disagree_write_nothing_together(tmp_path, capsys):
+    dtckpt.save(tmp_path / "s", {"w": TREE["bfloat16"]})
+    command = ["reshard", str(tmp_path / "s"), str(tmp_path / "new"), "--mesh=x=2", "--workers=2"]
+    assert main([*command, "--worker=0", "--raw-bits"]) == main([*command, "--worker=1", "--no-raw-bits"]) == 0
+    assert not (tmp_path / "new").exists()
+    assert "waits for 1 part: 0" in capsys.readouterr().out
+    assert main([*command, "--worker=1", "--raw-bits"]) == 0
+    assert raw_bits_of(tmp_path / "new") is True
+
+
 def test_a_bad_option():
     with pytest.raises(ConfigError, match="option raw_bits must be True or False; got 1"):
         SaveOptions(raw_bits=1)
