@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtckpt import dtensor, errors, interop
+    from dtckpt.checkpoint.converting.convert import convert
+    from dtckpt.checkpoint.converting.report import ConvertReport
     from dtckpt.checkpoint.managing.manager import CheckpointManager
     from dtckpt.checkpoint.managing.restore_newest import RestoredStep
     from dtckpt.checkpoint.managing.retention import Retention
@@ -71,6 +73,8 @@ if TYPE_CHECKING:
 # What type checkers see above, again for `__getattr__`: names by module.
 _MODULES = {
     "checkpoint.saving.save_async": ("SaveHandle", "save_async"),
+    "checkpoint.converting.convert": ("convert",),
+    "checkpoint.converting.report": ("ConvertReport",),
     "checkpoint.managing.manager": ("CheckpointManager",),
     "checkpoint.tensorflow.named_tensors": ("name_based_restore", "name_based_save", "sharded_save"),
     "checkpoint.managing.restore_newest": ("RestoredStep",),
@@ -138,6 +142,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "ClientValues",
+    "ConvertReport",
     "DTensor",
     "DTensorCheckpoint",
     "DVariable",
@@ -166,6 +171,7 @@ __all__ = [
     "check_layout",
     "client_id",
     "configure_virtual_devices",
+    "convert",
     "copy_to_mesh",
     "create_distributed_mesh",
     "create_mesh",

@@ -18,6 +18,8 @@ KVSTORES = ("ocdbt", "zarr")
 """A copy of the names in `dtckpt.format.manifest`, which is slow to import."""
 CODECS = ("none", "zstd", "blosc")
 """A copy of the names in `dtckpt.format.codecs`, which is slow to import."""
+TARGETS = ("dtckpt", "zarr", "safetensors")
+"""A copy of the names in `dtckpt.checkpoint.converting.targets`, which is slow to import."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -108,6 +110,56 @@ def reshard(**options: Any) -> None:
     from dtckpt.cli.reshard import ReshardRequest, run_reshard
 
     run_reshard(ReshardRequest(**options))
+
+
+_CONVERT_HELP = """\b
+Names:
+  GLOB and OLD are matched with names of tensors and paths of values (* also matches /). Each * of NEW stands for what
+  the one of OLD matched. Names of OLD and NEW are joined by /; files of safetensors have . in its place.
+
+\b
+Examples:
+  dtckpt convert Llama-3-8B/ step_0                            a model in safetensors files, to train it
+  dtckpt convert step_100 out --to safetensors --select 'model/*' --rename 'model/*=*' --dtype bfloat16
+  dtckpt convert step_100 model.safetensors --select 'model/*' --rename 'model/*=*'
+
+"""
+
+
+@cli.command(epilog=f"{_CONVERT_HELP}{exit_code_help()}")
+@click.argument("src")
+@click.argument("dst")
+@click.option("--to", type=click.Choice(TARGETS), help="Format of DST [default: by its suffix, or else dtckpt].")
+@click.option("--select", multiple=True, metavar="GLOB", help="Write only what has such names.")
+@click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="New names of what is written.")
+@click.option("--dtype", metavar="DTYPE", help="New dtype of the floating-point tensors, such as bfloat16.")
+@click.option(
+    "--tied", "ties", multiple=True, metavar="NAME=KEPT", help="Store KEPT only; NAME must have the same elements."
+)
+@click.option(
+    "--max-shard-size", metavar="SIZE", default="5GB", show_default=True, help="Bound on one file of several."
+)
+@click.option(
+    "--max-memory",
+    metavar="SIZE",
+    default="256MiB",
+    show_default=True,
+    help="Bound on tensor data in memory: 512MiB, 2GB.",
+)
+@click.option("--codec", type=click.Choice(CODECS), help="Compression of dtckpt and zarr [default: as in SRC].")
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST, once the new one is durable.")
+@click.option("--dry-run", is_flag=True, help="Check everything and show the plan; write nothing.")
+@_json_option("Print one JSON line per event: start, progress, tensor, done, error.")
+@_debug_option
+def convert(**options: Any) -> None:
+    """Write checkpoint SRC anew as DST, in another format.
+
+    SRC is a checkpoint of dtckpt, or a file or directory of safetensors. Digests of every tensor's content prove that
+    it stayed as it was. DST appears whole or not at all.
+    """
+    from dtckpt.cli.convert import ConvertRequest, run_convert
+
+    run_convert(ConvertRequest(**options))
 
 
 @cli.command(epilog=exit_code_help())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import time
 from collections.abc import Sequence
@@ -15,12 +14,9 @@ from dtckpt.checkpoint.progress_bar import is_watched
 from dtckpt.checkpoint.resharding.reshard import ReshardReport, reshard
 from dtckpt.checkpoint.resharding.workers import Worker
 from dtckpt.cli.arguments import LayoutRules, parse_dtype, parse_mesh, parse_size, read_rules
+from dtckpt.cli.freed_memory import return_freed_memory
 from dtckpt.cli.reshard_progress import BarReporter, JsonReporter, PlanReporter, Reporter
 from dtckpt.errors import ConfigError
-
-# Parameters of `mallopt`, from <malloc.h>.
-_M_MMAP_THRESHOLD = -3
-_M_ARENA_MAX = -8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +51,7 @@ def run_reshard(request: ReshardRequest) -> None:
         CheckpointError: As for `dtckpt.reshard`.
     """
     start = time.monotonic()
-    _return_freed_memory()
+    return_freed_memory()
     mesh = parse_mesh(request.mesh)
     from_file = read_rules(request.layout_file) if request.layout_file else ()
     rules = LayoutRules([*request.layouts, *from_file], mesh)
@@ -92,17 +88,6 @@ def _worker(request: ReshardRequest) -> Worker | None:
             "JOB_COMPLETION_INDEX"
         )
     return Worker(request.worker if request.worker is not None and count > 1 else 0, count, resume=request.resume)
-
-
-def _return_freed_memory() -> None:
-    """Make glibc return the memory of freed chunks to the system at once.
-
-    By default it keeps up to twice ``--max-memory`` for later, in the heaps of several threads.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-        mallopt(_M_ARENA_MAX, 1)
 
 
 def _reporter(request: ReshardRequest, plan: ReshardReport, start: float) -> Reporter:

@@ -44,7 +44,7 @@ def _write_json(report: VerifyReport) -> None:
         is_sound=report.is_sound,
         tensors=report.num_tensors,
         contents=report.num_contents,
-        has_digests=report.has_digests,
+        unverified=report.num_unverified,
         chunks=report.num_chunks,
         bytes=report.nbytes,
         damages=len(report.damages),
@@ -55,8 +55,7 @@ def _write_json(report: VerifyReport) -> None:
 def _write_text(report: VerifyReport) -> None:
     for damage in report.damages:
         write_line(printable(f"damaged: {damage.tensor} {_region_text(damage) or ''}: {damage.reason}"))
-    num_unknown = 0 if report.has_digests else report.num_tensors - report.num_contents
-    result = "readable" if num_unknown else "sound"
+    result = "readable" if report.num_unverified else "sound"
     if report.damages:
         result = f"DAMAGED in {format_count(len(report.damages), 'place')}"
     tensors, chunks = format_count(report.num_tensors, "tensor"), format_count(report.num_chunks, "chunk")
@@ -65,8 +64,9 @@ def _write_text(report: VerifyReport) -> None:
         f"{printable(str(report.path))} is {result}: {tensors}, {chunks}, {format_nbytes(report.nbytes)} read in "
         f"{report.seconds:.1f} s ({rate}/s)"
     )
-    if num_unknown:
-        write_line(f"{num_unknown} of its tensors have no digest: bytes of them that changed since are not found")
+    if report.num_unverified:
+        tensors = format_count(report.num_unverified, "tensor")
+        write_line(f"no digest is noted of {tensors}: bytes that changed since are not found there")
 
 
 def _region_text(damage: Damage) -> str | None:

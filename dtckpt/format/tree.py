@@ -303,6 +303,42 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
     return grow(leaves, ()) if leaves else node
 
 
+def relabel(node: Node, names: Mapping[str, str]) -> Node:
+    """Return a structure whose tensors have other names, at the same paths.
+
+    Args:
+        node: The structure.
+        names: By old name, the new name; tensors without a new name keep theirs.
+    """
+    kind, content = _only(node)
+    if kind in _LEAVES:
+        return {kind: names.get(content, content)}
+    if kind == "type":
+        name, argument, items = content
+        return {kind: [name, argument, relabel(items, names)]}
+    if kind == "dict":
+        return {kind: [[key, relabel(child, names)] for key, child in content]}
+    return {kind: [relabel(child, names) for child in content]} if kind in _BASE_NAMES else node
+
+
+def select(node: Node, is_wanted: Callable[[str], bool], path: tuple[str, ...] = ()) -> Node | None:
+    """Return a structure with some of its tensors and values; None if there are none.
+
+    A list or tuple that does not keep all of its items becomes a dict, as in `rename`.
+
+    Args:
+        node: The structure.
+        is_wanted: Whether a tensor of a name, or a value at a path, stays.
+        path: The path of the structure.
+    """
+    opened = items_of(node)
+    if opened is None or not opened[1]:
+        return node if is_wanted(name_of_tensor(node) or "/".join(path)) else None
+    children = {str(key): select(child, is_wanted, (*path, str(key))) for key, child in opened[1]}
+    kept = {key: child for key, child in children.items() if child is not None}
+    return _with_items(node, {str(key): key for key, _ in opened[1]}, kept) if kept else None
+
+
 def _with_items(container: Node, keys: Mapping[str, Any], children: Mapping[str, Node]) -> Node:
     """Return a container of the same kind with other items, if its kind can hold them; else a dict.
 

@@ -18,8 +18,6 @@ inode: a directory that was taken away, or made again by a late writer, is not c
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import logging
 import os
 import re
@@ -43,21 +41,20 @@ from dtckpt.storage.directory_lock import lock_directory
 from dtckpt.storage.failures import taken_over_error, translate_errors
 from dtckpt.storage.fsync import sync, sync_all, walk_folders
 from dtckpt.storage.local_folder import LocalFolder
+from dtckpt.storage.renames import EXCHANGE, NO_REPLACE, UNSUPPORTED, rename
 
 logger = logging.getLogger("dtckpt.storage")
 
-_AT_FDCWD = -100
-_RENAME_NOREPLACE = 1
-_RENAME_EXCHANGE = 2
-_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 _WORKING_NAME = re.compile(r"\..+\.dtckpt-(new|old|trash)-.*", re.DOTALL)
 
 
-def _sibling(target: Path, role: str, token: str) -> Path:
+def sibling(target: Path, role: str, token: str) -> Path:
+    """Return the path beside a target of a working directory: of role ``new``, ``old`` or ``trash``."""
     return target.parent / f".{target.name}.dtckpt-{role}-{token}"
 
 
-def _siblings(target: Path, role: str) -> list[Path]:
+def siblings(target: Path, role: str) -> list[Path]:
+    """Return the working directories of a role beside a target."""
     prefix = f".{target.name}.dtckpt-{role}-"
     try:
         return sorted(entry for entry in target.parent.iterdir() if entry.name.startswith(prefix))
@@ -71,9 +68,9 @@ def _interrupted_exchange(target: Path) -> Path | None:
     Only then do the old and the new directory of one attempt stand side by side while the target is missing.
     """
     if not target.exists():
-        for old in _siblings(target, "old"):
+        for old in siblings(target, "old"):
             token = old.name.rpartition("-old-")[2]
-            if is_committed(old) and is_committed(_sibling(target, "new", token)):
+            if is_committed(old) and is_committed(sibling(target, "new", token)):
                 return old
     return None
 
@@ -143,12 +140,12 @@ def begin(target: Path, token: str) -> WorkingDirectory:
     path = working_path(target, token)
     with translate_errors("create the checkpoint directory", target):
         make_folder(target.parent)
-        others = _siblings(target, "new")
+        others = siblings(target, "new")
         if any(_attempt_number(other, target) > _attempt_number(path, target) and _is_alive(other) for other in others):
             raise taken_over_error(target)
         if old := _interrupted_exchange(target):
             old.rename(target)
-        leftovers, trash = (*others, *_siblings(target, "old")), _siblings(target, "trash")
+        leftovers, trash = (*others, *siblings(target, "old")), siblings(target, "trash")
         if leftovers or trash:
             sync(target.parent)  # one of them may be the old checkpoint, of an attempt that died before it had synced
         for leftover in leftovers:
@@ -161,7 +158,7 @@ def begin(target: Path, token: str) -> WorkingDirectory:
 
 def _attempt_number(path: Path, target: Path) -> int:
     """Return the number of the attempt that builds a directory: the first part of its token."""
-    number = path.name.removeprefix(_sibling(target, "new", "").name).partition("-")[0]
+    number = path.name.removeprefix(sibling(target, "new", "").name).partition("-")[0]
     return int(number) if number.isdecimal() else 0
 
 
@@ -196,7 +193,7 @@ def make_folder(folder: Path) -> None:
 
 def working_path(target: Path, token: str) -> Path:
     """Return the directory in which the attempt ``token`` builds its checkpoint."""
-    return _sibling(target, "new", token)
+    return sibling(target, "new", token)
 
 
 def commit(directory: WorkingDirectory, *, overwrite: bool, is_durable: bool = True) -> None:
@@ -214,7 +211,7 @@ def commit(directory: WorkingDirectory, *, overwrite: bool, is_durable: bool = T
         aside = None
         if not target.exists():
             # Another leader may commit after the look above: then this fails, and does not replace its checkpoint.
-            _rename(directory.path, target, _RENAME_NOREPLACE)
+            rename(directory.path, target, NO_REPLACE)
             if inode_of(target) != directory.inode:
                 # Between the check and the rename, a late writer had made the directory again.
                 discard(target, target)
@@ -237,11 +234,11 @@ def _validate_own(directory: WorkingDirectory, path: Path) -> None:
 
 def _replace(directory: WorkingDirectory) -> Path:
     """Rename the directory to the target, where the old checkpoint is; return the path that the old one has now."""
-    target, aside = directory.target, _sibling(directory.target, "old", directory.token)
+    target, aside = directory.target, sibling(directory.target, "old", directory.token)
     try:
-        _rename(directory.path, target, _RENAME_EXCHANGE)
+        rename(directory.path, target, EXCHANGE)
     except OSError as error:
-        if error.errno not in _UNSUPPORTED:
+        if error.errno not in UNSUPPORTED:
             raise
         # No exchange here: two renames. A crash in between leaves both names, see `_interrupted_exchange`.
         target.rename(aside)
@@ -254,7 +251,7 @@ def _replace(directory: WorkingDirectory) -> Path:
         return aside
     if inode_of(target) != directory.inode:
         # Not the directory that was checked: exchange the two again.
-        _rename(directory.path, target, _RENAME_EXCHANGE)
+        rename(directory.path, target, EXCHANGE)
         raise taken_over_error(directory.target)
     return directory.path
 
@@ -304,7 +301,7 @@ def discard(folder: Path, target: Path, *, is_durable: bool = False) -> None:
     """
     # Deleted in place, a checkpoint would be there with some files missing; after the rename no reader finds it. If the
     # deletion stops halfway, the next attempt's `begin` deletes the rest.
-    trash = _sibling(target, "trash", secrets.token_hex(4))
+    trash = sibling(target, "trash", secrets.token_hex(4))
     try:
         folder.rename(trash)
     except FileNotFoundError:
@@ -340,22 +337,8 @@ def locate(target: Path) -> Path:
             )
         if old := _interrupted_exchange(target):
             return old
-        hint = "; a save to it did not complete" if _siblings(target, "new") else ""
+        hint = "; a save to it did not complete" if siblings(target, "new") else ""
         raise CheckpointNotFoundError(f"there is no checkpoint at {target}{hint}")
-
-
-def _rename(source: Path, target: Path, flag: int) -> None:
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    code = errno.ENOSYS  # also where the C library has no such function
-    if renameat2 is not None:
-        if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag) == 0:
-            return
-        code = ctypes.get_errno()
-    # A plain rename replaces an empty directory at most, never a checkpoint.
-    if flag == _RENAME_NOREPLACE and code in _UNSUPPORTED:
-        source.rename(target)
-        return
-    raise OSError(code, os.strerror(code), str(target))
 
 
 class DirectoryTarget:

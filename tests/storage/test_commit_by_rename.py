@@ -44,14 +44,14 @@ def file_system(request, monkeypatch):
     """With and without an atomic exchange of directories."""
     if request.param == "exchange":
         return
-    rename = commit_by_rename._rename
+    rename = commit_by_rename.rename
 
     def no_exchange(source, target, flag):
-        if flag == commit_by_rename._RENAME_EXCHANGE:
+        if flag == commit_by_rename.EXCHANGE:
             raise OSError(errno.EINVAL, "no exchange here", str(target))
         rename(source, target, flag)
 
-    monkeypatch.setattr(commit_by_rename, "_rename", no_exchange)
+    monkeypatch.setattr(commit_by_rename, "rename", no_exchange)
 
 
 def test_nothing_shows_before_the_commit(tmp_path):
@@ -91,7 +91,7 @@ def crash_at(monkeypatch, number):
 
         return change
 
-    monkeypatch.setattr(commit_by_rename, "_rename", counting(commit_by_rename._rename))
+    monkeypatch.setattr(commit_by_rename, "rename", counting(commit_by_rename.rename))
     monkeypatch.setattr(commit_by_rename.Path, "rename", counting(commit_by_rename.Path.rename))
     monkeypatch.setattr(commit_by_rename.Path, "unlink", counting(commit_by_rename.Path.unlink))
     monkeypatch.setattr(commit_by_rename.shutil, "rmtree", counting(commit_by_rename.shutil.rmtree))

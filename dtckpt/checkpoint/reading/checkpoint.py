@@ -129,6 +129,13 @@ class Checkpoint:
         """Return bytes that differ between checkpoints of different content."""
         return self._files.fingerprint()
 
+    def tied(self) -> Mapping[str, str]:
+        """Return, for each tensor that is made of the same bytes as an earlier one in the tree, the first such one.
+
+        A checkpoint of this library has no such tensors.
+        """
+        return self._files.tied()
+
     def read(self, name: str, region: Region | None = None) -> torch.Tensor:
         """Return a tensor, or a region of it, as a new CPU tensor; every byte is verified.
 

@@ -100,6 +100,10 @@ class CheckpointFiles(Protocol):
         """Check the files that no read of a tensor looks at. Raises: as `read`."""
         ...
 
+    def tied(self) -> Mapping[str, str]:
+        """Return, for each tensor that is made of the same bytes as an earlier one in the tree, the first such one."""
+        ...
+
     def close(self) -> None:
         """Close the files that reading holds open."""
         ...

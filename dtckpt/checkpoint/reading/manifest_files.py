@@ -191,6 +191,10 @@ class ManifestFiles:
                 f"a zarr.json in {self._path} is damaged or missing; dtckpt reads all tensors without it, others cannot"
             )
 
+    def tied(self) -> Mapping[str, str]:
+        """As `CheckpointFiles.tied`: every tensor is stored by itself."""
+        return {}
+
     def close(self) -> None:
         """As `CheckpointFiles.close`."""
         self._reader.close()

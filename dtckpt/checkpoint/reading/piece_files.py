@@ -405,6 +405,17 @@ class PieceFiles:
     def validate_rest(self) -> None:
         """As `CheckpointFiles.validate_rest`: the index was checked when it was parsed."""
 
+    def tied(self) -> Mapping[str, str]:
+        """As `CheckpointFiles.tied`."""
+        first: dict[tuple[tuple[int, ...], str, tuple[Piece, ...]], str] = {}
+        tied: dict[str, str] = {}
+        for name in trees.tensor_names(self.structure):
+            tensor = self._index.tensors[name]
+            if tensor.pieces:
+                kept = first.setdefault((tensor.shape, tensor.dtype, tensor.pieces), name)
+                tied |= {} if kept == name else {name: kept}
+        return tied
+
     def close(self) -> None:
         """As `CheckpointFiles.close`."""
         self._ranges.close()

@@ -71,10 +71,8 @@ class VerifyReport:
         num_chunks: Chunks that were read.
         nbytes: Bytes of those chunks.
         num_contents: Tensors whose content digest was compared, too.
-        has_digests: Whether every byte was compared with a digest. Other libraries' files have none: then the report
-            says that all tensors can be read, and that those of ``num_contents`` are what they were.
-        seconds: Duration.
-        damages: The damages, in the order of the tensors and their chunks.
+        num_unverified: Tensors that could be read, but of which nobody noted a digest: bytes of them that changed since
+            are not found. Other libraries' files have none, but those that `dtckpt.convert` wrote have.
     """
 
     path: Location
@@ -84,7 +82,7 @@ class VerifyReport:
     num_contents: int
     seconds: float
     damages: tuple[Damage, ...]
-    has_digests: bool = True
+    num_unverified: int = 0
 
     @property
     def is_sound(self) -> bool:
@@ -143,8 +141,12 @@ def verify(
         num_contents=num_contents,
         seconds=time.monotonic() - start,
         damages=tuple(damages),
-        has_digests=files.has_digests,
+        num_unverified=0 if files.has_digests else sum(map(_is_unknown, infos.values())),
     )
+
+
+def _is_unknown(info: TensorInfo) -> bool:
+    return info.content_digest is None and info.nbytes > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

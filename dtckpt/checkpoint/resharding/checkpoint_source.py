@@ -18,22 +18,28 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
-from dtckpt.checkpoint.saving.plan import TensorPlan
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.checkpoint.saving.plan import Holding, SavePlan, TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.comm import host_memory
 from dtckpt.comm.background_threads import begin
+from dtckpt.errors import ConfigError
+from dtckpt.format.content import content_digest, content_share
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
 
+MIN_CHUNK_NBYTES = 64 << 10
+"""New chunks are not made smaller than this to save memory: a tiny bound is refused, and not planned for hours."""
 NUM_BLOCKS = 4
 """Blocks in memory at one time; see `Budget`."""
 
@@ -62,18 +68,54 @@ class Budget:
     def of(cls, checkpoint: Checkpoint, max_memory: int) -> Budget:
         """Divide ``max_memory`` bytes."""
         largest = max((info.max_chunk_nbytes for info in checkpoint.tensors.values()), default=0)
-        # At least the largest stored chunk; `reshard` refuses a bound that leaves too little for the rest.
+        # At least the largest stored chunk; `validate_memory` refuses a bound that leaves too little for the rest.
         reads = max(largest, max_memory // 8)
         return cls(largest, reads, max(1, (max_memory - reads) // NUM_BLOCKS))
 
 
+def validate_memory(plan: SavePlan, budget: Budget, max_memory: int) -> None:
+    """Refuse a bound that the largest chunks alone exceed."""
+    sizes = (
+        (math.prod(item.grid.chunk_shape) * DTYPES[item.spec.dtype].itemsize, item.spec.name) for item in plan.tensors
+    )
+    largest, name = max(sizes, default=(0, ""))
+    # A block has at least one chunk.
+    needed = budget.largest + NUM_BLOCKS * largest
+    if needed > max_memory:
+        raise ConfigError(
+            f"max_memory is too small; got {max_memory} bytes, expected at least {needed}: a stored chunk of "
+            f"{budget.largest} bytes, and {NUM_BLOCKS} new ones of tensor {name!r}"
+        )
+
+
+def saved_only(boxes: Sequence[Holding], info: TensorInfo) -> tuple[Holding, ...]:
+    """Return the boxes without the elements that were not saved, for a tensor that was saved in part."""
+    if info.is_whole:
+        return tuple(boxes)
+    parts = (
+        Holding(part, box.clients)
+        for box in boxes
+        for chunk in info.chunks
+        if (part := box.region.intersect(chunk.region))
+    )
+    return tuple(parts)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """A block of new chunks, and its elements in the new dtype."""
+    """A block of new chunks, and its elements in the new dtype.
+
+    Args:
+        name: The tensor's new name.
+        region: The block's box.
+        elements: Its elements.
+        share: Its share in the tensor's content digest, if nobody knows that digest yet.
+    """
 
     name: str
     region: Region
     elements: np.ndarray[Any, Any]
+    share: int | None
 
     def contains(self, name: str, region: Region) -> bool:
         return self.name == name and self.region.contains(region)
@@ -86,12 +128,21 @@ class CheckpointSource:
         checkpoint: The checkpoint to read.
         budget: Bytes of a block, and of the stored chunks that are read at one time.
         progress: See `Progress`.
+        old_names: By new name, the old one, of the tensors that are renamed.
     """
 
-    def __init__(self, checkpoint: Checkpoint, budget: Budget, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        budget: Budget,
+        progress: Progress | None,
+        old_names: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._checkpoint = checkpoint
         self._budget = budget
         self._progress = progress
+        self._old_names = old_names
+        self._contents: dict[str, int] = {}
         self._memory = _RecycledMemory(budget.block)
         # Two batches of writes: the block that is handed over, and the one that is being written.
         self.max_pending_nbytes = 2 * budget.block
@@ -110,10 +161,22 @@ class CheckpointSource:
         if self._block is None or not self._block.contains(name, region):
             self._block = None  # chunks of it may still wait to be written; then they keep its memory
             self._block = self._take_next(plan, region)
+            self._note_content(plan, self._block)
         if self._progress is not None:
             self._progress(name, region.numel * DTYPES[plan.spec.stored_dtype].itemsize)
         block = self._block
         return block.elements[region.relative_to(block.region).slices()] if region.ndim else block.elements
+
+    def _note_content(self, plan: TensorPlan, block: _Block) -> None:
+        if block.share is not None:
+            spec, itemsize = plan.spec, block.elements.itemsize
+            # Every block is taken once, so the shares are those of disjoint regions; a digest is a share itself.
+            before = self._contents.get(spec.name, content_digest(0, spec.shape, itemsize))
+            self._contents[spec.name] = before ^ block.share
+
+    def contents(self) -> Mapping[str, int]:
+        """Return, by name, the content digests of what was read, where the plan does not have them."""
+        return self._contents
 
     def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
         """Return the one copy of a box."""
@@ -142,13 +205,15 @@ class CheckpointSource:
         return None
 
     def _read(self, plan: TensorPlan, region: Region) -> _Block:
-        name, dtype = plan.spec.name, DTYPES[plan.spec.dtype]
+        spec, dtype = plan.spec, DTYPES[plan.spec.dtype]
+        name = self._old_names.get(spec.name, spec.name)
         box = block_of(plan, region, self._budget.block, self._checkpoint.info(name).chunk_shape)
         elements = self._memory.take(math.prod(box.shape) * dtype.itemsize).view(dtype).reshape(box.shape)
         # The reader starts one chunk beyond its bound before it waits for the first.
         in_flight = self._budget.reads - self._budget.largest
         self._checkpoint.read_into(name, box, elements, max_in_flight=in_flight)
-        return _Block(name, box, elements)
+        is_new = spec.content is None and spec.dtype == spec.stored_dtype
+        return _Block(spec.name, box, elements, content_share(elements, spec.shape, box) if is_new else None)
 
 
 class _RecycledMemory:

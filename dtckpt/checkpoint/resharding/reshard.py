@@ -17,10 +17,17 @@ from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.resharding.checkpoint_source import NUM_BLOCKS, Budget, CheckpointSource, Progress
+from dtckpt.checkpoint.resharding.checkpoint_source import (
+    MIN_CHUNK_NBYTES,
+    Budget,
+    CheckpointSource,
+    Progress,
+    saved_only,
+    validate_memory,
+)
 from dtckpt.checkpoint.resharding.workers import PartReport, SharedAttempt, Worker
 from dtckpt.checkpoint.restoring.new_tensors import Layouts, choose_layout
-from dtckpt.checkpoint.saving.plan import Holding, SavePlan, TensorPlan, TensorSpec, holdings_of, plan_save
+from dtckpt.checkpoint.saving.plan import Holding, TensorPlan, TensorSpec, holdings_of, plan_save
 from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.save import save_state
 from dtckpt.checkpoint.saving.state import State
@@ -36,8 +43,6 @@ from dtckpt.storage.location import Location, is_inside, location_of
 from dtckpt.storage.zarr_files import validate_kind
 
 DEFAULT_MAX_MEMORY = 1 << 30
-MIN_CHUNK_NBYTES = 64 << 10
-"""New chunks are not made smaller than this to save memory: a tiny bound is refused, and not planned for hours."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,7 +151,7 @@ def reshard(
         validate_kind(options.kvstore, place.folder, (spec.codec for spec in specs))
         plan = plan_save(specs, chunk_nbytes)
         tensors = [_describe(checkpoint.info(item.spec.name), item) for item in plan.tensors]
-        _validate_memory(plan, budget, max_memory)
+        validate_memory(plan, budget, max_memory)
         saved = part = None
         with closing(CheckpointSource(checkpoint, budget, progress)) as source:
             if worker is not None and isinstance(place, DirectoryTarget):
@@ -156,7 +161,7 @@ def reshard(
                 if not dry_run:
                     part = shared.write(source, checkpoint.tree)
             elif not dry_run:
-                state = State(tuple(specs), source, checkpoint.tree)
+                state = State(tuple(specs), source, checkpoint.tree, contents=source.contents)
                 # One process writes all shards, so the clients of the mesh play no part in the save.
                 alone = SingleClientCoordination(
                     Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63))
@@ -216,20 +221,7 @@ def _spec(info: TensorInfo, layout: Layout | None, target: _Target) -> TensorSpe
     # A tensor that keeps its stored dtype must keep its content digest; the merge refuses any other.
     content = info.content_digest if stored == info.stored_dtype_name else None
     codec = target.codec or info.codec
-    return TensorSpec(info.name, info.shape, dtype, stored, _saved_only(boxes, info), layout, content, codec)
-
-
-def _saved_only(boxes: Sequence[Holding], info: TensorInfo) -> tuple[Holding, ...]:
-    """Return the boxes without the elements that were not saved, for a tensor that was saved in part."""
-    if info.is_whole:
-        return tuple(boxes)
-    parts = (
-        Holding(part, box.clients)
-        for box in boxes
-        for chunk in info.chunks
-        if (part := box.region.intersect(chunk.region))
-    )
-    return tuple(parts)
+    return TensorSpec(info.name, info.shape, dtype, stored, saved_only(boxes, info), layout, content, codec)
 
 
 def _describe(info: TensorInfo, plan: TensorPlan) -> ReshardedTensor:
@@ -247,18 +239,3 @@ def _describe(info: TensorInfo, plan: TensorPlan) -> ReshardedTensor:
         new_nbytes=math.prod(info.shape) * DTYPES[plan.spec.stored_dtype].itemsize,
         content_digest=plan.spec.content,
     )
-
-
-def _validate_memory(plan: SavePlan, budget: Budget, max_memory: int) -> None:
-    """Refuse a bound that the largest chunks alone exceed."""
-    sizes = (
-        (math.prod(item.grid.chunk_shape) * DTYPES[item.spec.dtype].itemsize, item.spec.name) for item in plan.tensors
-    )
-    largest, name = max(sizes, default=(0, ""))
-    # A block has at least one chunk.
-    needed = budget.largest + NUM_BLOCKS * largest
-    if needed > max_memory:
-        raise ConfigError(
-            f"max_memory is too small; got {max_memory} bytes, expected at least {needed}: a stored chunk of "
-            f"{budget.largest} bytes, and {NUM_BLOCKS} new ones of tensor {name!r}"
-        )

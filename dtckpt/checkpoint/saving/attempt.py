@@ -396,7 +396,8 @@ class BegunSave:
                     led.folder.write(name, data)
                     if options.fsync:
                         led.folder.sync([name])
-            merge_clients(plan, led.folder, chunk_lists, manifest, is_durable=options.fsync)
+            contents = self.state.contents()
+            merge_clients(plan, led.folder, chunk_lists, manifest, is_durable=options.fsync, contents=contents)
             # Before the commit: after it the folder is the checkpoint, and nobody changes it.
             names = ([DESCRIPTION_NAME] if agreement.needs_exchange else []) + [TREE_NAME] * (not agreement.is_same)
             remove_working_files(led.folder, sorted(written), has_moves=plan.has_moves, names=names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ def merge_clients(
     manifest: Manifest,
     *,
     is_durable: bool,
+    contents: Mapping[str, int] = MappingProxyType({}),
 ) -> Manifest:
     """Merge the clients' stores and chunk lists, and write the manifest. Called by the leader.
 
@@ -43,6 +45,7 @@ def merge_clients(
         announced: Digest of every client's chunk list, by client.
         manifest: The manifest without its arrays.
         is_durable: Whether to fsync.
+        contents: Content digests, by name, that the stored tensors must have, besides those of the plan.
 
     Returns:
         The complete manifest, as written.
@@ -53,7 +56,7 @@ def merge_clients(
         StorageError: Storage refused.
     """
     with gc_paused():
-        entries = {entry.name: entry for entry in _entries(plan, root, announced)}
+        entries = {entry.name: entry for entry in _entries(plan, root, announced, contents)}
         complete = manifest.with_arrays(entries, plan_documents(plan, raw_bits=manifest.raw_bits)[1])
     merge(manifest.kvstore, root, _last_keys(plan, sorted(announced), raw_bits=manifest.raw_bits))
     with translate_errors("write the manifest", root):
@@ -76,7 +79,9 @@ def _last_keys(plan: SavePlan, clients: Sequence[int], *, raw_bits: bool) -> dic
     return keys
 
 
-def _entries(plan: SavePlan, root: Folder, announced: Mapping[int, int]) -> Iterator[ArrayEntry]:
+def _entries(
+    plan: SavePlan, root: Folder, announced: Mapping[int, int], expected_contents: Mapping[str, int]
+) -> Iterator[ArrayEntry]:
     """Yield the manifest's entry of every tensor, from the plan and the clients' chunk lists."""
     owners = set(np.unique(plan.owners).tolist())
     if absent := sorted(owners - {NO_CLIENT} - set(announced)):
@@ -104,10 +109,11 @@ def _entries(plan: SavePlan, root: Folder, announced: Mapping[int, int]) -> Iter
     for item, bounds, share in zip(plan.tensors, pairwise(plan.starts.tolist()), contents.tolist(), strict=True):
         itemsize = DTYPES[item.spec.stored_dtype].itemsize
         content = content_digest(share, item.grid.shape, itemsize) if has_content else None
-        if content is not None and item.spec.content not in (None, content):
+        must = item.spec.content if item.spec.content is not None else expected_contents.get(item.spec.name)
+        if content is not None and must not in (None, content):
             raise CheckpointCorruptError(
                 f"tensor {item.spec.name!r} would not hold what it held before; got content {content:016x}, expected "
-                f"{item.spec.content:016x}; nothing was committed"
+                f"{must:016x}; nothing was committed"
             )
         missing = frozenset(item.missing if NO_CLIENT in owners else ())
         spec = item.spec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -37,12 +37,14 @@ class State:
         source: Where this client's elements come from.
         tree: Structure of the state tree and its plain values, as JSON.
         values: The paths of the plain values.
+        contents: Returns, once all is written, content digests by name that the stored tensors must have.
     """
 
     specs: tuple[TensorSpec, ...]
     source: Source
     tree: bytes = b""
     values: tuple[str, ...] = ()
+    contents: Callable[[], Mapping[str, int]] = dict
 
 
 def state_of_tree(tree: Any, options: SaveOptions, client: int, clients: Sequence[int]) -> State:

@@ -1,0 +1,208 @@
+"""`convert`: write a checkpoint anew in another format, in one process and in bounded memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from dtckpt.checkpoint.converting.checkpoint_target import CheckpointConversion
+from dtckpt.checkpoint.converting.export import Export, ExportedTensor, plan_export
+from dtckpt.checkpoint.converting.files_target import FilesConversion
+from dtckpt.checkpoint.converting.report import ConvertedTensor, ConvertReport
+from dtckpt.checkpoint.converting.targets import FILE_TARGETS, KVSTORE_OF, target_names, target_of
+from dtckpt.checkpoint.converting.write_files import read_content
+from dtckpt.checkpoint.leaves import dtype_name
+from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.resharding.checkpoint_source import Progress
+from dtckpt.checkpoint.restoring.new_tensors import Layouts
+from dtckpt.checkpoint.restoring.rename_rules import Rename
+from dtckpt.errors import CheckpointCorruptError, ConfigError
+from dtckpt.format import tree as trees
+from dtckpt.layout.mesh import Mesh
+from dtckpt.storage.location import Location, is_inside, location_of
+
+DEFAULT_MAX_MEMORY = 256 << 20
+DEFAULT_SHARD_NBYTES = 5_000_000_000
+"""Bound on the elements of one file of several."""
+
+
+def convert(
+    src: str | Location,
+    dst: str | Location,
+    *,
+    to: str | None = None,
+    select: str | Sequence[str] = (),
+    rename: Rename | None = None,
+    dtype: torch.dtype | None = None,
+    tied: Mapping[str, str] | None = None,
+    mesh: Mesh | None = None,
+    layouts: Layouts | None = None,
+    max_shard_size: int = DEFAULT_SHARD_NBYTES,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    options: SaveOptions | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Write a checkpoint anew in another format.
+
+    The source may be a checkpoint of this library, or one of another that `dtckpt.open_checkpoint` reads. The call runs
+    in this process alone and holds at most ``max_memory`` bytes of tensor data. Content digests prove that every tensor
+    is what it was: those of the source, or else of what was read, are compared with those of what was written. Only
+    then the target appears, whole; after an error there is what was there before.
+
+    Blocks: On storage.
+
+    Args:
+        src: Path or URL of the source.
+        dst: Path of the target; for ``dtckpt`` and ``zarr`` a URL will do, too.
+        to: Format of the target: ``safetensors``, ``dtckpt``, or ``zarr`` (the format of this library as a plain tree
+            of Zarr v3 arrays). Default: what the name of ``dst`` ends in tells, or else ``dtckpt``.
+        select: Globs over names of tensors and paths of values: only these are written. Default: everything.
+        rename: New names, as for `dtckpt.RestoreOptions`, of what is selected.
+        dtype: New dtype of the floating-point tensors; rounded to nearest even.
+        tied: By new name, the new name of the tensor that one is tied to. Where the format allows it, only the latter
+            is stored. Tensors that are stored once in the source, under several names, are tied without being named.
+        mesh: For ``dtckpt`` and ``zarr``: mesh whose shards the chunks are made for, as in `dtckpt.reshard`. Default:
+            the layouts of the source.
+        layouts: With ``mesh``: layouts by name or glob.
+        max_shard_size: Bound on the bytes of tensor data in one of several files; a tensor that is larger has a file of
+            its own.
+        max_memory: Bound on the bytes of tensor data in memory.
+        options: For ``dtckpt`` and ``zarr``: options of the save, but ``kvstore`` and ``overwrite``.
+        overwrite: Whether a checkpoint at ``dst`` is replaced, once the new one is durable.
+        dry_run: Plan and report only.
+        progress: Called with the new name of a tensor and its bytes that were handed to storage since the last call.
+
+    Raises:
+        ConfigError: An argument cannot be used as given, or ``max_memory`` is less than one stored chunk needs.
+        TensorNotFoundError: A glob or rule matches nothing.
+        TensorNameError: Two tensors would have one name, or one has a name that the format lacks.
+        DTypeError: The format lacks a tensor's dtype.
+        CheckpointCorruptError: The source is damaged, or a tensor would change.
+        CheckpointExistsError: ``dst`` is taken.
+        CheckpointError: As for `dtckpt.open_checkpoint` and `dtckpt.save`.
+
+    >>> import tempfile, torch, dtckpt
+    >>> folder = tempfile.mkdtemp()
+    >>> report = dtckpt.save(f"{folder}/step_1", {"model": {"w": torch.ones(2, 3)}, "step": 1})
+    >>> rules = {"model/*": "*"}
+    >>> report = dtckpt.convert(f"{folder}/step_1", f"{folder}/m.safetensors", select="model/*", rename=rules)
+    >>> dtckpt.restore(f"{folder}/m.safetensors")["w"].shape
+    torch.Size([2, 3])
+    """
+    start = time.monotonic()
+    where = location_of(dst)
+    form = _format(to, where)
+    if max_memory <= 0 or max_shard_size <= 0:
+        raise ConfigError(f"sizes must be positive; got max_memory {max_memory}, max_shard_size {max_shard_size}")
+    _validate_arguments(form, mesh, layouts, options)
+    with open_checkpoint(src) as checkpoint:
+        _validate_apart(checkpoint.path, where)
+        globs = [select] if isinstance(select, str) else select
+        new_dtype = None if dtype is None else dtype_name(dtype)
+        export = plan_export(checkpoint, select=globs, rename=rename, dtype=new_dtype, tied=tied)
+        _validate_tied(checkpoint, export, tied or {})
+        conversion: _Conversion
+        if form in FILE_TARGETS:
+            conversion = FilesConversion(
+                checkpoint,
+                export,
+                where,
+                FILE_TARGETS[form],
+                max_memory=max_memory,
+                max_file_nbytes=max_shard_size,
+                overwrite=overwrite,
+            )
+        else:
+            save_options = replace(options or SaveOptions(), kvstore=KVSTORE_OF[form], overwrite=overwrite)
+            conversion = CheckpointConversion(
+                checkpoint, export, where, save_options, max_memory=max_memory, mesh=mesh, layouts=layouts
+            )
+            export = replace(export, tied={})
+        conversion.check()
+        contents = {} if dry_run else conversion.run(progress)
+        return ConvertReport(
+            source=checkpoint.path,
+            target=where,
+            source_format=checkpoint.format,
+            format=form,
+            tensors=[_converted(tensor, export, contents) for tensor in export.tensors],
+            files=conversion.files,
+            values=[path for path, _ in trees.value_nodes(export.structure)],
+            max_memory=max_memory,
+            seconds=time.monotonic() - start,
+        )
+
+
+class _Conversion(Protocol):
+    """A conversion, planned."""
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Bytes of the files that are written, by name; none for a checkpoint of this library."""
+        ...
+
+    def check(self) -> None:
+        """Check that the target may be written."""
+        ...
+
+    def run(self, progress: Progress | None) -> Mapping[str, int]:
+        """Write and commit; return the content digests of the new tensors by name."""
+        ...
+
+
+def _format(to: str | None, where: Location) -> str:
+    """Return the format of the target."""
+    if to is None:
+        return target_of(where.name)
+    if to not in target_names():
+        raise ConfigError(f"format cannot be used; got {to!r}, expected one of {', '.join(target_names())}")
+    return to
+
+
+def _validate_arguments(form: str, mesh: Mesh | None, layouts: Layouts | None, options: SaveOptions | None) -> None:
+    if form in FILE_TARGETS and not (mesh is None and layouts is None and options is None):
+        raise ConfigError(f"a mesh, layouts and options are for checkpoints of dtckpt; got them for {form}")
+    if layouts is not None and mesh is None:
+        raise ConfigError("layouts need a mesh; got layouts alone")
+    if options is not None and (options.stored_dtypes or options.save_as_bf16):
+        raise ConfigError("convert keeps stored dtypes; got option stored_dtypes or save_as_bf16, pass dtype instead")
+
+
+def _validate_apart(source: Location, target: Location) -> None:
+    """Refuse to put one checkpoint inside the other: replacing the outer one would remove both."""
+    if is_inside(source, target) or is_inside(target, source):
+        raise ConfigError(f"{source} and {target} cannot lie one inside the other; choose another destination")
+
+
+def _validate_tied(checkpoint: Checkpoint, export: Export, tied: Mapping[str, str]) -> None:
+    """Check that tensors which the caller ties have equal elements."""
+    by_name = {tensor.name: tensor for tensor in export.tensors}
+    for name, kept in tied.items():
+        one, other = (_content(checkpoint, by_name[each]) for each in (name, kept))
+        if one != other:
+            raise CheckpointCorruptError(f"tensors {name!r} and {kept!r} cannot be tied: their elements differ")
+
+
+def _content(checkpoint: Checkpoint, tensor: ExportedTensor) -> int:
+    return read_content(checkpoint, tensor) if tensor.content is None else tensor.content
+
+
+def _converted(tensor: ExportedTensor, export: Export, contents: Mapping[str, int]) -> ConvertedTensor:
+    tied_to = export.tied.get(tensor.name)
+    return ConvertedTensor(
+        name=tensor.info.name,
+        new_name=tensor.name,
+        shape=tensor.shape,
+        dtype=tensor.info.dtype_name,
+        new_dtype=tensor.dtype,
+        nbytes=tensor.nbytes if tied_to is None else 0,
+        tied_to=tied_to,
+        content_digest=contents.get(tied_to or tensor.name),
+    )

@@ -1,0 +1,66 @@
+"""The formats that a conversion writes: `TARGETS`, by the names that users give.
+
+To add the files of another library: a function that plans them from an `Export` (`dtckpt.checkpoint.converting`), and
+an entry here. Writing in bounded memory, proof and commit follow from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dtckpt.checkpoint.converting import safetensors_target
+from dtckpt.checkpoint.converting.export import Export
+from dtckpt.checkpoint.converting.file_plan import FilePlan
+from dtckpt.format.manifest import KVSTORES
+
+DTCKPT = "dtckpt"
+"""The format of this library, with its default storage."""
+ZARR = "zarr"
+"""The same as a plain tree of Zarr v3 arrays, named as the tensors."""
+KVSTORE_OF = {DTCKPT: KVSTORES[0], ZARR: ZARR}
+
+
+@dataclass(frozen=True, slots=True)
+class FileTarget:
+    """The files of another library.
+
+    Args:
+        kind: The format, as in `dtckpt.checkpoint.reading.foreign_formats.FORMATS`.
+        suffixes: Ends of a destination's name by which it is one file, and not a directory.
+        is_own: Whether a file of a directory, by its name, is one of the format, which an overwriting conversion may
+            replace.
+        plan_folder: Plans the files of a directory, given the bound on the bytes of one; None if there are none.
+        plan_file: Plans one file of a name; None if the format needs a directory.
+    """
+
+    kind: str
+    suffixes: tuple[str, ...]
+    is_own: Callable[[str], bool]
+    plan_folder: Callable[[Export, int], Sequence[FilePlan]] | None
+    plan_file: Callable[[Export, str], Sequence[FilePlan]] | None
+
+
+FILE_TARGETS: dict[str, FileTarget] = {
+    each.kind: each
+    for each in (
+        FileTarget(
+            kind="safetensors",
+            suffixes=(".safetensors",),
+            is_own=safetensors_target.is_own,
+            plan_folder=safetensors_target.plan_folder,
+            plan_file=safetensors_target.plan_file,
+        ),
+    )
+}
+"""By kind."""
+
+
+def target_names() -> list[str]:
+    """Return the names of all formats that a conversion writes."""
+    return [DTCKPT, ZARR, *FILE_TARGETS]
+
+
+def target_of(name: str) -> str:
+    """Return the format that a destination's name tells: that of a file's suffix, or else this library's."""
+    return next((each.kind for each in FILE_TARGETS.values() if name.endswith(each.suffixes)), DTCKPT)

@@ -1,0 +1,110 @@
+"""Files that appear at their path whole, or not at all: built beside it under a hidden name, and renamed when durable.
+
+For the files of other libraries, which have no commit marker; checkpoints of this library have commits of their own
+(`dtckpt.storage.commit`). A crash leaves a hidden directory, which the next one who writes to that path removes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dtckpt.errors import CheckpointExistsError, StorageError, capped
+from dtckpt.storage.commit_by_rename import discard, is_committed, make_folder, sibling, siblings
+from dtckpt.storage.directory_lock import lock_directory
+from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.fsync import sync
+from dtckpt.storage.renames import EXCHANGE, NO_REPLACE, UNSUPPORTED, rename
+
+
+def check_new(target: Path, is_own: Callable[[str], bool], *, is_file: bool, overwrite: bool) -> None:
+    """Check that new files may be put at a path.
+
+    Args:
+        target: The path.
+        is_own: Whether a file of a directory, by its name, is one of those that may be replaced.
+        is_file: Whether the path will be that of a file, not of a directory.
+        overwrite: Whether a checkpoint there may be replaced.
+
+    Raises:
+        CheckpointExistsError: There is a checkpoint and ``overwrite`` is false, or something else.
+    """
+    with translate_errors("look at the target", target):
+        if not target.exists() or (target.is_dir() and not any(target.iterdir()) and not is_file):
+            return
+        others = [] if target.is_file() else sorted(each.name for each in target.iterdir() if not is_own(each.name))
+        if target.is_file() != is_file or (others and not is_committed(target)):
+            holds = f": it holds {capped(others)}" if others else ""
+            raise CheckpointExistsError(
+                f"{target} is there already and is left alone{holds}; remove it, or choose another destination"
+            )
+        if not overwrite:
+            raise CheckpointExistsError(
+                f"there is something at {target} already; pass overwrite=True to replace it, or choose another "
+                "destination"
+            )
+
+
+@contextmanager
+def new_files(target: Path, check: Callable[[], None], *, is_file: bool) -> Iterator[Path]:
+    """Make a directory for files in a context, and put them at a path when it ends without an error.
+
+    The files must be durable by then.
+
+    Args:
+        target: The path.
+        check: Called right before; raises if there is something that may not be replaced.
+        is_file: Whether the one file in the directory, of the path's own name, is put there, and not the directory.
+
+    Yields:
+        The directory.
+
+    Raises:
+        StorageError: Storage refused, or cannot replace a directory in one step.
+    """
+    folder = sibling(target, "new", f"convert-{secrets.token_hex(4)}")
+    with translate_errors("create the new files", target):
+        make_folder(target.parent)
+        _remove_leftovers(target)
+        folder.mkdir()
+    try:
+        with lock_directory(folder):
+            yield folder
+            check()
+            with translate_errors("put the new files in place", target):
+                _place(folder / target.name if is_file else folder, target)
+                # Before what was there is deleted: a disk need not keep changes of two directories in order.
+                sync(target.parent)
+    finally:
+        # After an exchange what was there before; after a failure what was built.
+        with suppress(OSError):
+            discard(folder, target)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what writers that died have left."""
+    for leftover in siblings(target, "new"):
+        # Another process may remove it, too.
+        with suppress(OSError), lock_directory(leftover) as is_free:
+            if is_free:
+                discard(leftover, target)
+
+
+def _place(source: Path, target: Path) -> None:
+    if not target.exists():
+        # Somebody may put something there after this look: then this fails, and replaces nothing.
+        rename(source, target, NO_REPLACE)
+    elif source.is_file():
+        source.replace(target)
+    else:
+        try:
+            rename(source, target, EXCHANGE)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            raise StorageError(
+                f"{target} cannot be replaced in one step on this file system; remove it first, or choose another "
+                "destination"
+            ) from error
