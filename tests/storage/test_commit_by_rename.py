@@ -15,7 +15,7 @@ from dtckpt.errors import (
     StorageFullError,
     StoragePermissionError,
 )
-from dtckpt.storage import commit_by_rename
+from dtckpt.storage import commit_by_rename, renames
 from dtckpt.storage.commit_by_rename import DirectoryTarget
 from dtckpt.storage.directory_lock import lock_directory
 from dtckpt.storage.failures import translate_errors
@@ -174,10 +174,10 @@ def test_file_systems_without_renameat2(tmp_path, monkeypatch, code):
     class Lib:
         @staticmethod
         def renameat2(*_):
-            commit_by_rename.ctypes.set_errno(code)
+            renames.ctypes.set_errno(code)
             return -1
 
-    monkeypatch.setattr(commit_by_rename.ctypes, "CDLL", lambda *args, **kwargs: Lib)
+    monkeypatch.setattr(renames.ctypes, "CDLL", lambda *args, **kwargs: Lib)
     target = tmp_path / "s"
     commit_by_rename.commit(build(target, OLD, "0"), overwrite=False)
     assert content_of(target) == OLD

@@ -9,6 +9,7 @@ FOLDERS_AND_FILES = (
     "deploy/",
     "elastic/",
     "server/",
+    "checkpoint/converting/test_published_models.py",
     "checkpoint/reading/test_readers_alone.py",
     "checkpoint/test_memory.py",
     "cli/test_process.py",

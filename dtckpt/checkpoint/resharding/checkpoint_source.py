@@ -170,7 +170,7 @@ class CheckpointSource:
     def _note_content(self, plan: TensorPlan, block: _Block) -> None:
         if block.share is not None:
             spec, itemsize = plan.spec, block.elements.itemsize
-            # Every block is taken once, so the shares are those of disjoint regions; a digest is a share itself.
+            # Every block is taken once, so the shares are those of disjoint regions.
             before = self._contents.get(spec.name, content_digest(0, spec.shape, itemsize))
             self._contents[spec.name] = before ^ block.share
 

@@ -7,6 +7,7 @@ import fsspec
 import pytest
 import safetensors.torch
 import torch
+from support import safetensors_cases
 from support.states import differences
 
 import dtckpt
@@ -133,6 +134,16 @@ def test_many_spans_in_several_threads(tmp_path, monkeypatch):
         (tmp_path / "m.safetensors").write_bytes((tmp_path / "m.safetensors").read_bytes()[:9000])
         with pytest.raises(errors.CheckpointConflictError, match=r"m.safetensors was replaced or changed"):
             checkpoint.read("w0")
+
+
+def test_each_client_reads_its_slices_only(pool, tmp_path):
+    tensors = {"rows": torch.randn(64, 1000), "columns": torch.randn(6, 1 << 16), "both": torch.randn(4, 1 << 16)}
+    path = str(tmp_path / "m.safetensors")
+    safetensors.torch.save_file(tensors, path)
+    specs = {"rows": [("x", "y"), "unsharded"], "columns": ["unsharded", ("x", "y")], "both": ["x", "y"]}
+    answers = pool.run(safetensors_cases.restore_slices, path, specs, {"x": 2, "y": 2}, clients=4, group=True)
+    share = sum(tensor.nbytes for tensor in tensors.values()) // 4
+    assert [answer.value for answer in answers] == [([], share)] * 4, answers
 
 
 # --- damage -------------------------------------------------------------------------------------------------------
