@@ -91,11 +91,15 @@ def plan_export(
     Raises:
         TensorNotFoundError: A glob matches nothing, or a tensor to be tied is not there.
         TensorNameError: Two tensors would have one name, or a tensor is tied to one that is tied itself.
+        TreeError: Something that is selected is of a class that only code could make.
         ConfigError: The dtype is no floating-point type, or tied tensors differ in shape or dtype.
     """
     if dtype is not None and not is_floating(dtype):
         raise ConfigError(f"dtype for floating-point tensors must be a floating-point type; got {dtype}")
     validate_rename({} if rename is None else rename)
+    for path in checkpoint.refused:
+        if not select or any(fnmatch.fnmatchcase(path, pattern) for pattern in select):
+            checkpoint.validate_readable(path)
     structure = _selected(checkpoint, select)
     old_names = trees.tensor_names(structure)
     # Only of what was selected: what is left out needs no new name.

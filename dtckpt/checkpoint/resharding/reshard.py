@@ -138,6 +138,7 @@ def reshard(
         if worker is None:
             place.check_target(overwrite=options.overwrite)
         _validate_apart(checkpoint.path, place.where)
+        checkpoint.validate_readable()
         if options.raw_bits is None:
             options = replace(options, raw_bits=checkpoint.format == KIND and checkpoint.manifest.raw_bits)
         budget = Budget.of(checkpoint, max_memory)
