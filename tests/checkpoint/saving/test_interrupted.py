@@ -96,7 +96,7 @@ def test_reshard_within_bounded_memory(tmp_path):
         tmp_path / "t",
         mesh=mesh,
         layouts={"w": Layout(["unsharded", "x"], mesh)},
-        max_memory=1 << 18,
+        max_memory=(1 << 18) + (1 << 16),
         progress=lambda name, nbytes: seen.append((name, nbytes)),
     )
     assert dtckpt.restore(tmp_path / "t")["w"].equal(whole)
