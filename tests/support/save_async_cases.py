@@ -14,6 +14,7 @@ import torch
 
 import dtckpt
 from dtckpt import SaveOptions, errors
+from dtckpt.checkpoint.restoring import restore as restoring
 from dtckpt.checkpoint.saving import attempt
 from dtckpt.storage import commit_by_rename
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
@@ -213,19 +214,17 @@ def manage(root: str, steps: int, **options: Any) -> list[Any]:
 
 def resume(root: str, odd_client: int = -1) -> tuple[int, list[int], list[str]]:
     """Restore the newest valid step; one client may find the newest one damaged though the others do not."""
-    from dtckpt.checkpoint.managing import manager as managing
-
     mesh = mesh_over_all({"x": dtckpt.num_clients()})
-    restore = managing.restore
+    open_checkpoint = restoring.open_checkpoint
 
-    def fail_once(path: Any, *args: Any, **kwargs: Any) -> Any:
-        managing.restore = restore
+    def fail_once(path: Any) -> Any:
+        restoring.open_checkpoint = open_checkpoint
         raise errors.CheckpointCorruptError(f"{path} is damaged for me alone")
 
     if dtckpt.client_id() == odd_client:
-        managing.restore = fail_once
+        restoring.open_checkpoint = fail_once
     manager = dtckpt.CheckpointManager(root)
-    if odd_client >= 0:  # new tensors, and so every client by itself
+    if odd_client >= 0:
         found = manager.restore()
         return found.step, sorted(found.skipped), []
     found = manager.restore(target=tree_on(mesh, SMALL, "other"))

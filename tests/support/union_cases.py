@@ -271,6 +271,18 @@ def save_in_groups(folder: str) -> list[str]:
     return [] if is_right else [repr(target)]
 
 
+def manage_stages(root: str) -> list[str]:
+    """Save a pipeline of plain tensors by a manager, and restore it by another one; return what is wrong."""
+    client = dtckpt.client_id()
+    state = {f"layer{client}": {"w": torch.zeros(3)}, "common": torch.zeros(2)}
+    fill(state)
+    with dtckpt.CheckpointManager(root, options=SaveOptions(timeout_s=20)) as manager:
+        manager.save(1, state)
+    fill(state, 0.0)
+    dtckpt.CheckpointManager(root).restore(target=state, options=RestoreOptions(timeout_s=20))
+    return wrong_in(state)
+
+
 def call_with_bad_groups(path: str) -> list[str]:
     """Save and restore with groups that are none; return the errors."""
     other = 1 - dtckpt.client_id()

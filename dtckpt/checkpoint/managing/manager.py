@@ -322,12 +322,15 @@ class CheckpointManager:
         """
         options = options or RestoreOptions()
         options = replace(options, allow_unexpected=options.allow_unexpected or partial)
-        collective = Collective(current_coordination(), "manager", options.timeout_s)
+        coordination = current_coordination()
+        collective = Collective(coordination, "manager", options.timeout_s)
+        # Named, for the stages of a pipeline have targets on no common mesh, and each asks for its part only.
+        everyone = range(coordination.member.num_clients)
         if self._handle is not None:
             self._handle.wait()
 
         def read(chosen: int) -> tuple[Any, Run | None]:
-            tree = restore(self.path(chosen), target, mesh=mesh, layouts=layouts, options=options)
+            tree = restore(self.path(chosen), target, mesh=mesh, layouts=layouts, options=options, group=everyone)
             if not collective.is_leader:
                 return tree, None
             saved = self._folders.saved()

@@ -121,6 +121,10 @@ def test_groups_save_at_one_time(pool, tmp_path):
     assert dtckpt.restore(tmp_path / "1")["step"] == 1
 
 
+def test_a_manager_restores_each_stage_of_a_pipeline(pool, tmp_path):
+    assert pool.values(union_cases.manage_stages, f"{tmp_path}", clients=2) == [[]] * 2
+
+
 def test_bad_groups(pool, tmp_path):
     found = pool.values(union_cases.call_with_bad_groups, f"{tmp_path}/s", clients=2, group=True)
     errors = ["MeshError"] * 2 + ["MeshTypeError"] + ["MeshError"] + ["MeshTypeError"] * 2 + ["MeshError"]
