@@ -403,6 +403,9 @@ class DirectoryAttempt:
     def validate(self, client: int) -> None:
         """As `CommitAttempt.validate`."""
         if not self._directory.path.is_dir():
+            # It was there when the attempt began: a newer attempt has removed it.
+            if self._directory.inode is not None:
+                raise taken_over_error(self._directory.target)
             raise StorageError(
                 f"client {client} does not see {self._directory.path}, which the leader made; every client must see "
                 "one shared file system"
