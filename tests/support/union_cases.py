@@ -175,6 +175,36 @@ def restore_stage(path: str, layers: int, axes: Mapping[str, int], step: int) ->
     return [*wrong_in(target), *(["step"] if (target["step"], rates) != (step, {0.5**step}) else [])]
 
 
+def raw_states(axes: Mapping[str, int], *, with_state: bool) -> tuple[dict[str, Any], torch.optim.Optimizer]:
+    """Return the states of a model and of its optimizer as their own ``state_dict()`` gives them."""
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)) if axes else None
+    model, optimizer = stage(range(2), mesh)
+    if with_state:
+        state_of(model, optimizer)
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, optimizer
+
+
+def save_raw_states(path: str, axes: Mapping[str, int]) -> None:
+    tree, _ = raw_states(axes, with_state=True)
+    fill(tree)
+    dtckpt.save(path, tree, options=SaveOptions(timeout_s=20))
+
+
+def restore_raw_states(path: str, axes: Mapping[str, int]) -> list[str]:
+    """Restore the states into those of a fresh optimizer, and make a step; return what is wrong."""
+    tree, optimizer = raw_states(axes, with_state=False)
+    fill(tree, 0.0)
+    dtckpt.restore(path, tree, options=RestoreOptions(timeout_s=20))
+    optimizer.load_state_dict(tree["optimizer"])
+    (parameters,) = (group["params"] for group in optimizer.param_groups)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    wrong = wrong_in(tree)
+    # PyTorch refuses a step of tensors on different meshes.
+    optimizer.step()
+    return wrong if len(tree["optimizer"]["state"]) == len(parameters) else ["state"]
+
+
 # --- mistakes, and what clients may do ---
 
 

@@ -32,6 +32,7 @@ class Scope:
         drops: Items of the target that were not saved go, and what has another kind, length or shape is replaced.
         is_optimizer: It is the state of an optimizer's parameters.
         parameter: The parameter whose state it is, if known.
+        is_numbered: Its keys number the parameters of a single group, most likely in the order of the model's tensors.
         fixed: The storages of modules that the object holds; their tensors neither come, go nor change their shape.
         by_key: The scopes of items, where they differ from `inner`.
     """
@@ -41,6 +42,7 @@ class Scope:
     is_optimizer: bool = False
     parameter: torch.Tensor | None = None
     fixed: frozenset[int] = frozenset()
+    is_numbered: bool = False
     by_key: Mapping[Any, Scope] = field(default_factory=dict)
 
     def below(self, key: Any) -> Scope:
@@ -48,7 +50,7 @@ class Scope:
         if key in self.by_key:
             return self.by_key[key]
         # The first level of an object's state has the names of its parts; below, anything may come and go.
-        return Scope(self.adds, self.adds, self.is_optimizer, self.parameter, self.fixed)
+        return Scope(self.adds, self.adds, self.is_optimizer, self.parameter, self.fixed, self.is_numbered)
 
     def closed(self) -> Scope:
         """Return the scope of a container that cannot grow or shrink."""
@@ -97,7 +99,7 @@ def scope_of_dict(items: Mapping[Any, Any], scope: Scope) -> Scope:
     """Return the scope of a dict of a target, in which an optimizer's state is recognized by its form."""
     scope = scope.of_items(items.values())
     if is_optimizer_state(items) and not scope.by_key:
-        state = replace(scope.below("state"), is_optimizer=True)
+        state = replace(scope.below("state"), is_optimizer=True, is_numbered=len(items["param_groups"]) == 1)
         # All alike; but with their keys, which a new name does not tell: 0 or "0".
         state = replace(state, by_key=dict.fromkeys(_keys_of_parameters(items), state))
         return Scope(scope.adds, scope.drops, fixed=scope.fixed, by_key={"state": state})

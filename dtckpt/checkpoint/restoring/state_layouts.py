@@ -1,14 +1,18 @@
 """`StateLayouts`: the layouts of tensors that a restore's target does not have yet, such as a fresh optimizer's state.
 
 State of a parameter is laid out as the parameter. If the parameter is not known, as in a plain dict, it is looked for
-among the target's tensors: by its key, which is a part of the name of its state, or else by its shape.
+among the target's tensors: by its key, which is a part of the name of its state, or else by its shape. If tensors of
+that shape are laid out differently, the parameter's number tells them apart::
+
+    parameters, by the shapes of their state    0: (6,)  1: (6,)  2: (9, 6)  3: (6,)
+    tensors of the target, in order             norm.weight (6,)  norm.bias (6,)  up.weight (9, 6)  down.bias (6,)
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,6 +39,9 @@ class _Place:
 
 _Choices = dict[Layout | None, _Place]
 """By layout, a place in the target that has it."""
+_Shape = tuple[int, ...]
+_NUMBERED = re.compile(r"(.*)/(\d+)/[^/]+")
+"""The name of a tensor of a parameter's state in ``Optimizer.state_dict()``: with the number of the parameter."""
 
 
 class StateLayouts:
@@ -42,10 +49,12 @@ class StateLayouts:
 
     Args:
         tensors: The tensors of the target, each with its key.
+        saved: The tensors of the checkpoint, by name.
     """
 
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], saved: Mapping[str, TensorInfo]) -> None:
         self._tensors = tensors
+        self._saved = saved
 
     @cached_property
     def _places(self) -> list[tuple[str, _Place]]:
@@ -108,7 +117,32 @@ class StateLayouts:
             choices = self._by_shape.get(info.shape, {})
         if len(choices) > 1:
             choices = {layout: place for layout, place in choices.items() if _is_kept(layout, info)} or choices
+        if len(choices) > 1 and scope.is_numbered:
+            choices = self._numbered(name, info.shape) or choices
         return choices or _saved_specs(info, self._on_meshes)
+
+    def _numbered(self, name: str, shape: _Shape) -> _Choices:
+        """Return the layouts of the tensors that a parameter may be by its number; none if it cannot be any."""
+        match = _NUMBERED.fullmatch(name)
+        span = self._spans.get(match[1], {}).get(int(match[2])) if match else None
+        places = [] if span is None else [place for _, place in self._places[span[0] : span[1] + 1]]
+        return {place.layout: place for place in places if tuple(place.tensor.shape) == shape}
+
+    @cached_property
+    def _spans(self) -> Mapping[str, Mapping[int, tuple[int, int]]]:
+        """By the name of an optimizer's state and a parameter's number: the first and last tensor that it may be."""
+        shapes = [tuple(place.tensor.shape) for _, place in self._places]
+        saved: dict[str, dict[int, set[_Shape]]] = defaultdict(lambda: defaultdict(set))
+        for name, info in self._saved.items():
+            if match := _NUMBERED.fullmatch(name):
+                saved[match[1]][int(match[2])].add(info.shape)
+        # Of a parameter without state of its own shape nothing is known.
+        known = {state: {number: own & {*shapes} for number, own in all_.items()} for state, all_ in saved.items()}
+        numbers = {state: sorted(number for number, own in all_.items() if own) for state, all_ in known.items()}
+        return {
+            state: dict(zip(each, spans_in_order([known[state][number] for number in each], shapes), strict=False))
+            for state, each in numbers.items()
+        }
 
     def _named_in(self, name: str) -> Sequence[_Place]:
         """Return the tensors with the longest key that is a part of a name, between ``/`` and ``.``."""
@@ -118,6 +152,31 @@ class StateLayouts:
                 if found := self._by_key.get(unwrapped(".".join(parts[start : start + size]))):
                     return found
         return []
+
+
+def spans_in_order(wanted: Sequence[Collection[_Shape]], shapes: Sequence[_Shape]) -> list[tuple[int, int]]:
+    """Return the first and the last position that each of a sequence of parameters can have among tensors, in order.
+
+    The list is empty if the tensors do not have such parameters in this order.
+
+    Args:
+        wanted: The shapes that each parameter may have.
+        shapes: The shapes of the tensors.
+    """
+    firsts = _first_positions(wanted, shapes)
+    lasts = _first_positions(wanted[::-1], shapes[::-1])
+    return [(first, len(shapes) - 1 - last) for first, last in zip(firsts, lasts[::-1], strict=True)]
+
+
+def _first_positions(wanted: Sequence[Collection[_Shape]], shapes: Sequence[_Shape]) -> list[int]:
+    positions: list[int] = []
+    for own in wanted:
+        start = positions[-1] + 1 if positions else 0
+        found = next((position for position in range(start, len(shapes)) if shapes[position] in own), None)
+        if found is None:
+            return []
+        positions.append(found)
+    return positions
 
 
 def _is_kept(layout: Layout | None, info: TensorInfo) -> bool:

@@ -116,7 +116,8 @@ def plan_target(
     structure = _part_at(trees.rename(checkpoint.structure, names) if names else checkpoint.structure, at)
     # Neither a new name nor a distributed checkpoint of PyTorch tells the type of a key: 0 or "0".
     has_text_keys = bool(names) or checkpoint.format == dcp_files.KIND
-    matcher = _Matcher(checkpoint, client, StateLayouts(tensors_of(target)), has_text_keys=has_text_keys)
+    layouts = StateLayouts(tensors_of(target), checkpoint.tensors)
+    matcher = _Matcher(checkpoint, client, layouts, has_text_keys=has_text_keys)
     renewed = matcher.visit(target, structure, at, CLOSED)
     matcher.modules.validate_parameters()
 

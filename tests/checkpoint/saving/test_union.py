@@ -34,6 +34,13 @@ def test_the_manifest_has_the_layout_on_the_whole_mesh(fsdp_and_tp):
         assert (layout.sharding_specs, layout.mesh.axis_sizes) == (["dp"], {"dp": 2, "tp": 2})
 
 
+def test_raw_states_of_fsdp_with_tensor_parallelism(pool, tmp_path):
+    pool.values(union_cases.save_raw_states, f"{tmp_path}/s", {"dp": 2, "tp": 2}, clients=4, group=True)
+    for axes, clients in (({"dp": 2, "tp": 2}, 4), ({}, 1), ({"dp": 1, "tp": 2}, 2), ({"dp": 3, "tp": 1}, 3)):
+        found = pool.values(union_cases.restore_raw_states, f"{tmp_path}/s", axes, clients=clients, group=True)
+        assert found == [[]] * clients, axes
+
+
 def test_pipeline_stages_hold_different_keys(pool, tmp_path):
     axes = {"pp": 2, "dp": 2, "tp": 2}
     rounds = pool.values(union_cases.save_stage, f"{tmp_path}/", 4, axes, saves=3, clients=8, group=True)
