@@ -43,6 +43,8 @@ bench: install
 	$(RUN) 1 -m benchmarks.save_restore --restore bench-output
 	$(RUN) 4 -m benchmarks.save_restore --restore bench-output
 	$(BIN)/python -c "import shutil; shutil.rmtree('bench-output')"
+	$(RUN) 2 -m benchmarks.dcp_plugin
+	$(RUN) 2 -m benchmarks.dcp_plugin --tensors 4000 --shape 64x64
 	$(RUN) 2 -m benchmarks.async_save
 	$(BIN)/python -m benchmarks.manifest
 	$(BIN)/python -m benchmarks.planning

@@ -6,6 +6,7 @@ Operators (``torch.ops``) are not among them: those that a release lacks are lef
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,6 +112,26 @@ rebuild_tensor_v3: Any = torch._utils._rebuild_tensor_v3
 def storage_id(tensor: torch.Tensor) -> int:
     """Return a number that the tensors of one storage share, and no others; a storage may have no memory."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def cached_global_plans(changed: Sequence[Any]) -> Sequence[Any] | None:
+    """Return the plans of all ranks, of which a caching `SavePlanner` gives only those that have changed.
+
+    Args:
+        changed: What its ``create_global_plan`` has returned: by rank the new plan, or one that is not usable.
+
+    Returns:
+        The plans; None if nothing has changed, or if they are not kept by such a planner.
+    """
+    from torch.distributed.checkpoint.planner import SavePlanner  # here, as most programs do without
+
+    if not any(plan.usable for plan in changed):
+        return None
+    for kept in SavePlanner._cached_global_plan.values():
+        pairs = zip(changed, kept, strict=False)
+        if len(kept) == len(changed) and all(plan is each or not plan.usable for plan, each in pairs):
+            return kept
+    return None
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:

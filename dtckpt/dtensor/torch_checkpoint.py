@@ -57,6 +57,11 @@ def shard_at(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
     )
 
 
+def copies_of(shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the copies that a tensor of `shard_at`, or a slice of it, stands for: mostly the tensor alone."""
+    return shard.copies if isinstance(shard, _Copies) else (shard,)
+
+
 def _chunk(region: Region) -> ChunkStorageMetadata:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 

@@ -6,9 +6,9 @@ A plain value holds no tensor. Rebuilding it takes only types of Python and NumP
 floats that JSON lacks, ``{"bytes": base64}``, ``{"complex": [text, text]}``, ``{"range": [start, stop, step]}``,
 ``{"torch.Size": [int, …]}``, ``{"torch.dtype": name}``, ``{"torch.device": text}``, ``{"numpy": [dtype, node]}`` for
 numpy's scalars, ``{"PosixPath": text}`` and so on for the classes of paths, ``{"date": text}``,
-``{"datetime": [text, fold]}``, ``{"timedelta": [days, seconds, microseconds]}``, ``{"enum": [class, member]}``
-(`dtckpt.format.enum_members`), and ``{"set": [node, …]}`` and ``{"frozenset": [node, …]}``, in the order of the nodes'
-JSON, so that all clients have the same JSON to compare.
+``{"datetime": [text, fold]}``, ``{"timedelta": [days, seconds, microseconds]}``, ``{"BytesIO": [base64, position]}``,
+``{"enum": [class, member]}`` (`dtckpt.format.enum_members`), and ``{"set": [node, …]}`` and
+``{"frozenset": [node, …]}``, in the order of the nodes' JSON, so that all clients have the same JSON to compare.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import datetime
 import enum
+import io
 import json
 import math
 import operator
@@ -33,7 +34,7 @@ Node = dict[str, Any]
 
 SCALARS = (
     "None, bool, int, float, complex, str, bytes, range, torch.Size, torch.dtype, torch.device, a scalar of numpy, a "
-    "path, a date or a time span"
+    "path, a date, a time span or a BytesIO"
 )
 MAX_INT_BITS = 8192
 """Largest int; longer decimal numbers are refused by Python's own parser."""
@@ -85,7 +86,8 @@ def encode_hashable(value: Any, where: str) -> Node:
     if type(value) is tuple:
         return {"tuple": [encode_hashable(item, where) for item in value]}
     # Nor enums: what stands for a member where its class is not known would not be found under the member itself.
-    if _encoder_of(type(value)) is None or type(value) in (frozenset, EnumMember):
+    # A stream has no value to be found under: two of the same bytes are not equal.
+    if _encoder_of(type(value)) is None or type(value) in (frozenset, EnumMember, io.BytesIO):
         cure = "pass its name" if isinstance(value, enum.Enum) else f"expected {SCALARS}, or a tuple of those"
         raise TreeError(f"cannot save {type(value).__name__} as a key or in a set at {where!r}; {cure}")
     return encode_value(value, where)
@@ -147,6 +149,7 @@ _ENCODERS: dict[type, Callable[[Any, str], Node]] = {
     datetime.date: lambda value, _: {"date": value.isoformat()},
     datetime.datetime: _encode_datetime,
     datetime.timedelta: lambda value, _: {"timedelta": [value.days, value.seconds, value.microseconds]},
+    io.BytesIO: lambda value, _: {"BytesIO": [base64.b64encode(value.getbuffer()).decode(), value.tell()]},
     EnumMember: lambda value, _: {"enum": [value.kind, value.name]},
     **dict.fromkeys(NUMPY_TYPES.values(), _encode_scalar),
     set: _encode_set,
@@ -215,7 +218,7 @@ class _Name(str):
 def decode_hashable(node: Any) -> Any:
     """Return the key or element of a node that `encode_hashable` made."""
     ((kind, content),) = node.items()
-    if kind in ("enum", "frozenset"):
+    if kind in ("enum", "frozenset", "BytesIO"):
         raise ValueError(f"{kind} is no key, nor in a set")
     return tuple(map(decode_hashable, content)) if kind == "tuple" else decode_value(kind, content)
 
@@ -251,6 +254,13 @@ def _decode_device(content: Any) -> Any:
     return torch.device(_decode_text(content))
 
 
+def _decode_stream(content: Any) -> io.BytesIO:
+    text, position = content
+    stream = io.BytesIO(base64.b64decode(text, validate=True))
+    stream.seek(operator.index(position))
+    return stream
+
+
 def _decode_dtype(content: Any) -> Any:
     import torch  # here, as above
 
@@ -276,6 +286,7 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "date": datetime.date.fromisoformat,
     "datetime": _decode_datetime,
     "timedelta": _decode_timedelta,
+    "BytesIO": _decode_stream,
     "enum": decode_member,
     "numpy": lambda pair: NUMPY_TYPES[pair[0]](decode_hashable(pair[1])),
     "set": lambda items: set(map(decode_hashable, items)),

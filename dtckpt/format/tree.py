@@ -47,7 +47,7 @@ _BASE_NAMES = tuple(base.__name__ for base in _BASES)
 
 
 def flatten(
-    tree: Any, is_leaf: Callable[[Any], bool], state_of: Callable[[Any], Any] = lambda value: value
+    tree: Any, is_leaf: Callable[[Any], bool], state_of: Callable[[Any], Any] = lambda value: value, at: str = ""
 ) -> tuple[dict[str, Any], Node]:
     """Split a tree into its tensors and its structure.
 
@@ -55,6 +55,7 @@ def flatten(
         tree: Nested containers; leaves are tensors, arrays of numpy and plain values.
         is_leaf: Whether an object is a tensor, to be stored as an array.
         state_of: Returns the state of a stateful object, as a tree; any other object as it is.
+        at: The tree's path, if it is a part of a larger one.
 
     Returns:
         The tensors and arrays by name, and the structure for `dump`.
@@ -63,7 +64,7 @@ def flatten(
         TreeError: A node or key cannot be saved, or two paths give one name.
     """
     flattening = _Flattening(is_leaf, state_of)
-    node = flattening.visit(tree, "", 0)
+    node = flattening.visit(tree, f"{at}/" if at else "", 0)
     return flattening.leaves, node
 
 

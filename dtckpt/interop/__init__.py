@@ -1,6 +1,7 @@
 """Other libraries, each by the names that are for it.
 
 * `to_torch` and `from_torch` share the memory of tensors with PyTorch's DTensors.
+* `DtckptStorageWriter` and `DtckptStorageReader` are for `torch.distributed.checkpoint`.
 * `CheckpointStore` is a store of zarr-python, which also gets data types.
 * `DtckptCheckpointIO` and `DtckptModelParallelStrategy` are for Lightning.
 * `DtckptTrainer` is a ``Trainer`` of Hugging Face; `accelerator_state` is the state of an ``Accelerator``.
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dtckpt.dtensor.torch_interop import from_torch, to_torch
     from dtckpt.interop.accelerate import accelerator_state
+    from dtckpt.interop.dcp.storage_reader import DtckptStorageReader
+    from dtckpt.interop.dcp.storage_writer import DtckptStorageWriter
     from dtckpt.interop.lightning import DtckptCheckpointIO
     from dtckpt.interop.lightning_strategy import DtckptModelParallelStrategy
     from dtckpt.interop.transformers import DtckptTrainer
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "dtensor.torch_interop": ("from_torch", "to_torch"),
     "interop.accelerate": ("accelerator_state",),
+    "interop.dcp.storage_reader": ("DtckptStorageReader",),
+    "interop.dcp.storage_writer": ("DtckptStorageWriter",),
     "interop.lightning": ("DtckptCheckpointIO",),
     "interop.lightning_strategy": ("DtckptModelParallelStrategy",),
     "interop.transformers": ("DtckptTrainer",),
@@ -35,6 +40,8 @@ __all__ = [
     "CheckpointStore",
     "DtckptCheckpointIO",
     "DtckptModelParallelStrategy",
+    "DtckptStorageReader",
+    "DtckptStorageWriter",
     "DtckptTrainer",
     "accelerator_state",
     "from_torch",

@@ -69,7 +69,7 @@ def is_inside(inner: Location, outer: Location) -> bool:
     return type(inner) is type(outer) and str(inner).startswith(f"{outer}/")
 
 
-def location_of(path: str | Path | Url) -> Location:
+def location_of(path: str | os.PathLike[str] | Url) -> Location:
     """Return the location of a checkpoint: an absolute local path, symbolic links followed, or a URL.
 
     Args:

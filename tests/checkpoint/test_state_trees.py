@@ -1,5 +1,6 @@
 """State trees: structure, plain values, stateful objects; what a target asks for and what it gets."""
 
+import io
 import math
 import tempfile
 from collections import Counter as CounterDict
@@ -56,6 +57,15 @@ def test_values_come_back_as_they_were(tmp_path):
     assert type(back[3][1]) is tuple
     with dtckpt.open_checkpoint(tmp_path / "s") as checkpoint:
         assert checkpoint.values["3/1/1/deep"] == "x"
+
+
+def test_streams_come_back_with_their_position(tmp_path):
+    stream = io.BytesIO(b"abc")
+    stream.seek(1)
+    back = dtckpt.restore(saved(tmp_path, {"stream": stream}))["stream"]
+    assert (back.read(), back.getvalue(), stream.tell()) == (b"bc", b"abc", 1)
+    with pytest.raises(TreeError, match="as a key or in a set"):
+        dtckpt.save(tmp_path / "other", {io.BytesIO(): 1})
 
 
 @pytest.mark.parametrize("tree", [5, None, "x", [], {}, (), [1, 2], {"a": {}}, torch.ones(3), [torch.ones(2)]])

@@ -38,6 +38,7 @@ NAMES = {
     "torch._utils._rebuild_tensor_v3",
     "torch.distributed._functional_collectives",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+    "torch.distributed.checkpoint.planner.SavePlanner._cached_global_plan",
     "torch.distributed.device_mesh._mesh_resources",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._get_default_timeout",

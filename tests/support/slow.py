@@ -60,6 +60,7 @@ TESTS = (
     "test_reshard_keeps_every_element",
     "test_rivals_that_try_again_and_again",
     "test_runs_cover_each_value_once",
+    "test_saves_in_another_process",
     "test_save_and_restore_on_any_meshes",
     "test_slices_that_cover_a_tensor",
     "test_the_entry_points",

@@ -26,7 +26,13 @@ ALWAYS_FINE = 64
 
 
 def choose_grid(
-    shape: Sequence[int], itemsize: int, boxes: Iterable[Region], max_nbytes: int, *, is_whole: bool = True
+    shape: Sequence[int],
+    itemsize: int,
+    boxes: Iterable[Region],
+    max_nbytes: int,
+    *,
+    is_whole: bool = True,
+    steps_per_box: int = 1,
 ) -> ChunkGrid:
     """Choose the chunk grid of a tensor.
 
@@ -36,12 +42,16 @@ def choose_grid(
         boxes: The distinct regions that clients hold.
         max_nbytes: Chunks larger than this are cut where a cut lines up with the boxes.
         is_whole: Whether the boxes cover the tensor. If not, every box edge gets a grid line.
+        steps_per_box: Chunks per box and dim of a grid that follows the even split; the more there are, the fewer
+            elements lie in chunks that a box edge cuts.
     """
     edges = [{0, size} for size in shape]
     for box in boxes:
         for dim, (start, stop) in enumerate(zip(box.offset, box.stop, strict=True)):
             edges[dim].update((start, stop))
-    steps = [_step(sorted(dim_edges), size, is_whole) for dim_edges, size in zip(edges, shape, strict=True)]
+    steps = [
+        _step(sorted(dim_edges), size, is_whole, steps_per_box) for dim_edges, size in zip(edges, shape, strict=True)
+    ]
     chunk = [max(1, min(step, size)) for step, size in zip(steps, shape, strict=True)]
     for dim, size in enumerate(shape):
         nbytes = itemsize * math.prod(chunk)
@@ -52,13 +62,13 @@ def choose_grid(
     return ChunkGrid(tuple(shape), tuple(chunk))
 
 
-def _step(edges: list[int], size: int, is_whole: bool) -> int:
+def _step(edges: list[int], size: int, is_whole: bool, steps_per_box: int) -> int:
     """Return the grid step of one dim, from its sorted box edges."""
     common = math.gcd(*(edge for edge in edges if edge != size)) or size
     boxes = len(edges) - 1
     if not is_whole or size <= ALWAYS_FINE * common or size <= MAX_CHUNKS_PER_BOX * boxes * common:
         return common
-    return -(-size // boxes)
+    return -(-size // (boxes * steps_per_box))
 
 
 def _cut(step: int, limit: int, *, is_free: bool) -> int:

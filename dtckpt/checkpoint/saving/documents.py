@@ -25,7 +25,11 @@ def plan_documents(plan: SavePlan, *, raw_bits: bool) -> tuple[Sequence[tuple[st
     return list(by_key.items()), documents_digest(by_key.items())
 
 
-def documents_of_share(plan: SavePlan, position: int, count: int, *, raw_bits: bool) -> Sequence[tuple[str, bytes]]:
-    """Return the documents that one client writes: the client at ``position`` of ``count`` clients."""
+def documents_of_share(
+    plan: SavePlan, client: int, clients: Sequence[int], *, raw_bits: bool
+) -> Sequence[tuple[str, bytes]]:
+    """Return the documents that one client writes; none, if it is not among the clients that share them."""
+    if client not in clients:
+        return ()
     listed, _ = plan_documents(plan, raw_bits=raw_bits)
-    return listed[position::count]
+    return listed[clients.index(client) :: len(clients)]

@@ -36,6 +36,7 @@ def merge_clients(
     *,
     is_durable: bool,
     contents: Mapping[str, int] = MappingProxyType({}),
+    document_writers: Sequence[int] | None = None,
 ) -> Manifest:
     """Merge the clients' stores and chunk lists, and write the manifest. Called by the leader.
 
@@ -46,6 +47,7 @@ def merge_clients(
         manifest: The manifest without its arrays.
         is_durable: Whether to fsync.
         contents: Content digests, by name, that the stored tensors must have, besides those of the plan.
+        document_writers: The clients that shared the writing of the documents; default: all.
 
     Returns:
         The complete manifest, as written.
@@ -58,7 +60,9 @@ def merge_clients(
     with gc_paused():
         entries = {entry.name: entry for entry in _entries(plan, root, announced, contents)}
         complete = manifest.with_arrays(entries, plan_documents(plan, raw_bits=manifest.raw_bits)[1])
-    merge(manifest.kvstore, root, _last_keys(plan, sorted(announced), raw_bits=manifest.raw_bits))
+    clients = sorted(announced)
+    writers = clients if document_writers is None else document_writers
+    merge(manifest.kvstore, root, _last_keys(plan, clients, writers, raw_bits=manifest.raw_bits))
     with translate_errors("write the manifest", root):
         root.write(MANIFEST_NAME, complete.to_bytes())
     if is_durable:
@@ -66,11 +70,13 @@ def merge_clients(
     return complete
 
 
-def _last_keys(plan: SavePlan, clients: Sequence[int], *, raw_bits: bool) -> dict[int, str]:
+def _last_keys(
+    plan: SavePlan, clients: Sequence[int], document_writers: Sequence[int], *, raw_bits: bool
+) -> dict[int, str]:
     """Return, by client, the key that it writes last; clients that write nothing are left out."""
     keys: dict[int, str] = {}
-    for position, client in enumerate(clients):
-        for key, _ in documents_of_share(plan, position, len(clients), raw_bits=raw_bits)[-1:]:
+    for client in clients:
+        for key, _ in documents_of_share(plan, client, document_writers, raw_bits=raw_bits)[-1:]:
             keys[client] = key
         last = plan.chunks_of(client)[-1:]
         for index in plan.tensors_at(last).tolist():

@@ -32,6 +32,8 @@ NO_CLIENT = -1
 """The owner of a chunk that no client holds."""
 KEPT_STRUCTURES = 4
 """Number of structures whose plans are kept for their next saves."""
+ASSEMBLED_STEPS_PER_BOX = 8
+"""Chunks per box and dim where one client puts all split chunks together: of most tensors it gets an eighth at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +234,17 @@ def kept_plan(specs: tuple[TensorSpec, ...], max_chunk_nbytes: int) -> SavePlan:
     return plan_save(specs, max_chunk_nbytes)
 
 
-def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = b"") -> SavePlan:
+def plan_save(
+    specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = b"", *, assembler: int | None = None
+) -> SavePlan:
     """Plan which client writes which chunk. The same arguments give the same plan on every client.
 
     Args:
         specs: The tensors; entries of one name are slices of one tensor and must agree in shape and dtype.
         max_chunk_nbytes: Bound on a chunk's bytes; a box that cannot be cut evenly may exceed it.
         salt: Further facts on which clients must agree; part of `SavePlan.topic`.
+        assembler: A client that holds nothing, and puts together every chunk that no client holds whole; default: the
+            holder of the largest piece does.
 
     Raises:
         TensorNameError: A name cannot be stored.
@@ -255,11 +261,11 @@ def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = 
         # `holdings_of` and `copies_of` return one object for equal arguments. The specs keep it alive, so its id stays
         # its own.
         key = id(spec.holdings), spec.shape, spec.stored_dtype
-        draft = drafts_by_kind[key] = drafts_by_kind.get(key) or _draft(spec, max_chunk_nbytes)
+        draft = drafts_by_kind[key] = drafts_by_kind.get(key) or _draft(spec, max_chunk_nbytes, assembler)
         for client, nbytes in draft.loads.items():
             loads[client] = loads.get(client, 0) + nbytes
         drafts.append(draft)
-    owners = np.concatenate([np.empty(0, np.int32), *(draft.owners for draft in drafts)])
+    owners = _joined_owners(drafts)
     starts = np.cumsum([0, *(draft.owners.size for draft in drafts)]).tolist()
     shared = [
         (-nbytes, position, number, clients)
@@ -280,15 +286,55 @@ def plan_save(specs: Sequence[TensorSpec], max_chunk_nbytes: int, salt: bytes = 
         loads[owner] = current - negative_nbytes
         heapreplace(heap, (loads[owner], owner))
         owners[starts[position] + number] = owner
-    # The plan may be kept for later saves, and its tensors have views of this array.
-    owners.flags.writeable = False
-    tensors = tuple(
-        TensorPlan(spec, paths[spec.name], draft.grid, owners[start:stop], draft.pieces)
-        for spec, draft, (start, stop) in zip(listed, drafts, pairwise(starts), strict=True)
-    )
+    tensors = _tensor_plans(listed, paths, drafts, owners)
     digests = tuple(map(_digest, tensors))
     topic = bytes_digest(b"".join(digest.to_bytes(8, "big") for digest in digests) + salt).to_bytes(8, "big")
     return SavePlan(tensors, owners, digests, topic, loads)
+
+
+def plan_part(
+    specs: Sequence[TensorSpec],
+    paths: Mapping[str, str],
+    grids: Mapping[str, ChunkGrid],
+    *,
+    assembler: int,
+    topic: bytes,
+) -> SavePlan:
+    """Plan what one client writes, which knows the chunks of its tensors, but not what other clients hold.
+
+    Args:
+        specs: The tensors that it holds boxes of, with these boxes only.
+        paths: Array path by name.
+        grids: Chunks by name.
+        assembler: As for `plan_save`.
+        topic: The topic of the plan of all.
+    """
+    listed = sorted(specs, key=lambda spec: spec.name)
+    drafts_by_kind: dict[tuple[int, ChunkGrid, str], _Draft] = {}
+    drafts: list[_Draft] = []
+    for spec in listed:
+        grid = grids[spec.name]
+        key = id(spec.holdings), grid, spec.stored_dtype
+        draft = drafts_by_kind[key] = drafts_by_kind.get(key) or _draft_on_grid(spec, grid, assembler)
+        drafts.append(draft)
+    owners = _joined_owners(drafts)
+    return SavePlan(_tensor_plans(listed, paths, drafts, owners), owners, (), topic, {})
+
+
+def _joined_owners(drafts: Sequence[_Draft]) -> npt.NDArray[np.int32]:
+    return np.concatenate([np.empty(0, np.int32), *(draft.owners for draft in drafts)])
+
+
+def _tensor_plans(
+    specs: Sequence[TensorSpec], paths: Mapping[str, str], drafts: Sequence[_Draft], owners: npt.NDArray[np.int32]
+) -> tuple[TensorPlan, ...]:
+    # The plan may be kept for later saves, and its tensors have views of this array.
+    owners.flags.writeable = False
+    starts = np.cumsum([0, *(draft.owners.size for draft in drafts)]).tolist()
+    return tuple(
+        TensorPlan(spec, paths[spec.name], draft.grid, owners[start:stop], draft.pieces)
+        for spec, draft, (start, stop) in zip(specs, drafts, pairwise(starts), strict=True)
+    )
 
 
 def _merge_slices(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
@@ -333,13 +379,24 @@ class _Draft:
     loads: Mapping[int, int]
 
 
-def _draft(spec: TensorSpec, max_chunk_nbytes: int) -> _Draft:
+def _draft(spec: TensorSpec, max_chunk_nbytes: int, assembler: int | None) -> _Draft:
     """Plan one tensor, as far as the other tensors do not matter."""
-    itemsize = validate_dtype(spec.stored_dtype).itemsize
     # Slices do not overlap, so equal sizes mean that nothing is missing.
     is_whole = sum(holding.region.numel for holding in spec.holdings) == math.prod(spec.shape)
-    boxes = [holding.region for holding in spec.holdings]
-    grid = choose_grid(spec.shape, itemsize, boxes, max_chunk_nbytes, is_whole=is_whole)
+    grid = choose_grid(
+        spec.shape,
+        validate_dtype(spec.stored_dtype).itemsize,
+        [holding.region for holding in spec.holdings],
+        max_chunk_nbytes,
+        is_whole=is_whole,
+        steps_per_box=1 if assembler is None else ASSEMBLED_STEPS_PER_BOX,
+    )
+    return _draft_on_grid(spec, grid, assembler)
+
+
+def _draft_on_grid(spec: TensorSpec, grid: ChunkGrid, assembler: int | None) -> _Draft:
+    """Plan who writes the chunks of a grid."""
+    itemsize = validate_dtype(spec.stored_dtype).itemsize
     owners = np.full(grid.num_chunks, NO_CLIENT, np.int32)
     by_index = owners.reshape(grid.counts)
     loads: dict[int, int] = {}
@@ -368,7 +425,7 @@ def _draft(spec: TensorSpec, max_chunk_nbytes: int) -> _Draft:
     pieces: dict[int, tuple[Piece, ...]] = {}
     for number, parts in sorted(split.items()):
         # The largest piece stays where it is, and only the others move.
-        owner = max(parts, key=lambda part: part.region.numel).clients[0]
+        owner = max(parts, key=lambda part: part.region.numel).clients[0] if assembler is None else assembler
         owners[number] = owner
         loads[owner] = loads.get(owner, 0) + grid.region(grid.index(number)).numel * itemsize
         # A piece that the owner holds itself is not sent.

@@ -83,7 +83,7 @@ class ClientWriter:
         plan: The plan of the save.
         attempt: The attempt that it writes to.
         client: This client.
-        clients: All clients that write, in the same order everywhere.
+        clients: The clients that share the writing of the documents, in the same order everywhere.
         source: The elements of this client.
         options: Of these, ``kvstore``, ``raw_bits``, ``fsync``, ``check_replicas`` and ``content_digest`` count.
         count: Called with the bytes of each chunk that is handed to storage.
@@ -205,8 +205,8 @@ class ClientWriter:
         self._source.expect(self._own_regions())
         with ExitStack() as pause:
             pause.enter_context(gc_paused())
-            position, count, raw_bits = self._clients.index(self._client), len(self._clients), self._options.raw_bits
-            for key, document in documents_of_share(self._plan, position, count, raw_bits=bool(raw_bits)):
+            raw_bits = bool(self._options.raw_bits)
+            for key, document in documents_of_share(self._plan, self._client, self._clients, raw_bits=raw_bits):
                 writer.write_document(key, document)
             for index, tensor, number in self._plan.owned_by(self._client):
                 _, region = tensor.grid.chunk(number)

@@ -1,0 +1,116 @@
+"""What the ranks of a save tell the coordinator when they have written, and the state tree of it all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.saving.plan import SavePlan
+from dtckpt.errors import SaveDisagreementError, TreeError
+from dtckpt.format import tree as trees
+from dtckpt.format.manifest import PhaseCost
+from dtckpt.interop.dcp.state_items import is_path, path_of, tree_of
+from dtckpt.interop.dcp.write_plan import TensorBoxes, boxes_of_results, plan_written
+from dtckpt.layout.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClientPart:
+    """What a rank tells the coordinator of what it has written.
+
+    Args:
+        token: The attempt that it wrote to.
+        topic: The topic of its plan.
+        chunk_list: Digest of the file of its chunk list.
+        values: The nodes of its items that are no tensors, by key.
+        inner: The tensors inside of those.
+        layouts: The layouts of its tensors, by name.
+        costs: Cost of its phases.
+    """
+
+    token: str
+    topic: bytes
+    chunk_list: int
+    values: Mapping[str, trees.Node]
+    inner: tuple[TensorBoxes, ...]
+    layouts: Mapping[str, Layout]
+    costs: Mapping[str, PhaseCost]
+
+
+def parts_of(results: Sequence[Sequence[WriteResult]], token: str) -> dict[int, ClientPart]:
+    """Return what the ranks tell with their results; ranks that have written nothing are left out.
+
+    Args:
+        results: The results of all ranks.
+        token: The coordinator's attempt.
+
+    Raises:
+        SaveDisagreementError: A rank has written with another writer, or to another attempt.
+    """
+    parts: dict[int, ClientPart] = {}
+    for client, each in enumerate(results):
+        if not each:
+            continue
+        part = each[0].storage_data
+        if not isinstance(part, ClientPart):
+            raise SaveDisagreementError(
+                f"rank {client} has not written with a DtckptStorageWriter; its results have {type(part).__name__}"
+            )
+        if part.token != token:
+            raise SaveDisagreementError(
+                f"rank {client} has written for another save; got {part.token!r}, expected {token!r}; nothing was "
+                "committed"
+            )
+        parts[client] = part
+    return parts
+
+
+def plan_of_parts(
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]], parts: Mapping[int, ClientPart], options: SaveOptions
+) -> tuple[SavePlan, trees.Node]:
+    """Return the plan of everything that the ranks have written, and the state tree.
+
+    Args:
+        metadata: The metadata that DCP's planner has made.
+        results: The results of all ranks.
+        parts: What they tell with them.
+        options: See `SaveOptions`.
+
+    Raises:
+        SaveDisagreementError: The ranks have not written what the metadata says, or not by one plan.
+        TensorNameError: Names of tensors lead through others.
+        TreeError: Two items are at one place, or the planner has data of its own for the metadata.
+    """
+    inner = tuple(tensor for part in parts.values() for tensor in part.inner)
+    layouts: dict[str, Layout] = {}
+    for part in reversed(list(parts.values())):  # that of the first rank counts
+        layouts |= part.layouts
+    tensors = boxes_of_results(metadata, results)
+    plan = plan_written(tuple(tensors.values()), inner, layouts, options, len(results))
+    if strangers := [client for client, part in parts.items() if part.topic != plan.topic]:
+        raise SaveDisagreementError(
+            f"rank {strangers[0]} has not written by the plan of all ranks; nothing was committed; if the planner "
+            "caches plans, make one without enable_plan_caching"
+        )
+    return plan, _tree(metadata, tensors, parts)
+
+
+def _tree(metadata: Metadata, tensors: Mapping[str, TensorBoxes], parts: Mapping[int, ClientPart]) -> trees.Node:
+    paths, items = metadata.planner_data, metadata.state_dict_metadata
+    if paths is not None and not (isinstance(paths, Mapping) and all(map(is_path, paths.values()))):
+        raise TreeError(
+            f"the planner has data of its own for the metadata, which is not stored; got {type(paths).__name__}, "
+            "expected the paths of flattened keys; save it as an item of the state dict"
+        )
+    values = {key: node for part in parts.values() for key, node in part.values.items()}
+    if lost := [key for key in items if key not in tensors and key not in values]:
+        raise SaveDisagreementError(f"no rank has written item {lost[0]!r}; nothing was committed")
+    # In the order of the state dict; the metadata has that of the ranks that write.
+    keys = dict.fromkeys((*(key for key in paths or () if key in items), *items))
+    return tree_of(
+        {path_of(key, [paths]): {"tensor": tensors[key].name} if key in tensors else values[key] for key in keys}
+    )

@@ -1,0 +1,202 @@
+"""The items that one rank writes, as DCP's planner resolves them: elements, plain values, layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from dtckpt.checkpoint.gc_pause import gc_paused
+from dtckpt.checkpoint.leaves import as_leaf, host_array, validate_mode
+from dtckpt.checkpoint.saving.plan import TensorPlan
+from dtckpt.checkpoint.saving.replica_check import Copy
+from dtckpt.checkpoint.saving.state import MemorySource
+from dtckpt.checkpoint.saving.write import PENDING_NBYTES, Source
+from dtckpt.dtensor import DTensor, torch_interop
+from dtckpt.errors import DtckptError, ShapeMismatchError, TreeError
+from dtckpt.format import tree as trees
+from dtckpt.interop.dcp.state_items import encode_item, path_of
+from dtckpt.interop.dcp.write_plan import TensorBoxes, box_of
+from dtckpt.layout import torch_device_mesh
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.region import Region
+from dtckpt.layout.root_layout import root_layout
+
+Boxes = Mapping[str, Sequence[tuple[Region, WriteItem]]]
+"""By name of the tensor, the boxes that a rank writes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankItems:
+    """What a rank writes.
+
+    Args:
+        source: The elements of its tensors.
+        values: The nodes of its items that are no tensors, by key.
+        inner: The tensors and arrays inside of those.
+        layouts: The layouts of its tensors, by name, as far as the planner has the tensors.
+    """
+
+    source: Source
+    values: Mapping[str, trees.Node]
+    inner: tuple[TensorBoxes, ...]
+    layouts: Mapping[str, Layout]
+
+
+def resolve_items(
+    items: Sequence[WriteItem], planner: SavePlanner, names: Mapping[str, str], mappings: object, client: int
+) -> RankItems:
+    """Resolve the items of a rank.
+
+    Args:
+        items: The items.
+        planner: Resolves them.
+        names: Names of the tensors, by key.
+        mappings: The planner's paths; see `path_of`.
+        client: The rank's number.
+
+    Raises:
+        TreeError: An item is neither a tensor nor a value that a state tree can hold.
+        DTypeError: A tensor is not dense memory, or its dtype cannot be stored.
+    """
+    validate_mode()
+    with gc_paused():
+        boxes: dict[str, list[tuple[Region, WriteItem]]] = {}
+        values: dict[str, trees.Node] = {}
+        inner: dict[str, Any] = {}
+        for item in items:
+            key = item.index.fqn
+            if item.tensor_data is not None:
+                region = Region(*box_of(item.tensor_data.chunk))
+                boxes.setdefault(names[key], []).append((region, item))
+            else:
+                values[key], below = encode_item(_value(planner, item), key, path_of(key, [mappings]))
+                inner.update(below)
+        leaves = {name: as_leaf(leaf, name) for name, leaf in inner.items()}
+        own = {name: leaf.distinct_parts() for name, leaf in leaves.items()}
+        shapes = tuple(
+            TensorBoxes(name, leaf.shape, leaf.dtype, tuple((box.offset, box.shape, client) for box, _ in own[name]))
+            for name, leaf in leaves.items()
+        )
+        return RankItems(_source(planner, boxes, own), values, shapes, _layouts(planner, items, names))
+
+
+def _is_plain(planner: SavePlanner) -> bool:
+    """Whether a planner gives the tensors themselves, and the bytes that ``torch.save`` makes of all else."""
+    methods = ("resolve_data", "transform_object")
+    return all(getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in methods)
+
+
+def _value(planner: SavePlanner, item: WriteItem) -> Any:
+    """Return the value of an item that is no tensor."""
+    if _is_plain(planner):
+        return planner.lookup_object(item.index)  # type: ignore[attr-defined]  # a DefaultSavePlanner
+    stream: Any = planner.resolve_data(item)
+    try:
+        stream.seek(0)
+        # These bytes come from this process's own planner, now, and not from a checkpoint.
+        return torch.load(stream, weights_only=False)
+    except Exception as error:
+        raise TreeError(
+            f"item {item.index.fqn!r}: {type(planner).__name__} makes bytes of it that torch.load does not read; "
+            "resolve_data must return a tensor, or what torch.save writes"
+        ) from error
+
+
+def _source(
+    planner: SavePlanner, boxes: Boxes, own: Mapping[str, Sequence[tuple[Region, list[torch.Tensor]]]]
+) -> Source:
+    """Return the elements: all at once where they are memory that stays anyway, else one item after the other."""
+    if _is_plain(planner):
+        parts = {
+            name: [(region, [_resolved(planner, item, region, name)]) for region, item in each]
+            for name, each in boxes.items()
+        }
+        if all(copy.is_cpu for each in parts.values() for _, copies in each for copy in copies):
+            return MemorySource({**parts, **own})
+    return PlannerSource(planner, boxes, MemorySource(own))
+
+
+def _resolved(planner: SavePlanner, item: WriteItem, region: Region, name: str) -> torch.Tensor:
+    """Return the dense memory of a box."""
+    tensor: Any = planner.resolve_data(item)
+    (memory,) = as_leaf(tensor.detach(), name).components
+    if tuple(memory.shape) != region.shape:
+        raise ShapeMismatchError(
+            f"item {item.index.fqn!r}: the planner resolves {region} to shape {tuple(memory.shape)}"
+        )
+    return memory
+
+
+class PlannerSource:
+    """Elements that a planner makes, or that lie on a card: one item at a time is in host memory.
+
+    Args:
+        planner: The planner.
+        boxes: The items.
+        own: The elements of further tensors.
+    """
+
+    max_pending_nbytes: int | None = PENDING_NBYTES
+
+    def __init__(self, planner: SavePlanner, boxes: Boxes, own: MemorySource) -> None:
+        self._planner = planner
+        self._boxes = boxes
+        self._own = own
+        self._latest: tuple[WriteItem, np.ndarray[Any, Any]] | None = None
+
+    def expect(self, regions: Iterator[tuple[TensorPlan, Region]]) -> None:
+        """As `Source.expect`: nothing is resolved before it is fetched."""
+
+    def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
+        """As `Source.fetch`."""
+        name = plan.spec.name
+        if name not in self._boxes:
+            return self._own.fetch(plan, region)
+        box, item = next(each for each in self._boxes[name] if each[0].contains(region))
+        # The chunks of an item come one after the other.
+        if self._latest is None or self._latest[0] is not item:
+            self._latest = None  # before the next one is made
+            self._latest = item, host_array(_resolved(self._planner, item, box, name))
+        array = self._latest[1]
+        return array[region.relative_to(box).slices()] if region != box else array
+
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
+        """As `Source.copies`."""
+        return [Copy(self.fetch(plan, region))]
+
+
+def _layouts(planner: SavePlanner, items: Sequence[WriteItem], names: Mapping[str, str]) -> dict[str, Layout]:
+    """Return the layouts of the tensors, by name."""
+    state = getattr(planner, "state_dict", None)
+    if not isinstance(state, Mapping):
+        return {}
+    # Many tensors are alike; meshes of PyTorch take long to be converted.
+    kept: dict[Any, Layout | None] = {}
+    layouts: dict[str, Layout] = {}
+    for item in items:
+        value = state.get(item.index.fqn) if item.tensor_data is not None else None
+        if isinstance(value, DTensor):
+            layouts[names[item.index.fqn]] = root_layout(value.layout)
+        elif torch_interop.is_torch_dtensor(value):
+            tensor: Any = value
+            kind = id(tensor.device_mesh), tensor.placements, tensor.ndim
+            if kind not in kept:
+                kept[kind] = _torch_layout(tensor)
+            if (layout := kept[kind]) is not None:
+                layouts[names[item.index.fqn]] = layout
+    return layouts
+
+
+def _torch_layout(tensor: Any) -> Layout | None:
+    try:
+        mesh = torch_device_mesh.mesh_of(tensor.device_mesh)
+        return root_layout(torch_interop.layout_of(mesh, tensor.placements, tensor.ndim))
+    # A layout is recorded for its readers' convenience; the boxes say where the elements are.
+    except DtckptError:
+        return None

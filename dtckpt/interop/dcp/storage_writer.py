@@ -1,0 +1,306 @@
+"""`DtckptStorageWriter`: has DCP's ``save`` and ``async_save`` write checkpoints of ours.
+
+::
+
+    all ranks      set_up_storage_writer, prepare_local_plan
+    coordinator    prepare_global_plan      begin an attempt, choose the chunks, announce both to all ranks
+    all ranks      write_data               write chunks into the attempt
+    coordinator    finish                   put split chunks together, merge, commit
+
+DCP does not tell a writer that a save has failed. So an attempt that was not committed is removed when its thread
+begins the next save with the same writer, or lets the writer go; and by the next save to the same path at the latest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan as DcpPlan
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.saving.merge import merge_clients, remove_working_files
+from dtckpt.checkpoint.saving.state import MemorySource
+from dtckpt.checkpoint.saving.stored_dtypes import validate_all_used
+from dtckpt.checkpoint.saving.write import ClientWriter
+from dtckpt.checkpoint.timing import Phases
+from dtckpt.comm import fork_guard
+from dtckpt.comm.torch_private import cached_global_plans
+from dtckpt.config import Config
+from dtckpt.errors import (
+    BarrierConflictError,
+    CheckpointError,
+    ConfigError,
+    DtckptError,
+    SaveDisagreementError,
+)
+from dtckpt.format import tree as trees
+from dtckpt.format.manifest import Manifest
+from dtckpt.interop.dcp import announcement
+from dtckpt.interop.dcp.announcement import Announcement
+from dtckpt.interop.dcp.client_parts import ClientPart, parts_of, plan_of_parts
+from dtckpt.interop.dcp.columns import TensorMetadata, WriteItems, WriteResults
+from dtckpt.interop.dcp.rank_items import resolve_items
+from dtckpt.interop.dcp.save_operation import SaveOperation, rank_folder, validate_free
+from dtckpt.interop.dcp.write_plan import (
+    boxes_of_plans,
+    plan_boxes,
+    plan_share,
+    shares_of,
+)
+from dtckpt.storage.commit import commit_target_of
+from dtckpt.storage.location import location_of
+
+
+class DtckptStorageWriter(StorageWriter):
+    """Writes checkpoints of ours through `torch.distributed.checkpoint`.
+
+    What it writes is an ordinary checkpoint: `dtckpt.restore` reads it, and every other reader of the format. It
+    appears at the path in one step when all of it is written; until then the path holds what it held before. If a rank
+    fails, DCP raises a ``CheckpointException`` on all, and nothing is committed.
+
+    Tensors are named by the keys that lead to them in the state dict, joined with ``/``. Items that are no tensors must
+    be values that a state tree can hold (docs/checkpointing.md); they are stored as such, and nothing is pickled.
+
+    The writer may be used again, after a failure too, and by several threads at the same time, to different paths.
+
+    Args:
+        path: Directory or URL of the checkpoint. The ``checkpoint_id`` of a save takes its place.
+        overwrite: Replace a checkpoint at the path, which stays until the new one is durable. Default: that of
+            ``options``; without options True, as in DCP's own writer.
+        options: See `SaveOptions`; the same on all ranks. DCP writes each copy of a value once, and compares nothing,
+            so ``check_replicas`` has no effect, nor have ``progress`` and ``timeout_s``.
+
+    Raises:
+        ConfigError: A checkpoint cannot have such a path, or ``options.keys`` is not ``union``.
+
+    >>> import tempfile, torch, torch.distributed.checkpoint as dcp
+    >>> path = tempfile.mkdtemp() + "/step_1"
+    >>> metadata = dcp.save({"w": torch.ones(2)}, storage_writer=DtckptStorageWriter(path), no_dist=True)
+    >>> import dtckpt
+    >>> dtckpt.restore(path)["w"]
+    tensor([1., 1.])
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        overwrite: bool | None = None,
+        options: SaveOptions | None = None,
+    ) -> None:
+        super().__init__()
+        options = dataclasses.replace(options or SaveOptions(overwrite=True), check_replicas=False, progress=False)
+        if options.keys != "union":
+            raise ConfigError(f"DCP's planner decides which keys are saved; got SaveOptions(keys={options.keys!r})")
+        self._options = options if overwrite is None else dataclasses.replace(options, overwrite=overwrite)
+        self._path = None if path is None else location_of(path)
+        self._save_id = str(uuid.uuid4())
+        self._thread = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A save goes on in the thread that began it; the process that DCP saves in begins its own.
+        return {name: value for name, value in vars(self).items() if name != "_thread"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._thread = threading.local()
+
+    @property
+    def checkpoint_id(self) -> str | Path | None:
+        """The path or URL of the checkpoint."""
+        return self._path if self._path is None or isinstance(self._path, Path) else str(self._path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether a checkpoint can have this path or URL."""
+        try:
+            commit_target_of(location_of(checkpoint_id))
+        except DtckptError:
+            return False
+        return True
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return what DCP's planners are told of the checkpoint."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save: give up one that this thread has not finished, and take another path if one is given."""
+        self._thread.operation = None
+        if checkpoint_id:
+            self._path = location_of(checkpoint_id)
+        self._save_id = str(uuid.uuid4())
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002  (DCP's)
+        """Begin a save on this rank.
+
+        Args:
+            is_coordinator: Whether this rank commits.
+            args: Ignored.
+            kwargs: ``rank`` and ``use_collectives``, as DCP passes them. Without collectives, each rank writes a
+                checkpoint of its own, ``rank_0`` and so on below the path.
+
+        Raises:
+            CheckpointError: There is no path.
+            CheckpointExistsError: Without collectives: there is a checkpoint of all ranks at the path.
+            ForkedProcessError: This process was forked from one that uses checkpoints.
+        """
+        fork_guard.claim_process()
+        announcement.forget()
+        self._thread.operation = None  # an attempt of a failed save goes first
+        if self._path is None:
+            raise CheckpointError("there is no path to save to; pass checkpoint_id, or DtckptStorageWriter(path)")
+        where, is_alone = self._path, not kwargs.get("use_collectives", True)
+        if is_alone:
+            validate_free(where)
+            where = where / rank_folder(kwargs["rank"])
+        self._thread.operation = SaveOperation(commit_target_of(where), is_coordinator or is_alone)
+
+    def prepare_local_plan(self, plan: DcpPlan) -> DcpPlan:
+        """Return the plan, in a form that is sent quickly."""
+        return dataclasses.replace(plan, items=WriteItems(plan.items))
+
+    def prepare_global_plan(self, plans: list[DcpPlan]) -> list[DcpPlan]:
+        """Choose the chunks of all tensors, begin an attempt, and announce it to all ranks. Called by the coordinator.
+
+        Raises:
+            CheckpointExistsError: There is a checkpoint and it may not be replaced, or something else.
+            TreeError: Two tensors would have one name.
+            TensorNameError: A key cannot be a part of a tensor's name.
+            DTypeError: A dtype cannot be stored.
+            ConfigError: A pattern of ``stored_dtypes`` matches no tensor, or storage cannot hold what options ask for.
+        """
+        operation, options = self._operation(), self._options
+        # Planners that cache send only plans that have changed. A rank whose plan has not may have new chunks all the
+        # same, as they depend on the boxes of all ranks.
+        known = plans if all(plan.usable for plan in plans) else cached_global_plans(plans)
+        shares: Sequence[Any] = [None] * len(plans)
+        if known is not None:
+            tensors = boxes_of_plans(known)
+            planned = plan_boxes(tensors.values(), options, len(plans))
+            validate_all_used(tuple(rule[0] for rule in options.stored_dtypes), planned)
+            shares = shares_of(known, tensors, planned)
+        token = operation.lead(options)
+        where = str(operation.target.where)
+        return [
+            dataclasses.replace(
+                plan, items=WriteItems(plan.items), storage_data=Announcement(token, where, options, share)
+            )
+            for plan, share in zip(plans, shares, strict=True)
+        ]
+
+    def write_data(self, plan: DcpPlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's chunks into the attempt. Blocks: On storage, so that the future is done.
+
+        Raises:
+            TreeError: An item is neither a tensor nor a value that a state tree can hold; the text names the key.
+            DTypeError: A tensor is not dense memory.
+            SaveDisagreementError: The ranks' writers have different options.
+            BarrierConflictError: They save to different paths.
+            StorageError: Storage refused, or another attempt took over.
+        """
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._write(plan, planner))
+        return future
+
+    def _write(self, plan: DcpPlan, planner: SavePlanner) -> WriteResults:
+        """Write this rank's chunks; return a result for each item, the first with the rank's part."""
+        operation, told = self._operation(), announcement.received()
+        where = operation.target.where
+        _validate_same(told, str(where), self._options)
+        share = announcement.share_of(told, plan.storage_data)
+        if not plan.items:
+            return WriteResults()
+        phases = Phases("save", share.client, lambda _: None)
+        with phases.operation(where, is_shown=False), operation.attempt_of(told.token) as attempt:
+            with phases.measure("plan"):
+                names = {key: facts[0] for key, facts in share.tensors.items()}
+                items = resolve_items(plan.items, planner, names, plan.planner_data, share.client)
+                own = plan_share(share, plan.items, items.inner, self._options)
+            with phases.measure("write"):
+                writer = ClientWriter(
+                    own,
+                    attempt,
+                    client=share.client,
+                    clients=(),
+                    source=items.source,
+                    options=self._options,
+                    count=phases.count,
+                )
+                if own.has_moves:
+                    writer.hand_over()
+                chunk_list = writer.write()
+        part = ClientPart(told.token, share.topic, chunk_list, items.values, items.inner, items.layouts, phases.costs)
+        return WriteResults(
+            WriteResult(item.index, item.tensor_storage_size() or 0, None if number else part)
+            for number, item in enumerate(plan.items)
+        )
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Merge what all ranks wrote, and commit. Called by the coordinator.
+
+        Raises:
+            SaveDisagreementError: The ranks have not written what was planned.
+            CheckpointCorruptError: What they wrote is not what they announced.
+            CheckpointExistsError: Something took the path meanwhile.
+            StorageError: Storage refused, or another attempt took over.
+        """
+        operation, options = self._operation(), self._options
+        # One more client, which puts split chunks together, and writes the documents.
+        assembler = len(results)
+        with operation.removed_on_failure() as attempt:
+            parts = parts_of(results, attempt.token)
+            plan, tree = plan_of_parts(metadata, results, parts, options)
+            writer = ClientWriter(
+                plan,
+                attempt,
+                client=assembler,
+                clients=(assembler,),
+                source=MemorySource({}),
+                options=options,
+                count=lambda _: None,
+            )
+            announced = {**{client: part.chunk_list for client, part in parts.items()}, assembler: writer.write()}
+            manifest = Manifest(
+                kvstore=options.kvstore,
+                arrays={},
+                tree=trees.dump(tree),
+                job=Config.from_environ().job_name,
+                num_clients=len(results),
+                attempt=attempt.token,
+                raw_bits=bool(options.raw_bits),
+                costs={client: part.costs for client, part in parts.items()},
+            )
+            is_durable = options.fsync
+            merge_clients(
+                plan, attempt.folder, announced, manifest, is_durable=is_durable, document_writers=(assembler,)
+            )
+            remove_working_files(attempt.folder, sorted(announced), has_moves=plan.has_moves)
+            attempt.commit(overwrite=options.overwrite, is_durable=is_durable)
+        metadata.storage_meta = self.storage_meta()
+        metadata.state_dict_metadata = TensorMetadata(metadata.state_dict_metadata)
+        self._thread.operation = None
+
+    def _operation(self) -> SaveOperation:
+        operation: SaveOperation | None = getattr(self._thread, "operation", None)
+        if operation is None:
+            raise CheckpointError("set_up_storage_writer must be called first, in the same thread")
+        return operation
+
+
+def _validate_same(told: Announcement, where: str, options: SaveOptions) -> None:
+    if told.where != where:
+        raise BarrierConflictError(f"this rank saves to {where!r}, and the coordinator to {told.where!r}")
+    if told.options != options:
+        raise SaveDisagreementError(
+            "this rank and the coordinator save with different options; pass the same on every rank"
+        )

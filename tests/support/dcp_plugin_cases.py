@@ -1,0 +1,230 @@
+"""Saves and loads through `torch.distributed.checkpoint` with our writer and reader; runs in client processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import dtckpt
+from dtckpt.interop import DtckptStorageReader, DtckptStorageWriter
+from support.union_cases import Block, fill, stage_state, state_of, wrong_in
+
+VALUES = {"step": 7, "betas": (0.9, 0.99), "note": "a/b", "groups": [{"lr": 0.1, "names": ["x", "y"]}], "none": None}
+
+
+def state_on(axes: Mapping[str, int]) -> dict[str, Any]:
+    """Return a model and its optimizer on a mesh of these axes; on ``replicate`` and ``shard`` it is HSDP's."""
+    if "shard" in axes:
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"layers": nn.ModuleDict({str(layer): Block() for layer in range(2)})})
+        for block in model["layers"].values():
+            fully_shard(block, mesh=mesh)
+        state = state_of(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    else:
+        state = stage_state(2, axes)
+    state["nested"] = nested()
+    state["bfloat16"] = torch.zeros(5, 3, dtype=torch.bfloat16)
+    state["scalar"] = torch.zeros(())
+    state["empty"] = torch.zeros(0, 3)
+    return state
+
+
+def nested() -> torch.Tensor:
+    """Return a tensor with shards that form no regular grid on 4 clients: 258, 257, 257, 257 rows."""
+    shape = {4: (2, 2), 2: (1, 2), 3: (3, 1), 1: (1, 1)}[dist.get_world_size()]
+    mesh = init_device_mesh("cpu", shape)
+    return distribute_tensor(torch.zeros(1029, 3), mesh, [Shard(0), Shard(0)])
+
+
+def save(path: str, axes: Mapping[str, int], by: str = "dcp", **options: Any) -> None:
+    state = state_on(axes)
+    fill(state)
+    state |= VALUES
+    if by == "dcp":
+        quietly(dcp.save, state, storage_writer=DtckptStorageWriter(path, **options))
+    else:
+        dtckpt.save(path, state)
+
+
+def load(path: str, axes: Mapping[str, int], by: str = "dcp") -> list[str]:
+    """Return the names of what was not loaded as it was saved."""
+    state: dict[str, Any] = state_on(axes)
+    fill(state, -1.0)
+    state |= {"step": 0, "betas": None, "note": "", "groups": [{"lr": 0.0, "names": []}], "none": 1}
+    if by == "dcp":
+        quietly(dcp.load, state, storage_reader=DtckptStorageReader(path))
+    else:
+        dtckpt.restore(path, state)
+    return wrong_in(state) + [name for name, value in VALUES.items() if state[name] != value]
+
+
+def quietly(call: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of DCP without its warnings, which are about DCP itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call(*args, **kwargs)
+
+
+# --- histories ---
+
+
+def plain_state(value: float, extra: bool = False) -> dict[str, Any]:
+    """Return a small state: a sharded tensor, a copied one, and a value."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = distribute_tensor(torch.full((8, 3), value), mesh, [Shard(0)])
+    state = {"sharded": sharded, "copied": torch.full((4,), value), "value": value}
+    return state | ({"extra": torch.full((2,), value)} if extra else {})
+
+
+def values_at(path: str) -> list[float]:
+    """Return the values that a checkpoint of `plain_state` holds; all tensors must be whole."""
+    tree = dtckpt.restore(path, group=[dist.get_rank()])
+    return sorted({value for tensor in tree.values() for value in torch.as_tensor(tensor).flatten().tolist()})
+
+
+def save_by_cached_plans(path: str) -> list[Any]:
+    """Save some steps with a planner that caches plans; the last with a tensor that only the last rank has."""
+    found: list[Any] = []
+    for step, extra in enumerate([False, False, False, True, True]):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        state = plain_state(float(step), extra=extra and dist.get_rank() == dist.get_world_size() - 1)
+        quietly(dcp.save, state, checkpoint_id=f"{path}_{step}", storage_writer=DtckptStorageWriter(), planner=planner)
+        dist.barrier()
+        found.append((values_at(f"{path}_{step}"), "extra" in dtckpt.open_checkpoint(f"{path}_{step}").tensors))
+    dcp.planner.SavePlanner._cached_save_plan.clear()
+    return found
+
+
+class Refusing(dcp.DefaultSavePlanner):
+    """Fails on one rank while data is written."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == self.rank:
+            raise RuntimeError("no data here")
+        return super().resolve_data(write_item)
+
+
+def save_after_failures(path: str) -> list[Any]:
+    """Save; fail on each rank; save again with the same writer. Return what was seen in between."""
+    seen: list[Any] = []
+    writer = DtckptStorageWriter(path)
+    quietly(dcp.save, plain_state(1.0), storage_writer=writer)
+    for rank in range(dist.get_world_size()):
+        try:
+            quietly(dcp.save, plain_state(2.0), storage_writer=writer, planner=Refusing(rank))
+        except dcp.CheckpointException as error:
+            seen.append((sorted(error.failures), values_at(path)))
+        dist.barrier()
+    quietly(dcp.save, plain_state(3.0), storage_writer=writer)
+    seen.append(values_at(path))
+    with suppress(dcp.CheckpointException):
+        quietly(dcp.save, plain_state(4.0), storage_writer=writer, planner=Refusing(1))
+    del writer
+    gc.collect()
+    dist.barrier()
+    seen.append(sorted(entry.name for entry in Path(path).parent.iterdir()))
+    return seen
+
+
+def save_in_background(path: str, kind: str) -> list[Any]:
+    """Save two steps in the background, and change the state meanwhile; return what the checkpoints hold."""
+    writer = DtckptStorageWriter()
+    for step in range(2):
+        state = plain_state(float(step))
+        future = quietly(
+            dcp.async_save,
+            state,
+            checkpoint_id=f"{path}_{step}",
+            storage_writer=writer,
+            async_checkpointer_type=AsyncCheckpointerType(kind),
+        )
+        for tensor in (state["sharded"], state["copied"]):
+            tensor.fill_(-1.0)
+        future.result()
+        dist.barrier()
+    found = [values_at(f"{path}_{step}") for step in range(2)]
+    return [*found, str(dtckpt.open_checkpoint(f"{path}_0").tensors["sharded"].layout)]
+
+
+def save_in_groups(path: str) -> list[float]:
+    """Save in two groups at one time, to two paths."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own = dist.get_rank() // 2
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "rank"))["rank"]
+    state = {"sharded": distribute_tensor(torch.full((8, 3), float(own)), mesh, [Shard(0)])}
+    quietly(dcp.save, state, storage_writer=DtckptStorageWriter(f"{path}_{own}"), process_group=groups[own])
+    target = {"sharded": distribute_tensor(torch.zeros(8, 3), mesh, [Replicate()])}
+    reader = DtckptStorageReader(f"{path}_{own}")
+    quietly(dcp.load, target, storage_reader=reader, process_group=groups[own])
+    loaded: DTensor = target["sharded"]
+    return sorted(set(loaded.to_local().flatten().tolist())) + values_at(f"{path}_{own}")
+
+
+def save_without_collectives(path: str) -> list[Any]:
+    state = plain_state(5.0)
+    quietly(dcp.save, state, storage_writer=DtckptStorageWriter(path), use_collectives=False)
+    target = plain_state(0.0)
+    quietly(dcp.load, target, storage_reader=DtckptStorageReader(path))
+    return sorted({*target["sharded"].to_local().flatten().tolist(), *target["copied"].tolist(), target["value"]})
+
+
+def errors_of_disagreements(path: str) -> list[list[str]]:
+    """Save with what differs by rank; return the classes of the errors that this rank was told of."""
+    rank = dist.get_rank()
+    calls = {
+        "path": lambda: DtckptStorageWriter(f"{path}_{rank}"),
+        "options": lambda: DtckptStorageWriter(
+            path, options=dtckpt.SaveOptions(chunk_nbytes=1024 + rank, overwrite=True)
+        ),
+        "overwrite": lambda: DtckptStorageWriter(path, overwrite=False),
+    }
+    quietly(dcp.save, plain_state(1.0), storage_writer=DtckptStorageWriter(path))
+    told: list[list[str]] = []
+    for make in calls.values():
+        try:
+            quietly(dcp.save, plain_state(2.0), storage_writer=make())
+        except dcp.CheckpointException as error:
+            told.append(sorted({type(failure).__name__ for failure, _ in error.failures.values()}))
+    dist.barrier()
+    assert values_at(path) == [1.0]
+    return told
+
+
+class Dying(dcp.DefaultSavePlanner):
+    """Ends its process while data is written, on the last rank."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            os._exit(1)
+        return super().resolve_data(write_item)
+
+
+def save_and_die(path: str) -> None:
+    quietly(dcp.save, plain_state(1.0), storage_writer=DtckptStorageWriter(path))
+    dist.barrier()
+    quietly(dcp.save, plain_state(2.0), storage_writer=DtckptStorageWriter(path), planner=Dying())
+
+
+def save_again(path: str) -> list[float]:
+    quietly(dcp.save, plain_state(3.0), storage_writer=DtckptStorageWriter(path))
+    dist.barrier()
+    return values_at(path)
