@@ -18,7 +18,7 @@ KVSTORES = ("ocdbt", "zarr")
 """A copy of the names in `dtckpt.format.manifest`, which is slow to import."""
 CODECS = ("none", "zstd", "blosc")
 """A copy of the names in `dtckpt.format.codecs`, which is slow to import."""
-TARGETS = ("dtckpt", "zarr", "safetensors")
+TARGETS = ("dtckpt", "zarr", "safetensors", "dcp", "torch")
 """A copy of the names in `dtckpt.checkpoint.converting.targets`, which is slow to import."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -122,6 +122,8 @@ Examples:
   dtckpt convert Llama-3-8B/ step_0                            a model in safetensors files, to train it
   dtckpt convert step_100 out --to safetensors --select 'model/*' --rename 'model/*=*' --dtype bfloat16
   dtckpt convert step_100 model.safetensors --select 'model/*' --rename 'model/*=*'
+  dtckpt convert runs/dcp/step_100 step_100                    a distributed checkpoint of PyTorch, and back:
+  dtckpt convert step_100 runs/dcp/step_101 --to dcp
 
 """
 
@@ -154,8 +156,9 @@ Examples:
 def convert(**options: Any) -> None:
     """Write checkpoint SRC anew as DST, in another format.
 
-    SRC is a checkpoint of dtckpt, or a file or directory of safetensors. Digests of every tensor's content prove that
-    it stayed as it was. DST appears whole or not at all.
+    SRC is a checkpoint of dtckpt, a file or directory of safetensors, a directory of torch.distributed.checkpoint
+    (dcp), or a file of torch.save (torch). Digests of every tensor's content prove that it stayed as it was. DST
+    appears whole or not at all.
     """
     from dtckpt.cli.convert import ConvertRequest, run_convert
 

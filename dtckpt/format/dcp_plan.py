@@ -24,7 +24,6 @@ from dtckpt.layout.region import Region
 CHUNK_NBYTES = 16 << 20
 """Most bytes of a chunk, unless one row is larger."""
 FILE_NBYTES = 4 << 30
-"""A file is closed once it has so many bytes."""
 _VERSION = "1.0.0"
 """Of PyTorch's format."""
 _MAPPINGS = ("OrderedDict", "Counter", "defaultdict")
@@ -96,7 +95,10 @@ def _is_terminal(node: trees.Node) -> bool:
 
 
 def plan_checkpoint(
-    structure: trees.Node, tensors: Mapping[str, TensorFacts], array: Callable[[str], Any]
+    structure: trees.Node,
+    tensors: Mapping[str, TensorFacts],
+    array: Callable[[str], Any],
+    file_nbytes: int = FILE_NBYTES,
 ) -> dict[str, list[Segment]]:
     """Return the parts of each file of a distributed checkpoint, by file name; the metadata are the last.
 
@@ -104,11 +106,12 @@ def plan_checkpoint(
         structure: The state tree.
         tensors: Its tensors and arrays, by name.
         array: Returns an array of numpy, by name: it becomes a part of a pickle.
+        file_nbytes: A file is closed once it has so many bytes.
 
     Raises:
         TreeError: Something in the tree cannot be in such a checkpoint.
     """
-    plan = _Plan()
+    plan = _Plan(file_nbytes)
     for path, node in flat_leaves(structure):
         name = flat_name(path)
         plan.paths[name] = path
@@ -126,10 +129,11 @@ def _whole(tensors: Mapping[str, TensorFacts]) -> Callable[[str], Elements]:
 class _Plan:
     """The files of a checkpoint, and what the metadata say of them, item by item."""
 
-    def __init__(self) -> None:
+    def __init__(self, file_nbytes: int) -> None:
         from torch.distributed.checkpoint import metadata  # here: PyTorch takes seconds to import
 
         self._classes = metadata
+        self._file_nbytes = file_nbytes
         self.files: dict[str, list[Segment]] = {}
         self.paths: dict[str, Path] = {}
         self._kinds: dict[str, Any] = {}
@@ -162,7 +166,7 @@ class _Plan:
     def _add(self, index: Any, value: Any) -> None:
         from dtckpt.comm.torch_private import storage_info  # here, as above
 
-        if not self.files or self._position >= FILE_NBYTES:
+        if not self.files or self._position >= self._file_nbytes:
             self.files[f"__0_{len(self.files)}.distcp"] = []
             self._position = self._num_elements = 0
         name, segments = next(reversed(self.files.items()))

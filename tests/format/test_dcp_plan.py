@@ -44,7 +44,7 @@ def blank(value):
     return [blank(child) for child in value] if isinstance(value, list) else None
 
 
-def planned(state):
+def planned(state, file_nbytes=dcp_plan.FILE_NBYTES):
     """Return the files of a plan of a state dict, and its tensors."""
     leaves, structure = trees.flatten(state, torch.is_tensor)
     arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, np.ndarray)}
@@ -53,7 +53,7 @@ def planned(state):
         name: TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in tensors.items()
     }
-    return plan_checkpoint(structure, facts, arrays.__getitem__), tensors
+    return plan_checkpoint(structure, facts, arrays.__getitem__, file_nbytes), tensors
 
 
 def test_leaves_are_those_of_pytorch():
@@ -68,8 +68,7 @@ def test_leaves_are_those_of_pytorch():
 @pytest.mark.parametrize(("chunk_nbytes", "file_nbytes"), [(1 << 20, 1 << 30), (40, 3000)])
 def test_pytorch_loads_it(tmp_path, monkeypatch, chunk_nbytes, file_nbytes):
     monkeypatch.setattr(dcp_plan, "CHUNK_NBYTES", chunk_nbytes)
-    monkeypatch.setattr(dcp_plan, "FILE_NBYTES", file_nbytes)
-    files, tensors = planned(STATE)
+    files, tensors = planned(STATE, file_nbytes)
     assert len(files) == 2 or chunk_nbytes == 40
     for name, segments in files.items():
         (tmp_path / name).write_bytes(write_segments(segments, tensors))

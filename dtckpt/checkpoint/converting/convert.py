@@ -61,8 +61,9 @@ def convert(
     Args:
         src: Path or URL of the source.
         dst: Path of the target; for ``dtckpt`` and ``zarr`` a URL will do, too.
-        to: Format of the target: ``safetensors``, ``dtckpt``, or ``zarr`` (the format of this library as a plain tree
-            of Zarr v3 arrays). Default: what the name of ``dst`` ends in tells, or else ``dtckpt``.
+        to: Format of the target: ``safetensors``, ``dcp`` (a directory of ``torch.distributed.checkpoint``), ``torch``
+            (a file of ``torch.save``), ``dtckpt``, or ``zarr`` (the format of this library as a plain tree of Zarr v3
+            arrays). Default: what the name of ``dst`` ends in tells, or else ``dtckpt``.
         select: Globs over names of tensors and paths of values: only these are written. Default: everything.
         rename: New names, as for `dtckpt.RestoreOptions`, of what is selected.
         dtype: New dtype of the floating-point tensors; rounded to nearest even.

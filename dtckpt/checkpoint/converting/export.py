@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
@@ -12,6 +15,7 @@ from dtckpt.checkpoint.restoring.rename_rules import Rename, renamed, validate_r
 from dtckpt.errors import ConfigError, TensorNameError, TensorNotFoundError, capped
 from dtckpt.format import tree as trees
 from dtckpt.format.dtypes import DTYPES, is_floating
+from dtckpt.layout.region import Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,13 @@ class Export:
         tensors: The tensors, in the order of the state tree.
         structure: The state tree, with the new names.
         tied: By new name, the name of the tensor whose elements a tensor shares.
+        read_array: Reads all elements of a tensor or an array, by its new name. Blocks: on storage.
     """
 
     tensors: tuple[ExportedTensor, ...]
     structure: trees.Node
     tied: Mapping[str, str]
+    read_array: Callable[[str], np.ndarray[Any, Any]] = field(compare=False, repr=False)
 
     @property
     def stored(self) -> tuple[ExportedTensor, ...]:
@@ -112,7 +118,17 @@ def plan_export(
     infos = [checkpoint.info(old) for old in old_names]
     tensors = tuple(ExportedTensor(names.get(info.name, info.name), info, _dtype(info, dtype)) for info in infos)
     told = {names.get(name, name): names.get(kept, kept) for name, kept in checkpoint.tied().items()}
-    return Export(tensors, structure, _tied(tensors, told, tied or {}))
+    by_name = {tensor.name: tensor for tensor in tensors}
+
+    def read_array(name: str) -> np.ndarray[Any, Any]:
+        tensor = by_name[name]
+        region = Region.full(tensor.shape)
+        checkpoint.validate_stored([(tensor.info.name, region)])
+        elements = np.empty(tensor.shape, DTYPES[tensor.dtype])
+        checkpoint.read_into(tensor.info.name, region, elements)
+        return elements
+
+    return Export(tensors, structure, _tied(tensors, told, tied or {}), read_array)
 
 
 def _selected(checkpoint: Checkpoint, select: Sequence[str]) -> trees.Node:

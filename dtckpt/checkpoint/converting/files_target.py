@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dtckpt.checkpoint.converting.export import Export
 from dtckpt.checkpoint.converting.targets import FileTarget
+from dtckpt.checkpoint.converting.validate_files import validate_files
 from dtckpt.checkpoint.converting.write_files import FileBudget, FileWriter
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.resharding.checkpoint_source import Progress
@@ -52,6 +53,7 @@ class FilesConversion:
                 f"files of {target.kind} are written to a file system; got {where}; convert to a path, and copy them"
             )
         self._checkpoint = checkpoint
+        self._export = export
         self._where = where
         self._target = target
         self._overwrite = overwrite
@@ -74,4 +76,6 @@ class FilesConversion:
             CheckpointError: Storage refused, the source is damaged, or a tensor would change.
         """
         with new_files(self._where, self.check, is_file=self._is_file) as folder:
-            return FileWriter(self._checkpoint, folder, self._budget, progress).write(self._plans)
+            contents = FileWriter(self._checkpoint, folder, self._budget, progress).write(self._plans)
+            validate_files(self._target.kind, folder, self._plans, self._export)
+            return contents

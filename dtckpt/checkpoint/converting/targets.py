@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dtckpt.checkpoint.converting import safetensors_target
+from dtckpt.checkpoint.converting import safetensors_target, torch_target
 from dtckpt.checkpoint.converting.export import Export
 from dtckpt.checkpoint.converting.file_plan import FilePlan
 from dtckpt.format.manifest import KVSTORES
@@ -50,6 +50,20 @@ FILE_TARGETS: dict[str, FileTarget] = {
             is_own=safetensors_target.is_own,
             plan_folder=safetensors_target.plan_folder,
             plan_file=safetensors_target.plan_file,
+        ),
+        FileTarget(
+            kind="dcp",
+            suffixes=(),
+            is_own=torch_target.is_own,
+            plan_folder=torch_target.plan_folder,
+            plan_file=None,
+        ),
+        FileTarget(
+            kind="torch",
+            suffixes=(".pt", ".pth"),
+            is_own=lambda _: False,
+            plan_folder=None,
+            plan_file=torch_target.plan_file,
         ),
     )
 }

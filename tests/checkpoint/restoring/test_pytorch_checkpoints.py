@@ -54,6 +54,22 @@ def test_all_tensors_and_values_are_those_that_were_saved(run):
     assert torch.equal(restored["pair"][0], torch.ones(2, 3))
 
 
+def test_conversions_there_and_back(pool, run, tmp_path):
+    path, kind, losses = run
+    dtckpt.convert(f"{path}/dcp", tmp_path / "there")
+    dtckpt.convert(tmp_path / "there", tmp_path / "back", to="dcp")
+    with dtckpt.open_checkpoint(f"{path}/ours") as ours, dtckpt.open_checkpoint(tmp_path / "there") as there:
+        assert {name: info.content_digest for name, info in there.tensors.items()} == {
+            name: info.content_digest for name, info in ours.tensors.items()
+        }
+    back = str(tmp_path / "back")
+    assert pool.values(cases.restore_run, back, kind, clients=4, group=True) == [losses] * 4
+    expected = pool.values(cases.loaded_by_torch, f"{path}/dcp", kind, clients=2, group=True)[0]
+    for found in pool.values(cases.loaded_by_torch, back, kind, clients=2, group=True):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_each_client_reads_its_part(pool, tmp_path):
     rows, columns = 64, 32768  # 8 MiB, in chunks of 2 MiB; half a row is too much to be read for nothing
     path = str(tmp_path / "large")

@@ -1,0 +1,103 @@
+"""Plan files of ``torch.save`` and distributed checkpoints of PyTorch, as PyTorch itself loads them; pure.
+
+Parts of files (`dtckpt.format.torch_zip_plan`) become slots, and a frame that has the bytes and checksums around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+
+from dtckpt.checkpoint.converting.export import Export, ExportedTensor
+from dtckpt.checkpoint.converting.file_plan import FilePlan, Slot, Written
+from dtckpt.errors import ConfigError, RegionNotFoundError
+from dtckpt.format import tree as trees
+from dtckpt.format.dcp_metadata import METADATA_NAME
+from dtckpt.format.dcp_plan import TensorFacts, plan_checkpoint
+from dtckpt.format.torch_values import WEIGHTS_ONLY, build_object
+from dtckpt.format.torch_zip_plan import Checksum, Elements, Segment, plan_zip, segment_nbytes
+from dtckpt.layout.region import Region
+
+MAX_ARRAYS_NBYTES = 64 << 20
+"""Bound on the arrays of numpy that go into pickles: these are in memory as a whole."""
+
+
+def is_own(name: str) -> bool:
+    """Whether a file of a directory is one of a distributed checkpoint."""
+    return name.endswith((METADATA_NAME, ".distcp"))
+
+
+def plan_file(export: Export, name: str) -> list[FilePlan]:
+    """Plan a file of ``torch.save`` that ``torch.load(weights_only=True)`` reads.
+
+    Tied tensors are one tensor in it. Arrays of numpy become tensors, since PyTorch reads no others.
+
+    Args:
+        export: What is written.
+        name: Name of the file.
+
+    Raises:
+        RegionNotFoundError: A tensor was saved in part.
+        TreeError: The state tree holds something that PyTorch would not read.
+    """
+    _validate_whole(export)
+    elements = {each.name: Elements(each.name, each.dtype, Region.full(each.shape)) for each in export.stored}
+
+    def tensor(key: str) -> Elements:
+        return elements[export.tied.get(key, key)]
+
+    value = build_object(export.structure, WEIGHTS_ONLY, tensor, tensor)
+    return [_file_plan(name, plan_zip(value), {each.name: each for each in export.tensors})]
+
+
+def plan_folder(export: Export, max_file_nbytes: int) -> list[FilePlan]:
+    """Plan a distributed checkpoint; the file that makes it one is the last.
+
+    Arrays of numpy become parts of pickles, as PyTorch saves them. Tied tensors are stored each by itself.
+
+    Args:
+        export: What is written.
+        max_file_nbytes: A file is closed once it has so many bytes.
+
+    Raises:
+        RegionNotFoundError: A tensor was saved in part.
+        TreeError: The state tree holds something that PyTorch would not read.
+        ConfigError: Arrays of numpy are too large for pickles.
+    """
+    _validate_whole(export)
+    arrays = set(trees.array_names(export.structure))
+    if (nbytes := sum(each.nbytes for each in export.tensors if each.name in arrays)) > MAX_ARRAYS_NBYTES:
+        raise ConfigError(
+            f"arrays of numpy go into pickles, which hold at most {MAX_ARRAYS_NBYTES} bytes of them; got {nbytes}; "
+            "save them as tensors"
+        )
+    facts = {each.name: TensorFacts(each.dtype, each.shape) for each in export.tensors}
+    tensors = {each.name: each for each in export.tensors}
+    files = plan_checkpoint(export.structure, facts, export.read_array, max_file_nbytes)
+    return [_file_plan(name, segments, tensors) for name, segments in files.items()]
+
+
+def _validate_whole(export: Export) -> None:
+    for tensor in export.tensors:
+        if not tensor.info.is_whole:
+            raise RegionNotFoundError(
+                f"tensor {tensor.info.name!r} was saved in part, and PyTorch's files have whole tensors only; leave it "
+                "out"
+            )
+
+
+def _file_plan(name: str, segments: Iterable[Segment], tensors: Mapping[str, ExportedTensor]) -> FilePlan:
+    parts = list(segments)
+    *starts, nbytes = accumulate(map(segment_nbytes, parts), initial=0)
+    placed = list(zip(starts, parts, strict=True))
+    slots = tuple(Slot(tensors[part.name], part.region, at) for at, part in placed if isinstance(part, Elements))
+
+    def frame(written: Written) -> Iterator[tuple[int, bytes]]:
+        for at, part in placed:
+            if isinstance(part, Checksum):
+                # That of no bytes is zero.
+                yield at, written.checksums.get(slots[part.number], 0).to_bytes(4, "little")
+            elif not isinstance(part, Elements):
+                yield at, part
+
+    return FilePlan(name, nbytes, slots, frame, has_checksums=True)
