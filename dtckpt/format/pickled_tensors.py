@@ -179,10 +179,13 @@ def _whole_part(kind: str, state: Any, where: str) -> Any:
     """Return the local tensor of a DTensor, if it has all elements."""
     if kind != _DTENSOR:
         raise _refusal(where, f"its class is {kind}; save a plain tensor")
-    fields = dict(state) if type(state) is Pairs else {}
-    local, spec = fields["_local_tensor"], dict(fields["_spec"].state)
-    shape = tuple(operator.index(size) for size in spec["tensor_meta"].arguments[0].arguments[0])
-    placements = [placement.name.rpartition(".")[2] for placement in spec["placements"]]
+    try:
+        fields = _fields(state)
+        local, spec = fields["_local_tensor"], _fields(fields["_spec"].state)
+        shape = tuple(operator.index(size) for size in spec["tensor_meta"].arguments[0].arguments[0])
+        placements = [placement.name.rpartition(".")[2] for placement in spec["placements"]]
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _refusal(where, "it is a DTensor of another version of PyTorch; save tensor.full_tensor()") from error
     if "Partial" in placements or "_NormPartial" in placements or tensor_view(local, where).shape != shape:
         raise _refusal(
             where,
@@ -190,6 +193,13 @@ def _whole_part(kind: str, state: Any, where: str) -> Any:
             "parts by torch.distributed.checkpoint",
         )
     return local
+
+
+def _fields(state: Any) -> dict[str, Any]:
+    """Return the fields of an object's state; attributes and slots may come apart."""
+    parts = state if type(state) is tuple else (state,)
+    # Only names: the hash of a hostile key takes for ever.
+    return {name: value for part in parts if type(part) is Pairs for name, value in part if type(name) is str}
 
 
 def _refusal(where: str, reason: str) -> TreeError:

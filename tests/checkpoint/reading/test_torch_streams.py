@@ -6,7 +6,12 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtckpt
 from dtckpt.checkpoint.reading import dcp_files, dcp_values, torch_files, torch_streams
@@ -240,3 +245,25 @@ def test_keys_of_optimizers_are_numbers_again(tmp_path):
     assert [state["exp_avg"].tolist() for state in fresh.state.values()] == [
         state["exp_avg"].tolist() for state in optimizer.state.values()
     ]
+
+
+def test_dtensors_in_a_file_are_read_if_they_are_whole(tmp_path):
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh, whole = init_device_mesh("cpu", (4,)), torch.arange(12.0).reshape(4, 3)
+        tensors = {
+            "whole": TorchDTensor.from_local(whole, mesh, [Replicate()]),
+            "parameter": torch.nn.Parameter(TorchDTensor.from_local(whole, mesh, [Replicate()])),
+            "part": TorchDTensor.from_local(whole[:1], mesh, [Shard(0)]),
+            "pending": TorchDTensor.from_local(whole, mesh, [Partial()]),
+        }
+        torch.save(tensors, tmp_path / "it.pt")
+    finally:
+        dist.destroy_process_group()
+    with dtckpt.open_checkpoint(tmp_path / "it.pt") as checkpoint:
+        assert torch.equal(checkpoint.read("whole"), whole)
+        assert torch.equal(checkpoint.read("parameter"), whole)
+        assert checkpoint.refused.keys() == {"part", "pending"}
+        for error in checkpoint.refused.values():
+            assert "one process's part of a DTensor of shape (4, 3)" in error.message
+            assert "torch.distributed.checkpoint" in error.message
