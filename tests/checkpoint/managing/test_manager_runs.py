@@ -244,7 +244,7 @@ def crash_at_change(patch, number):
 
     for owner, name in ((FsspecFolder, "_write"), (FsspecFolder, "remove"), (FsspecFolder, "clear")):
         patch.setattr(owner, name, dying(getattr(owner, name)))
-    for owner, name in ((LocalFolder, "write"), (commit_by_rename, "_rename"), (Path, "rename"), (shutil, "rmtree")):
+    for owner, name in ((LocalFolder, "write"), (commit_by_rename, "rename"), (Path, "rename"), (shutil, "rmtree")):
         patch.setattr(owner, name, dying(getattr(owner, name)))
     tidy_up_whole = CheckpointManager._remove_old
     patch.setattr(CheckpointManager, "_remove_old", tidy_up)
