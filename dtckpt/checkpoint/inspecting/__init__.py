@@ -1,0 +1,1 @@
+"""Look into checkpoints in bounded memory: differences between two, slices and statistics of a tensor."""

@@ -1,0 +1,154 @@
+"""`ElementDifferences`: how many elements of two tensors differ, by how much, and where; pure.
+
+Elements of one dtype are equal if their bits are: NaNs of the same bits are equal, 0.0 and -0.0 are not. Elements of
+two dtypes are equal if they are the same number, or both are NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dtckpt.format.numbers import bits_of, common_dtype, numbers_of
+from dtckpt.layout.region import Region
+
+SLICE_NUMEL = 1 << 16
+"""Elements that are compared at a time, so that they stay in the processor's cache."""
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+_Numbers = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Extreme:
+    """The largest error of two tensors.
+
+    Args:
+        error: The error.
+        index: The first element, in row-major order, that has it.
+        a: The first tensor's number there.
+        b: The second tensor's number there.
+    """
+
+    error: float | int
+    index: tuple[int, ...]
+    a: complex | float | int
+    b: complex | float | int
+
+
+@dataclass(frozen=True, slots=True)
+class ElementDifferences:
+    """Differences between the elements of two tensors of one shape; those of disjoint parts are joined by ``+``.
+
+    Args:
+        count: How many elements were compared.
+        num_different: How many differ.
+        num_nan: Of how many elements that differ one or both are NaN. These have no error.
+        max_abs: The largest ``|a - b|``; None if no elements differ but such with a NaN.
+        max_rel: The largest ``|a - b| / max(|a|, |b|)``, which is at most 2 for finite numbers.
+    """
+
+    count: int = 0
+    num_different: int = 0
+    num_nan: int = 0
+    max_abs: Extreme | None = None
+    max_rel: Extreme | None = None
+
+    @classmethod
+    def of(cls, a: _Numbers, b: _Numbers, dtypes: tuple[str, str], region: Region) -> ElementDifferences:
+        """Compare a region of two tensors.
+
+        Args:
+            a: The first tensor's elements, as they are stored; of the region's shape, in C order.
+            b: The second tensor's.
+            dtypes: Names of their dtypes; `PACKED` on both sides, or on none.
+            region: The region.
+        """
+        flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+        found = cls()
+        # Infinities and NaNs are meant.
+        with np.errstate(all="ignore"):
+            for start in range(0, flat_a.size, SLICE_NUMEL):
+                part = slice(start, start + SLICE_NUMEL)
+                found += _compare(flat_a[part], flat_b[part], dtypes, start, region)
+        return found
+
+    def __add__(self, other: ElementDifferences) -> ElementDifferences:
+        """Return the differences of both parts together."""
+        return ElementDifferences(
+            count=self.count + other.count,
+            num_different=self.num_different + other.num_different,
+            num_nan=self.num_nan + other.num_nan,
+            max_abs=_larger(self.max_abs, other.max_abs),
+            max_rel=_larger(self.max_rel, other.max_rel),
+        )
+
+
+def _larger(first: Extreme | None, second: Extreme | None) -> Extreme | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return max(first, second, key=lambda extreme: (extreme.error, tuple(-position for position in extreme.index)))
+
+
+def _compare(a: _Numbers, b: _Numbers, dtypes: tuple[str, str], start: int, region: Region) -> ElementDifferences:
+    """Compare flat parts of a region that begin at its element ``start``."""
+    if dtypes[0] == dtypes[1]:
+        is_different = bits_of(a) != bits_of(b)
+        if is_different.ndim > 1:
+            is_different = is_different.any(axis=1)
+        positions = np.flatnonzero(is_different)
+        if not positions.size:
+            return ElementDifferences(count=a.size)
+        a_numbers, b_numbers = (numbers_of(each[positions], dtypes[0]) for each in (a, b))
+    else:
+        a_all, b_all = (numbers_of(each, dtype) for each, dtype in zip((a, b), dtypes, strict=True))
+        common = common_dtype(a_all.dtype, b_all.dtype)
+        a_all, b_all = a_all.astype(common), b_all.astype(common)
+        positions = np.flatnonzero((a_all != b_all) & ~(np.isnan(a_all) & np.isnan(b_all)))
+        a_numbers, b_numbers = a_all[positions], b_all[positions]
+    # Of elements with two numbers, each number has an error of its own.
+    positions_of_numbers = start + positions.repeat(a_numbers.size // max(1, positions.size))
+    a_numbers, b_numbers = a_numbers.reshape(-1), b_numbers.reshape(-1)
+    num_nan, errors = _errors(a_numbers, b_numbers)
+    extremes = [_extreme(each, a_numbers, b_numbers, positions_of_numbers, region) for each in errors]
+    return ElementDifferences(a.size, positions.size, num_nan, *extremes)
+
+
+def _errors(a: _Numbers, b: _Numbers) -> tuple[int, tuple[_Numbers, _Numbers]]:
+    """Return how many pairs have a NaN, and the absolute and the relative errors, which are -1 of such pairs."""
+    if a.dtype.kind in "biu":
+        # Differences of signed integers may not fit their type, but they fit the unsigned one of the same size.
+        unsigned = _UNSIGNED[a.dtype.itemsize]
+        absolute: _Numbers = np.maximum(a, b).view(unsigned) - np.minimum(a, b).view(unsigned)
+        largest = np.maximum(np.abs(a.astype(np.float64)), np.abs(b.astype(np.float64)))
+        return 0, (absolute, np.divide(absolute, largest, out=np.zeros(a.size), where=largest > 0))
+    wide = np.result_type(a.dtype, np.float64)
+    a, b = a.astype(wide), b.astype(wide)
+    absolute, largest = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
+    relative = np.divide(absolute, largest, out=np.zeros_like(absolute), where=largest > 0)
+    # The difference and the quotient of two infinities are no numbers.
+    absolute[np.isnan(absolute)] = np.inf
+    relative[np.isinf(absolute)] = np.inf
+    has_nan = np.isnan(a) | np.isnan(b)
+    absolute[has_nan] = relative[has_nan] = -1
+    return int(has_nan.sum()), (absolute, relative)
+
+
+def _extreme(errors: _Numbers, a: _Numbers, b: _Numbers, positions: _Numbers, region: Region) -> Extreme | None:
+    if not errors.size:
+        return None
+    at = int(errors.argmax())  # the first of equal ones
+    if errors[at] < 0:
+        return None
+    local = np.unravel_index(int(positions[at]), region.shape) if region.ndim else ()
+    index = tuple(offset + int(position) for offset, position in zip(region.offset, local, strict=True))
+    return Extreme(_item(errors[at]), index, _item(a[at]), _item(b[at]))
+
+
+def _item(number: Any) -> Any:
+    """Return a number of NumPy as one of Python; long doubles are rounded."""
+    if number.dtype.kind == "f":
+        return float(number)
+    return complex(number) if number.dtype.kind == "c" else number.item()

@@ -1,0 +1,169 @@
+"""`compare_tensors`: in what two tensors differ that needs no element, and which elements must be read; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from dtckpt.checkpoint.inspecting.difference import ContentDigest, Difference, DifferenceKind, Fact, StoredDtype
+from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo
+from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.numbers import PACKED
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.region import Region
+
+SMALL_CHUNK_NBYTES = 1 << 20
+"""Tensors of smaller chunks are read without regard to them."""
+
+
+class Reads(Enum):
+    """Which elements are read."""
+
+    NEEDED = auto()
+    """Those of tensors of which no digests tell whether they differ."""
+    DIFFERENT = auto()
+    """Also those of tensors whose digests differ, to tell how many elements differ, and by how much."""
+    NONE = auto()
+    """None."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorComparison:
+    """The comparison of two tensors, before elements are read.
+
+    Args:
+        path: Their name.
+        infos: The tensors.
+        differences: The differences that are known.
+        regions: The regions whose elements are read; they do not overlap.
+        is_by_digest: Whether digests tell if the elements differ.
+        is_known_different: Whether elements are read though content digests tell that they differ.
+    """
+
+    path: str
+    infos: tuple[TensorInfo, TensorInfo]
+    differences: Sequence[Difference]
+    regions: Sequence[Region] = ()
+    is_by_digest: bool = False
+    is_known_different: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements that are read, of both tensors."""
+        itemsize = sum(DTYPES[info.stored_dtype_name].itemsize for info in self.infos)
+        return itemsize * sum(region.numel for region in self.regions)
+
+
+def compare_tensors(
+    path: str, a: TensorInfo, b: TensorInfo, reads: Reads, *, has_trusted_contents: bool
+) -> TensorComparison:
+    """Compare two tensors as far as their descriptions tell.
+
+    Args:
+        path: Their name.
+        a: The first tensor.
+        b: The second tensor.
+        reads: Which elements are read.
+        has_trusted_contents: Whether content digests count, if both have one. Other programs may change the elements
+            of a safetensors file and keep the digests that are noted in it.
+    """
+    infos, differences = (a, b), _described_differences(path, a, b)
+
+    def result(*found: Difference, **facts: bool | Sequence[Region]) -> TensorComparison:
+        return TensorComparison(path, infos, (*differences, *found), **facts)  # type: ignore[arg-type]
+
+    if a.shape != b.shape:
+        return result()
+    is_one_dtype = a.stored_dtype_name == b.stored_dtype_name
+    if not is_one_dtype and PACKED in (a.stored_dtype_name, b.stored_dtype_name):
+        return result(Difference(path, DifferenceKind.UNKNOWN, reason="elements of these dtypes are not compared"))
+    is_one_part, regions = _saved_in_both(a, b)
+    if not is_one_part:
+        found = Difference(path, DifferenceKind.PART, _num_saved(a), _num_saved(b))
+        differences = [*differences, found]
+    is_known_different = False
+    if (
+        is_one_dtype
+        and is_one_part
+        and has_trusted_contents
+        and a.content_digest is not None
+        and b.content_digest is not None
+    ):
+        if a.content_digest == b.content_digest:
+            return result(is_by_digest=True)
+        if reads is not Reads.DIFFERENT:
+            digests = ContentDigest(a.content_digest), ContentDigest(b.content_digest)
+            return result(Difference(path, DifferenceKind.ELEMENTS, *digests), is_by_digest=True)
+        is_known_different = True
+    if is_one_dtype and (changed := _changed_chunks(a, b)) is not None:
+        if not changed and not is_known_different:
+            return result(is_by_digest=True)
+        if reads is not Reads.DIFFERENT:
+            return result(Difference(path, DifferenceKind.ELEMENTS), is_by_digest=True)
+        regions = changed
+    if reads is Reads.NONE:
+        reason = "no digests tell" if is_one_dtype else "digests of other dtypes cannot be compared"
+        return result(Difference(path, DifferenceKind.UNKNOWN, reason=f"elements were not read, and {reason}"))
+    return result(regions=regions, is_known_different=is_known_different)
+
+
+def _described_differences(path: str, a: TensorInfo, b: TensorInfo) -> list[Difference]:
+    """Return the differences in shape, dtype and layout."""
+    facts: list[tuple[DifferenceKind, Fact, Fact]] = [
+        (DifferenceKind.SHAPE, a.shape, b.shape),
+        (
+            DifferenceKind.DTYPE,
+            StoredDtype(a.dtype_name, a.stored_dtype_name),
+            StoredDtype(b.dtype_name, b.stored_dtype_name),
+        ),
+    ]
+    found = [Difference(path, kind, first, second) for kind, first, second in facts if first != second]
+    if _placement(a.layout) != _placement(b.layout):
+        found.append(Difference(path, DifferenceKind.LAYOUT, a.layout, b.layout))
+    return found
+
+
+def _placement(layout: Layout | None) -> object:
+    """Return what counts of a layout: on which devices the mesh is does not."""
+    return None if layout is None else (layout.sharding_specs, tuple(layout.mesh.axis_sizes.items()))
+
+
+def _saved_regions(info: TensorInfo) -> list[Region]:
+    """Return boxes that cover what was saved of a tensor."""
+    # The index of another library's checkpoint may hold the elements itself; then there are no chunks.
+    return [chunk.region for chunk in info.chunks] or [Region.full(info.shape)] * info.is_whole
+
+
+def _num_saved(info: TensorInfo) -> int:
+    return sum(region.numel for region in _saved_regions(info))
+
+
+def _saved_in_both(a: TensorInfo, b: TensorInfo) -> tuple[bool, list[Region]]:
+    """Return whether the same part of two tensors was saved, and boxes that cover what was saved of both."""
+    if a.is_whole and b.is_whole:
+        # In the chunks of one of them, and whole if these are small: fewer reads, and each chunk is read once.
+        larger = max(a, b, key=lambda info: info.max_chunk_nbytes)
+        is_fine = larger.max_chunk_nbytes < SMALL_CHUNK_NBYTES
+        return True, [Region.full(a.shape)] if is_fine else _saved_regions(larger)
+    regions_a, regions_b = _saved_regions(a), _saved_regions(b)
+    if regions_a == regions_b:
+        return True, regions_a
+    common = [both for one in regions_a for other in regions_b if (both := one.intersect(other)) is not None]
+    numel = sum(region.numel for region in common)
+    return numel == _num_saved(a) == _num_saved(b), common
+
+
+def _changed_chunks(a: TensorInfo, b: TensorInfo) -> list[Region] | None:
+    """Return the chunks whose digests differ; None if digests do not tell."""
+    # A chunk's digest depends on the tensor's name.
+    if a.name != b.name or a.chunk_shape != b.chunk_shape or a.num_chunks != b.num_chunks:
+        return None
+    chunks_a, chunks_b = a.chunks, b.chunks
+    if not chunks_a or not all(map(_is_comparable, chunks_a, chunks_b)):
+        return None
+    return [one.region for one, other in zip(chunks_a, chunks_b, strict=True) if one.digest != other.digest]
+
+
+def _is_comparable(one: ChunkInfo, other: ChunkInfo) -> bool:
+    return None not in (one.digest, other.digest) and one.region == other.region
