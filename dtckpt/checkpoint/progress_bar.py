@@ -9,7 +9,7 @@ from dtckpt.errors import printable
 
 
 class Bar:
-    """A bar with the name of the tensor at work; it disappears when the context ends.
+    """A bar with the name of the tensor at work, bytes, speed and time left; it disappears when the context ends.
 
     Args:
         title: The text that is shown before the first tensor's name.
@@ -22,13 +22,21 @@ class Bar:
 
     def __enter__(self) -> Self:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
 
         # A tensor's name may look like rich's markup.
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
             TimeRemainingColumn(),
         )
         self._progress = Progress(*columns, console=Console(stderr=True), transient=True)

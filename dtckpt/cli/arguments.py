@@ -1,4 +1,4 @@
-"""Parse arguments of the command line: sizes, meshes, dtypes, and rules that give tensors their layouts."""
+"""Parse arguments of the command line: meshes, dtypes, and rules that give tensors their layouts."""
 
 from __future__ import annotations
 
@@ -23,32 +23,8 @@ from dtckpt.layout.mesh import Mesh
 MAX_DEVICES = 1 << 18
 """Largest number of devices in a mesh; planning for it takes seconds per tensor."""
 MAX_LAYOUT_FILE_NBYTES = 16 << 20
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{infix}b": base**power
-    for power, letter in enumerate("kmgtp", start=1)
-    for infix, base in (("i", 1024), ("", 1000))
-}
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 _COUNT = re.compile(r"[1-9]\d{0,17}", re.ASCII)
 _COMMENT = re.compile(r"(^|\s)#.*")
-
-
-def parse_size(text: str) -> int:
-    """Parse a size such as ``512KiB``, ``1.5GiB``, ``2GB`` or ``4096``; return it in bytes.
-
-    Raises:
-        ConfigError: The text is no size of at least one byte.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    unit = _UNITS.get(match[2].lower()) if match else None
-    nbytes = (
-        0 if match is None or unit is None else int(float(match[1]) * unit if "." in match[1] else int(match[1]) * unit)
-    )
-    if nbytes < 1:
-        raise ConfigError(
-            f"size cannot be used; got {text!r}, expected bytes or a number with KiB, MiB, GiB, KB, MB, GB"
-        )
-    return nbytes
 
 
 def parse_mesh(text: str) -> Mesh:

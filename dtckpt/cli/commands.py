@@ -42,6 +42,12 @@ def _json_option(text: str) -> Callable[[_Command], _Command]:
     return click.option("--json", "as_json", is_flag=True, help=text)
 
 
+def _pager_option(command: _Command) -> _Command:
+    return click.option(
+        "--pager/--no-pager", default=True, help="On a terminal: show long text in $PAGER, or else less [default: yes]."
+    )(command)
+
+
 @click.group(
     no_args_is_help=False,
     epilog=exit_code_help(),
@@ -165,17 +171,134 @@ def convert(**options: Any) -> None:
     run_convert(ConvertRequest(**options))
 
 
-@cli.command(epilog=exit_code_help())
+_INSPECT_HELP = """\b
+Examples:
+  dtckpt inspect step_100
+  dtckpt inspect step_100 --tree --sort size           what takes the space
+  dtckpt inspect step_100 --tensor 'model/*' --chunks  which file has which part
+  dtckpt inspect s3://bucket/step_100 --json
+
+"""
+
+
+@cli.command(epilog=f"{_INSPECT_HELP}{exit_code_help()}")
 @click.argument("path")
 @click.option("--tensor", "patterns", multiple=True, metavar="GLOB", help="Only tensors with such names.")
+@click.option("--tree", is_flag=True, help="Show names as a tree, with the size of every subtree.")
+@click.option(
+    "--sort",
+    type=click.Choice(("name", "size")),
+    default="name",
+    show_default=True,
+    help="Order of the tensors: layers.2 before layers.10, or the largest first.",
+)
+@click.option("--each", is_flag=True, help="A line for each tensor, also for those that are alike but for numbers.")
 @click.option("--chunks", "with_chunks", is_flag=True, help="List every chunk: region, key, digest, client.")
+@_pager_option
 @_json_option("Print one line of JSON.")
 @_debug_option
-def inspect(path: str, patterns: tuple[str, ...], with_chunks: bool, as_json: bool) -> None:
-    """Show what checkpoint PATH holds."""
-    from dtckpt.cli.inspect import run_inspect
+def inspect(**options: Any) -> None:
+    """Show what checkpoint PATH holds.
 
-    run_inspect(path, patterns, with_chunks=with_chunks, as_json=as_json)
+    Tensors that are alike but for numbers in their names share a line: layers.{0..31}.norm stands for 32 of them, and
+    chunks and bytes are those of all of them.
+    """
+    from dtckpt.cli.inspect import InspectRequest, run_inspect
+
+    run_inspect(InspectRequest(**options))
+
+
+_DIFF_HELP = """\b
+Differences:
+  missing, extra        in A only, in B only
+  type, value           another kind of container or leaf; another plain value
+  shape, dtype, layout  of a tensor; a layout is its specs and the axes of its mesh
+  part                  which part of a tensor was saved
+  elements              the tensor's elements
+  unknown               not compared
+
+\b
+Examples:
+  dtckpt diff step_100 step_200                     by digests: which tensors differ
+  dtckpt diff step_100 step_200 --values            how many elements differ, and by how much
+  dtckpt diff step_100 step_100_for_8 --ignore layout
+  dtckpt diff step_100 model.safetensors --select 'model/*' --rename 'model/*=*' --ignore layout
+
+"""
+DIFFERENCES = ("missing", "extra", "type", "value", "shape", "dtype", "layout", "part", "elements", "unknown")
+"""A copy of the names in `dtckpt.checkpoint.inspecting.difference`, which is slow to import."""
+
+
+@cli.command(epilog=f"{_DIFF_HELP}{exit_code_help()}")
+@click.argument("a")
+@click.argument("b")
+@click.option(
+    "--values/--no-values",
+    default=None,
+    help="Read the elements of tensors whose digests differ, too; or read none at all [default: read those without "
+    "digests that tell].",
+)
+@click.option("--select", multiple=True, metavar="GLOB", help="Compare only tensors and values of such names.")
+@click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="Names of B for those of A, as in convert.")
+@click.option(
+    "--ignore", multiple=True, type=click.Choice(DIFFERENCES), help="Differences that do not count; see below."
+)
+@click.option(
+    "--max-memory",
+    metavar="SIZE",
+    default="256MiB",
+    show_default=True,
+    help="Bound on tensor data in memory: 512MiB, 2GB.",
+)
+@_pager_option
+@_json_option("Print one JSON line per difference, then one with the result.")
+@_debug_option
+def diff(**options: Any) -> int:
+    """Show in what checkpoints A and B differ; exit with 0 if they are the same, with 1 if not.
+
+    Content digests tell whether the elements of two tensors of one dtype differ, whatever the layouts and chunks are.
+    Elements are read where there are no such digests: of other libraries' files, and of two dtypes. Elements of one
+    dtype are equal if their bits are, so a NaN equals one of the same bits. Errors do not count a NaN.
+    """
+    from dtckpt.cli.diff import DiffRequest, run_diff
+
+    return run_diff(DiffRequest(**options))
+
+
+_CAT_HELP = """\b
+Examples:
+  dtckpt cat step_100 model/w                      all of it, or its edges if it is large
+  dtckpt cat step_100 'model/w[0:4, ..., -1]'
+  dtckpt cat step_100 'model/w[::1000]' --all
+  dtckpt cat step_100 model/w --stats              with counts of NaN and Inf
+  dtckpt cat step_100 step                         a plain value
+
+"""
+
+
+@cli.command(epilog=f"{_CAT_HELP}{exit_code_help()}")
+@click.argument("path")
+@click.argument("tensor", metavar="TENSOR[SLICE]")
+@click.option("--stats", is_flag=True, help="Print statistics of the elements: extremes, mean, NaN, Inf, zeros.")
+@click.option("--all", "all_elements", is_flag=True, help="Print every element; else of over 1000 those at the edges.")
+@click.option(
+    "--max-memory",
+    metavar="SIZE",
+    default="256MiB",
+    show_default=True,
+    help="Bound on tensor data in memory with --stats: 512MiB, 2GB.",
+)
+@_json_option("Print one line of JSON, with every element or the statistics.")
+@_debug_option
+def cat(**options: Any) -> None:
+    """Print elements of a tensor of checkpoint PATH.
+
+    SLICE is one of NumPy: integers, start:stop:step and '...'. Only the chunks that it meets are read. Minimum,
+    maximum, mean and standard deviation are those of the finite elements; of complex ones, magnitudes count.
+    """
+    from dtckpt.cli.cat import CatRequest, run_cat
+
+    run_cat(CatRequest(**options))
 
 
 @cli.command(epilog=exit_code_help())

@@ -14,10 +14,11 @@ from dtckpt.checkpoint.converting.convert import convert
 from dtckpt.checkpoint.converting.report import ConvertedTensor, ConvertReport
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.progress_bar import Bar, is_watched
-from dtckpt.cli.arguments import parse_dtype, parse_size
+from dtckpt.cli.arguments import parse_dtype
 from dtckpt.cli.freed_memory import return_freed_memory
 from dtckpt.cli.output import format_count, format_shape, write_event, write_line, write_table
-from dtckpt.errors import ConfigError, format_nbytes, printable
+from dtckpt.cli.plain_arguments import parse_pairs, parse_size
+from dtckpt.errors import format_nbytes, printable
 
 PROGRESS_S = 1.0
 """Seconds between two ``progress`` events, at least."""
@@ -81,21 +82,6 @@ def run_convert(request: ConvertRequest) -> None:
         write_line(
             f"converted {_source(plan)} to {_target(plan)}: {_totals(plan)} in {report.seconds:.1f} s ({rate}/s)"
         )
-
-
-def parse_pairs(texts: Sequence[str], option: str, form: str) -> dict[str, str]:
-    """Parse ``LEFT=RIGHT`` texts; names may hold ``=``, and the last one parts the two.
-
-    Raises:
-        ConfigError: A text is malformed, or two of them begin alike.
-    """
-    pairs: dict[str, str] = {}
-    for text in texts:
-        left, _, right = text.rpartition("=")
-        if not left or not right or left in pairs:
-            raise ConfigError(f"--{option} {text!r} cannot be used; expected {form}, and each name once")
-        pairs[left] = right
-    return pairs
 
 
 def _source(plan: ConvertReport) -> str:

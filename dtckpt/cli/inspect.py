@@ -5,37 +5,54 @@ from __future__ import annotations
 import fnmatch
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.cli.output import format_count, format_layout, format_shape, write_event, write_line, write_table
+from dtckpt.cli.name_groups import NameGroup, group_names
+from dtckpt.cli.name_tree import TreeLeaf, tree_rows
+from dtckpt.cli.output import format_count, format_layout, format_shape, format_value, table_lines, write_event
+from dtckpt.cli.pager import page
 from dtckpt.errors import TensorNotFoundError, capped, format_nbytes, printable
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.manifest import Costs
-from dtckpt.format.plain_values import Node, peek_value
+from dtckpt.format.natural_order import natural_key
+from dtckpt.format.plain_values import Node
 from dtckpt.format.tree import value_nodes
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
 
-MAX_VALUE_CHARS = 80
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectRequest:
+    """The arguments of the command, as `click` passes them; see `dtckpt.cli.commands`."""
+
+    path: str
+    patterns: Sequence[str]
+    tree: bool
+    sort: str
+    each: bool
+    with_chunks: bool
+    pager: bool
+    as_json: bool
 
 
-def run_inspect(path: str, patterns: Sequence[str], *, with_chunks: bool, as_json: bool) -> None:
+def run_inspect(request: InspectRequest) -> None:
     """Run the command.
 
     Raises:
         TensorNotFoundError: No tensor matches one of the patterns.
         CheckpointError: As for `dtckpt.open_checkpoint`.
     """
-    with open_checkpoint(path) as checkpoint:
-        tensors = select(checkpoint, patterns)
+    with open_checkpoint(request.path) as checkpoint:
+        tensors = select(checkpoint, request.patterns)
         meshes = list(dict.fromkeys(info.layout.mesh for info in tensors if info.layout is not None))
-        if as_json:
-            write_event("checkpoint", **to_json(checkpoint, tensors, meshes, with_chunks=with_chunks))
+        if request.as_json:
+            write_event("checkpoint", **to_json(checkpoint, tensors, meshes, with_chunks=request.with_chunks))
         else:
-            _write_text(checkpoint, tensors, meshes, with_chunks=with_chunks)
+            page(_lines(checkpoint, tensors, meshes, request), is_wanted=request.pager)
 
 
 def select(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[TensorInfo]:
@@ -147,53 +164,95 @@ def _digest_text(digest: int) -> str:
 # --- text ---------------------------------------------------------------------------------------------------------
 
 
-def _write_text(
-    checkpoint: Checkpoint, tensors: Sequence[TensorInfo], meshes: Sequence[Mesh], *, with_chunks: bool
-) -> None:
+def _lines(
+    checkpoint: Checkpoint, tensors: Sequence[TensorInfo], meshes: Sequence[Mesh], request: InspectRequest
+) -> Iterator[str]:
+    for key, fact in _facts(checkpoint, tensors, meshes):
+        yield f"{key:<12}{printable(fact)}"
+    tables: list[tuple[Sequence[str], Sequence[Sequence[str]]]] = []
+    groups = _groups(tensors, meshes, request)
+    if request.tree:
+        rows = tree_rows([_tree_leaf(group) for group in groups], by_size=request.sort == "size")
+        tables.append((("TENSOR", "TENSORS", "SIZE", "SHAPE", "DTYPE"), rows))
+    else:
+        cells = [_group_row(group, meshes) for group in groups]
+        tables.append((("TENSOR", "SHAPE", "DTYPE", "LAYOUT", "CHUNKS", "SIZE", "READ UNIT", "CONTENT"), cells))
+    if request.with_chunks:
+        each = sorted(tensors, key=lambda info: natural_key(info.name))
+        tables.append((("TENSOR", "REGION", "KEY", "DIGEST", "CLIENT"), list(_chunk_rows(each))))
+    values = sorted(_value_nodes(checkpoint), key=lambda item: natural_key(item[0]))
+    tables.append((("VALUE", ""), [(path, format_value(node)) for path, node in values]))
+    tables.append((("PHASE", "MEDIAN", "SLOWEST", "CLIENT", "SIZE"), list(_phase_rows(_costs(checkpoint)))))
+    for header, body in tables:
+        if body:
+            yield ""
+            yield from table_lines(header, body)
+
+
+def _facts(checkpoint: Checkpoint, tensors: Sequence[TensorInfo], meshes: Sequence[Mesh]) -> Iterator[tuple[str, str]]:
+    """Yield the facts about the whole checkpoint."""
     save = _save_json(checkpoint)
+    yield "checkpoint", str(checkpoint.path)
+    yield "format", str(save.get("format_version", checkpoint.format))
+    for title, key in (("job", "job"), ("clients", "num_clients"), ("kvstore", "kvstore")):
+        if key in save:
+            yield title, str(save[key])
+    if save.get("raw_bits"):
+        yield "raw bits", "bfloat16 and float8 are unsigned integers in zarr.json"
+    for position, mesh in enumerate(meshes):
+        yield f"mesh {position}", _mesh_text(mesh)
     chunks = format_count(sum(info.num_chunks for info in tensors), "chunk")
-    size = format_nbytes(sum(info.nbytes for info in tensors))
     of_all = "" if len(tensors) == len(checkpoint.tensors) else f" of {len(checkpoint.tensors)}"
-    facts = [
-        ("checkpoint", str(checkpoint.path)),
-        ("format", str(save.get("format_version", checkpoint.format))),
-        *(
-            (title, str(save[key]))
-            for title, key in (("job", "job"), ("clients", "num_clients"), ("kvstore", "kvstore"))
-            if key in save
-        ),
-        *([("raw bits", "bfloat16 and float8 are unsigned integers in zarr.json")] if save.get("raw_bits") else []),
-        *((f"mesh {position}", _mesh_text(mesh)) for position, mesh in enumerate(meshes)),
-        ("tensors", f"{len(tensors)}{of_all}, {chunks}, {size}"),
-    ]
-    for key, fact in facts:
-        write_line(f"{key:<12}{printable(fact)}")
-    if tensors:
-        write_line("")
-        write_table(
-            ("TENSOR", "SHAPE", "DTYPE", "LAYOUT", "CHUNKS", "SIZE", "READ UNIT", "CONTENT"),
-            [_tensor_row(info, meshes) for info in tensors],
+    yield "tensors", f"{len(tensors)}{of_all}, {chunks}, {format_nbytes(sum(info.nbytes for info in tensors))}"
+
+
+def _groups(
+    tensors: Sequence[TensorInfo], meshes: Sequence[Mesh], request: InspectRequest
+) -> list[NameGroup[TensorInfo]]:
+    """Return tensors in groups of those that are alike, in the order that the user wants."""
+    if request.each:
+        groups = [NameGroup(info.name, [info]) for info in sorted(tensors, key=lambda info: natural_key(info.name))]
+    else:
+        groups = group_names(
+            tensors, lambda info: info.name, lambda info: (_alike_cells(info, meshes), info.num_chunks, info.nbytes)
         )
-    if with_chunks and tensors:
-        write_line("")
-        rows = [
-            (
-                info.name,
-                _region_text(chunk.region),
-                chunk.key,
-                "" if chunk.digest is None else _digest_text(chunk.digest),
-                "" if chunk.client is None else str(chunk.client),
-            )
-            for info in tensors
-            for chunk in info.chunks
-        ]
-        write_table(("TENSOR", "REGION", "KEY", "DIGEST", "CLIENT"), rows)
-    if values := [(path, _value_text(node)) for path, node in _value_nodes(checkpoint)]:
-        write_line("")
-        write_table(("VALUE", ""), values)
-    if costs := _costs(checkpoint):
-        write_line("")
-        write_table(("PHASE", "MEDIAN", "SLOWEST", "CLIENT", "SIZE"), list(_phase_rows(costs)))
+    if request.sort == "size":
+        groups.sort(key=_group_nbytes, reverse=True)
+    return groups
+
+
+def _group_nbytes(group: NameGroup[TensorInfo]) -> int:
+    return sum(info.nbytes for info in group.items)
+
+
+def _tree_leaf(group: NameGroup[TensorInfo]) -> TreeLeaf:
+    first = group.items[0]
+    return TreeLeaf(group.name, len(group.items), _group_nbytes(group), (format_shape(first.shape), _dtype_text(first)))
+
+
+def _group_row(group: NameGroup[TensorInfo], meshes: Sequence[Mesh]) -> tuple[str, ...]:
+    """Return the row of a group; chunks and bytes are those of all its tensors."""
+    first, *more = group.items
+    shape, dtype, layout, part, unit = _alike_cells(first, meshes)
+    digest = "" if first.content_digest is None else _digest_text(first.content_digest)
+    return (
+        group.name,
+        shape,
+        dtype,
+        layout,
+        f"{sum(info.num_chunks for info in group.items)}{part}",
+        format_nbytes(_group_nbytes(group)),
+        unit,
+        f"({format_count(len(group.items), 'tensor')})" if more else digest,
+    )
+
+
+def _chunk_rows(tensors: Sequence[TensorInfo]) -> Iterator[tuple[str, ...]]:
+    for info in tensors:
+        for chunk in info.chunks:
+            digest = "" if chunk.digest is None else _digest_text(chunk.digest)
+            client = "" if chunk.client is None else str(chunk.client)
+            yield info.name, _region_text(chunk.region), chunk.key, digest, client
 
 
 def _phase_rows(costs: Costs) -> Iterator[tuple[str, ...]]:
@@ -217,29 +276,20 @@ def _mesh_text(mesh: Mesh) -> str:
     return f"{axes} ({format_count(mesh.size(), f'{mesh.device_kind} device')}){name}"
 
 
-def _tensor_row(info: TensorInfo, meshes: Sequence[Mesh]) -> tuple[str, ...]:
+def _alike_cells(info: TensorInfo, meshes: Sequence[Mesh]) -> tuple[str, ...]:
+    """Return the cells of a row that must be equal in a group: shape, dtype, layout, whether in part, read unit."""
     layout = format_layout(info.layout)
     if info.layout is not None and len(meshes) > 1:
         layout += f" on mesh {meshes.index(info.layout.mesh)}"
+    part = "" if info.is_whole else " (part)"
+    return format_shape(info.shape), _dtype_text(info), layout, part, format_shape(info.block_shape)
+
+
+def _dtype_text(info: TensorInfo) -> str:
     dtype, stored = info.dtype_name, info.stored_dtype_name
     special = [f"stored {stored}"] * (stored != dtype) + [info.codec] * (info.codec != NO_CODEC)
-    return (
-        info.name,
-        format_shape(info.shape),
-        f"{dtype} ({', '.join(special)})" if special else dtype,
-        layout,
-        str(info.num_chunks) if info.is_whole else f"{info.num_chunks} (part)",
-        format_nbytes(info.nbytes),
-        format_shape(info.block_shape),
-        "" if info.content_digest is None else _digest_text(info.content_digest),
-    )
+    return f"{dtype} ({', '.join(special)})" if special else dtype
 
 
 def _region_text(region: Region) -> str:
     return ",".join(f"{start}:{stop}" for start, stop in zip(region.offset, region.stop, strict=True)) or "scalar"
-
-
-def _value_text(node: Node) -> str:
-    ((kind, content),) = node.items()
-    text = repr(peek_value(kind, content))
-    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."

@@ -14,7 +14,10 @@ import click
 from dtckpt.errors import printable
 
 if TYPE_CHECKING:
+    from dtckpt.format.plain_values import Node
     from dtckpt.layout.layout import Layout
+
+MAX_VALUE_CHARS = 80
 
 
 def write_line(text: str) -> None:
@@ -47,6 +50,20 @@ def format_layout(layout: Layout | None) -> str:
     from dtckpt.layout.text_format import spec_to_text  # here, because ``--help`` does without NumPy and protobuf
 
     return "none" if layout is None else ",".join(map(spec_to_text, layout.sharding_specs)) or "scalar"
+
+
+def value_text(node: Node) -> str:
+    """Return the plain value of a node as Python writes it."""
+    from dtckpt.format.plain_values import peek_value  # here, because ``--help`` does without NumPy
+
+    ((kind, content),) = node.items()
+    return repr(peek_value(kind, content))
+
+
+def format_value(node: Node) -> str:
+    """Return the plain value of a node as `value_text`, cut short if it is long."""
+    text = value_text(node)
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

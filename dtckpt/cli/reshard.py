@@ -13,8 +13,9 @@ from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.progress_bar import is_watched
 from dtckpt.checkpoint.resharding.reshard import ReshardReport, reshard
 from dtckpt.checkpoint.resharding.workers import Worker
-from dtckpt.cli.arguments import LayoutRules, parse_dtype, parse_mesh, parse_size, read_rules
+from dtckpt.cli.arguments import LayoutRules, parse_dtype, parse_mesh, read_rules
 from dtckpt.cli.freed_memory import return_freed_memory
+from dtckpt.cli.plain_arguments import parse_size
 from dtckpt.cli.reshard_progress import BarReporter, JsonReporter, PlanReporter, Reporter
 from dtckpt.errors import ConfigError
 

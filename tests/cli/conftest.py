@@ -1,6 +1,9 @@
 import json
+import os
+import pty
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
@@ -46,11 +49,32 @@ def run(capsys):
     return call
 
 
+COMMAND = [sys.executable, "-W", "error", "-m", "dtckpt.cli.main"]
+
+
 def run_process(*args, program=("-m", "dtckpt.cli.main"), **options):
     """Run the command as a process of its own, where any warning is an error."""
     command = [sys.executable, "-W", "error", *program, *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
     return Result(done.returncode, done.stdout, done.stderr)
+
+
+def run_on_terminal(*args, **environment):
+    """Run the command as a process in a terminal; all that it shows is its output."""
+    main_end, terminal = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    shown = []
+    with subprocess.Popen(
+        [*COMMAND, *map(str, args)], env=os.environ | {"TERM": "xterm", "COLUMNS": "200"} | environment, **streams
+    ) as process:
+        os.close(terminal)
+        # The other end fails once nobody has the terminal open.
+        with suppress(OSError):
+            while data := os.read(main_end, 1 << 16):
+                shown.append(data)
+        code = process.wait(60)
+    os.close(main_end)
+    return Result(code, b"".join(shown).decode().replace("\r\n", "\n"), "")
 
 
 SHAPES = {

@@ -1,8 +1,9 @@
 import pytest
 
 from dtckpt.cli import arguments, commands
-from dtckpt.cli.arguments import LayoutRule, parse_dtype, parse_mesh, parse_size, read_rules
+from dtckpt.cli.arguments import LayoutRule, parse_dtype, parse_mesh, read_rules
 from dtckpt.cli.output import format_layout
+from dtckpt.cli.plain_arguments import parse_size
 from dtckpt.errors import ConfigError, LayoutError, MeshError
 from dtckpt.format.manifest import KVSTORES
 from dtckpt.layout.create_mesh import abstract_mesh

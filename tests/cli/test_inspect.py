@@ -9,6 +9,9 @@ from support.states import packed
 
 import dtckpt
 from dtckpt import Layout, PerClient, SaveOptions, abstract_mesh
+from dtckpt.cli.pager import pager_command
+
+from .conftest import run_on_terminal
 
 
 def test_text(run, source, tensors):
@@ -34,6 +37,79 @@ def test_text(run, source, tensors):
     assert rows["step"][1:] == ["7"]
     # Values steer no terminal and break no line.
     assert "note   'a\\nb \\x1b[31m'" in lines
+
+
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory):
+    """A model of 12 layers, of which one is of another dtype."""
+    path = tmp_path_factory.mktemp("layered") / "c"
+    layers = {str(layer): {"w": torch.ones(4, 6), "norm": torch.ones(5)} for layer in range(12)}
+    layers["7"]["norm"] = torch.ones(5, dtype=torch.float64)
+    dtckpt.save(path, {"model": {"layers": layers, "embed": torch.ones(30)}, "steps": [1, *range(10)]})
+    return path
+
+
+def rows_of(result, header="TENSOR"):
+    """Return the rows of a table, up to the empty line behind it."""
+    lines = result.out.splitlines()
+    start = next(position for position, line in enumerate(lines) if line.startswith(header))
+    stop = next((position for position, line in enumerate(lines) if position > start and not line), len(lines))
+    return lines[start + 1 : stop]
+
+
+def test_tensors_that_are_alike_share_a_line_in_natural_order(run, layered):
+    rows = [row.split() for row in rows_of(run("inspect", layered))]
+    assert [row[:3] for row in rows] == [
+        ["model/embed", "30", "float32"],
+        ["model/layers/{0..6,8..11}/norm", "5", "float32"],
+        ["model/layers/{0..11}/w", "4x6", "float32"],
+        ["model/layers/7/norm", "5", "float64"],
+    ]
+    assert rows[1][4:] == ["11", "220", "B", "5", "(11", "tensors)"]
+    values = [row.split() for row in rows_of(run("inspect", layered), "VALUE")]
+    assert [row[0] for row in values] == [f"steps/{position}" for position in range(11)]
+    each = [row.split()[0] for row in rows_of(run("inspect", layered, "--each", "--tensor", "*/norm"))]
+    assert each == [f"model/layers/{layer}/norm" for layer in range(12)]
+    largest = [row.split()[0] for row in rows_of(run("inspect", layered, "--sort", "size"))]
+    assert largest[:2] == ["model/layers/{0..11}/w", "model/layers/{0..6,8..11}/norm"]
+    lines = run("inspect", layered, "--chunks", "--tensor", "*/w").out.splitlines()
+    assert [line.split()[0] for line in lines if "/w/c/0" in line] == [f"model/layers/{layer}/w" for layer in range(12)]
+
+
+def test_a_tree_with_sizes(run, layered):
+    rows = [row.split() for row in rows_of(run("inspect", layered, "--tree"))]
+    assert rows == [
+        ["model/", "25", "1.5", "KiB"],
+        ["embed", "1", "120", "B", "30", "float32"],
+        ["layers/", "24", "1.4", "KiB"],
+        ["7/norm", "1", "40", "B", "5", "float64"],
+        ["{0..6,8..11}/norm", "11", "220", "B", "5", "float32"],
+        ["{0..11}/w", "12", "1.1", "KiB", "4x6", "float32"],
+    ]
+    rows = [row.split()[0] for row in rows_of(run("inspect", layered, "--tree", "--sort", "size"))]
+    assert rows == ["model/", "layers/", "{0..11}/w", "{0..6,8..11}/norm", "7/norm", "embed"]
+
+
+def test_json_is_the_same_with_every_option(run, layered):
+    plain = run("inspect", layered, "--json").out
+    assert run("inspect", layered, "--json", "--tree", "--sort", "size", "--each").out == plain
+
+
+def test_long_text_goes_through_a_pager_on_a_terminal(layered):
+    # A pager that ends before it has read everything.
+    result = run_on_terminal("inspect", layered, "--each", PAGER="head -n 1")
+    assert (result.code, result.out) == (0, f"checkpoint  {layered}\n")
+    assert run_on_terminal("inspect", layered, "--each", "--no-pager", PAGER="false").out.count("\n") > 30
+    assert run_on_terminal("inspect", layered, "--each", PAGER="cat").out.count("\n") > 30
+
+
+def test_which_pager(monkeypatch):
+    assert pager_command({"PAGER": "more -s"}) == "more -s"
+    assert pager_command({"PAGER": ""}) is None
+    assert pager_command({"PAGER": "cat"}) is None
+    for found, command in (("/usr/bin/less", "less"), (None, None)):
+        monkeypatch.setattr("shutil.which", lambda name, found=found: found)
+        assert pager_command({}) == command
 
 
 def test_json(run, source, tensors):

@@ -13,9 +13,7 @@ from dtckpt import UNSHARDED, Layout, abstract_mesh, errors
 from dtckpt.cli import commands
 from dtckpt.cli.exit_codes import EXIT_CODES, MEANINGS, ExitCode, exit_code_of
 
-from .conftest import run_process
-
-COMMAND = [sys.executable, "-W", "error", "-m", "dtckpt.cli.main"]
+from .conftest import COMMAND, run_process
 
 
 def test_help_and_version_import_nothing_heavy(run):
@@ -33,8 +31,7 @@ def test_help_and_version_import_nothing_heavy(run):
 LOOKING = """
 import sys
 from dtckpt.cli.main import main
-path, *args = sys.argv[1:]
-code = main([*args, path])
+code = main(sys.argv[1:])
 print(sorted({'torch', 'grpc', 'rich', 'tensorstore'} & set(sys.modules)))
 sys.exit(code)
 """
@@ -43,15 +40,24 @@ sys.exit(code)
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 @pytest.mark.parametrize(
     ("args", "modules"),
-    [(["inspect"], []), (["inspect", "--json", "--chunks"], []), (["verify"], ["tensorstore"])],
+    [
+        (["inspect", "{}"], []),
+        (["inspect", "--json", "--chunks", "{}"], []),
+        (["inspect", "--tree", "{}"], []),
+        (["verify", "{}"], ["tensorstore"]),
+        (["diff", "{}", "{}"], []),
+        (["diff", "{}", "{}", "--no-values"], []),
+        (["cat", "--stats", "{}", "b"], ["tensorstore"]),
+    ],
     ids=" ".join,
 )
 def test_commands_that_look_import_no_torch(looked_at, args, modules, kvstore):
-    result = run_process(looked_at / kvstore, *args, program=("-c", LOOKING))
+    folder = looked_at / kvstore
+    result = run_process(*[arg.format(folder) for arg in args], program=("-c", LOOKING))
     assert result.code == 0, result
     # What a database's nodes say, only TensorStore knows.
     assert result.out.splitlines()[-1] == str(modules if kvstore == "ocdbt" else [])
-    if args == ["inspect"]:
+    if args == ["inspect", "{}"]:
         shown = ["config/dtype  torch.bfloat16", "config/on     device('cuda:1')", "config/shape  torch.Size([2, 3])"]
         assert all(line in result.out for line in shown), result.out
 

@@ -19,9 +19,10 @@ from support.coordinators import running_server
 from support.dockerfile import read_stages
 from support.kustomize import DEPLOY, FOLDERS, pods_of, render
 
-from dtckpt.cli.arguments import parse_mesh, parse_size
+from dtckpt.cli.arguments import parse_mesh
 from dtckpt.cli.commands import cli
 from dtckpt.cli.exit_codes import ExitCode
+from dtckpt.cli.plain_arguments import parse_size
 from dtckpt.coordination.connect import connect
 from dtckpt.coordination.discovery import DEFAULT_PORT, find_coordinator
 

@@ -1,0 +1,188 @@
+"""``dtckpt cat``: print a slice of a tensor, or statistics of it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dtckpt.checkpoint.inspecting.element_statistics import Statistics
+from dtckpt.checkpoint.inspecting.read_slice import read_edges, read_elements, read_statistics
+from dtckpt.checkpoint.inspecting.selection import Selection
+from dtckpt.checkpoint.progress_bar import Bar, is_watched
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.cli.freed_memory import return_freed_memory
+from dtckpt.cli.output import format_shape, value_text, write_event, write_line
+from dtckpt.cli.plain_arguments import parse_size
+from dtckpt.cli.suggestions import did_you_mean
+from dtckpt.errors import ConfigError, TensorNotFoundError, capped, printable
+from dtckpt.format.numbers import numbers_of
+from dtckpt.format.plain_values import encode_value
+from dtckpt.format.tree import value_nodes
+
+MAX_SHOWN = 1000
+"""Elements that are printed without ``--all``; of more, those at the edges, as NumPy does."""
+EDGE = 3
+MAX_PRINTED = 1 << 20
+"""Elements that are printed at all: they are in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatRequest:
+    """The arguments of the command, as `click` passes them; see `dtckpt.cli.commands`."""
+
+    path: str
+    tensor: str
+    stats: bool
+    all_elements: bool
+    max_memory: str
+    as_json: bool
+
+
+def run_cat(request: CatRequest) -> None:
+    """Run the command.
+
+    Raises:
+        TensorNotFoundError: There is no such tensor or value.
+        RegionError: The slice cannot be used, or does not fit the tensor.
+        ConfigError: An option cannot be used, or too many elements would be printed.
+        CheckpointError: As for `dtckpt.open_checkpoint`.
+    """
+    return_freed_memory()
+    max_memory = parse_size(request.max_memory)
+    with open_checkpoint(request.path) as checkpoint:
+        name, text = split_slice(request.tensor, checkpoint)
+        if name not in checkpoint.tensors:
+            _write_value(checkpoint, name, text, request)
+            return
+        info = checkpoint.info(name)
+        selection = Selection.parse("..." if text is None else text, info.shape)
+        facts = {
+            "path": str(checkpoint.path),
+            "name": name,
+            "dtype": info.dtype_name,
+            "stored_dtype": info.stored_dtype_name,
+            "tensor_shape": info.shape,
+            "slice": text,
+            "shape": selection.shape,
+        }
+        if request.stats:
+            _write_statistics(_statistics(checkpoint, info, selection, max_memory, request), facts, request)
+        elif request.as_json:
+            _validate_printable(selection.shape)
+            values = _json(numbers_of(read_elements(checkpoint, name, selection), info.stored_dtype_name).tolist())
+            write_event("tensor", **facts, values=values)
+        else:
+            for line in _text(checkpoint, info, selection, is_all=request.all_elements).splitlines():
+                write_line(line)
+
+
+def split_slice(text: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
+    """Split ``NAME[SLICE]`` into a name and a slice, None if there is none. Names may have brackets, too."""
+    name, bracket, rest = text.rpartition("[")
+    if text in checkpoint.tensors or not bracket or not rest.endswith("]"):
+        return text, None
+    return name, rest[:-1]
+
+
+def _write_value(checkpoint: Checkpoint, name: str, text: str | None, request: CatRequest) -> None:
+    """Print a plain value, whole.
+
+    Raises:
+        TensorNotFoundError: There is none of this path.
+    """
+    nodes = dict(value_nodes(checkpoint.structure))
+    if name not in nodes:
+        checkpoint.validate_readable(name)
+        names = [*checkpoint.tensors, *nodes]
+        hint = did_you_mean(name, names) or f"; it has {capped(map(repr, names))}"
+        raise TensorNotFoundError(f"{checkpoint.path} has no tensor or value {name!r}{hint}", name=name)
+    if text is not None or request.stats:
+        raise ConfigError(f"{name!r} of {checkpoint.path} is a plain value; a slice and --stats are for tensors")
+    node = nodes[name]
+    if request.as_json:
+        write_event("value", path=str(checkpoint.path), name=name, value=node.get("value", node))
+    else:
+        write_line(printable(value_text(node)))
+
+
+# --- elements ---------------------------------------------------------------------------------------------------------
+
+
+def _text(checkpoint: Checkpoint, info: TensorInfo, selection: Selection, *, is_all: bool) -> str:
+    """Return the elements as NumPy writes them, with as many digits as tell each from its neighbours."""
+    shape = selection.shape
+    is_short = is_all or math.prod(shape) <= MAX_SHOWN
+    _validate_printable(shape if is_short else [min(size, 2 * EDGE + 1) for size in shape])
+    read = (
+        read_elements(checkpoint, info.name, selection)
+        if is_short
+        else (read_edges(checkpoint, info.name, selection, EDGE))
+    )
+    numbers = numbers_of(read, info.stored_dtype_name)
+    if not shape and numbers.size == 1:
+        return str(numbers.reshape(()).item() if numbers.dtype.kind in "biu" else numbers[()])
+    return np.array2string(
+        numbers,
+        # In a pipe, a row is a line.
+        max_line_width=shutil.get_terminal_size().columns if is_watched(sys.stdout) else sys.maxsize,
+        threshold=sys.maxsize if is_short else 0,
+        edgeitems=EDGE,
+        floatmode="unique",
+    )
+
+
+def _validate_printable(shape: tuple[int, ...] | list[int]) -> None:
+    if math.prod(shape) > MAX_PRINTED:
+        raise ConfigError(
+            f"{math.prod(shape)} elements would be printed, expected at most {MAX_PRINTED}; give a smaller slice, as "
+            "in 'NAME[0:10, ..., -1]', or --stats"
+        )
+
+
+def _json(values: Any) -> Any:
+    """Return numbers, or nested lists of them, as JSON; what JSON lacks as a node, as in ``dtckpt inspect``."""
+    if isinstance(values, list):
+        return [_json(value) for value in values]
+    node = encode_value(values, "")
+    return node.get("value", node)
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def _statistics(
+    checkpoint: Checkpoint, info: TensorInfo, selection: Selection, max_memory: int, request: CatRequest
+) -> Statistics:
+    with ExitStack() as stack:
+        progress = None
+        if is_watched(sys.stdout, sys.stderr) and not request.as_json:
+            nbytes = selection.region.numel * info.nbytes // max(1, math.prod(info.shape))
+            progress = stack.enter_context(Bar("reading", nbytes)).advance
+        return read_statistics(checkpoint, info.name, selection, max_memory=max_memory, progress=progress)
+
+
+def _write_statistics(statistics: Statistics, facts: dict[str, Any], request: CatRequest) -> None:
+    numbers = {
+        "count": statistics.count,
+        "min": statistics.minimum,
+        "max": statistics.maximum,
+        "mean": statistics.mean if statistics.num_finite else None,
+        "std": statistics.deviation if statistics.num_finite else None,
+        "nan": statistics.num_nan,
+        "inf": statistics.num_inf,
+        "zeros": statistics.num_zeros,
+    }
+    if request.as_json:
+        write_event("statistics", **facts, **{key: _json(number) for key, number in numbers.items()})
+        return
+    write_line(f"shape  {format_shape(facts['shape'])}")
+    write_line(f"dtype  {facts['dtype']}")
+    for key, number in numbers.items():
+        write_line(f"{key:<7}{'none' if number is None else number}")

@@ -1,0 +1,21 @@
+"""Suggest names that a user may have meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+MAX_COMPARED = 20_000
+"""Names that are compared letter by letter, which takes some 50 us for each."""
+MAX_SUGGESTED = 3
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a question for the end of a message, such as ``; did you mean 'model/w'?``; empty if no name is close."""
+    known = list(names)
+    plain = name.replace(".", "/").strip("/")
+    # The same but for separators, then the end of a longer name, then what is spelled alike.
+    close = [each for each in known if each.replace(".", "/") == plain]
+    close = close or [each for each in known if each.replace(".", "/").endswith(f"/{plain}")]
+    close = close or difflib.get_close_matches(name, known[:MAX_COMPARED], MAX_SUGGESTED)
+    return f"; did you mean {' or '.join(map(repr, close[:MAX_SUGGESTED]))}?" if close else ""
