@@ -103,6 +103,8 @@ def _serve(tasks: SimpleQueue[_Item], prepare: Callable[[], object]) -> None:
         future, work = item
         if future.set_running_or_notify_cancel():
             _run(future, work)
+        # A thread that waits would keep the arguments and the result of its last task.
+        del item, future, work
 
 
 def _run(future: Future[T], work: Callable[[], T]) -> None:

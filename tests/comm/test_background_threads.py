@@ -1,6 +1,7 @@
 """Threads that a save in flight gets although the process ends, which Python refuses from 3.12 on."""
 
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -79,6 +80,16 @@ def test_what_is_cancelled_is_not_done():
     assert first.result(WAIT_S)
     assert [one.cancelled() for one in later] == [True] * 3
     assert done == []
+
+
+def test_a_thread_that_waits_keeps_nothing_of_its_last_task():
+    """A pool that decodes chunks would hold one per thread."""
+    argument = threading.Event()
+    with background_threads.Pool(1, "dtckpt-test") as pool:
+        pool.submit(id, argument).result(WAIT_S)
+        kept = weakref.ref(argument)
+        del argument
+        wait_until(lambda: kept() is None, WAIT_S)
 
 
 def test_a_pool_that_is_dropped_ends_its_threads():
