@@ -47,6 +47,7 @@ bench: install
 	$(RUN) 2 -m benchmarks.dcp_plugin --tensors 4000 --shape 64x64
 	$(RUN) 2 -m benchmarks.async_save
 	$(BIN)/python -m benchmarks.manifest
+	$(BIN)/python -m benchmarks.diff
 	$(BIN)/python -m benchmarks.planning
 	$(RUN) 2 -m benchmarks.redistribute
 	$(RUN) 4 -m benchmarks.redistribute

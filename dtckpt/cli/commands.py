@@ -239,7 +239,13 @@ DIFFERENCES = ("missing", "extra", "type", "value", "shape", "dtype", "layout", 
     "digests that tell].",
 )
 @click.option("--select", multiple=True, metavar="GLOB", help="Compare only tensors and values of such names.")
-@click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="Names of B for those of A, as in convert.")
+@click.option(
+    "--rename",
+    "renames",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="Names in B for those in A, as in convert; then --select chooses from A, and all of B is compared.",
+)
 @click.option(
     "--ignore", multiple=True, type=click.Choice(DIFFERENCES), help="Differences that do not count; see below."
 )

@@ -78,8 +78,9 @@ def _message(error: BaseException) -> str:
         hint = f"; see '{error.ctx.command_path} --help'" if error.ctx else ""
         return " ".join(error.format_message().rstrip(".").split()) + hint
     if isinstance(error, DtckptError):
-        # The library's messages name its own arguments; this is the only one that has another name here.
-        return error.message.replace("pass overwrite=True", "pass --overwrite")
+        # The library's messages name its own arguments; these have other names here.
+        named = error.message.replace("pass overwrite=True", "pass --overwrite")
+        return named.replace("max_memory is too small", "--max-memory is too small")
     if isinstance(error, click.ClickException):
         return error.format_message()
     if isinstance(error, OSError):

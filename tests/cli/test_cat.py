@@ -182,7 +182,7 @@ def test_what_is_not_there(run, path, tmp_path):
     run("cat", path, "model/w[0, 0, 0]").fails(2, "too many indices")
     run("cat", path, "model/w[]").fails(2, "expected what NumPy takes")
     run("cat", tmp_path, "w").fails(3)
-    run("cat", path, "model/w", "--stats", "--max-memory", "1KiB").fails(2, "max_memory")
+    run("cat", path, "model/w", "--stats", "--max-memory", "1KiB").fails(2, "--max-memory is too small")
 
 
 def test_too_many_elements(run, tmp_path):

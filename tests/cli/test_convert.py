@@ -93,7 +93,7 @@ def test_errors(run, source, tmp_path):
     run("convert", source, target, "--select", "nothing").fails(3, "is named 'nothing'")
     run("convert", source, target, "--rename", "model").fails(2, "--rename 'model' cannot be used; expected OLD=NEW")
     run("convert", source, target, "--rename", "a=b", "--rename", "a=c").fails(2, "each name once")
-    run("convert", source, target, "--max-memory", "1KiB").fails(2, "max_memory is too small")
+    run("convert", source, target, "--max-memory", "1KiB").fails(2, "--max-memory is too small")
     run("convert", source, target, "--max-shard-size", "much").fails(2, "size cannot be used")
     run("convert", source, target, "--dtype", "int8").fails(2, "dtype cannot be used")
     target.write_bytes(b"")

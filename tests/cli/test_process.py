@@ -217,9 +217,9 @@ MEASURED = (
 )
 
 
-def _peak_nbytes(*args):
+def _peak_nbytes(*args, code=0):
     result = run_process(*args, program=("-c", MEASURED))
-    assert result.code == 0, result
+    assert result.code == code, result
     return int(result.out.splitlines()[-1]) << 10
 
 
@@ -241,3 +241,23 @@ def test_memory_stays_within_the_bound(tmp_path, kvstore, record_property):
     assert peak < (32 + 16 + 16 + 8) << 20
     with dtckpt.open_checkpoint(tmp_path / "new") as new:
         assert torch.equal(new.read("w"), whole)
+
+
+@pytest.mark.share(1)
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_memory_of_commands_that_read_elements(tmp_path, codec, record_property):
+    """Those of two checkpoints of 96 MiB."""
+    options = dtckpt.SaveOptions(codec=codec, chunk_nbytes=4 << 20)
+    whole = torch.arange(24 << 20, dtype=torch.float32).reshape(6144, 4096)
+    for name, tensor in (("a", whole), ("b", whole + 1), ("small", torch.ones(4)), ("small_b", torch.zeros(4))):
+        dtckpt.save(tmp_path / name, {"w": tensor}, options=options)
+    small = _peak_nbytes("diff", tmp_path / "small", tmp_path / "small_b", "--values", code=1)
+    for *args, code in (
+        ("diff", tmp_path / "a", tmp_path / "b", "--values", 1),
+        ("cat", tmp_path / "a", "w", "--stats", 0),
+    ):
+        peak = _peak_nbytes(*args, "--max-memory", "32MiB", code=code) - small
+        record_property(f"peak_nbytes of {args[0]}", peak)
+        print(f"{args[0]}: peak above the baseline: {peak / 2**20:.0f} MiB")
+        # Beside the bound: threads, code pages and heap of the decoder.
+        assert peak < (32 + 16) << 20

@@ -134,7 +134,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(run, source, target, flags):
         ((*MESH, "--layout-file", "/nowhere/f"), ("layout file /nowhere/f", "No such file")),
         ((*MESH, "--dtype", "int8"), ("'int8'", "bfloat16")),
         ((*MESH, "--max-memory", "lots"), ("'lots'", "KiB")),
-        ((*MESH, "--max-memory", "100"), ("max_memory is too small", "expected at least")),
+        ((*MESH, "--max-memory", "100"), ("--max-memory is too small", "expected at least")),
         ((*MESH, "--format", "hdf5"), ("hdf5", "see 'dtckpt reshard --help'")),
         (("--mesh", "data=0"), ("mesh 'data=0'",)),
         (("--mesh", "x=999999999999999999"), ("too large",)),

@@ -142,8 +142,8 @@ def plan_comparison(
         a: The first checkpoint.
         b: The second checkpoint.
         select: Globs over names of tensors and paths of values: only these are compared. Default: everything.
-        rename: New names of the first checkpoint's tensors and values, as for `dtckpt.convert`; globs match the names
-            before.
+        rename: New names of the first checkpoint's tensors and values, as for `dtckpt.convert`. Then ``select`` chooses
+            among its names before, and the second checkpoint is compared as a whole.
         reads: Which elements are read. With `Reads.NONE` also the content digests count that another library's files
             note.
         ignore: Kinds of differences that do not count. If elements are among them, none is read.
@@ -154,8 +154,8 @@ def plan_comparison(
     """
     start = time.monotonic()
     validate_rename({} if rename is None else rename)
-    first, second = (_Side.of(checkpoint, select) for checkpoint in (a, b))
-    _validate_all_used(select, first, second)
+    first, second = _Side.of(a, select), _Side.of(b, select if rename is None else ())
+    _validate_all_used(select, *([first, second] if rename is None else [first]))
     if rename is not None:
         first = first.renamed(rename)
     reads = Reads.NONE if DifferenceKind.ELEMENTS in ignore else reads

@@ -14,8 +14,8 @@ import numpy as np
 from dtckpt.format.numbers import bits_of, common_dtype, numbers_of
 from dtckpt.layout.region import Region
 
-SLICE_NUMEL = 1 << 16
-"""Elements that are compared at a time, so that they stay in the processor's cache."""
+SLICE_NUMEL = 1 << 13
+"""Elements that are compared at a time, so that they stay in the cache, and in memory that malloc keeps."""
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 _Numbers = np.ndarray[Any, Any]
@@ -94,26 +94,38 @@ def _larger(first: Extreme | None, second: Extreme | None) -> Extreme | None:
 
 def _compare(a: _Numbers, b: _Numbers, dtypes: tuple[str, str], start: int, region: Region) -> ElementDifferences:
     """Compare flat parts of a region that begin at its element ``start``."""
+    count = a.size
     if dtypes[0] == dtypes[1]:
         is_different = bits_of(a) != bits_of(b)
         if is_different.ndim > 1:
             is_different = is_different.any(axis=1)
         positions = np.flatnonzero(is_different)
         if not positions.size:
-            return ElementDifferences(count=a.size)
-        a_numbers, b_numbers = (numbers_of(each[positions], dtypes[0]) for each in (a, b))
+            return ElementDifferences(count)
+        if positions.size < a.size:
+            a, b = a[positions], b[positions]
+        a_numbers, b_numbers = numbers_of(a, dtypes[0]), numbers_of(b, dtypes[0])
     else:
         a_all, b_all = (numbers_of(each, dtype) for each, dtype in zip((a, b), dtypes, strict=True))
         common = common_dtype(a_all.dtype, b_all.dtype)
         a_all, b_all = a_all.astype(common), b_all.astype(common)
         positions = np.flatnonzero((a_all != b_all) & ~(np.isnan(a_all) & np.isnan(b_all)))
         a_numbers, b_numbers = a_all[positions], b_all[positions]
-    # Of elements with two numbers, each number has an error of its own.
-    positions_of_numbers = start + positions.repeat(a_numbers.size // max(1, positions.size))
-    a_numbers, b_numbers = a_numbers.reshape(-1), b_numbers.reshape(-1)
-    num_nan, errors = _errors(a_numbers, b_numbers)
-    extremes = [_extreme(each, a_numbers, b_numbers, positions_of_numbers, region) for each in errors]
-    return ElementDifferences(a.size, positions.size, num_nan, *extremes)
+    num_nan, errors = _errors(a_numbers.reshape(-1), b_numbers.reshape(-1))
+
+    def extreme(each: _Numbers) -> Extreme | None:
+        if not each.size or each[at := int(each.argmax())] < 0:  # the first of equal ones
+            return None
+        # Of elements with two numbers, each number has an error of its own.
+        position = start + int(positions[at * positions.size // each.size])
+        return Extreme(
+            _item(each[at]),
+            _index(position, region),
+            _item(a_numbers.reshape(-1)[at]),
+            _item(b_numbers.reshape(-1)[at]),
+        )
+
+    return ElementDifferences(count, positions.size, num_nan, *map(extreme, errors))
 
 
 def _errors(a: _Numbers, b: _Numbers) -> tuple[int, tuple[_Numbers, _Numbers]]:
@@ -122,29 +134,28 @@ def _errors(a: _Numbers, b: _Numbers) -> tuple[int, tuple[_Numbers, _Numbers]]:
         # Differences of signed integers may not fit their type, but they fit the unsigned one of the same size.
         unsigned = _UNSIGNED[a.dtype.itemsize]
         absolute: _Numbers = np.maximum(a, b).view(unsigned) - np.minimum(a, b).view(unsigned)
-        largest = np.maximum(np.abs(a.astype(np.float64)), np.abs(b.astype(np.float64)))
-        return 0, (absolute, np.divide(absolute, largest, out=np.zeros(a.size), where=largest > 0))
-    wide = np.result_type(a.dtype, np.float64)
-    a, b = a.astype(wide), b.astype(wide)
-    absolute, largest = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
-    relative = np.divide(absolute, largest, out=np.zeros_like(absolute), where=largest > 0)
-    # The difference and the quotient of two infinities are no numbers.
-    absolute[np.isnan(absolute)] = np.inf
-    relative[np.isinf(absolute)] = np.inf
+        a, b = a.astype(np.float64), b.astype(np.float64)
+    else:
+        wide = np.result_type(a.dtype, np.float64)
+        a, b = a.astype(wide, copy=False), b.astype(wide, copy=False)
+        absolute = np.abs(a - b)
+    relative = absolute / np.maximum(np.abs(a), np.abs(b))
+    if np.isfinite(relative.max(initial=0)):
+        return 0, (absolute, relative)
+    # Rare numbers: two zeros, whose quotient is none; infinities, whose difference and quotient are none; and NaNs.
     has_nan = np.isnan(a) | np.isnan(b)
-    absolute[has_nan] = relative[has_nan] = -1
+    relative[absolute == 0] = 0
+    if absolute.dtype.kind == "f":
+        absolute[np.isnan(absolute)] = np.inf
+        relative[np.isinf(absolute)] = np.inf
+        absolute[has_nan] = relative[has_nan] = -1
     return int(has_nan.sum()), (absolute, relative)
 
 
-def _extreme(errors: _Numbers, a: _Numbers, b: _Numbers, positions: _Numbers, region: Region) -> Extreme | None:
-    if not errors.size:
-        return None
-    at = int(errors.argmax())  # the first of equal ones
-    if errors[at] < 0:
-        return None
-    local = np.unravel_index(int(positions[at]), region.shape) if region.ndim else ()
-    index = tuple(offset + int(position) for offset, position in zip(region.offset, local, strict=True))
-    return Extreme(_item(errors[at]), index, _item(a[at]), _item(b[at]))
+def _index(position: int, region: Region) -> tuple[int, ...]:
+    """Return the index in the tensor of an element of a region, given its row-major position there."""
+    local = np.unravel_index(position, region.shape) if region.ndim else ()
+    return tuple(offset + int(each) for offset, each in zip(region.offset, local, strict=True))
 
 
 def _item(number: Any) -> Any:

@@ -12,8 +12,8 @@ import numpy as np
 
 from dtckpt.format.numbers import numbers_of
 
-SLICE_NUMEL = 1 << 16
-"""Elements that are summed up at a time, so that they stay in the processor's cache."""
+SLICE_NUMEL = 1 << 13
+"""Elements that are summed up at a time, so that they stay in the cache, and in memory that malloc keeps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,15 +94,16 @@ class ReadBudget:
         if batch < MIN_BATCH_NBYTES:
             least = max_memory - rest + 4 * len(sources) * MIN_BATCH_NBYTES
             raise ConfigError(
-                f"max_memory is too small; got {max_memory} bytes, expected at least {least}: a stored chunk may have "
-                f"{max(largest)} bytes"
+                f"max_memory is too small; got {max_memory} bytes, expected at least {least}: a read of a stored chunk "
+                f"takes {max(largest)}"
             )
         return cls(batch, rest // len(sources) - 2 * batch)
 
 
 def _read_nbytes(info: TensorInfo) -> int:
-    """Return the bytes of a stored chunk that a read must hold: only compressed ones are decoded whole."""
-    return info.max_chunk_nbytes if info.codec != NO_CODEC else min(info.max_chunk_nbytes, _SPAN_NBYTES)
+    """Return the bytes that a read of a chunk takes beside its piece, at most."""
+    # A compressed chunk is decoded as a whole, and its stored bytes, which may be as many, are in memory meanwhile.
+    return 2 * info.max_chunk_nbytes if info.codec != NO_CODEC else min(info.max_chunk_nbytes, _SPAN_NBYTES)
 
 
 def cut_pieces(path: str, infos: tuple[TensorInfo, ...], selection: Selection, budget: ReadBudget) -> Iterator[Piece]:

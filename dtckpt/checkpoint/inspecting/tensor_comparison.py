@@ -78,7 +78,7 @@ def compare_tensors(
     is_one_dtype = a.stored_dtype_name == b.stored_dtype_name
     if not is_one_dtype and PACKED in (a.stored_dtype_name, b.stored_dtype_name):
         return result(Difference(path, DifferenceKind.UNKNOWN, reason="elements of these dtypes are not compared"))
-    is_one_part, regions = _saved_in_both(a, b)
+    is_one_part, regions = (True, None) if a.is_whole and b.is_whole else _saved_in_both(a, b)
     if not is_one_part:
         found = Difference(path, DifferenceKind.PART, _num_saved(a), _num_saved(b))
         differences = [*differences, found]
@@ -105,7 +105,9 @@ def compare_tensors(
     if reads is Reads.NONE:
         reason = "no digests tell" if is_one_dtype else "digests of other dtypes cannot be compared"
         return result(Difference(path, DifferenceKind.UNKNOWN, reason=f"elements were not read, and {reason}"))
-    return result(regions=regions, is_known_different=is_known_different)
+    return result(
+        regions=_regions_of_larger_chunks(a, b) if regions is None else regions, is_known_different=is_known_different
+    )
 
 
 def _described_differences(path: str, a: TensorInfo, b: TensorInfo) -> list[Difference]:
@@ -141,17 +143,18 @@ def _num_saved(info: TensorInfo) -> int:
 
 def _saved_in_both(a: TensorInfo, b: TensorInfo) -> tuple[bool, list[Region]]:
     """Return whether the same part of two tensors was saved, and boxes that cover what was saved of both."""
-    if a.is_whole and b.is_whole:
-        # In the chunks of one of them, and whole if these are small: fewer reads, and each chunk is read once.
-        larger = max(a, b, key=lambda info: info.max_chunk_nbytes)
-        is_fine = larger.max_chunk_nbytes < SMALL_CHUNK_NBYTES
-        return True, [Region.full(a.shape)] if is_fine else _saved_regions(larger)
     regions_a, regions_b = _saved_regions(a), _saved_regions(b)
     if regions_a == regions_b:
         return True, regions_a
     common = [both for one in regions_a for other in regions_b if (both := one.intersect(other)) is not None]
     numel = sum(region.numel for region in common)
     return numel == _num_saved(a) == _num_saved(b), common
+
+
+def _regions_of_larger_chunks(a: TensorInfo, b: TensorInfo) -> list[Region]:
+    """Return boxes that cover two whole tensors: the chunks of one of them, unless these are small."""
+    larger = max(a, b, key=lambda info: info.max_chunk_nbytes)
+    return [Region.full(a.shape)] if larger.max_chunk_nbytes < SMALL_CHUNK_NBYTES else _saved_regions(larger)
 
 
 def _changed_chunks(a: TensorInfo, b: TensorInfo) -> list[Region] | None:
