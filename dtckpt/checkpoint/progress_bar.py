@@ -1,11 +1,23 @@
-"""`Bar`: a progress bar of bytes on standard error."""
+"""Progress of bytes on standard error: a `Bar` on a terminal, `ProgressLines` in a pipe or a log."""
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self, TextIO
 
-from dtckpt.errors import printable
+from dtckpt.errors import format_nbytes, printable
+
+LINE_S = 10.0
+"""Seconds between two lines of progress, at least; shorter work prints none."""
+
+
+def open_progress(title: str, nbytes: int) -> AbstractContextManager[Bar | ProgressLines]:
+    """Return what shows the progress of some work: a context manager with a method ``advance``."""
+    return Bar(title, nbytes) if is_watched(sys.stdout, sys.stderr) else ProgressLines(title, nbytes)
 
 
 class Bar:
@@ -53,6 +65,51 @@ class Bar:
         """Advance the bar by ``nbytes``; show the name from now on, if it is not empty."""
         title = printable(name)[-40:] if name else None
         self._progress.update(self._task, description=title, advance=nbytes)
+
+
+class ProgressLines:
+    """Lines with bytes, speed and time left, one every `LINE_S` seconds.
+
+    Args:
+        title: What the work does.
+        nbytes: Bytes in all.
+        clock: Returns the time, in seconds.
+        write: Writes a line; default: to standard error.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        nbytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        write: Callable[[str], object] = lambda line: sys.stderr.write(f"{line}\n"),
+    ) -> None:
+        self._title = title
+        self._nbytes = nbytes
+        self._clock = clock
+        self._write = write
+        self._done = 0
+        self._start = self._last = clock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def advance(self, name: str, nbytes: int) -> None:  # noqa: ARG002  (a line has no room for names)
+        """Count ``nbytes``, and write a line if it is time to."""
+        self._done += nbytes
+        now = self._clock()
+        if now - self._last < LINE_S:
+            return
+        self._last = now
+        rate = self._done / (now - self._start)
+        left = f", {max(0, self._nbytes - self._done) / rate:.0f} s left" if rate else ""
+        done = f"{format_nbytes(self._done)} of {format_nbytes(self._nbytes)}"
+        self._write(f"dtckpt: {self._title}: {done}, {format_nbytes(rate)}/s{left}")
 
 
 def is_watched(*streams: TextIO | None) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 from dtckpt.checkpoint.inspecting.element_statistics import Statistics
 from dtckpt.checkpoint.inspecting.read_slice import read_edges, read_elements, read_statistics
 from dtckpt.checkpoint.inspecting.selection import Selection
-from dtckpt.checkpoint.progress_bar import Bar, is_watched
+from dtckpt.checkpoint.progress_bar import is_watched, open_progress
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.cli.freed_memory import return_freed_memory
@@ -73,7 +72,7 @@ def run_cat(request: CatRequest) -> None:
             "shape": selection.shape,
         }
         if request.stats:
-            _write_statistics(_statistics(checkpoint, info, selection, max_memory, request), facts, request)
+            _write_statistics(_statistics(checkpoint, info, selection, max_memory), facts, request)
         elif request.as_json:
             _validate_printable(selection.shape)
             values = _json(numbers_of(read_elements(checkpoint, name, selection), info.stored_dtype_name).tolist())
@@ -157,15 +156,10 @@ def _json(values: Any) -> Any:
 # --- statistics -------------------------------------------------------------------------------------------------------
 
 
-def _statistics(
-    checkpoint: Checkpoint, info: TensorInfo, selection: Selection, max_memory: int, request: CatRequest
-) -> Statistics:
-    with ExitStack() as stack:
-        progress = None
-        if is_watched(sys.stdout, sys.stderr) and not request.as_json:
-            nbytes = selection.region.numel * info.nbytes // max(1, math.prod(info.shape))
-            progress = stack.enter_context(Bar("reading", nbytes)).advance
-        return read_statistics(checkpoint, info.name, selection, max_memory=max_memory, progress=progress)
+def _statistics(checkpoint: Checkpoint, info: TensorInfo, selection: Selection, max_memory: int) -> Statistics:
+    nbytes = selection.region.numel * info.nbytes // max(1, math.prod(info.shape))
+    with open_progress("reading", nbytes) as progress:
+        return read_statistics(checkpoint, info.name, selection, max_memory=max_memory, progress=progress.advance)
 
 
 def _write_statistics(statistics: Statistics, facts: dict[str, Any], request: CatRequest) -> None:

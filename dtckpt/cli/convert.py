@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from dtckpt.checkpoint.converting.convert import convert
 from dtckpt.checkpoint.converting.report import ConvertedTensor, ConvertReport
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.progress_bar import Bar, is_watched
+from dtckpt.checkpoint.progress_bar import open_progress
 from dtckpt.cli.arguments import parse_dtype
 from dtckpt.cli.freed_memory import return_freed_memory
 from dtckpt.cli.output import format_count, format_shape, write_event, write_line, write_table
@@ -73,11 +71,8 @@ def run_convert(request: ConvertRequest) -> None:
     elif request.dry_run:
         _write_plan(plan)
     else:
-        with ExitStack() as stack:
-            progress = None
-            if is_watched(sys.stdout, sys.stderr):
-                progress = stack.enter_context(Bar("converting", plan.nbytes)).advance
-            report = run(progress=progress)
+        with open_progress("converting", plan.nbytes) as progress:
+            report = run(progress=progress.advance)
         rate = format_nbytes(report.nbytes / max(report.seconds, 1e-9))
         write_line(
             f"converted {_source(plan)} to {_target(plan)}: {_totals(plan)} in {report.seconds:.1f} s ({rate}/s)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from dtckpt.checkpoint.inspecting.difference import (
 )
 from dtckpt.checkpoint.inspecting.element_differences import ElementDifferences, Extreme
 from dtckpt.checkpoint.inspecting.tensor_comparison import Reads
-from dtckpt.checkpoint.progress_bar import Bar, is_watched
+from dtckpt.checkpoint.progress_bar import open_progress
 from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.cli.exit_codes import ExitCode
 from dtckpt.cli.freed_memory import return_freed_memory
@@ -77,8 +76,8 @@ def run_diff(request: DiffRequest) -> ExitCode:
             ignore=frozenset(map(DifferenceKind, request.ignore)),
         )
         progress = None
-        if comparison.nbytes and not request.as_json and is_watched(sys.stdout, sys.stderr):
-            progress = stack.enter_context(Bar("comparing", comparison.nbytes)).advance
+        if comparison.nbytes:
+            progress = stack.enter_context(open_progress("comparing", comparison.nbytes)).advance
         report = comparison.run(max_memory=max_memory, progress=progress)
     if request.as_json:
         _write_json(report)

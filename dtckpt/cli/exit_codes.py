@@ -24,7 +24,7 @@ class ExitCode(enum.IntEnum):
 
 MEANINGS = {
     ExitCode.OK: "ok",
-    ExitCode.FAILED: "check failed: the checkpoint is damaged, of a newer format, or not what was expected",
+    ExitCode.FAILED: "check failed: a checkpoint is damaged, of a newer format, not what was expected; or two differ",
     ExitCode.USAGE: "usage: an option, mesh, layout or dtype cannot be used as given",
     ExitCode.NOT_FOUND: "not found: no checkpoint (or only an unfinished one), or no such tensor or job",
     ExitCode.CONFLICT: "conflict: the destination exists, or another writer was faster",

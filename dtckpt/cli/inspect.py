@@ -15,6 +15,7 @@ from dtckpt.cli.name_groups import NameGroup, group_names
 from dtckpt.cli.name_tree import TreeLeaf, tree_rows
 from dtckpt.cli.output import format_count, format_layout, format_shape, format_value, table_lines, write_event
 from dtckpt.cli.pager import page
+from dtckpt.cli.suggestions import did_you_mean
 from dtckpt.errors import TensorNotFoundError, capped, format_nbytes, printable
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.manifest import Costs
@@ -63,9 +64,9 @@ def select(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[TensorInfo]:
     """
     for pattern in patterns:
         if not fnmatch.filter(checkpoint.tensors, pattern):
-            raise TensorNotFoundError(
-                f"no tensor of {checkpoint.path} matches {pattern!r}; it has {capped(map(repr, checkpoint.tensors))}"
-            )
+            hint = did_you_mean(pattern, checkpoint.tensors)
+            known = capped(map(repr, checkpoint.tensors))
+            raise TensorNotFoundError(f"no tensor of {checkpoint.path} matches {pattern!r}{hint}; it has {known}")
     return [
         info
         for name, info in checkpoint.tensors.items()

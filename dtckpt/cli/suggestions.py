@@ -11,7 +11,7 @@ MAX_SUGGESTED = 3
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return a question for the end of a message, such as ``; did you mean 'model/w'?``; empty if no name is close."""
+    """Return a question for a message, such as ``; did you mean 'model/w'?``; empty if no name is close."""
     known = list(names)
     plain = name.replace(".", "/").strip("/")
     # The same but for separators, then the end of a longer name, then what is spelled alike.

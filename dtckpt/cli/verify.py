@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import ExitStack
-
-from dtckpt.checkpoint.progress_bar import Bar, is_watched
+from dtckpt.checkpoint.progress_bar import open_progress
 from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.checkpoint.reading.verify import Damage, VerifyReport
 from dtckpt.cli.exit_codes import ExitCode
@@ -22,12 +19,10 @@ def run_verify(path: str, *, as_json: bool, threads: int | None) -> ExitCode:
     Raises:
         CheckpointError: As for `dtckpt.open_checkpoint`.
     """
-    with open_checkpoint(path) as checkpoint, ExitStack() as stack:
-        progress = None
-        if is_watched(sys.stdout, sys.stderr) and not as_json:
-            nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
-            progress = stack.enter_context(Bar("verifying", nbytes)).advance
-        report = checkpoint.verify(threads=threads, progress=progress)
+    with open_checkpoint(path) as checkpoint:
+        nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
+        with open_progress("verifying", nbytes) as progress:
+            report = checkpoint.verify(threads=threads, progress=progress.advance)
     if as_json:
         _write_json(report)
     else:

@@ -6,7 +6,7 @@ import torch
 from support.states import packed
 
 import dtckpt
-from dtckpt import Layout, abstract_mesh
+from dtckpt import Layout, SaveOptions, abstract_mesh
 from dtckpt.checkpoint.inspecting.difference import DifferenceKind
 from dtckpt.cli import commands
 
@@ -169,7 +169,17 @@ def test_on_a_terminal(pair):
         result = run_on_terminal("diff", *pair, *args, PAGER="sed s/^/PAGED:/")
         assert result.code == 1
         assert shown in result.out
+        assert "comparing" in result.out  # the bar
         assert ("PAGED" in result.out) == (shown == "PAGED")
+
+
+def test_urls(run, pair, tmp_path):
+    dtckpt.save("memory://diffs/step_1", {"w": torch.ones(3)}, options=SaveOptions(kvstore="zarr"))
+    dtckpt.save(tmp_path / "step_1", {"w": torch.ones(3)})
+    assert run("diff", "memory://diffs/step_1", tmp_path / "step_1").code == 0
+    result = run("diff", "memory://diffs/step_1", f"file://{pair[0]}", "--json")
+    assert result.code == 1
+    assert run("cat", "memory://diffs/step_1", "w[1:]").out == "[1. 1.]\n"
 
 
 def test_in_a_pipe(pair):
