@@ -158,7 +158,8 @@ def plan_comparison(
     _validate_all_used(select, *([first, second] if rename is None else [first]))
     if rename is not None:
         first = first.renamed(rename)
-    reads = Reads.NONE if DifferenceKind.ELEMENTS in ignore else reads
+    has_elements = DifferenceKind.ELEMENTS not in ignore
+    reads = reads if has_elements else Reads.NONE
     is_trusted = reads is Reads.NONE or a.format == b.format == KIND
     differences = [*_path_differences(first, second)]
     tensors = []
@@ -166,7 +167,10 @@ def plan_comparison(
         if path in second.names:
             tensor = compare_tensors(path, first.info(path), second.info(path), reads, has_trusted_contents=is_trusted)
             tensors.append(tensor)
-            differences += tensor.differences
+            # What is unknown of two tensors is whether their elements differ.
+            differences += (
+                each for each in tensor.differences if has_elements or each.kind is not DifferenceKind.UNKNOWN
+            )
     num_values = sum(leaf.type == VALUE and path in second.leaves for path, leaf in first.leaves.items())
     return Comparison(a, b, differences, tensors, num_values, ignore, start)
 

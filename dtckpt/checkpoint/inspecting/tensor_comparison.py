@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 from dtckpt.checkpoint.inspecting.difference import ContentDigest, Difference, DifferenceKind, Fact, StoredDtype
 from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo
@@ -68,46 +69,35 @@ def compare_tensors(
         has_trusted_contents: Whether content digests count, if both have one. Other programs may change the elements
             of a safetensors file and keep the digests that are noted in it.
     """
-    infos, differences = (a, b), _described_differences(path, a, b)
-
-    def result(*found: Difference, **facts: bool | Sequence[Region]) -> TensorComparison:
-        return TensorComparison(path, infos, (*differences, *found), **facts)  # type: ignore[arg-type]
-
+    result, difference = partial(TensorComparison, path, (a, b)), partial(Difference, path)
+    known = _described_differences(path, a, b)
     if a.shape != b.shape:
-        return result()
+        return result(known)
     is_one_dtype = a.stored_dtype_name == b.stored_dtype_name
     if not is_one_dtype and PACKED in (a.stored_dtype_name, b.stored_dtype_name):
-        return result(Difference(path, DifferenceKind.UNKNOWN, reason="elements of these dtypes are not compared"))
+        reason = "elements of these dtypes are not compared"
+        return result([*known, difference(DifferenceKind.UNKNOWN, reason=reason)])
     is_one_part, regions = (True, None) if a.is_whole and b.is_whole else _saved_in_both(a, b)
     if not is_one_part:
-        found = Difference(path, DifferenceKind.PART, _num_saved(a), _num_saved(b))
-        differences = [*differences, found]
-    is_known_different = False
-    if (
-        is_one_dtype
-        and is_one_part
-        and has_trusted_contents
-        and a.content_digest is not None
-        and b.content_digest is not None
-    ):
-        if a.content_digest == b.content_digest:
-            return result(is_by_digest=True)
-        if reads is not Reads.DIFFERENT:
-            digests = ContentDigest(a.content_digest), ContentDigest(b.content_digest)
-            return result(Difference(path, DifferenceKind.ELEMENTS, *digests), is_by_digest=True)
-        is_known_different = True
+        known.append(difference(DifferenceKind.PART, _num_saved(a), _num_saved(b)))
+    digests = [ContentDigest(info.content_digest) for info in (a, b) if info.content_digest is not None]
+    is_told_by_content = has_trusted_contents and is_one_dtype and is_one_part and len(digests) == 2
+    if is_told_by_content and digests[0] == digests[1]:
+        return result(known, is_by_digest=True)
+    if is_told_by_content and reads is not Reads.DIFFERENT:
+        return result([*known, difference(DifferenceKind.ELEMENTS, digests[0], digests[1])], is_by_digest=True)
     if is_one_dtype and (changed := _changed_chunks(a, b)) is not None:
-        if not changed and not is_known_different:
-            return result(is_by_digest=True)
+        if not changed and not is_told_by_content:
+            return result(known, is_by_digest=True)
         if reads is not Reads.DIFFERENT:
-            return result(Difference(path, DifferenceKind.ELEMENTS), is_by_digest=True)
+            return result([*known, difference(DifferenceKind.ELEMENTS)], is_by_digest=True)
         regions = changed
     if reads is Reads.NONE:
         reason = "no digests tell" if is_one_dtype else "digests of other dtypes cannot be compared"
-        return result(Difference(path, DifferenceKind.UNKNOWN, reason=f"elements were not read, and {reason}"))
-    return result(
-        regions=_regions_of_larger_chunks(a, b) if regions is None else regions, is_known_different=is_known_different
-    )
+        return result([*known, difference(DifferenceKind.UNKNOWN, reason=f"elements were not read, and {reason}")])
+    if regions is None:
+        regions = _regions_of_larger_chunks(a, b)
+    return result(known, regions, is_known_different=is_told_by_content)
 
 
 def _described_differences(path: str, a: TensorInfo, b: TensorInfo) -> list[Difference]:

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from dtckpt.checkpoint.inspecting.compare import plan_comparison
 from dtckpt.checkpoint.inspecting.difference import DifferenceKind, PlainValue, StoredDtype, TensorFacts
 from dtckpt.checkpoint.inspecting.tensor_comparison import Reads
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
-from dtckpt.errors import CheckpointCorruptError, ConfigError, TensorNotFoundError
+from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError, ConfigError, TensorNotFoundError
+from dtckpt.format.manifest import MANIFEST_NAME, Manifest
 
 MESHES = [abstract_mesh({"x": 2, "y": 2}), abstract_mesh({"x": 3})]
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int64", "bool", "complex128")
@@ -221,6 +223,8 @@ def test_formats_of_other_libraries(folder):
         report = compared(ours, path)
         assert (report.is_same, report.num_read) == (True, 3), path
         assert found(compared(ours, path, reads=Reads.NONE)) == [(name, "unknown") for name in ("b", "h", "w")]
+        with no_reads():
+            assert compared(ours, path, ignore={DifferenceKind.ELEMENTS}).is_same
     tree["w"][3, 4] += 1
     safetensors.torch.save_file(tree, folder / "other.safetensors")
     report = compared(theirs, folder / "other.safetensors")
@@ -290,6 +294,29 @@ def test_damage_is_an_error(folder):
     chunk.write_bytes(bytes(4000))
     with pytest.raises(CheckpointCorruptError, match="tensor 'w'"):
         compared(a, b, reads=Reads.DIFFERENT)
+
+
+def test_content_digests_that_contradict_the_elements_are_not_believed(folder):
+    a = saved(folder, "believed", {"w": torch.ones(5)})
+    b = saved(folder, "forged", {"w": torch.ones(5)})
+    manifest = Manifest.from_bytes((b / MANIFEST_NAME).read_bytes(), "here")
+    entry = manifest.arrays["w"]
+    forged = replace(manifest, arrays={"w": replace(entry, content=entry.content ^ 1)})
+    (b / MANIFEST_NAME).write_bytes(forged.to_bytes())
+    assert found(compared(a, b)) == [("w", "elements")]
+    (difference,) = compared(a, b, reads=Reads.DIFFERENT).differences
+    assert difference.kind is DifferenceKind.UNKNOWN
+    assert "dtckpt verify" in difference.reason
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile(folder):
+    a = saved(folder, "kept", {"w": torch.rand(100)})
+    b = saved(folder, "replaced", {"w": torch.rand(100)}, kvstore="zarr")
+    with dtckpt.open_checkpoint(a) as first, dtckpt.open_checkpoint(b) as second:
+        comparison = plan_comparison(first, second, reads=Reads.DIFFERENT)
+        dtckpt.save(b, {"v": torch.rand(100)}, options=SaveOptions(kvstore="zarr", overwrite=True))
+        with pytest.raises(CheckpointConflictError, match="replaced"):
+            comparison.run()
 
 
 def test_memory(folder, monkeypatch):
