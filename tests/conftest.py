@@ -52,12 +52,12 @@ def pytest_report_header():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Twice as many workers as cores, as tests of client processes wait more than they work; eight at most.
+    """Five workers for two cores, as tests of client processes wait more than they work; nine at most.
 
     Without those tests one more worker than cores: each costs the imports and the collection.
     """
     cores = min(len(os.sched_getaffinity(0)), 4)
-    return cores + 1 if "not processes" in config.option.markexpr else 2 * cores
+    return cores + 1 if "not processes" in config.option.markexpr else 2 * cores + 1
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -87,6 +87,8 @@ def pytest_collection_modifyitems(config, items):
     chosen = shares.todays(items)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+    # Those of one worker, which need not be imported by several.
+    items.sort(key=lambda item: "framework_pool" not in item.fixturenames)
     if hasattr(config, "workerinput"):
         items[:] = schedule.dealt(items, config.workerinput["workercount"], lambda item: "processes" in item.keywords)
 

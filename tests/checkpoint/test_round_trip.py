@@ -73,7 +73,7 @@ def assert_holds(restored, wholes):
 
 
 @pytest.mark.parametrize("make_mesh", MESH_MAKERS)
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(6))
 @given(options=options_drawn, data=st.data())
 def test_save_and_restore_on_any_meshes(make_mesh, options, data):
     mesh, wholes, chosen = data.draw(states(make_mesh))
@@ -98,7 +98,7 @@ def test_save_and_restore_on_any_meshes(make_mesh, options, data):
             assert checkpoint.verify().damages == ()
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(6))
 @given(states(), options_drawn, options_drawn, st.data())
 def test_reshard_keeps_every_element(state, options, new_options, data):
     mesh, wholes, chosen = state
@@ -121,7 +121,7 @@ def test_reshard_keeps_every_element(state, options, new_options, data):
         assert_holds(again, wholes)
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(6))
 @given(states(), options_drawn, st.data())
 def test_any_region_can_be_read(state, options, data):
     _, wholes, chosen = state
@@ -150,7 +150,7 @@ def test_every_dtype_and_the_whole_of_it(tmp_path, dtype, kvstore):
     assert bits_of(dtckpt.restore(tmp_path / "s")["w"]) == bits_of(whole)
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(6))
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["ocdbt", "zarr"]))
 def test_bf16_rounds_as_torch_does(seed, kvstore):
     bits = np.random.default_rng(seed).integers(0, 2**32, 500, np.uint64).astype(np.uint32)

@@ -83,6 +83,7 @@ def test_damage_is_detected(root, kvstore):
     assert holds(path)
 
 
+@pytest.mark.share(2)
 @on_objects
 def test_a_reader_of_what_was_replaced_is_told(root, kvstore):
     path = f"{root}/step_1"
@@ -97,6 +98,7 @@ def test_a_reader_of_what_was_replaced_is_told(root, kvstore):
     assert folder_at(root).names("step_1") == []
 
 
+@pytest.mark.share(2)
 @on_objects
 def test_zarr_python_reads_by_the_store(root, kvstore):
     path = f"{root}/step_1"
@@ -111,6 +113,7 @@ def test_zarr_python_reads_by_the_store(root, kvstore):
     assert store != dtckpt.zarr_store(path)
 
 
+@pytest.mark.share(2)
 @on_objects
 def test_the_folder_of_an_attempt_is_a_checkpoint(root, kvstore, tmp_path):
     """It can be copied to a directory, and a directory can be copied to an object store."""
@@ -127,6 +130,7 @@ def test_the_folder_of_an_attempt_is_a_checkpoint(root, kvstore, tmp_path):
         save(copied, kvstore=kvstore)
 
 
+@pytest.mark.share(2)
 @on_objects
 def test_dead_saves_are_collected(root, kvstore):
     """Those that live, and checkpoints, are left alone."""
@@ -173,6 +177,7 @@ def test_two_jobs_that_save_to_one_path(bucket):
         assert checkpoint.verify().is_sound
 
 
+@pytest.mark.share(2)
 @on_objects
 def test_files_by_name(root):
     folder = folder_at(root) / "folder"
@@ -220,6 +225,7 @@ def test_reshard_there_and_back(root, kvstore, tmp_path, capsys):
     assert "one inside the other" in capsys.readouterr().err
 
 
+@pytest.mark.share(2)
 @on_objects
 def test_asynchronous_and_named_saves(root, kvstore):
     options = SaveOptions(kvstore=kvstore)
@@ -265,7 +271,7 @@ STATE = {
 }
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 @pytest.mark.parametrize(("victim", "when"), [(1, "amid its writes"), (0, "amid its writes"), (0, "before the commit")])
@@ -324,6 +330,7 @@ def pass_all(action, name):
     return None
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_what_is_put_off_is_tried_again(gateway, bucket, kvstore):
     count, refused = itertools.count(), set()
@@ -461,6 +468,7 @@ except dtckpt.errors.StorageError as error:
 """
 
 
+@pytest.mark.share(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("scheme", PROTOCOLS)
 def test_a_server_that_never_answers_is_not_waited_for_without_end(scheme):

@@ -52,14 +52,22 @@ def share(cases: Sequence[T], count: int, key: str, seed: int = SEED) -> list[T]
 
 
 def todays(tests: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests of this run: of a test function marked ``share(count)``, today's ``count`` cases."""
-    functions: dict[str, list[pytest.Item]] = {}
-    for test in tests:
-        functions.setdefault(test.nodeid.partition("[")[0], []).append(test)
+    """Return the tests of this run: of a sweep, today's cases; of all other test functions, every case.
+
+    The cases of a test function marked ``share(count)`` are a sweep. Functions marked ``share(count, of="name")`` are
+    one sweep together.
+    """
     chosen = set()
-    for function, cases in functions.items():
-        marker = cases[0].get_closest_marker("share")
-        chosen.update(share(cases, *marker.args, function) if marker else cases)
+    sweeps: dict[tuple[int, str], list[pytest.Item]] = {}
+    for test in tests:
+        marker = test.get_closest_marker("share")
+        if marker is None:
+            chosen.add(test)
+        else:
+            name = marker.kwargs.get("of", test.nodeid.partition("[")[0])
+            sweeps.setdefault((*marker.args, name), []).append(test)
+    for (count, name), cases in sweeps.items():
+        chosen.update(share(cases, count, name))
     return chosen
 
 
