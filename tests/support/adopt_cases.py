@@ -113,6 +113,8 @@ def save_and_load(folder: str, make: str, block: str) -> bool:
         names: Names = globals()[make]() if make else {}
         saving, _, loading = block.rpartition("\n\n")
         exec(saving, names)
+        if dist.is_initialized():
+            dist.barrier()  # one process may save for all
         before = contents(names)
         spoil(names)
         assert contents(names) != before

@@ -2,7 +2,7 @@
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
-import torch._dynamo  # noqa: F401  (the first step of an optimizer imports it)
+import torch._dynamo
 import torch.distributed.checkpoint  # noqa: F401
 
 from . import checkpoint_cases  # noqa: F401
