@@ -1,1 +1,1 @@
-"""The command line tool ``dtckpt``: ``reshard``, ``inspect``, ``verify`` and ``status``."""
+"""The command line tool ``dtckpt``: commands on checkpoints, on folders of them, and on running jobs."""

@@ -13,11 +13,12 @@ import torch
 
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.new_tensors import kept_layout
+from dtckpt.cli.suggestions import did_you_mean
 from dtckpt.errors import ConfigError, LayoutError, MeshError, capped
 from dtckpt.format.dtypes import DTYPES, is_floating
 from dtckpt.layout import text_format
 from dtckpt.layout.create_mesh import abstract_mesh
-from dtckpt.layout.layout import MATCH, Layout
+from dtckpt.layout.layout import MATCH, UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
 
 MAX_DEVICES = 1 << 18
@@ -54,8 +55,9 @@ def parse_dtype(text: str) -> torch.dtype:
         ConfigError: There is no floating-point dtype of this name.
     """
     if not is_floating(text):
+        known = list(filter(is_floating, DTYPES))
         raise ConfigError(
-            f"dtype cannot be used; got {text!r}, expected one of {', '.join(filter(is_floating, DTYPES))}"
+            f"dtype cannot be used; got {text!r}, expected one of {', '.join(known)}{did_you_mean(text, known)}"
         )
     return getattr(torch, text)  # type: ignore[no-any-return]
 
@@ -107,7 +109,10 @@ class LayoutRule:
         try:
             return cls(text, pattern.strip(), Layout(specs, mesh))
         except LayoutError as error:
-            raise LayoutError(f"layout {text!r} cannot be used: {error.message}") from error
+            axes = [axis for spec in specs for axis in ([spec] if isinstance(spec, str) else spec)]
+            known = [*mesh.axis_sizes, UNSHARDED]
+            hint = next((did_you_mean(axis, known) for axis in axes if axis not in known), "")
+            raise LayoutError(f"layout {text!r} cannot be used: {error.message}{hint}") from error
 
 
 class LayoutRules:
@@ -121,6 +126,7 @@ class LayoutRules:
         self._mesh = mesh
         self._rules = [LayoutRule.parse(text, mesh) for text in texts]
         self._used: set[str] = set()
+        self._names: list[str] = []
 
     def __call__(self, name: str, info: TensorInfo) -> Layout:
         """Return the layout of one tensor.
@@ -128,6 +134,7 @@ class LayoutRules:
         Raises:
             LayoutError: The rule's layout has another rank than the tensor.
         """
+        self._names.append(name)
         matching = [rule for rule in self._rules if fnmatch.fnmatchcase(name, rule.pattern)]
         self._used.update(rule.pattern for rule in matching)
         if not matching:
@@ -146,8 +153,9 @@ class LayoutRules:
         Raises:
             LayoutError: There is such a rule.
         """
-        unused = [rule.text for rule in self._rules if rule.pattern not in self._used]
+        unused = [rule for rule in self._rules if rule.pattern not in self._used]
         if unused:
             raise LayoutError(
-                f"no tensor matches the pattern of layout {capped(map(repr, unused))}; expected a glob over names"
+                f"no tensor matches the pattern of layout {capped(repr(rule.text) for rule in unused)}; expected a "
+                f"glob over names{did_you_mean(unused[0].pattern, self._names)}"
             )

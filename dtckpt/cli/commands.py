@@ -5,14 +5,24 @@ Each command imports its implementation when it runs, so that ``--help`` does no
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 import dtckpt
-from dtckpt.cli.exit_codes import exit_code_help
+from dtckpt.cli.completion import EXIT_CODES_TOPIC, complete_tensors, complete_topics
+from dtckpt.cli.exit_codes import exit_code_lines
+from dtckpt.cli.options import (
+    LAYOUT_HELP,
+    LOCATION,
+    debug_option,
+    json_option,
+    memory_option,
+    mesh_options,
+    pager_option,
+    quiet_option,
+)
+from dtckpt.cli.suggestions import did_you_mean
 
 KVSTORES = ("ocdbt", "zarr")
 """A copy of the names in `dtckpt.format.manifest`, which is slow to import."""
@@ -21,52 +31,36 @@ CODECS = ("none", "zstd", "blosc")
 TARGETS = ("dtckpt", "zarr", "safetensors", "dcp", "torch")
 """A copy of the names in `dtckpt.checkpoint.converting.targets`, which is slow to import."""
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-
-_LAYOUT_HELP = """\b
-Layouts:
-  PATTERN is a glob over tensor names (* also matches /); the first match wins, command line before file.
-  SPEC has one entry per dim, separated by commas: an axis (x), axes in order, major first (x+y), or unsharded.
-  A scalar's SPEC is empty. The last = parts the two. Tensors that nothing matches keep their saved specs as far
-  as the mesh has those axes. A layout file has one PATTERN=SPEC per line; # starts a comment.
-
-"""
-
-
-def _debug_option(command: _Command) -> _Command:
-    # Without effect here: `dtckpt.cli.main` searches the arguments for it, so that it works even if parsing fails.
-    return click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback with an error.")(command)
-
-
-def _json_option(text: str) -> Callable[[_Command], _Command]:
-    return click.option("--json", "as_json", is_flag=True, help=text)
-
-
-def _pager_option(command: _Command) -> _Command:
-    return click.option(
-        "--pager/--no-pager", default=True, help="On a terminal: show long text in $PAGER, or else less [default: yes]."
-    )(command)
-
 
 @click.group(
     no_args_is_help=False,
-    epilog=exit_code_help(),
+    epilog="""\b
+Topics:
+  dtckpt help COMMAND      the same as dtckpt COMMAND --help
+  dtckpt help exit-codes   what the exit codes mean
+""",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(dtckpt.__version__, prog_name="dtckpt", message="%(prog)s %(version)s")
-@_debug_option
+@debug_option
 def cli() -> None:
     """Look at checkpoints and lay them out anew, without the devices that they are for; look at running jobs."""
 
 
-@cli.command(epilog=f"{_LAYOUT_HELP}{exit_code_help()}")
-@click.argument("src")
-@click.argument("dst")
-@click.option("--mesh", required=True, metavar="AXIS=SIZE,...", help="Target mesh, major axis first: data=2,model=4.")
-@click.option(
-    "--layout", "layouts", multiple=True, metavar="PATTERN=SPEC", help="Layout of the tensors that match; see below."
-)
-@click.option("--layout-file", type=click.Path(path_type=Path), help="File of layouts, one per line.")
+_RESHARD_HELP = f"""{LAYOUT_HELP}\b
+Examples:
+  dtckpt reshard step_100 step_100_for_4 --mesh x=4
+  dtckpt reshard step_100 step_100_by_columns --mesh data=2,model=2 --layout 'model/*=unsharded,model' --dry-run
+  dtckpt reshard step_100 step_100_half --mesh x=2 --dtype bfloat16 --max-memory 512MiB
+  dtckpt reshard step_100 step_100_by_workers --mesh x=4 --workers 1 --worker 0 --resume
+
+"""
+
+
+@cli.command(epilog=_RESHARD_HELP)
+@click.argument("src", type=LOCATION)
+@click.argument("dst", type=LOCATION)
+@mesh_options(is_required=True)
 @click.option("--dtype", metavar="DTYPE", help="New dtype of the floating-point tensors, such as bfloat16.")
 @click.option(
     "--format",
@@ -82,13 +76,7 @@ def cli() -> None:
     default=None,
     help="Describe bfloat16 and float8 to other Zarr readers as unsigned integers [default: as in SRC].",
 )
-@click.option(
-    "--max-memory",
-    metavar="SIZE",
-    default="1GiB",
-    show_default=True,
-    help="Bound on tensor data in memory: 512KiB, 2GB.",
-)
+@memory_option("1GiB")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST, once the new one is durable.")
 @click.option(
     "--workers",
@@ -106,8 +94,9 @@ def cli() -> None:
 )
 @click.option("--resume", is_flag=True, help="Keep what an earlier process of this worker finished.")
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan; write nothing.")
-@_json_option("Print one JSON line per event: start, tensor, done, error.")
-@_debug_option
+@json_option("Print one JSON line per event: start, tensor, done, error.")
+@quiet_option
+@debug_option
 def reshard(**options: Any) -> None:
     """Write checkpoint SRC anew as DST, laid out for another mesh.
 
@@ -134,9 +123,9 @@ Examples:
 """
 
 
-@cli.command(epilog=f"{_CONVERT_HELP}{exit_code_help()}")
-@click.argument("src")
-@click.argument("dst")
+@cli.command(epilog=_CONVERT_HELP)
+@click.argument("src", type=LOCATION)
+@click.argument("dst", type=LOCATION)
 @click.option("--to", type=click.Choice(TARGETS), help="Format of DST [default: by its suffix, or else dtckpt].")
 @click.option("--select", multiple=True, metavar="GLOB", help="Write only what has such names.")
 @click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="New names of what is written.")
@@ -147,18 +136,13 @@ Examples:
 @click.option(
     "--max-shard-size", metavar="SIZE", default="5GB", show_default=True, help="Bound on one file of several."
 )
-@click.option(
-    "--max-memory",
-    metavar="SIZE",
-    default="256MiB",
-    show_default=True,
-    help="Bound on tensor data in memory: 512MiB, 2GB.",
-)
+@memory_option("256MiB")
 @click.option("--codec", type=click.Choice(CODECS), help="Compression of dtckpt and zarr [default: as in SRC].")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST, once the new one is durable.")
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan; write nothing.")
-@_json_option("Print one JSON line per event: start, progress, tensor, done, error.")
-@_debug_option
+@json_option("Print one JSON line per event: start, progress, tensor, done, error.")
+@quiet_option
+@debug_option
 def convert(**options: Any) -> None:
     """Write checkpoint SRC anew as DST, in another format.
 
@@ -181,8 +165,8 @@ Examples:
 """
 
 
-@cli.command(epilog=f"{_INSPECT_HELP}{exit_code_help()}")
-@click.argument("path")
+@cli.command(epilog=_INSPECT_HELP)
+@click.argument("path", type=LOCATION)
 @click.option("--tensor", "patterns", multiple=True, metavar="GLOB", help="Only tensors with such names.")
 @click.option("--tree", is_flag=True, help="Show names as a tree, with the size of every subtree.")
 @click.option(
@@ -194,9 +178,9 @@ Examples:
 )
 @click.option("--each", is_flag=True, help="A line for each tensor, also for those that are alike but for numbers.")
 @click.option("--chunks", "with_chunks", is_flag=True, help="List every chunk: region, key, digest, client.")
-@_pager_option
-@_json_option("Print one line of JSON.")
-@_debug_option
+@pager_option
+@json_option("Print one line of JSON.")
+@debug_option
 def inspect(**options: Any) -> None:
     """Show what checkpoint PATH holds.
 
@@ -229,9 +213,9 @@ DIFFERENCES = ("missing", "extra", "type", "value", "shape", "dtype", "layout", 
 """A copy of the names in `dtckpt.checkpoint.inspecting.difference`, which is slow to import."""
 
 
-@cli.command(epilog=f"{_DIFF_HELP}{exit_code_help()}")
-@click.argument("a")
-@click.argument("b")
+@cli.command(epilog=_DIFF_HELP)
+@click.argument("a", type=LOCATION)
+@click.argument("b", type=LOCATION)
 @click.option(
     "--values/--no-values",
     default=None,
@@ -249,16 +233,11 @@ DIFFERENCES = ("missing", "extra", "type", "value", "shape", "dtype", "layout", 
 @click.option(
     "--ignore", multiple=True, type=click.Choice(DIFFERENCES), help="Differences that do not count; see below."
 )
-@click.option(
-    "--max-memory",
-    metavar="SIZE",
-    default="256MiB",
-    show_default=True,
-    help="Bound on tensor data in memory: 512MiB, 2GB.",
-)
-@_pager_option
-@_json_option("Print one JSON line per difference, then one with the result.")
-@_debug_option
+@memory_option("256MiB")
+@pager_option
+@json_option("Print one JSON line per difference, then one with the result.")
+@quiet_option
+@debug_option
 def diff(**options: Any) -> int:
     """Show in what checkpoints A and B differ; exit with 0 if they are the same, with 1 if not.
 
@@ -282,20 +261,15 @@ Examples:
 """
 
 
-@cli.command(epilog=f"{_CAT_HELP}{exit_code_help()}")
-@click.argument("path")
-@click.argument("tensor", metavar="TENSOR[SLICE]")
+@cli.command(epilog=_CAT_HELP)
+@click.argument("path", type=LOCATION)
+@click.argument("tensor", metavar="TENSOR[SLICE]", shell_complete=complete_tensors)
 @click.option("--stats", is_flag=True, help="Print statistics of the elements: extremes, mean, NaN, Inf, zeros.")
 @click.option("--all", "all_elements", is_flag=True, help="Print every element; else of over 1000 those at the edges.")
-@click.option(
-    "--max-memory",
-    metavar="SIZE",
-    default="256MiB",
-    show_default=True,
-    help="Bound on tensor data in memory with --stats: 512MiB, 2GB.",
-)
-@_json_option("Print one line of JSON, with every element or the statistics.")
-@_debug_option
+@memory_option("256MiB", "Bound on tensor data in memory with --stats: 512MiB, 2GB.")
+@json_option("Print one line of JSON, with every element or the statistics.")
+@quiet_option
+@debug_option
 def cat(**options: Any) -> None:
     """Print elements of a tensor of checkpoint PATH.
 
@@ -307,11 +281,20 @@ def cat(**options: Any) -> None:
     run_cat(CatRequest(**options))
 
 
-@cli.command(epilog=exit_code_help())
-@click.argument("path")
+_VERIFY_HELP = """\b
+Examples:
+  dtckpt verify step_100
+  dtckpt verify s3://bucket/step_100 --threads 16 --json
+
+"""
+
+
+@cli.command(epilog=_VERIFY_HELP)
+@click.argument("path", type=LOCATION)
 @click.option("--threads", type=click.IntRange(min=1), help="Chunks that are read at one time [default: one per core].")
-@_json_option("Print one JSON line per damage, then one with the result.")
-@_debug_option
+@json_option("Print one JSON line per damage, then one with the result.")
+@quiet_option
+@debug_option
 def verify(path: str, threads: int | None, as_json: bool) -> int:
     """Read all of checkpoint PATH and compare every digest; exit with 1 if anything is damaged."""
     from dtckpt.cli.verify import run_verify
@@ -324,10 +307,16 @@ Variables:
   DTCKPT_COORDINATOR, and what else names it to clients; DTCKPT_COORDINATOR_CA, _CERT, _KEY, _SERVER_NAME for TLS;
   DTCKPT_COORDINATOR_TOKEN_FILE or _TOKEN: a job's token shows that job, a token of the job * shows all.
 
+\b
+Examples:
+  dtckpt status --coordinator localhost:50051
+  dtckpt status --job run --watch
+  dtckpt status --json
+
 """
 
 
-@cli.command(epilog=f"{_STATUS_HELP}{exit_code_help()}")
+@cli.command(epilog=_STATUS_HELP)
 @click.option("--coordinator", metavar="HOST:PORT", help="Which coordinator [default: the one of the environment].")
 @click.option("--job", metavar="NAME", help="Only this job [default: all that the token shows].")
 @click.option("--watch", is_flag=True, help="Look again and again, until interrupted.")
@@ -356,10 +345,153 @@ Variables:
     show_default=True,
     help="Clients to show of each job, those silent for longest first.",
 )
-@_json_option("Print one JSON line per look.")
-@_debug_option
+@json_option("Print one JSON line per look.")
+@debug_option
 def status(**options: Any) -> None:
     """Show jobs, clients and open barriers of a coordinator: who is missing, and what they did last."""
     from dtckpt.cli.status import StatusRequest, run_status
 
     run_status(StatusRequest(**options))
+
+
+_LS_HELP = """\b
+States:
+  whole      a finished checkpoint whose metadata can be read; dtckpt verify reads its elements, too
+  damaged    a finished checkpoint that cannot be opened; --json says why
+  saving     under construction, by somebody who lives
+  leftover   of a save that did not end, or of a checkpoint that was removed; dtckpt gc removes it
+
+\b
+Examples:
+  dtckpt ls run
+  dtckpt ls run --sort size
+  dtckpt ls s3://bucket/run --json
+
+"""
+
+
+@cli.command(epilog=_LS_HELP)
+@click.argument("root", type=LOCATION)
+@click.option(
+    "--sort",
+    type=click.Choice(("name", "size", "age")),
+    default="name",
+    show_default=True,
+    help="Order: step 2 before step 10; or the largest, or the newest first.",
+)
+@pager_option
+@json_option("Print one JSON line per checkpoint, then one with the totals.")
+@debug_option
+def ls(**options: Any) -> None:
+    """List the checkpoints below ROOT: steps, sizes, ages, states and metrics; * marks the newest valid one.
+
+    ROOT is the directory or URL of a CheckpointManager, or any folder of checkpoints. On an object store, those are
+    listed that dtckpt saved there. A step is rolled back if the run went back to an older one and saved again.
+    """
+    from dtckpt.cli.ls import LsRequest, run_ls
+
+    run_ls(LsRequest(**options))
+
+
+_GC_HELP = """\b
+Examples:
+  dtckpt gc run                             what saves left that did not end
+  dtckpt gc run --keep 3 --keep-every 100   and which steps would go
+  dtckpt gc run --keep 3 --keep-every 100 --yes
+  dtckpt gc run --keep 1 --keep-best 2 --metric loss
+
+"""
+
+
+@cli.command(epilog=_GC_HELP)
+@click.argument("root", type=LOCATION)
+@click.option("--keep", type=click.IntRange(min=1), metavar="N", help="Keep the N newest steps.")
+@click.option("--keep-every", type=click.IntRange(min=1), metavar="N", help="Keep steps that are multiples of N.")
+@click.option("--keep-best", type=click.IntRange(min=1), metavar="N", help="Keep the N steps with the best metric.")
+@click.option("--metric", metavar="NAME", default="loss", show_default=True, help="Which metric.")
+@click.option(
+    "--mode", type=click.Choice(("min", "max")), default="min", show_default=True, help="Which metric is the best."
+)
+@click.option(
+    "--min-age",
+    "min_age_s",
+    type=click.FloatRange(min=0),
+    default=3600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long nothing changed in a leftover, at least.",
+)
+@click.option("--yes", "is_confirmed", is_flag=True, help="Remove; without it, only show what would be removed.")
+@click.option(
+    "--take-over",
+    is_flag=True,
+    help="On an object store: remove although a manager is registered; if it lives, its next save is refused.",
+)
+@json_option("Print one JSON line per leftover and step, then one with the totals.")
+@quiet_option
+@debug_option
+def gc(**options: Any) -> None:
+    """Show, and with --yes remove, what is not needed below ROOT: leftovers, and steps that no --keep rule keeps.
+
+    The rules are those of a CheckpointManager. Without any, all steps stay. The newest valid step, damaged steps, and
+    whatever a living process writes or restores, stay in any case.
+    """
+    from dtckpt.cli.gc import GcRequest, run_gc
+
+    run_gc(GcRequest(**options))
+
+
+# --- about the commands themselves ------------------------------------------------------------------------------------
+
+
+@cli.command(
+    name="help",
+    epilog="""\b
+Examples:
+  dtckpt help reshard
+  dtckpt help exit-codes
+""",
+)
+@click.argument("topic", required=False, metavar="[COMMAND|exit-codes]", shell_complete=complete_topics)
+@debug_option
+@click.pass_context
+def show_help(context: click.Context, topic: str | None) -> None:
+    """Show the help of a command, or what the exit codes mean."""
+    from dtckpt.cli.output import write_line
+
+    parent = context.parent or context
+    if topic == EXIT_CODES_TOPIC:
+        for line in exit_code_lines():
+            write_line(line)
+    elif topic is None:
+        write_line(parent.get_help())
+    elif (command := cli.get_command(parent, topic)) is not None:
+        write_line(command.get_help(click.Context(command, info_name=topic, parent=parent)))
+    else:
+        hint = did_you_mean(topic, [*cli.commands, EXIT_CODES_TOPIC])
+        raise click.UsageError(f"there is no help on {topic!r}{hint}", context)
+
+
+_COMPLETION_HELP = """\b
+To have it in every shell:
+  bash   dtckpt completion bash > ~/.local/share/bash-completion/completions/dtckpt
+  zsh    dtckpt completion zsh > a folder of $fpath, as the file _dtckpt
+  fish   dtckpt completion fish > ~/.config/fish/completions/dtckpt.fish
+
+\b
+Examples:
+  dtckpt completion bash
+  dtckpt completion zsh
+
+"""
+
+
+@cli.command(epilog=_COMPLETION_HELP)
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+@debug_option
+def completion(shell: str) -> None:
+    """Print the script with which a shell completes commands, options, paths and names of tensors."""
+    from dtckpt.cli.completion import completion_script
+    from dtckpt.cli.output import write_line
+
+    write_line(completion_script(cli, shell))

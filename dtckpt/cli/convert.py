@@ -11,10 +11,17 @@ from functools import partial
 from dtckpt.checkpoint.converting.convert import convert
 from dtckpt.checkpoint.converting.report import ConvertedTensor, ConvertReport
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.progress_bar import open_progress
 from dtckpt.cli.arguments import parse_dtype
 from dtckpt.cli.freed_memory import return_freed_memory
-from dtckpt.cli.output import format_count, format_shape, write_event, write_line, write_table
+from dtckpt.cli.output import (
+    format_count,
+    format_shape,
+    open_progress,
+    write_event,
+    write_line,
+    write_summary,
+    write_table,
+)
 from dtckpt.cli.plain_arguments import parse_pairs, parse_size
 from dtckpt.errors import format_nbytes, printable
 
@@ -74,7 +81,7 @@ def run_convert(request: ConvertRequest) -> None:
         with open_progress("converting", plan.nbytes) as progress:
             report = run(progress=progress.advance)
         rate = format_nbytes(report.nbytes / max(report.seconds, 1e-9))
-        write_line(
+        write_summary(
             f"converted {_source(plan)} to {_target(plan)}: {_totals(plan)} in {report.seconds:.1f} s ({rate}/s)"
         )
 

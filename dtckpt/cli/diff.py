@@ -22,12 +22,20 @@ from dtckpt.checkpoint.inspecting.difference import (
 )
 from dtckpt.checkpoint.inspecting.element_differences import ElementDifferences, Extreme
 from dtckpt.checkpoint.inspecting.tensor_comparison import Reads
-from dtckpt.checkpoint.progress_bar import open_progress
 from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.cli.exit_codes import ExitCode
 from dtckpt.cli.freed_memory import return_freed_memory
 from dtckpt.cli.name_groups import group_names
-from dtckpt.cli.output import format_count, format_layout, format_shape, format_value, table_lines, write_event
+from dtckpt.cli.output import (
+    format_count,
+    format_layout,
+    format_shape,
+    format_value,
+    is_quiet,
+    open_progress,
+    table_lines,
+    write_event,
+)
 from dtckpt.cli.pager import page
 from dtckpt.cli.plain_arguments import parse_pairs, parse_size
 from dtckpt.errors import format_nbytes, printable
@@ -161,7 +169,8 @@ def _lines(report: DiffReport) -> Iterator[str]:
             ("PATH", "DIFFERENCE", "A", "B", ""), [(group.name or "(root)", *group.items[0][1]) for group in groups]
         )
         yield ""
-    yield from _summary(report)
+    if not is_quiet():
+        yield from _summary(report)
 
 
 def _row(difference: Difference) -> tuple[str, str, str, str]:

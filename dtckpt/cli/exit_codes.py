@@ -67,7 +67,7 @@ def exit_code_of(error: BaseException) -> ExitCode:
     return next(EXIT_CODES[cls] for cls in type(error).__mro__ if cls in EXIT_CODES)
 
 
-def exit_code_help() -> str:
-    """Return the help text about exit codes."""
+def exit_code_lines() -> list[str]:
+    """Return the lines of ``dtckpt help exit-codes``."""
     lines = [f"  {code:>3}  {meaning}" for code, meaning in MEANINGS.items()]
-    return "\n".join(["\b", "Exit codes:", *lines, "  130  interrupted (143: terminated); nothing is left behind"])
+    return ["Exit codes:", *lines, "  130  interrupted (143: terminated); nothing is at the destination"]

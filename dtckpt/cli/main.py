@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import threading
@@ -18,6 +19,15 @@ from dtckpt.cli.output import write_event
 from dtckpt.errors import DtckptError, printable
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = tuple(128 + number for number in _SIGNALS)
+"""Exit codes of a command that was interrupted or terminated."""
+WRITERS = ("reshard", "convert")
+"""The commands that write a checkpoint."""
+_OPTIONS = (
+    ("pass overwrite=True", "pass --overwrite"),
+    ("max_memory is too small", "--max-memory is too small"),
+)
+"""By the words in which the library names an argument, those that name the option."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -32,6 +42,8 @@ def main(args: Sequence[str] | None = None) -> int:
             # click returns a code if it has answered by itself, as for --help.
             return cli.main(arguments, prog_name="dtckpt", standalone_mode=False) or ExitCode.OK
     except SystemExit as end:
+        if end.code in INTERRUPTED:
+            _say_how_to_go_on(arguments)
         return end.code if isinstance(end.code, int) else ExitCode.FAILED
     except BaseException as error:
         return _report(error, arguments)
@@ -60,6 +72,20 @@ def _exit_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _say_how_to_go_on(arguments: Sequence[str]) -> None:
+    """Print the command that goes on with an interrupted one, if that writes a checkpoint.
+
+    Its own output is removed or, with ``--workers``, in parts that ``--resume`` finds.
+    """
+    command = next((argument for argument in arguments if not argument.startswith("-")), "")
+    if command not in WRITERS:
+        return
+    is_worker = any(argument.partition("=")[0] == "--workers" for argument in arguments)
+    more = ["--resume"] if is_worker and "--resume" not in arguments else []
+    line = shlex.join(["dtckpt", *arguments, *more])
+    click.echo(f"dtckpt: interrupted, and nothing is committed; to go on: {printable(line)}", err=True)
+
+
 def _report(error: BaseException, arguments: Sequence[str]) -> int:
     """Print an error and return its exit code."""
     code, message = exit_code_of(error), _message(error)
@@ -78,9 +104,10 @@ def _message(error: BaseException) -> str:
         hint = f"; see '{error.ctx.command_path} --help'" if error.ctx else ""
         return " ".join(error.format_message().rstrip(".").split()) + hint
     if isinstance(error, DtckptError):
-        # The library's messages name its own arguments; these have other names here.
-        named = error.message.replace("pass overwrite=True", "pass --overwrite")
-        return named.replace("max_memory is too small", "--max-memory is too small")
+        message = error.message
+        for argument, option in _OPTIONS:
+            message = message.replace(argument, option)
+        return message
     if isinstance(error, click.ClickException):
         return error.format_message()
     if isinstance(error, OSError):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import click
 
+from dtckpt.checkpoint import progress_bar
+from dtckpt.cli.options import QUIET
 from dtckpt.errors import printable
 
 if TYPE_CHECKING:
@@ -30,6 +35,46 @@ def write_line(text: str) -> None:
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
+def is_quiet() -> bool:
+    """Whether the command that runs was given ``--quiet``."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(QUIET))
+
+
+def write_summary(text: str) -> None:
+    """Print the closing line of a command, unless ``--quiet`` is given."""
+    if not is_quiet():
+        write_line(text)
+
+
+class Progress(Protocol):
+    """What shows the progress of some work."""
+
+    def advance(self, name: str, nbytes: int) -> None:
+        """Note that bytes of a tensor are done."""
+        ...
+
+
+class _Silence:
+    """Progress that nobody wants to see."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def advance(self, name: str, nbytes: int) -> None:
+        pass
+
+
+def open_progress(title: str, nbytes: int) -> AbstractContextManager[Progress]:
+    """Return what shows the progress of some work, as `progress_bar.open_progress`; nothing with ``--quiet``."""
+    return _Silence() if is_quiet() else progress_bar.open_progress(title, nbytes)
+
+
 def write_event(event: str, **facts: Any) -> None:
     """Print one JSON object on a line of its own."""
     write_line(json.dumps({"event": event, **facts}, allow_nan=False))
@@ -38,6 +83,19 @@ def write_event(event: str, **facts: Any) -> None:
 def format_count(count: int, noun: str) -> str:
     """Return a number with its noun: ``1 tensor``, ``2 tensors``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def format_age(seconds: float) -> str:
+    """Return a time span in its largest units: ``12 s``, ``5 min``, ``3.2 h``, ``4.0 d``."""
+    for unit, size, digits in (("d", 86400, 1), ("h", 3600, 1), ("min", 60, 0)):
+        if seconds >= size:
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def finite_json(number: float) -> float | dict[str, str]:
+    """Return a number for JSON, which lacks some; those are nodes, as in ``dtckpt inspect``."""
+    return number if math.isfinite(number) else {"float": str(number)}
 
 
 def format_shape(shape: Sequence[int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.progress_bar import is_watched
 from dtckpt.checkpoint.resharding.reshard import ReshardReport, reshard
 from dtckpt.checkpoint.resharding.workers import Worker
 from dtckpt.cli.arguments import LayoutRules, parse_dtype, parse_mesh, read_rules
 from dtckpt.cli.freed_memory import return_freed_memory
 from dtckpt.cli.plain_arguments import parse_size
-from dtckpt.cli.reshard_progress import BarReporter, JsonReporter, PlanReporter, Reporter
+from dtckpt.cli.reshard_progress import JsonReporter, PlanReporter, ProgressReporter, Reporter
 from dtckpt.errors import ConfigError
 
 
@@ -96,4 +94,4 @@ def _reporter(request: ReshardRequest, plan: ReshardReport, start: float) -> Rep
         return JsonReporter(plan, start, request.kvstore, is_dry_run=request.dry_run)
     if request.dry_run:
         return PlanReporter(plan, start)
-    return BarReporter(plan, start) if is_watched(sys.stdout, sys.stderr) else Reporter(plan, start)
+    return ProgressReporter(plan, start)

@@ -1,4 +1,4 @@
-"""Progress output of ``dtckpt reshard``: a progress bar, JSON events, the plan of a dry run, or one line at the end."""
+"""Progress output of ``dtckpt reshard``: progress, JSON events, the plan of a dry run, or one line at the end."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import time
 from types import TracebackType
 from typing import Self
 
-from dtckpt.checkpoint.progress_bar import Bar
 from dtckpt.checkpoint.resharding.reshard import ReshardedTensor, ReshardReport
 from dtckpt.checkpoint.resharding.workers import PartReport
-from dtckpt.cli.output import format_count, format_layout, format_shape, write_event, write_line, write_table
+from dtckpt.cli.output import (
+    format_count,
+    format_layout,
+    format_shape,
+    open_progress,
+    write_event,
+    write_line,
+    write_summary,
+    write_table,
+)
 from dtckpt.errors import capped, format_nbytes, printable
 
 
@@ -43,11 +51,11 @@ class Reporter:
         seconds = self.seconds
         rate = format_nbytes(self.plan.nbytes / max(seconds, 1e-9))
         if self.part is not None:
-            write_line(part_text(self.part, printable(str(self.plan.target))))
+            write_summary(part_text(self.part, printable(str(self.plan.target))))
         if self.part is not None and not self.part.is_committed:
             return
         source, target = printable(str(self.plan.source)), printable(str(self.plan.target))
-        write_line(f"resharded {source} to {target}: {self.totals} in {seconds:.1f} s ({rate}/s)")
+        write_summary(f"resharded {source} to {target}: {self.totals} in {seconds:.1f} s ({rate}/s)")
 
     @property
     def seconds(self) -> float:
@@ -98,25 +106,26 @@ def _change(old: str, new: str) -> str:
     return new if old == new else f"{old} -> {new}"
 
 
-class BarReporter(Reporter):
-    """Shows a progress bar on standard error during the work, and prints one line at the end."""
+class ProgressReporter(Reporter):
+    """Shows progress on standard error during the work, and prints one line at the end."""
 
     def __enter__(self) -> Self:
-        self._bar = Bar("resharding", self.plan.nbytes).__enter__()
+        self._context = open_progress("resharding", self.plan.nbytes)
+        self._progress = self._context.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.__exit__(kind, error, trace)
+        self._context.__exit__(kind, error, trace)
 
     def advance(self, name: str, nbytes: int) -> None:
-        """Move the bar."""
-        self._bar.advance(name, nbytes)
+        """Move the progress."""
+        self._progress.advance(name, nbytes)
 
     def finish(self) -> None:
-        """Remove the bar, and print the line."""
-        self._bar.__exit__(None, None, None)
+        """Remove the progress, and print the line."""
+        self._context.__exit__(None, None, None)
         super().finish()
 
 

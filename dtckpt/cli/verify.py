@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dtckpt.checkpoint.progress_bar import open_progress
 from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.checkpoint.reading.verify import Damage, VerifyReport
 from dtckpt.cli.exit_codes import ExitCode
-from dtckpt.cli.output import format_count, write_event, write_line
+from dtckpt.cli.output import format_count, open_progress, write_event, write_line, write_summary
 from dtckpt.errors import format_nbytes, printable
 
 
@@ -55,13 +54,13 @@ def _write_text(report: VerifyReport) -> None:
         result = f"DAMAGED in {format_count(len(report.damages), 'place')}"
     tensors, chunks = format_count(report.num_tensors, "tensor"), format_count(report.num_chunks, "chunk")
     rate = format_nbytes(report.nbytes / max(report.seconds, 1e-9))
-    write_line(
+    write_summary(
         f"{printable(str(report.path))} is {result}: {tensors}, {chunks}, {format_nbytes(report.nbytes)} read in "
         f"{report.seconds:.1f} s ({rate}/s)"
     )
     if report.num_unverified:
         tensors = format_count(report.num_unverified, "tensor")
-        write_line(f"no digest is noted of {tensors}: bytes that changed since are not found there")
+        write_summary(f"no digest is noted of {tensors}: bytes that changed since are not found there")
 
 
 def _region_text(damage: Damage) -> str | None:

@@ -1,5 +1,6 @@
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,10 +22,11 @@ def test_help_and_version_import_nothing_heavy(run):
         "import sys; from dtckpt.cli.main import main; codes = [int(main(args.split())) for args in sys.argv[1:]]; "
         "print(codes, sorted({'torch', 'numpy', 'tensorstore', 'rich'} & set(sys.modules)))"
     )
-    result = run_process("--help", "reshard --help", "inspect -h", "--version", program=("-c", code))
-    assert result.out.endswith("\n[0, 0, 0, 0] []\n"), result
+    asked = ("--help", "reshard --help", "inspect -h", "help gc", "help exit-codes", "completion zsh", "--version")
+    result = run_process(*asked, program=("-c", code))
+    assert result.out.endswith("\n[0, 0, 0, 0, 0, 0, 0] []\n"), result
     for code in ExitCode:
-        assert f"{code:>3}  {MEANINGS[code]}" in run("--help").out
+        assert f"{code:>3}  {MEANINGS[code]}" in run("help", "exit-codes").out
     assert run("--version").out == f"dtckpt {dtckpt.__version__}\n"
 
 
@@ -48,6 +50,8 @@ sys.exit(code)
         (["diff", "{}", "{}"], []),
         (["diff", "{}", "{}", "--no-values"], []),
         (["cat", "--stats", "{}", "b"], ["tensorstore"]),
+        (["ls", "{}/.."], []),
+        (["gc", "{}/..", "--keep", "1"], []),
     ],
     ids=" ".join,
 )
@@ -196,12 +200,14 @@ def test_interrupt(source, tmp_path):
     program = (
         "import os, signal, sys\n"
         "from dtckpt.cli.main import main\n"
-        "from dtckpt.cli.reshard_progress import Reporter\n"
-        "Reporter.advance = lambda self, name, nbytes: os.kill(os.getpid(), signal.SIGINT)\n"
+        "from dtckpt.cli.reshard_progress import ProgressReporter\n"
+        "ProgressReporter.advance = lambda self, name, nbytes: os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     result = run_process("reshard", source, tmp_path / "new", "--mesh", "x=4", program=("-c", program))
-    assert (result.code, result.out, result.err) == (130, "", "")
+    command = shlex.join(["dtckpt", "reshard", str(source), str(tmp_path / "new"), "--mesh", "x=4"])
+    assert (result.code, result.out) == (130, "")
+    assert result.err == f"dtckpt: interrupted, and nothing is committed; to go on: {command}\n"
     assert os.listdir(tmp_path) == []
 
 

@@ -8,7 +8,7 @@ from support.states import bits_of
 
 import dtckpt
 from dtckpt import UNSHARDED
-from dtckpt.cli.reshard_progress import Reporter
+from dtckpt.cli.reshard_progress import ProgressReporter
 
 MESH = ("--mesh", "data=2,x=3")
 LAYOUTS = ("--layout", "*/w=data+x,unsharded", "--layout", "optim/a=b=x", "--layout", "optim/scale=")
@@ -219,7 +219,7 @@ def test_storage_that_refuses_may_be_tried_again(run, source, tmp_path):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
-def test_signals_end_it_quietly_and_leave_nothing(run, source, target, monkeypatch, number, code, kvstore):
+def test_signals_end_it_and_leave_nothing(run, source, target, monkeypatch, number, code, kvstore):
     names = []
 
     def advance(self, name, nbytes):
@@ -228,10 +228,11 @@ def test_signals_end_it_quietly_and_leave_nothing(run, source, target, monkeypat
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(Reporter, "advance", advance)
+    monkeypatch.setattr(ProgressReporter, "advance", advance)
     before = signal.getsignal(number)
     result = run("reshard", source, target, *MESH, "--format", kvstore)
-    assert (result.code, result.out, result.err) == (code, "", "")
+    assert (result.code, result.out, result.err.count("\n")) == (code, "", 1)
+    assert "; to go on: dtckpt reshard " in result.err
     assert len(names) == 5
     assert os.listdir(target.parent) == []
     assert signal.getsignal(number) is before

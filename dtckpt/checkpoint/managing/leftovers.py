@@ -12,11 +12,14 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError
 from dtckpt.storage import commit_by_rename
 from dtckpt.storage.directory_lock import lock_directory
+from dtckpt.storage.location import Location
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
@@ -26,6 +29,46 @@ _WORKING_NAME = re.compile(r"\.(?P<target>.+)\.dtckpt-(?P<role>new|old|trash)-[^
 def targets_of_leftovers(root: Path) -> set[str]:
     """Return the names of the checkpoints to which directories under construction, or replaced ones, belong."""
     return {match["target"] for _, match in _working(root)}
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What an attempt to save, that lives or not, has beside the checkpoints.
+
+    Args:
+        name: The checkpoint that it belongs to.
+        where: Its path or URL.
+        is_dead: Whether it can be removed.
+        since_s: When something in it changed last, in seconds since the epoch.
+        nbytes: Bytes in it; None where storage does not tell.
+        holder: Who writes it, if that is known and the attempt lives.
+    """
+
+    name: str
+    where: Location
+    is_dead: bool
+    since_s: float
+    nbytes: int | None = None
+    holder: str = ""
+
+
+def find_leftovers(root: Path, *, min_age_s: float, now: float) -> list[Leftover]:
+    """Return what attempts to save have in a directory.
+
+    Args:
+        root: The directory that the checkpoints are in.
+        min_age_s: Seconds without a change after which an attempt can count as dead.
+        now: Seconds since the epoch.
+    """
+    found = []
+    for folder, match in _working(root):
+        # An attempt may end at any moment; what it had is gone then, or a checkpoint.
+        with suppress(FileNotFoundError):
+            # The owner of a trash directory may be deleting it at this moment; that both delete does no harm.
+            is_dead = match["role"] == "trash" or _is_dead(folder, root / match["target"], min_age_s, now)
+            since_s, nbytes = _last_change(folder)
+            found.append(Leftover(match["target"], folder, is_dead, since_s, nbytes))
+    return found
 
 
 def collect_leftovers(root: Path, *, min_age_s: float, now: float) -> list[Path]:
@@ -43,7 +86,6 @@ def collect_leftovers(root: Path, *, min_age_s: float, now: float) -> list[Path]
     for folder, match in list(_working(root)):
         target = root / match["target"]
         try:
-            # The owner of a trash directory may be deleting it at this moment; that both delete does no harm.
             if match["role"] != "trash" and not _is_dead(folder, target, min_age_s, now):
                 continue
             commit_by_rename.discard(folder, target, is_durable=True)
@@ -67,14 +109,19 @@ def _is_dead(folder: Path, target: Path, min_age_s: float, now: float) -> bool:
             return False  # a replacement stopped half-way: readers open the old directory, the next save completes it
     except (CheckpointNotFoundError, CheckpointIncompleteError):
         pass
-    if now - _last_change(folder) < min_age_s:
+    if now - _last_change(folder)[0] < min_age_s:
         return False
     with lock_directory(folder) as is_free:
         return is_free
 
 
-def _last_change(folder: Path) -> float:
-    times = [folder.stat().st_mtime]
+def _last_change(folder: Path) -> tuple[float, int]:
+    """Return when something in a directory changed last, and the bytes of its files."""
+    times, nbytes = [folder.stat().st_mtime], 0
     for path, _, files in os.walk(folder):
-        times.extend(os.stat(Path(path, name)).st_mtime for name in ("", *files))
-    return max(times)
+        times.append(os.stat(path).st_mtime)
+        for name in files:
+            status = os.stat(Path(path, name))
+            times.append(status.st_mtime)
+            nbytes += status.st_size
+    return max(times), nbytes

@@ -362,12 +362,7 @@ class CheckpointManager:
         self._damaged.discard(saved)
         with self._tolerated():
             self._saved = lineages = self._folders.saved()
-            steps = current_steps(lineages)
-            metrics = {step: self.metrics(step) for step in steps} if self.options.keep.best else {}
-            abandoned = lineages.keys() - steps
-            for step in self.options.keep.doomed(
-                steps, metrics, protected={saved}, damaged=self._damaged, abandoned=abandoned
-            ):
+            for step in self._folders.doomed(self.options.keep, lineages, protected={saved}, damaged=self._damaged):
                 with self._tolerated():
                     self._remove(step)
         with self._tolerated():

@@ -19,13 +19,15 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from dtckpt.checkpoint.managing.leftovers import collect_leftovers, targets_of_leftovers
+from dtckpt.checkpoint.managing.leftovers import Leftover, collect_leftovers, find_leftovers, targets_of_leftovers
 from dtckpt.checkpoint.managing.root_lock import RootLock
 from dtckpt.errors import CheckpointConflictError
-from dtckpt.storage.commit_by_decision import REGISTER_FOLDER, AttemptRegister
+from dtckpt.format.manifest import MANIFEST_NAME
+from dtckpt.storage.commit_by_decision import COMMITTED, GIVEN_UP, REGISTER_FOLDER, AttemptRegister
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import ObjectFolder, open_folder
 from dtckpt.storage.location import Location, Url
@@ -50,6 +52,10 @@ class Right(Protocol):
         """Give the right back; idempotent."""
         ...
 
+    def holder(self) -> str:
+        """Return who has the right, as far as storage tells; empty if nobody has."""
+        ...
+
 
 class Root(Protocol):
     """A place that checkpoints are kept below, each by its name."""
@@ -66,6 +72,18 @@ class Root(Protocol):
 
     def names(self) -> set[str]:
         """Return the names of everything below the root that may be a checkpoint."""
+        ...
+
+    def exists(self) -> bool:
+        """Whether there is anything at the root."""
+        ...
+
+    def saved_s(self, name: str) -> float | None:
+        """Return when a checkpoint was saved, in seconds since the epoch; None if nothing tells."""
+        ...
+
+    def leftovers(self, *, min_age_s: float, now: float) -> list[Leftover]:
+        """Return what attempts have beside the checkpoints, of those that live too. Args: as `collect`."""
         ...
 
     def collect(self, *, min_age_s: float, now: float) -> None:
@@ -96,6 +114,23 @@ class DirectoryRoot:
             return {entry.name for entry in self.where.iterdir()} | targets_of_leftovers(self.where)
         return set()
 
+    def exists(self) -> bool:
+        """As `Root.exists`."""
+        return self.where.is_dir()
+
+    def saved_s(self, name: str) -> float | None:
+        """As `Root.saved_s`: when the last file of the checkpoint was written, or the directory's last change."""
+        with suppress(OSError):
+            path = self.where / name
+            return (path / MANIFEST_NAME if (path / MANIFEST_NAME).exists() else path).stat().st_mtime
+        return None
+
+    def leftovers(self, *, min_age_s: float, now: float) -> list[Leftover]:
+        """As `Root.leftovers`."""
+        with translate_errors("look for leftovers", self.where):
+            found, holder = find_leftovers(self.where, min_age_s=min_age_s, now=now), self.right.holder()
+        return [each if each.is_dead else replace(each, holder=holder) for each in found]
+
     def collect(self, *, min_age_s: float, now: float) -> None:
         """As `Root.collect`."""
         collect_leftovers(self.where, min_age_s=min_age_s, now=now)
@@ -113,6 +148,43 @@ class ObjectRoot:
         """As `Root.names`."""
         with translate_errors("list the checkpoints", self.where):
             return {name.partition("/")[0] for name in (self._folder / REGISTER_FOLDER).names()}
+
+    def exists(self) -> bool:
+        """As `Root.exists`: a store has no folders, so with a checkpoint or a register."""
+        return bool(self.names())
+
+    def saved_s(self, name: str) -> float | None:
+        """As `Root.saved_s`: when the attempt began that is the checkpoint."""
+        with translate_errors("look at the checkpoint", self.where / name):
+            attempt = AttemptRegister(self.where / name, self._folder).newest_committed()
+        return None if attempt is None else int(attempt.partition("-")[0]) / 1e9
+
+    def leftovers(self, *, min_age_s: float, now: float) -> list[Leftover]:
+        """As `Root.leftovers`: attempts that `AttemptRegister.collect` would remove, and those without a decision."""
+        found = []
+        for name in sorted(self.names()):
+            where = self.where / name
+            with translate_errors("look for leftovers", where):
+                register = AttemptRegister(where, self._folder, lambda: now)
+                newest = register.newest_committed() or ""
+                for attempt in register.attempts():
+                    decision = register.decision(attempt)
+                    is_dead = (
+                        register.is_silent(attempt, min_age_s) if not decision else decision in (COMMITTED, GIVEN_UP)
+                    )
+                    # Given up and empty: the register remembers it until nothing of it can run any more.
+                    if attempt == newest or (decision == GIVEN_UP and not (register.data / attempt).names()):
+                        continue
+                    since_s = int(attempt.partition("-")[0]) / 1e9
+                    holder = "" if is_dead else self._claimant(name, attempt)
+                    found.append(Leftover(name, where / attempt, is_dead, since_s, holder=holder))
+        return found
+
+    def _claimant(self, name: str, attempt: str) -> str:
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            claim = json.loads((self._folder / REGISTER_FOLDER / name).read(attempt))
+            return f"process {claim['process']} on {claim['host']}"
+        return ""
 
     def collect(self, *, min_age_s: float, now: float) -> None:
         """As `Root.collect`."""
@@ -152,13 +224,22 @@ class NewestManager:
                 self._folder.write(self._entry, json.dumps(holder).encode())
                 names = self._folder.names()
             if newer := [name for name in names if name > self._entry]:
-                holder = json.loads(self._folder.read(newer[-1]))
                 raise CheckpointConflictError(
-                    f"process {holder['process']} on {holder['host']} saves checkpoints to {self._where} since later; "
+                    f"{self._who(newer[-1])} saves checkpoints to {self._where} since later; "
                     "end it, close its manager, or save elsewhere"
                 )
             # Older managers are refused from now on: the newest entry is enough to refuse them.
             self._folder.remove(name for name in names if name < self._entry)
+
+    def _who(self, entry: str) -> str:
+        holder = json.loads(self._folder.read(entry))
+        return f"process {holder['process']} on {holder['host']}"
+
+    def holder(self) -> str:
+        """As `Right.holder`: the newest manager that has not given the right back, whether it lives or not."""
+        with translate_errors("look for other managers", self._where), suppress(FileNotFoundError):
+            return next(map(self._who, reversed(self._folder.names())), "")
+        return ""
 
     def release(self) -> None:
         """As `Right.release`."""

@@ -74,6 +74,23 @@ class RootLock:
             f"{holder} saves checkpoints to {self._root} already; end it, close its manager, or save elsewhere"
         )
 
+    def holder(self) -> str:
+        """Return who has the right; empty if nobody has."""
+        if (os.getpid(), self._root) in _held:
+            return "this process"  # not looked at: to close the file would give the process's lock up
+        try:
+            descriptor = os.open(self._root / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return ""
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            is_held = error.errno in (errno.EACCES, errno.EAGAIN)
+            return (os.pread(descriptor, 200, 0).decode(errors="replace") or "another process") if is_held else ""
+        finally:
+            os.close(descriptor)
+        return ""
+
     def release(self) -> None:
         """Give the right back; idempotent."""
         key = os.getpid(), self._root

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, UNKNOWN, Lineage, current_steps
+from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, UNKNOWN, Lineage, Saved, current_steps
+from dtckpt.checkpoint.managing.retention import Retention
 from dtckpt.checkpoint.managing.root import Root
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, ConfigError
 from dtckpt.storage.commit import CommitTarget, commit_target_of
@@ -41,6 +42,11 @@ class StepFolders:
             raise ConfigError(f"a step must be a whole number from 0 on; got {step!r}")
         return self.root / f"step_{step:08d}"
 
+    def step_of(self, name: str) -> int | None:
+        """Return the step whose checkpoint has a name; None if that is no step's."""
+        match = _STEP_NAME.fullmatch(name)
+        return int(match[1]) if match and f"step_{int(match[1]):08d}" == name else None
+
     def place(self, step: int) -> CommitTarget:
         """Return the place of a step's checkpoint. Raises: as `path`."""
         return commit_target_of(self.path(step))
@@ -54,6 +60,15 @@ class StepFolders:
     def all_steps(self) -> list[int]:
         """Return the steps of the run that saved last, ascending."""
         return sorted(current_steps(self.saved()))
+
+    def doomed(
+        self, keep: Retention, saved: Saved, *, protected: Collection[int] = (), damaged: Collection[int] = ()
+    ) -> list[int]:
+        """Return the steps that need not be kept; see `Retention.doomed`."""
+        steps = current_steps(saved)
+        metrics = {step: self.metrics(step) for step in steps} if keep.best else {}
+        abandoned = saved.keys() - steps
+        return keep.doomed(steps, metrics, protected=protected, damaged=damaged, abandoned=abandoned)
 
     def _lineage(self, step: int) -> Lineage | None:
         """Return the lineage that the checkpoint of a step states; None if there is no checkpoint."""

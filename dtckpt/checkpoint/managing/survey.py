@@ -1,0 +1,148 @@
+"""Survey the checkpoints below a root: sizes, ages, metrics, damage, and which of them is the newest valid one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from dtckpt.checkpoint.managing.leftovers import Leftover
+from dtckpt.checkpoint.managing.lineage import Saved, current_steps
+from dtckpt.checkpoint.managing.root import Root, root_of
+from dtckpt.checkpoint.managing.step_folders import StepFolders
+from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
+from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, DtckptError
+from dtckpt.storage.commit import commit_target_of
+from dtckpt.storage.location import Location
+
+NUM_THREADS = 8
+"""Checkpoints that are looked at at one time, which hides the latency of an object store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurveyedCheckpoint:
+    """One checkpoint below a root.
+
+    Args:
+        name: Its name.
+        where: Its path or URL.
+        step: Its step; None if it has not a step's name.
+        nbytes: Bytes of its tensors; None if it is damaged.
+        num_tensors: Number of its tensors; None if it is damaged.
+        saved_s: When it was saved, in seconds since the epoch; None if nothing tells.
+        metrics: The metrics that it was saved with.
+        is_rolled_back: Whether the run went back to an older step, and has saved since.
+        damage: Why it cannot be opened; empty if it can.
+    """
+
+    name: str
+    where: Location
+    step: int | None
+    nbytes: int | None = None
+    num_tensors: int | None = None
+    saved_s: float | None = None
+    metrics: Mapping[str, float]
+    is_rolled_back: bool = False
+    damage: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The checkpoints below a root, and what else saves have there.
+
+    Args:
+        root: The root.
+        folders: The checkpoints of steps.
+        saved: Their lineages.
+        checkpoints: All checkpoints, by step, then by name.
+        leftovers: What attempts have there, of those that live too.
+    """
+
+    root: Root
+    folders: StepFolders
+    saved: Saved
+    checkpoints: tuple[SurveyedCheckpoint, ...]
+    leftovers: tuple[Leftover, ...]
+
+    @property
+    def newest_valid(self) -> int | None:
+        """The newest step of the run whose checkpoint can be opened."""
+        return max((each.step for each in self.checkpoints if _is_good_step(each)), default=None)  # type: ignore[type-var]
+
+    @property
+    def damaged(self) -> frozenset[int]:
+        """The steps whose checkpoints cannot be opened."""
+        return frozenset(each.step for each in self.checkpoints if each.damage and each.step is not None)
+
+
+def _is_good_step(each: SurveyedCheckpoint) -> bool:
+    return each.step is not None and not each.damage and not each.is_rolled_back
+
+
+def survey(where: Location, *, min_age_s: float, now: float) -> Survey:
+    """Look at all that is below a root. Only metadata is read.
+
+    Args:
+        where: The root's path or URL.
+        min_age_s: Seconds without a change after which an attempt can count as dead.
+        now: Seconds since the epoch.
+
+    Raises:
+        CheckpointNotFoundError: There is no such root, or it is a checkpoint itself.
+        StorageError: It cannot be listed.
+    """
+    root = root_of(where)
+    if not root.exists():
+        raise CheckpointNotFoundError(f"there is no folder of checkpoints at {where}")
+    folders = StepFolders(root)
+    saved = folders.saved()
+    current = current_steps(saved)
+
+    def look(name: str) -> SurveyedCheckpoint | None:
+        step = folders.step_of(name)
+        facts: dict[str, Any] = {"name": name, "where": where / name, "step": step}
+        try:
+            with open_checkpoint(where / name) as checkpoint:
+                facts["nbytes"] = sum(info.nbytes for info in checkpoint.tensors.values())
+                facts["num_tensors"] = len(checkpoint.tensors)
+        except CheckpointNotFoundError:
+            return None
+        except DtckptError as error:
+            # What has another name and no commit marker is something else, and none of our business.
+            if step is None and (isinstance(error, CheckpointIncompleteError) or not _is_committed(where / name)):
+                return None
+            facts["damage"] = error.message
+        return SurveyedCheckpoint(
+            **facts,
+            saved_s=saved[step].number / 1e9 if step in saved and saved[step].number else root.saved_s(name),
+            metrics={} if step is None else folders.metrics(step),
+            is_rolled_back=step in saved and step not in current,
+        )
+
+    names = sorted(name for name in root.names() if not name.startswith("."))
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        found = [each for each in pool.map(look, names) if each is not None]
+    leftovers = tuple(root.leftovers(min_age_s=min_age_s, now=now))
+    if not found and not leftovers and _is_checkpoint(where):
+        raise CheckpointNotFoundError(
+            f"{where} is a checkpoint itself, not a folder of them; see dtckpt inspect {where}"
+        )
+    found.sort(key=lambda each: (each.step is None, each.step or 0, each.name))
+    return Survey(root, folders, saved, tuple(found), leftovers)
+
+
+def _is_committed(where: Location) -> bool:
+    try:
+        commit_target_of(where).locate()
+    except DtckptError:
+        return False
+    return True
+
+
+def _is_checkpoint(where: Location) -> bool:
+    try:
+        open_checkpoint(where).close()
+    except DtckptError:
+        return False
+    return True

@@ -1,0 +1,140 @@
+"""``dtckpt ls``: list the checkpoints below a root, as text or JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dtckpt.checkpoint.managing.leftovers import Leftover
+from dtckpt.checkpoint.managing.survey import Survey, SurveyedCheckpoint, survey
+from dtckpt.cli.output import finite_json, format_age, format_count, table_lines, write_event
+from dtckpt.cli.pager import page
+from dtckpt.errors import format_nbytes, printable
+from dtckpt.format.natural_order import natural_key
+from dtckpt.storage.location import location_of
+
+LEFTOVER_AGE_S = 3600.0
+"""As `CheckpointManager` has by default."""
+MAX_METRICS = 4
+"""Metrics of a checkpoint that a line shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LsRequest:
+    """The arguments of the command, as `click` passes them; see `dtckpt.cli.commands`."""
+
+    root: str
+    sort: str
+    pager: bool
+    as_json: bool
+
+
+def run_ls(request: LsRequest) -> None:
+    """Run the command.
+
+    Raises:
+        CheckpointNotFoundError: There is no such root.
+        StorageError: It cannot be read.
+    """
+    now = time.time()
+    found = survey(location_of(request.root), min_age_s=LEFTOVER_AGE_S, now=now)
+    checkpoints = sorted(found.checkpoints, key=lambda each: _order(each, request.sort))
+    if request.as_json:
+        _write_json(found, checkpoints, now)
+    else:
+        page(_lines(found, checkpoints, now), is_wanted=request.pager)
+
+
+def _order(each: SurveyedCheckpoint, sort: str) -> tuple[Any, ...]:
+    if sort == "size":
+        return (-(each.nbytes or 0), each.name)
+    if sort == "age":
+        return (-(each.saved_s or 0.0), each.name)
+    return (each.step is None, each.step or 0, natural_key(each.name))
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def _write_json(found: Survey, checkpoints: list[SurveyedCheckpoint], now: float) -> None:
+    for each in checkpoints:
+        write_event(
+            "checkpoint",
+            path=str(each.where),
+            name=each.name,
+            step=each.step,
+            state="damaged" if each.damage else "whole",
+            reason=each.damage or None,
+            is_newest_valid=_is_newest(found, each),
+            is_rolled_back=each.is_rolled_back,
+            tensors=each.num_tensors,
+            bytes=each.nbytes,
+            saved_s=each.saved_s,
+            age_s=None if each.saved_s is None else round(now - each.saved_s, 3),
+            metrics={name: finite_json(value) for name, value in each.metrics.items()},
+        )
+    for leftover in found.leftovers:
+        write_event("attempt", **leftover_facts(leftover, now))
+    write_event(
+        "ls",
+        root=str(found.root.where),
+        checkpoints=len(checkpoints),
+        bytes=sum(each.nbytes or 0 for each in checkpoints),
+        newest_valid=found.newest_valid,
+        holder=found.root.right.holder() or None,
+    )
+
+
+def leftover_facts(leftover: Leftover, now: float) -> dict[str, Any]:
+    """Return what JSON says of an attempt."""
+    return {
+        "path": str(leftover.where),
+        "name": leftover.name,
+        "state": "leftover" if leftover.is_dead else "saving",
+        "bytes": leftover.nbytes,
+        "since_s": leftover.since_s,
+        "age_s": round(now - leftover.since_s, 3),
+        "holder": leftover.holder or None,
+    }
+
+
+def _is_newest(found: Survey, each: SurveyedCheckpoint) -> bool:
+    return each.step is not None and each.step == found.newest_valid
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def _lines(found: Survey, checkpoints: list[SurveyedCheckpoint], now: float) -> Iterator[str]:
+    rows = [_row(found, each, now) for each in checkpoints]
+    rows += [leftover_row(leftover, now) for leftover in found.leftovers]
+    if rows:
+        yield from table_lines(("NAME", "", "SIZE", "AGE", "STATE", ""), rows)
+        yield ""
+    total = format_nbytes(sum(each.nbytes or 0 for each in checkpoints))
+    newest = "no valid step" if found.newest_valid is None else f"newest valid step {found.newest_valid}"
+    yield printable(f"{found.root.where}: {format_count(len(checkpoints), 'checkpoint')}, {total}; {newest}")
+
+
+def _row(found: Survey, each: SurveyedCheckpoint, now: float) -> tuple[str, ...]:
+    shown = [f"{name}={value:g}" for name, value in sorted(each.metrics.items())[:MAX_METRICS]]
+    left = len(each.metrics) - MAX_METRICS
+    notes = ["rolled back"] * each.is_rolled_back + shown + [f"and {left} more"] * (left > 0)
+    return (
+        each.name,
+        "*" if _is_newest(found, each) else "",
+        "" if each.nbytes is None else format_nbytes(each.nbytes),
+        "" if each.saved_s is None else format_age(now - each.saved_s),
+        "damaged" if each.damage else "whole",
+        each.damage or ", ".join(notes),
+    )
+
+
+def leftover_row(leftover: Leftover, now: float) -> tuple[str, ...]:
+    """Return the cells of the row of an attempt."""
+    size = "" if leftover.nbytes is None else format_nbytes(leftover.nbytes)
+    state = "leftover" if leftover.is_dead else "saving"
+    note = f"by {leftover.holder}" if leftover.holder else str(leftover.where.name)
+    return leftover.name, "", size, format_age(now - leftover.since_s), state, note
