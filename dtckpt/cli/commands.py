@@ -5,6 +5,7 @@ Each command imports its implementation when it runs, so that ``--help`` does no
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -439,6 +440,47 @@ def gc(**options: Any) -> None:
     from dtckpt.cli.gc import GcRequest, run_gc
 
     run_gc(GcRequest(**options))
+
+
+_PLOT_HELP = f"""{LAYOUT_HELP}\b
+Kinds:
+  regions    which device holds which region of TENSOR; with --mesh, before a reshard beside after it
+  traffic    bytes that go from device to device in a reshard to --mesh: of TENSOR, or of all tensors
+  timeline   phases of the save, a lane per client
+
+\b
+Examples:
+  dtckpt plot step_100 model/w -o regions.svg
+  dtckpt plot step_100 model/w --mesh x=4 --layout 'model/*=unsharded,x' -o before_and_after.html
+  dtckpt plot step_100 --mesh x=4 -o traffic.svg
+  dtckpt plot step_100 -o timeline.svg
+
+"""
+
+
+@cli.command(epilog=_PLOT_HELP)
+@click.argument("path", type=LOCATION)
+@click.argument("tensor", required=False, shell_complete=complete_tensors)
+@click.option(
+    "--output", "-o", required=True, type=click.Path(path_type=Path), help="File to write: .svg, .html or .png."
+)
+@click.option(
+    "--kind",
+    type=click.Choice(("regions", "traffic", "timeline")),
+    help="What to draw [default: regions of a TENSOR; else traffic, if --mesh is given; else timeline].",
+)
+@mesh_options(is_required=False)
+@json_option("Print one line of JSON with the numbers that are drawn.")
+@quiet_option
+@debug_option
+def plot(**options: Any) -> None:
+    """Draw checkpoint PATH: regions of a tensor, traffic of a reshard, or the timeline of the save.
+
+    PNG needs matplotlib: pip install 'dtckpt[plot]'.
+    """
+    from dtckpt.cli.plot import PlotRequest, run_plot
+
+    run_plot(PlotRequest(**options))
 
 
 # --- about the commands themselves ------------------------------------------------------------------------------------

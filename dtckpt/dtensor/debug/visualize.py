@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import colorsys
 import html
 import itertools
 import re
@@ -145,16 +144,20 @@ def _runs(ids: Sequence[int]) -> Iterator[_Span]:
         yield from [(run[0], run[-1])] if len(run) > 2 else [(device, device) for device in run]
 
 
+_HUES = ((86, 180, 233), (230, 159, 0), (0, 158, 115), (204, 121, 167), (240, 228, 66), (0, 114, 178), (213, 94, 0))
+"""The colours of Okabe and Ito, which colour-blind people tell apart."""
+
+
 def _colours(position: int) -> tuple[str, str]:
     """Return a light fill and a dark line of one hue; nearby positions differ, along rows and along columns."""
-    lap, step = divmod(position, 7)
-    hue = (0.58 + (step + lap * 0.618 % 1) / 7) % 1
-    lightness, saturation = ((0.84, 0.7), (0.74, 0.6), (0.9, 0.5))[lap % 3]
-    return _hex(hue, lightness, saturation), _hex(hue, 0.38, 0.5)
+    lap, step = divmod(position, len(_HUES))
+    hue = _HUES[(step + 3 * lap) % len(_HUES)]
+    return _mixed(hue, 255, (0.62, 0.42, 0.78)[lap % 3]), _mixed(hue, 0, 0.4)
 
 
-def _hex(hue: float, lightness: float, saturation: float) -> str:
-    return "#" + "".join(f"{round(part * 255):02x}" for part in colorsys.hls_to_rgb(hue, lightness, saturation))
+def _mixed(colour: tuple[int, int, int], other: int, share: float) -> str:
+    """Return a colour with a share of white (255) or black (0)."""
+    return "#" + "".join(f"{round(part + (other - part) * share):02x}" for part in colour)
 
 
 # --- terminal -----------------------------------------------------------------------------------------------------
