@@ -12,6 +12,7 @@ FOLDERS_AND_FILES = (
     "checkpoint/converting/test_published_models.py",
     "checkpoint/reading/test_readers_alone.py",
     "checkpoint/test_memory.py",
+    "cli/test_examples.py",
     "cli/test_process.py",
     "cli/test_reshard_workers.py",
     "comm/test_background_threads.py",

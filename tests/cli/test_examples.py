@@ -1,0 +1,71 @@
+"""Every example of every ``--help`` and of docs/cli.md, run as a process in a pipe; some on a terminal."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from support.states import packed
+
+import dtckpt
+from dtckpt.cli.commands import cli
+
+from .conftest import run_on_terminal, run_process
+
+DOC = Path(__file__).parents[2] / "docs" / "cli.md"
+EXAMPLES = sorted(
+    {
+        *(
+            match[1].strip()
+            for command in cli.commands.values()
+            for match in re.finditer(r"(?m)^  dtckpt (.+?)(?:  .*)?$", (command.epilog or "").partition("Examples:")[2])
+        ),
+        *(match[1] for match in re.finditer(r"(?m)^\$ dtckpt (.+)$", DOC.read_text())),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples")
+    mesh = dtckpt.abstract_mesh({"data": 2, "model": 2})
+    for step in (100, 200):
+        weight = packed(torch.rand(8, 8), dtckpt.Layout(["data", "model"], mesh))
+        dtckpt.save(folder / f"step_{step}", {"model": {"w": weight}, "step": step})
+    with dtckpt.CheckpointManager(folder / "run", is_async=False) as manager:
+        for step in range(0, 500, 50):
+            manager.save(step, {"w": torch.ones(4)}, metrics={"loss": step})
+    dtckpt.reshard(folder / "step_100", folder / "step_100_for_8", mesh=dtckpt.abstract_mesh({"x": 8}))
+    dtckpt.convert(folder / "step_100", folder / "model.safetensors", select="model/*", rename={"model/*": "*"})
+    (folder / "Llama-3-8B").mkdir()
+    dtckpt.convert(folder / "step_100", folder / "Llama-3-8B", to="safetensors", overwrite=True, select="model/*")
+    (folder / "runs" / "dcp").mkdir(parents=True)
+    dtckpt.convert(folder / "step_100", folder / "runs" / "dcp" / "step_100", to="dcp")
+    return folder
+
+
+def test_every_command_has_examples():
+    commands = {example.split()[0] for example in EXAMPLES}
+    assert commands == cli.commands.keys()
+
+
+@pytest.mark.parametrize("example", [example for example in EXAMPLES if not example.startswith("status")])
+def test_example(folder, example):
+    command, *args = shlex.split(example.replace("s3://bucket", f"file://{folder}"))
+    if command == "convert":  # another example, or this one in another run, may have written there
+        args += ["--overwrite", "--dry-run"]
+    result = run_process(command, *args, cwd=folder)
+    assert result.err == ""
+    assert result.code == (1 if command == "diff" and "step_200" in args else 0), result
+    assert result.out
+
+
+@pytest.mark.parametrize(
+    "args", ["ls {}/run", "gc {}/run --keep 1", "verify {}/step_100", "plot {}/step_100 -o {}/a.svg"]
+)
+def test_on_a_terminal(folder, args):
+    result = run_on_terminal(*args.format(folder, folder).split(), PAGER="cat")
+    assert result.code == 0
+    assert result.out
+    assert "Traceback" not in result.out
