@@ -11,13 +11,14 @@ numbers of what else there is::
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -25,9 +26,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import BytesIOWriteData, ReadItem, TensorWriteData, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dtckpt.checkpoint.gc_pause import gc_paused
+
 _Item = TypeVar("_Item")
 _Row = tuple[str, Any]
 """The key of an item, and all else about it, as a value that can be hashed."""
+Place = tuple[str, tuple[int, ...] | None]
+"""Key and offset of what an item is about; no offset: the whole."""
 
 _FIELDS: dict[Any, tuple[str, ...]] = {
     WriteItem: ("index", "type", "bytes_io_data", "tensor_data"),
@@ -61,7 +66,12 @@ class _Columns(list[_Item]):
         # A subclass may have fields that the columns lack.
         if not IS_KNOWN or not all(type(item) is self._kind for item in self):
             return type(self), (list(self),)
-        return _from_columns, (type(self), *_to_columns(self._rows(self)))
+        return type(self)._received, _to_columns(self._rows(self))
+
+    @classmethod
+    def _received(cls, keys: list[str], kinds: list[int], rests: list[Any]) -> Sequence[_Item]:
+        with gc_paused():
+            return cls(cls._rebuilt((key, rests[kind]) for key, kind in zip(keys, kinds, strict=True)))
 
 
 def _to_columns(rows: Iterable[_Row]) -> tuple[list[str], list[int], list[Any]]:
@@ -71,10 +81,6 @@ def _to_columns(rows: Iterable[_Row]) -> tuple[list[str], list[int], list[Any]]:
         keys.append(key)
         kinds.append(numbers.setdefault(kind, len(numbers)))
     return keys, kinds, list(numbers)
-
-
-def _from_columns(cls: type[_Columns[Any]], keys: list[str], kinds: list[int], rests: list[Any]) -> _Columns[Any]:
-    return cls(cls._rebuilt((key, rests[kind]) for key, kind in zip(keys, kinds, strict=True)))
 
 
 def _index_row(index: MetadataIndex) -> tuple[tuple[int, ...] | None, int | None]:
@@ -142,7 +148,7 @@ class ReadItems(_Columns[ReadItem]):
 
 
 class WriteResults(_Columns[WriteResult]):
-    """The results of one rank's write."""
+    """The results of one rank's write. The coordinator receives them as `ReceivedResults`."""
 
     _kind = WriteResult
 
@@ -156,34 +162,91 @@ class WriteResults(_Columns[WriteResult]):
         for key, (offset, number, nbytes, data) in rows:
             yield WriteResult(MetadataIndex(key, offset, number), nbytes, data)
 
+    @classmethod
+    def _received(cls, keys: list[str], kinds: list[int], rests: list[Any]) -> Sequence[WriteResult]:
+        return ReceivedResults(keys, kinds, rests)
 
-class TensorMetadata(dict[str, Any]):
-    """The items of a checkpoint's metadata, by key."""
+
+class ReceivedResults(Sequence[WriteResult]):
+    """The results of a rank as the coordinator gets them: columns, of which a result is made when it is asked for."""
+
+    def __init__(self, keys: list[str], kinds: list[int], rests: list[Any]) -> None:
+        self._columns = keys, kinds, rests
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        keys, kinds, rests = self._columns
+        return next(WriteResults._rebuilt([(keys[number], rests[kinds[number]])]))
+
+    def places(self) -> Iterator[Place]:
+        """Yield the place of each result."""
+        keys, kinds, rests = self._columns
+        offsets = [rest[0] for rest in rests]
+        return zip(keys, [offsets[kind] for kind in kinds], strict=True)
+
+
+def places_of(results: Sequence[WriteResult]) -> Iterable[Place]:
+    """Return the place of each of a rank's results."""
+    if isinstance(results, ReceivedResults):
+        return results.places()
+    return [(result.index.fqn, result.index.offset) for result in results]
+
+
+class ShortMetadata(Metadata):
+    """DCP's metadata, which it sends to all ranks. They make its items when they are asked for, as most never are.
+
+    DCP keeps the object that its planner has made, so that one becomes a `ShortMetadata` (`shorten`).
+    """
+
+    @classmethod
+    def shorten(cls, metadata: Metadata) -> None:
+        """Have metadata be sent by columns."""
+        if IS_KNOWN and type(metadata) is Metadata:
+            metadata.__class__ = cls
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not IS_KNOWN or not all(
-            type(each) in (TensorStorageMetadata, BytesStorageMetadata) for each in self.values()
-        ):
-            return type(self), (dict(self),)
-        return _metadata_of, _to_columns(self._rows())
+        rest = {name: value for name, value in vars(self).items() if name not in ("state_dict_metadata", "_columns")}
+        items = self.state_dict_metadata
+        if not all(type(each) in (TensorStorageMetadata, BytesStorageMetadata) for each in items.values()):
+            return Metadata, (dict(items),), rest
+        return _received_metadata, _to_columns(_metadata_rows(items)), rest
 
-    def _rows(self) -> Iterator[_Row]:
-        for key, each in self.items():
-            if isinstance(each, BytesStorageMetadata):
-                yield key, None
-            else:
-                chunks = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in each.chunks)
-                yield key, (_state_of(each.properties), tuple(each.size), chunks)
+    def __getattr__(self, name: str) -> Any:
+        columns = vars(self).get("_columns")
+        if name != "state_dict_metadata" or columns is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.state_dict_metadata = _metadata_of(*columns)
+        return self.state_dict_metadata
 
 
-def _metadata_of(keys: list[str], kinds: list[int], rests: list[Any]) -> TensorMetadata:
-    made = TensorMetadata()
-    for key, kind in zip(keys, kinds, strict=True):
-        rest = rests[kind]
-        if rest is None:
-            made[key] = BytesStorageMetadata()
+def _received_metadata(keys: list[str], kinds: list[int], rests: list[Any]) -> ShortMetadata:
+    metadata = ShortMetadata.__new__(ShortMetadata)
+    vars(metadata)["_columns"] = keys, kinds, rests
+    return metadata
+
+
+def _metadata_rows(items: Mapping[str, Any]) -> Iterator[_Row]:
+    for key, each in items.items():
+        if isinstance(each, BytesStorageMetadata):
+            yield key, None
         else:
-            properties, size, chunks = rest
-            boxes = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
-            made[key] = TensorStorageMetadata(_properties_of(properties), torch.Size(size), boxes)
+            chunks = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in each.chunks)
+            yield key, (_state_of(each.properties), tuple(each.size), chunks)
+
+
+def _metadata_of(keys: list[str], kinds: list[int], rests: list[Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    with gc_paused():
+        for key, kind in zip(keys, kinds, strict=True):
+            rest = rests[kind]
+            if rest is None:
+                made[key] = BytesStorageMetadata()
+            else:
+                properties, size, chunks = rest
+                boxes = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
+                made[key] = TensorStorageMetadata(_properties_of(properties), torch.Size(size), boxes)
     return made

@@ -65,7 +65,8 @@ def resolve_items(
         DTypeError: A tensor is not dense memory, or its dtype cannot be stored.
     """
     validate_mode()
-    with gc_paused():
+    # Local parts of PyTorch's DTensors take much longer where gradients are recorded.
+    with gc_paused(), torch.no_grad():
         boxes: dict[str, list[tuple[Region, WriteItem]]] = {}
         values: dict[str, trees.Node] = {}
         inner: dict[str, Any] = {}

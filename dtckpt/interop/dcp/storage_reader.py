@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import Leaf, as_leaf, host_array
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
@@ -38,7 +39,7 @@ from dtckpt.dtensor.torch_checkpoint import copies_of
 from dtckpt.errors import CheckpointConflictError, CheckpointError, DtckptError, DTypeError, ShapeMismatchError
 from dtckpt.format import tree as trees
 from dtckpt.format.dtypes import is_convertible, is_lossless
-from dtckpt.interop.dcp.columns import ReadItems, TensorMetadata
+from dtckpt.interop.dcp.columns import ReadItems, ShortMetadata
 from dtckpt.interop.dcp.save_operation import rank_folder
 from dtckpt.interop.dcp.state_items import StateItems
 from dtckpt.layout.region import Region
@@ -117,13 +118,14 @@ class DtckptStorageReader(StorageReader):
         rank = kwargs.get("rank")
         checkpoint = open_checkpoint(self._path if rank is None else self._path / rank_folder(rank))
         # Each rank's own checkpoint is a save of its own.
-        self._opened = _Opened(checkpoint, StateItems(checkpoint), checkpoint.identity if rank is None else "")
-        return Metadata(
-            _Items(self._opened),
-            planner_data={key: item.path for key, item in self._opened.items.by_key.items()},
-            storage_data={},
-            storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id),
-        )
+        with gc_paused():
+            self._opened = _Opened(checkpoint, StateItems(checkpoint), checkpoint.identity if rank is None else "")
+            return ShortMetadata(
+                _Items(self._opened),
+                planner_data={key: item.path for key, item in self._opened.items.by_key.items()},
+                storage_data={},
+                storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id),
+            )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a load on this rank; everything that it takes is known from `read_metadata`."""
@@ -170,22 +172,24 @@ class DtckptStorageReader(StorageReader):
 
     def _read_tensors(self, opened: _Opened, batch: Sequence[ReadItem], planner: LoadPlanner, phases: Phases) -> None:
         checkpoint = opened.checkpoint
-        targets = [planner.resolve_tensor(item).detach() for item in batch]
         leaves: list[tuple[str, Leaf]] = []
         others: list[tuple[str, Region, torch.Tensor]] = []
-        for item, target in zip(batch, targets, strict=True):
-            name = trees.name_of_tensor(opened.items.by_key[item.storage_index.fqn].node) or ""
-            region = _stored_region(item)
-            if tuple(target.shape) != region.shape:
-                raise ShapeMismatchError(
-                    f"tensor {name!r}: the planner resolves {region} to memory of shape {tuple(target.shape)}"
-                )
-            leaf = _leaf(target, name, region)
-            if leaf is None:
-                others.append((name, region, target))
-            else:
-                self._validate_cast(name, checkpoint.info(name).dtype_name, leaf.dtype)
-                leaves.append((name, leaf))
+        # Local parts of PyTorch's DTensors take much longer where gradients are recorded.
+        with gc_paused(), torch.no_grad():
+            targets = [planner.resolve_tensor(item).detach() for item in batch]
+            for item, target in zip(batch, targets, strict=True):
+                name = trees.name_of_tensor(opened.items.by_key[item.storage_index.fqn].node) or ""
+                region = _stored_region(item)
+                if tuple(target.shape) != region.shape:
+                    raise ShapeMismatchError(
+                        f"tensor {name!r}: the planner resolves {region} to memory of shape {tuple(target.shape)}"
+                    )
+                leaf = _leaf(target, name, region)
+                if leaf is None:
+                    others.append((name, region, target))
+                else:
+                    self._validate_cast(name, checkpoint.info(name).dtype_name, leaf.dtype)
+                    leaves.append((name, leaf))
         fill_tensors(checkpoint, leaves, (), (), phases)
         for name, region, target in others:
             # Of a class that computes its elements: it takes them by its own copy_.
@@ -232,7 +236,7 @@ class _Opened:
     attempt: str
 
 
-class _Items(TensorMetadata):
+class _Items(dict[str, Any]):
     """The items of a checkpoint as DCP describes them.
 
     It also has the containers at the top of the state tree, for planners that do not flatten; they are not among its

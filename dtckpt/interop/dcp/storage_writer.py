@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.saving.merge import merge_clients, remove_working_files
 from dtckpt.checkpoint.saving.state import MemorySource
@@ -48,7 +49,7 @@ from dtckpt.format.manifest import Manifest
 from dtckpt.interop.dcp import announcement
 from dtckpt.interop.dcp.announcement import Announcement
 from dtckpt.interop.dcp.client_parts import ClientPart, parts_of, plan_of_parts
-from dtckpt.interop.dcp.columns import TensorMetadata, WriteItems, WriteResults
+from dtckpt.interop.dcp.columns import ShortMetadata, WriteItems, WriteResults
 from dtckpt.interop.dcp.rank_items import resolve_items
 from dtckpt.interop.dcp.save_operation import SaveOperation, rank_folder, validate_free
 from dtckpt.interop.dcp.write_plan import (
@@ -58,7 +59,7 @@ from dtckpt.interop.dcp.write_plan import (
     shares_of,
 )
 from dtckpt.storage.commit import commit_target_of
-from dtckpt.storage.location import location_of
+from dtckpt.storage.location import Location, location_of
 
 
 class DtckptStorageWriter(StorageWriter):
@@ -118,7 +119,8 @@ class DtckptStorageWriter(StorageWriter):
     @property
     def checkpoint_id(self) -> str | Path | None:
         """The path or URL of the checkpoint."""
-        return self._path if self._path is None or isinstance(self._path, Path) else str(self._path)
+        where = self._where()
+        return where if where is None or isinstance(where, Path) else str(where)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -136,8 +138,10 @@ class DtckptStorageWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save: give up one that this thread has not finished, and take another path if one is given."""
         self._thread.operation = None
+        self._thread.path = None
         if checkpoint_id:
-            self._path = location_of(checkpoint_id)
+            # Saves of other threads, which have begun with another path, keep theirs.
+            self._path = self._thread.path = location_of(checkpoint_id)
         self._save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002  (DCP's)
@@ -157,9 +161,10 @@ class DtckptStorageWriter(StorageWriter):
         fork_guard.claim_process()
         announcement.forget()
         self._thread.operation = None  # an attempt of a failed save goes first
-        if self._path is None:
+        where = self._where()
+        if where is None:
             raise CheckpointError("there is no path to save to; pass checkpoint_id, or DtckptStorageWriter(path)")
-        where, is_alone = self._path, not kwargs.get("use_collectives", True)
+        is_alone = not kwargs.get("use_collectives", True)
         if is_alone:
             validate_free(where)
             where = where / rank_folder(kwargs["rank"])
@@ -185,10 +190,11 @@ class DtckptStorageWriter(StorageWriter):
         known = plans if all(plan.usable for plan in plans) else cached_global_plans(plans)
         shares: Sequence[Any] = [None] * len(plans)
         if known is not None:
-            tensors = boxes_of_plans(known)
-            planned = plan_boxes(tensors.values(), options, len(plans))
-            validate_all_used(tuple(rule[0] for rule in options.stored_dtypes), planned)
-            shares = shares_of(known, tensors, planned)
+            with gc_paused():
+                tensors = boxes_of_plans(known)
+                planned = plan_boxes(tensors.values(), options, len(plans))
+                validate_all_used(tuple(rule[0] for rule in options.stored_dtypes), planned)
+                shares = shares_of(known, tensors, planned)
         token = operation.lead(options)
         where = str(operation.target.where)
         return [
@@ -222,7 +228,7 @@ class DtckptStorageWriter(StorageWriter):
             return WriteResults()
         phases = Phases("save", share.client, lambda _: None)
         with phases.operation(where, is_shown=False), operation.attempt_of(told.token) as attempt:
-            with phases.measure("plan"):
+            with phases.measure("plan"), gc_paused():
                 names = {key: facts[0] for key, facts in share.tensors.items()}
                 items = resolve_items(plan.items, planner, names, plan.planner_data, share.client)
                 own = plan_share(share, plan.items, items.inner, self._options)
@@ -240,10 +246,11 @@ class DtckptStorageWriter(StorageWriter):
                     writer.hand_over()
                 chunk_list = writer.write()
         part = ClientPart(told.token, share.topic, chunk_list, items.values, items.inner, items.layouts, phases.costs)
-        return WriteResults(
-            WriteResult(item.index, item.tensor_storage_size() or 0, None if number else part)
-            for number, item in enumerate(plan.items)
-        )
+        with gc_paused():
+            return WriteResults(
+                WriteResult(item.index, item.tensor_storage_size() or 0, None if number else part)
+                for number, item in enumerate(plan.items)
+            )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merge what all ranks wrote, and commit. Called by the coordinator.
@@ -257,7 +264,7 @@ class DtckptStorageWriter(StorageWriter):
         operation, options = self._operation(), self._options
         # One more client, which puts split chunks together, and writes the documents.
         assembler = len(results)
-        with operation.removed_on_failure() as attempt:
+        with operation.removed_on_failure() as attempt, gc_paused():
             parts = parts_of(results, attempt.token)
             plan, tree = plan_of_parts(metadata, results, parts, options)
             writer = ClientWriter(
@@ -287,8 +294,12 @@ class DtckptStorageWriter(StorageWriter):
             remove_working_files(attempt.folder, sorted(announced), has_moves=plan.has_moves)
             attempt.commit(overwrite=options.overwrite, is_durable=is_durable)
         metadata.storage_meta = self.storage_meta()
-        metadata.state_dict_metadata = TensorMetadata(metadata.state_dict_metadata)
+        ShortMetadata.shorten(metadata)
         self._thread.operation = None
+
+    def _where(self) -> Location | None:
+        own: Location | None = getattr(self._thread, "path", None)
+        return own or self._path
 
     def _operation(self) -> SaveOperation:
         operation: SaveOperation | None = getattr(self._thread, "operation", None)

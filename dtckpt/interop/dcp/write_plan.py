@@ -28,6 +28,7 @@ from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
 from dtckpt.errors import SaveDisagreementError, TensorNameError, TreeError, capped
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.grid import ChunkGrid
+from dtckpt.interop.dcp.columns import Place, places_of
 from dtckpt.interop.dcp.state_items import name_of, path_of
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
@@ -79,15 +80,15 @@ def boxes_of_plans(plans: Sequence[DcpPlan]) -> dict[str, TensorBoxes]:
     return {key: tensor._replace(boxes=_sorted(boxes[key])) for key, tensor in tensors.items()}
 
 
-def boxes_of_results(metadata: Metadata, results: Sequence[Iterable[WriteResult]]) -> dict[str, TensorBoxes]:
+def boxes_of_results(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> dict[str, TensorBoxes]:
     """Return the tensors that all ranks have written, by key.
 
     Raises:
         SaveDisagreementError: The ranks have not written what the metadata says.
     """
-    writers = {
-        (result.index.fqn, result.index.offset): client for client, part in enumerate(results) for result in part
-    }
+    writers: dict[Place, int] = {}
+    for client, part in enumerate(results):
+        writers |= dict.fromkeys(places_of(part), client)
     tensors: dict[str, TensorBoxes] = {}
     for key, each in metadata.state_dict_metadata.items():
         if isinstance(each, TensorStorageMetadata):

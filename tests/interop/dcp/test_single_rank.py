@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
 
 import dtckpt
 from dtckpt import RestoreOptions, SaveOptions
@@ -397,12 +398,27 @@ def test_messages_are_pickled_by_columns():
     assert len({id(item.tensor_data.properties) for item in again if item.tensor_data}) == 3
     assert len(pickle.dumps(columns.WriteItems(plan.items * 50))) < len(pickle.dumps(plan.items * 50))
     _, metadata = planner.create_global_plan([plan])
-    described = columns.TensorMetadata(metadata.state_dict_metadata)
-    assert pickle.loads(pickle.dumps(described)) == metadata.state_dict_metadata
+    items, size = metadata.state_dict_metadata, len(pickle.dumps(metadata))
+    columns.ShortMetadata.shorten(metadata)
+    described = pickle.loads(pickle.dumps(metadata))
+    assert "state_dict_metadata" not in vars(described)
+    assert pickle.loads(pickle.dumps(described)) == described == metadata
+    assert (described.state_dict_metadata, described.planner_data) == (items, metadata.planner_data)
+    assert len(pickle.dumps(described)) < size
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        _ = described.other
     loader = dcp.DefaultLoadPlanner()
     loader.set_up_planner({"a": torch.ones(2, 3), "b": 1, "s": torch.tensor(1.0)}, metadata, True)
     reads = loader.create_local_plan().items
     assert pickle.loads(pickle.dumps(columns.ReadItems(reads))) == reads
+
+
+def test_results_are_made_when_asked_for():
+    index = dcp.metadata.MetadataIndex
+    results = [WriteResult(index("a", torch.Size([0, 2])), 8, "part"), WriteResult(index("b"), 4, None)]
+    received = pickle.loads(pickle.dumps(columns.WriteResults(results)))
+    assert (list(received), received[-1], received[:1]) == (results, results[-1], results[:1])
+    assert list(columns.places_of(received)) == list(columns.places_of(results)) == [("a", (0, 2)), ("b", None)]
 
 
 def test_items_of_other_classes_are_pickled_as_they_are():
@@ -419,3 +435,15 @@ def test_casts_are_those_of_restore():
     with pytest.raises(ConfigError):
         DtckptStorageReader(cast="some")
     assert RestoreOptions(cast="any").cast == "any"
+
+
+def test_a_save_of_another_thread_does_not_change_the_path(tmp_path):
+    writer = DtckptStorageWriter()
+    writer.reset(tmp_path / "own")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(dcp.save, {"a": torch.ones(1)}, checkpoint_id=tmp_path / "other", storage_writer=writer).result()
+    assert writer.checkpoint_id == tmp_path / "own"
+    begun(writer, dcp.DefaultSavePlanner(), {"a": torch.zeros(1)})
+    assert len(working_folders(tmp_path / "other")) == 1
+    writer.reset()
+    assert writer.checkpoint_id == tmp_path / "other"
