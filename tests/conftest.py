@@ -1,3 +1,4 @@
+import gc
 import logging
 import os
 from pathlib import Path
@@ -91,6 +92,12 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: "framework_pool" not in item.fixturenames)
     if hasattr(config, "workerinput"):
         items[:] = schedule.dealt(items, config.workerinput["workercount"], lambda item: "processes" in item.keywords)
+
+
+def pytest_collection_finish():
+    """Let the cycle collector pass over what is imported and collected: it stays until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -8,6 +8,7 @@ Every wait is bounded; clients that died, or did not answer, are replaced.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import itertools
 import os
 import pickle
@@ -259,3 +260,4 @@ def _tidy_up() -> None:
     clients._virtual_devices.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()  # an error may hold process groups, and the threads of each wake a hundred times a second
