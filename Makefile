@@ -49,6 +49,7 @@ bench: install
 	$(BIN)/python -m benchmarks.manifest
 	$(BIN)/python -m benchmarks.diff
 	$(BIN)/python -m benchmarks.planning
+	$(BIN)/python -m benchmarks.convert
 	$(RUN) 2 -m benchmarks.redistribute
 	$(RUN) 4 -m benchmarks.redistribute
 	$(BIN)/python -m benchmarks.received_bytes

@@ -4,6 +4,9 @@ import errno
 import itertools
 import json
 import os
+import signal
+import subprocess
+import sys
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -401,6 +404,39 @@ def test_a_damaged_source(saved, tmp_path, target):
     with pytest.raises(errors.CheckpointCorruptError):
         dtckpt.convert(saved, tmp_path / target)
     assert os.listdir(tmp_path) == ["saved"]
+
+
+KILLED = """
+import os, signal, sys
+from dtckpt import convert
+real = os.pwrite
+
+def pwrite(descriptor, data, offset):
+    if offset:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(descriptor, data, offset)
+
+os.pwrite = pwrite
+convert(sys.argv[1], sys.argv[2], to="safetensors", max_shard_size=2000, overwrite=True)
+"""
+
+
+def test_a_conversion_that_is_killed(saved, tmp_path):
+    target = tmp_path / "m"
+    for before in (None, "scalar"):
+        if before is not None:
+            dtckpt.convert(saved, target, to="safetensors", select=before)
+        old = contents_of(target)
+        done = subprocess.run([sys.executable, "-c", KILLED, str(saved), str(target)], check=False, timeout=120)
+        assert done.returncode == -signal.SIGKILL
+        assert contents_of(target) == old
+        if old is None:
+            with pytest.raises(errors.CheckpointNotFoundError):
+                dtckpt.restore(target)
+    # The next one finds the way free, and removes what is left.
+    dtckpt.convert(saved, target, to="safetensors", overwrite=True)
+    assert holds_all(target)
+    assert sorted(os.listdir(tmp_path)) == ["m", "saved"]
 
 
 def test_leftovers_of_a_conversion_that_died_are_removed(saved, tmp_path):
