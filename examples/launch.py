@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-RUN_TIMEOUT_S = 120.0
+RUN_TIMEOUT_S = 300.0
 HEARTBEAT_TIMEOUT_S = "3"
 """Short, so that the demo is; the default is 60."""
 

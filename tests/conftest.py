@@ -53,12 +53,12 @@ def pytest_report_header():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Five workers for two cores, as tests of client processes wait more than they work; nine at most.
+    """Twice as many workers as cores, as tests of client processes wait more than they work; eight at most.
 
     Without those tests one more worker than cores: each costs the imports and the collection.
     """
     cores = min(len(os.sched_getaffinity(0)), 4)
-    return cores + 1 if "not processes" in config.option.markexpr else 2 * cores + 1
+    return cores + 1 if "not processes" in config.option.markexpr else 2 * cores
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-SLOTS = 4
+SLOTS = 3
 """Tests with client processes that run at the same time."""
 WAIT_S = 1800.0
 LOOK_S = 0.02
