@@ -11,6 +11,7 @@ import errno
 import fcntl
 import logging
 import os
+import struct
 import weakref
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from dtckpt.storage.failures import translate_errors
 logger = logging.getLogger("dtckpt.checkpoint")
 
 LOCK_NAME = ".dtckpt-manager.lock"
+_FLOCK = struct.Struct("hhqqi4x")
+"""``struct flock`` of Linux with 64 bits: type, whence, start, length, process."""
 _held: weakref.WeakValueDictionary[tuple[int, Path], RootLock] = weakref.WeakValueDictionary()
 """The locks of this process, by process (a forked one has none) and directory."""
 
@@ -83,13 +86,16 @@ class RootLock:
         except OSError:
             return ""
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            is_held = error.errno in (errno.EACCES, errno.EAGAIN)
-            return (os.pread(descriptor, 200, 0).decode(errors="replace") or "another process") if is_held else ""
+            # The kernel is asked, and no lock taken: a manager that starts at this moment would be refused.
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, *_ = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+            if kind == fcntl.F_UNLCK:
+                return ""
+            return os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+        except OSError:  # a file system without locks
+            return ""
         finally:
             os.close(descriptor)
-        return ""
 
     def release(self) -> None:
         """Give the right back; idempotent."""

@@ -16,6 +16,7 @@ from support import save_async_cases
 import dtckpt
 from dtckpt import CheckpointManager, Retention, errors
 from dtckpt.checkpoint.managing.leftovers import collect_leftovers
+from dtckpt.checkpoint.managing.root_lock import RootLock
 from dtckpt.comm import fork_guard
 from dtckpt.storage.commit_by_rename import DirectoryTarget
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
@@ -448,11 +449,19 @@ def test_one_process_at_a_time_saves(tmp_path):
         with pytest.raises(errors.CheckpointConflictError, match=f"process {process.pid} on .* saves checkpoints"):
             manager.save(1, state(1))
         assert manager.restore().step == 0
+        assert RootLock(tmp_path).holder().startswith(f"process {process.pid} on ")
     finally:
         end(process)
     manager.save(1, state(1))
     manager.close()
     assert manager.all_steps() == [0, 1]
+
+
+def test_a_look_takes_no_lock(tmp_path, monkeypatch):
+    """A manager that starts while somebody looks would be refused."""
+    save_steps(tmp_path, [1])
+    monkeypatch.setattr("fcntl.lockf", lambda *_: pytest.fail("a lock was taken"))
+    assert RootLock(tmp_path).holder() == ""
 
 
 # --- several clients ---
