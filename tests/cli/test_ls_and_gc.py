@@ -135,6 +135,16 @@ def test_gc_keeps_the_newest_valid_step_and_what_is_damaged(run, root):
     assert _steps(root) == [20, 25, 30]
 
 
+def test_gc_keeps_an_older_step_where_a_file_of_the_newest_one_is_cut_short(run, tmp_path):
+    with dtckpt.CheckpointManager(tmp_path, is_async=False) as manager:
+        for step in range(3):
+            manager.save(step, {"w": torch.full((600_000,), step)})
+    data = max((tmp_path / "step_00000002").rglob("*"), key=lambda path: path.stat().st_size)
+    os.truncate(data, data.stat().st_size // 2)
+    assert run("gc", tmp_path, "--keep", "1", "--yes").code == 0
+    assert _steps(tmp_path) == [1, 2]
+
+
 def test_gc_leaves_attempts_that_live(run, root):
     young, locked = _leave(root / "step_00000050", age_s=0), _leave(root / "step_00000060")
     with lock_directory(locked):

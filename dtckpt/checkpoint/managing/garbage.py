@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from dtckpt.checkpoint.managing.leftovers import Leftover
 from dtckpt.checkpoint.managing.retention import Retention
 from dtckpt.checkpoint.managing.survey import Survey, SurveyedCheckpoint, survey
-from dtckpt.errors import CheckpointConflictError, CheckpointIncompleteError, CheckpointNotFoundError
+from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
+from dtckpt.errors import CheckpointConflictError, CheckpointIncompleteError, CheckpointNotFoundError, DtckptError
 from dtckpt.storage.location import Location, Url
 
 
@@ -51,13 +52,27 @@ def find_garbage(where: Location, keep: Retention, *, min_age_s: float, now: flo
         CheckpointNotFoundError: There is no such root.
     """
     found = survey(where, min_age_s=min_age_s, now=now)
-    newest = () if found.newest_valid is None else (found.newest_valid,)
-    doomed = frozenset(found.folders.doomed(keep, found.saved, protected=newest, damaged=found.damaged))
+    newest = _newest_complete(found)
+    protected = () if newest is None else (newest,)
+    doomed = frozenset(found.folders.doomed(keep, found.saved, protected=protected, damaged=found.damaged))
     return Garbage(
         found,
         tuple(each for each in found.leftovers if each.is_dead),
         tuple(each for each in found.checkpoints if each.step in doomed),
     )
+
+
+def _newest_complete(found: Survey) -> int | None:
+    """Return the newest step whose files are all there, as long as they should be; their elements are not read."""
+    for each in reversed(found.good_steps):
+        try:
+            with open_checkpoint(each.where) as checkpoint:
+                chunks = ((name, chunk.region) for name, info in checkpoint.tensors.items() for chunk in info.chunks)
+                checkpoint.validate_stored(chunks, unchecked=0)
+        except DtckptError:
+            continue
+        return each.step
+    return None
 
 
 @contextmanager

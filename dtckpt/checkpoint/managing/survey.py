@@ -68,16 +68,19 @@ class Survey:
     @property
     def newest_valid(self) -> int | None:
         """The newest step of the run whose checkpoint can be opened."""
-        return max((each.step for each in self.checkpoints if _is_good_step(each)), default=None)  # type: ignore[type-var]
+        return self.good_steps[-1].step if self.good_steps else None
+
+    @property
+    def good_steps(self) -> tuple[SurveyedCheckpoint, ...]:
+        """The steps of the run whose checkpoints can be opened, oldest first."""
+        return tuple(
+            each for each in self.checkpoints if each.step is not None and not each.damage and not each.is_rolled_back
+        )
 
     @property
     def damaged(self) -> frozenset[int]:
         """The steps whose checkpoints cannot be opened."""
         return frozenset(each.step for each in self.checkpoints if each.damage and each.step is not None)
-
-
-def _is_good_step(each: SurveyedCheckpoint) -> bool:
-    return each.step is not None and not each.damage and not each.is_rolled_back
 
 
 def survey(where: Location, *, min_age_s: float, now: float) -> Survey:
