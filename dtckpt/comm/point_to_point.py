@@ -154,7 +154,10 @@ class Connections:
             # All handshakes begin before any is waited for, so that their latencies overlap.
             for client in new:
                 if client not in self._handshakes:
-                    self._handshakes[client] = Handshake(client, gloo, ranks[client])
+                    try:
+                        self._handshakes[client] = Handshake(client, gloo, ranks[client])
+                    except (RuntimeError, OSError) as error:  # it is gone already
+                        raise CoordinationError(f"meeting client {client} failed: {error}") from error
             handshakes = [self._handshakes[client] for client in new]
         # No deadlock, because every client finishes its handshakes in ascending order of the peers. If A waits for B,
         # and B still waits for C, then C < A, since B would take A after C. So along a chain of waits every second
