@@ -17,8 +17,8 @@ from dtckpt.layout.mesh import Mesh
 
 _converted: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Mesh]] = WeakKeyDictionary()
 """By PyTorch mesh: what else the result of `mesh_of` depends on, and the result."""
-_adopted: WeakKeyDictionary[Any, dict[Mesh, Any]] = WeakKeyDictionary()
-"""By default process group and mesh: the PyTorch mesh whose groups it has, the first that there was."""
+_adopted: tuple[Any, dict[Mesh, Any]] = None, {}
+"""The default process group; and by mesh, the PyTorch mesh whose groups it has, the first that there was."""
 
 
 def mesh_of(device_mesh: Any) -> Mesh:
@@ -64,12 +64,24 @@ def adopt(device_mesh: Any) -> Mesh:
     mesh = mesh_of(device_mesh)
     if mesh.is_remote() or not getattr(device_mesh, "_dim_group_names", None):  # a mesh may have no groups
         return mesh
-    adopted = _adopted.setdefault(dist.group.WORLD, {})
+    adopted = _adopted_meshes()
     if mesh not in adopted:
         for group in device_mesh.get_all_groups():
             process_groups.register_group(group, mesh.device_type)
         adopted[mesh] = device_mesh
     return mesh
+
+
+def _adopted_meshes() -> dict[Mesh, Any]:
+    """Return the adopted meshes of the present default group, and drop those of an earlier one.
+
+    A PyTorch mesh refers to its groups. In a dictionary with groups as weak keys it would keep its own key alive, and
+    each group has threads.
+    """
+    global _adopted  # noqa: PLW0603  (as the default group is)
+    if _adopted[0] is not dist.group.WORLD:
+        _adopted = dist.group.WORLD, {}
+    return _adopted[1]
 
 
 def _require_device_mesh(value: object) -> None:
@@ -98,7 +110,7 @@ def device_mesh_of(mesh: Mesh) -> Any:
         remote._dim_group_names = []
         return remote
     groups = mesh.get_all_groups()
-    adopted = _adopted.setdefault(dist.group.WORLD, {})
+    adopted = _adopted_meshes()
     if mesh not in adopted:
         adopted[mesh] = DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
     return adopted[mesh]

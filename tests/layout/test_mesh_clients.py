@@ -28,6 +28,11 @@ def test_groups_are_made_once(pool):
     assert pool.values(mesh_cases.groups_are_made_once, clients=4, group=True) == [2] * 4
 
 
+def test_adopted_meshes_do_not_keep_earlier_default_groups(pool):
+    (seen,) = pool.values(mesh_cases.threads_after_default_groups, clients=1)
+    assert len(set(seen)) == 1, seen
+
+
 def test_groups_end_with_the_default_group(pool):
     token = secrets.token_hex(4)
     for client, answer in enumerate(

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,19 @@ def groups_are_made_once():
     assert mesh.flatten().get_group() is dist.group.WORLD
     assert DeviceMesh("cpu", [3, 2, 1, 0]).get_group() is dist.group.WORLD
     return num_groups() - before
+
+
+def threads_after_default_groups():
+    """Adopt a mesh of PyTorch in several default groups, one after the other; return Gloo's threads after each."""
+    seen = []
+    for _ in range(4):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        Mesh.from_device_mesh(init_torch_mesh("cpu", (1,))).to_device_mesh()
+        dist.destroy_process_group()
+        gc.collect()
+        names = [Path("/proc/self/task", task, "comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+        seen.append(names.count("gloo_tcp_loop"))
+    return seen
 
 
 def groups_end_with_the_default_group(token):
@@ -165,8 +179,9 @@ def pytorch_meshes_are_accepted():
     from dtckpt import DTensor, Replicate, Shard, run_on
     from dtckpt.dtensor import distribute_module, distribute_tensor, full, ones, rand
 
-    theirs = init_torch_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    ours, rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), [Shard(0), Replicate()]
+    # Names of its own: layouts that were kept in an earlier case would bring that case's mesh.
+    theirs = init_torch_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    ours, rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns")), [Shard(0), Replicate()]
     meshes = []
     tensors = [
         distribute_tensor(torch.ones(4, 3), theirs, rows),
@@ -178,11 +193,11 @@ def pytorch_meshes_are_accepted():
     with run_on(theirs) as active:
         tensors.append(rand(4, 3))
         assert active == ours
-    line = theirs["tp"]
+    line = theirs["columns"]
     on_line = ones(2, device_mesh=line, placements=[Shard(0)])
     assert [type(tensor.device_mesh) for tensor in tensors] == [Mesh] * len(tensors)
     assert {tensor.device_mesh for tensor in tensors} == {ours, *meshes}
     assert len({id(tensor.device_mesh) for tensor in tensors}) == 1
-    assert on_line.device_mesh == ours["tp"]
+    assert on_line.device_mesh == ours["columns"]
     assert ones(2, device_mesh=line).device_mesh is on_line.device_mesh
     return [tensor.full_tensor().sum().item() for tensor in tensors[:4]]
