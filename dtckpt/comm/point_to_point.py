@@ -28,8 +28,8 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -154,20 +154,25 @@ class Connections:
             # All handshakes begin before any is waited for, so that their latencies overlap.
             for client in new:
                 if client not in self._handshakes:
-                    try:
+                    with _failures_named(client):  # the client may be gone already
                         self._handshakes[client] = Handshake(client, gloo, ranks[client])
-                    except (RuntimeError, OSError) as error:  # it is gone already
-                        raise CoordinationError(f"meeting client {client} failed: {error}") from error
             handshakes = [self._handshakes[client] for client in new]
         # No deadlock, because every client finishes its handshakes in ascending order of the peers. If A waits for B,
         # and B still waits for C, then C < A, since B would take A after C. So along a chain of waits every second
         # client is lower than the one before, and the chain never closes to a cycle.
         for client, handshake in zip(new, handshakes, strict=True):
-            try:
+            with _failures_named(client):
                 self.endpoints[client] = handshake.finish(self.engine, self._timeout_s)
-            except (RuntimeError, OSError) as error:
-                raise CoordinationError(f"meeting client {client} failed: {error}") from error
             self._handshakes.pop(client, None)  # it holds the backend
+
+
+@contextmanager
+def _failures_named(client: int) -> Iterator[None]:
+    """Raise a failed handshake as a `CoordinationError` that names the other client."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise CoordinationError(f"meeting client {client} failed: {error}") from error
 
 
 class Handshake:
@@ -194,7 +199,12 @@ class Handshake:
             self._listener.bind(_socket_name(address))
             self._listener.listen()
         hello = self._host, address, os.getpid(), ctypes.addressof(self._probe), self._probe.raw
-        self._wait_for_hello = self._exchange(_HELLO.pack(*hello))
+        try:
+            self._wait_for_hello = self._exchange(_HELLO.pack(*hello))
+        except BaseException:
+            if self._listener is not None:
+                self._listener.close()
+            raise
         # In a tuple, since None is an outcome too: Gloo carries the messages.
         self._outcome: tuple[Endpoint | None] | None = None
         self._lock = threading.Lock()

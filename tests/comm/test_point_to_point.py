@@ -1,7 +1,11 @@
 """Choice of transport between clients: the same-host transport, or Gloo if anything stands in the way."""
 
 import pytest
+import torch.distributed as dist
 from support import point_to_point_cases
+
+from dtckpt.comm.point_to_point import Connections
+from dtckpt.errors import CoordinationError
 
 pytestmark = pytest.mark.processes
 
@@ -38,6 +42,16 @@ def test_a_client_that_is_killed_is_missed_at_once(pool, is_large):
     for answer in others:
         assert not answer.error, answer
         assert answer.value < 10  # the process group's timeout is 30 s
+
+
+def test_a_client_that_is_gone_before_the_first_message_is_named(monkeypatch):
+    class Gloo:
+        def recv(self, *_):
+            raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with pytest.raises(CoordinationError, match="meeting client 1 failed: Connection closed by peer"):
+        Connections(1.0).connect({1}, Gloo(), [0, 1])
 
 
 def test_connections_end_with_their_process_group(pool):
