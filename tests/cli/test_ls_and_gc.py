@@ -86,8 +86,24 @@ def test_ls_tells_who_saves(run, root):
         *events, total = run("ls", root, "--json").events
         # The lock is still this manager's: to look did not give it up.
         assert run("gc", root, "--yes").fails(4, "another manager of this process saves")
-    (saving,) = [event for event in events if event.get("state") == "saving"]
-    assert (saving["name"], saving["holder"], total["holder"]) == ("step_00000050", "this process", "this process")
+    (unfinished,) = [event for event in events if event.get("state") == "unfinished"]
+    assert (unfinished["name"], unfinished["holder"], total["holder"]) == (
+        "step_00000050",
+        "this process",
+        "this process",
+    )
+
+
+def test_ls_shows_a_save_that_removes_files_meanwhile(run, root, monkeypatch):
+    walk = os.walk
+
+    def walk_with_a_file_that_is_gone(*args, **kwargs):
+        for path, folders, files in walk(*args, **kwargs):
+            yield path, folders, [*files, "gone"]
+
+    monkeypatch.setattr(os, "walk", walk_with_a_file_that_is_gone)
+    (leftover,) = [event for event in run("ls", root, "--json").events if event["event"] == "attempt"]
+    assert (leftover["name"], leftover["bytes"]) == ("step_00000040", 5000)
 
 
 def test_what_is_no_root(run, root, tmp_path):

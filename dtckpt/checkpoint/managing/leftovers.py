@@ -33,7 +33,7 @@ def targets_of_leftovers(root: Path) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What an attempt to save, that lives or not, has beside the checkpoints.
+    """The files that one attempt to save has beside the checkpoints. The attempt may still be under way.
 
     Args:
         name: The checkpoint that it belongs to.
@@ -41,7 +41,7 @@ class Leftover:
         is_dead: Whether it can be removed.
         since_s: When something in it changed last, in seconds since the epoch.
         nbytes: Bytes in it; None where storage does not tell.
-        holder: Who writes it, if that is known and the attempt lives.
+        holder: The process that writes it, if it is known and the attempt may be under way.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Leftover:
 
 
 def find_leftovers(root: Path, *, min_age_s: float, now: float) -> list[Leftover]:
-    """Return what attempts to save have in a directory.
+    """Return the files that attempts to save have in a directory.
 
     Args:
         root: The directory that the checkpoints are in.
@@ -62,7 +62,7 @@ def find_leftovers(root: Path, *, min_age_s: float, now: float) -> list[Leftover
     """
     found = []
     for folder, match in _working(root):
-        # An attempt may end at any moment; what it had is gone then, or a checkpoint.
+        # An attempt may end at any moment. Then its folder is removed, or is a checkpoint.
         with suppress(FileNotFoundError):
             # The owner of a trash directory may be deleting it at this moment; that both delete does no harm.
             is_dead = match["role"] == "trash" or _is_dead(folder, root / match["target"], min_age_s, now)
@@ -119,9 +119,10 @@ def _last_change(folder: Path) -> tuple[float, int]:
     """Return when something in a directory changed last, and the bytes of its files."""
     times, nbytes = [folder.stat().st_mtime], 0
     for path, _, files in os.walk(folder):
-        times.append(os.stat(path).st_mtime)
-        for name in files:
-            status = os.stat(Path(path, name))
-            times.append(status.st_mtime)
-            nbytes += status.st_size
+        for name in ("", *files):
+            # A save that is under way removes files; to remove one changes its folder, too.
+            with suppress(FileNotFoundError):
+                status = os.stat(Path(path, name))
+                times.append(status.st_mtime)
+                nbytes += status.st_size if name else 0
     return max(times), nbytes
