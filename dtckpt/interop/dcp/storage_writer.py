@@ -264,9 +264,10 @@ class DtckptStorageWriter(StorageWriter):
         operation, options = self._operation(), self._options
         # One more client, which puts split chunks together, and writes the documents.
         assembler = len(results)
-        with operation.removed_on_failure() as attempt, gc_paused():
-            parts = parts_of(results, attempt.token)
-            plan, tree = plan_of_parts(metadata, results, parts, options)
+        with operation.removed_on_failure() as attempt:
+            with gc_paused():
+                parts = parts_of(results, attempt.token)
+                plan, tree = plan_of_parts(metadata, results, parts, options)
             writer = ClientWriter(
                 plan,
                 attempt,
