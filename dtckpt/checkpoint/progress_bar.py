@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -16,8 +16,8 @@ LINE_S = 10.0
 
 
 def open_progress(title: str, nbytes: int) -> AbstractContextManager[Bar | ProgressLines]:
-    """Return what shows the progress of some work: a context manager with a method ``advance``."""
-    return Bar(title, nbytes) if is_watched(sys.stdout, sys.stderr) else ProgressLines(title, nbytes)
+    """Return a context manager whose value has ``advance``: a bar on a terminal, else lines."""
+    return Bar(title, nbytes) if is_watched(sys.stdout, sys.stderr) else nullcontext(ProgressLines(title, nbytes))
 
 
 class Bar:
@@ -71,7 +71,7 @@ class ProgressLines:
     """Lines with bytes, speed and time left, one every `LINE_S` seconds.
 
     Args:
-        title: What the work does.
+        title: The name of the work, such as ``comparing``.
         nbytes: Bytes in all.
         clock: Returns the time, in seconds.
         write: Writes a line; default: to standard error.
@@ -90,14 +90,6 @@ class ProgressLines:
         self._write = write
         self._done = 0
         self._start = self._last = clock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
     def advance(self, name: str, nbytes: int) -> None:  # noqa: ARG002  (a line has no room for names)
         """Count ``nbytes``, and write a line if it is time to."""

@@ -8,9 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -48,7 +47,7 @@ def write_summary(text: str) -> None:
 
 
 class Progress(Protocol):
-    """What shows the progress of some work."""
+    """Progress of some work."""
 
     def advance(self, name: str, nbytes: int) -> None:
         """Note that bytes of a tensor are done."""
@@ -58,21 +57,13 @@ class Progress(Protocol):
 class _Silence:
     """Progress that nobody wants to see."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
     def advance(self, name: str, nbytes: int) -> None:
         pass
 
 
 def open_progress(title: str, nbytes: int) -> AbstractContextManager[Progress]:
-    """Return what shows the progress of some work, as `progress_bar.open_progress`; nothing with ``--quiet``."""
-    return _Silence() if is_quiet() else progress_bar.open_progress(title, nbytes)
+    """Return `progress_bar.open_progress`, or silent progress with ``--quiet``."""
+    return nullcontext(_Silence()) if is_quiet() else progress_bar.open_progress(title, nbytes)
 
 
 def write_event(event: str, **facts: Any) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from dtckpt.format.dtypes import DTYPES, EXTENSIONS
+from dtckpt.format.dtypes import EXTENSIONS
 
+SLICE_NUMEL = 1 << 13
+"""Numbers to work on at a time, so that they stay in the cache, and in memory that malloc keeps."""
 PACKED = "float4_e2m1fn_x2"
 """The dtype with two numbers in each element."""
 _FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -19,7 +21,7 @@ def numbers_of(elements: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, An
 
     Args:
         elements: The elements, as they are stored.
-        dtype: Name of their dtype, one of `DTYPES`.
+        dtype: Name of their dtype, one of `dtckpt.format.dtypes.DTYPES`.
 
     Returns:
         An array of the same shape; of `PACKED` elements, one with a further dim of two numbers.
@@ -58,7 +60,3 @@ def common_dtype(first: np.dtype[Any], second: np.dtype[Any]) -> np.dtype[Any]:
     if "c" in (first.kind, second.kind):
         return np.dtype(np.clongdouble if is_long else np.complex128)
     return np.dtype(np.longdouble if is_long else np.float64)
-
-
-NUMBER_DTYPES = frozenset(DTYPES) - {PACKED}
-"""Dtypes of which two tensors can be compared number by number."""

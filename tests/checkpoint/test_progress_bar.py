@@ -1,9 +1,11 @@
+from contextlib import nullcontext
+
 from dtckpt.checkpoint.progress_bar import LINE_S, ProgressLines, open_progress
 
 
 def test_a_line_once_in_a_while_with_speed_and_time_left():
     now, lines = [100.0], []
-    with ProgressLines("comparing", 8 << 20, lambda: now[0], lines.append) as progress:
+    with nullcontext(ProgressLines("comparing", 8 << 20, lambda: now[0], lines.append)) as progress:
         for _ in range(6):
             now[0] += LINE_S / 2
             progress.advance("w", 1 << 20)
@@ -16,7 +18,7 @@ def test_a_line_once_in_a_while_with_speed_and_time_left():
 
 def test_work_without_bytes():
     now, lines = [0.0], []
-    with ProgressLines("reading", 0, lambda: now[0], lines.append) as progress:
+    with nullcontext(ProgressLines("reading", 0, lambda: now[0], lines.append)) as progress:
         progress.advance("w", 0)
         now[0] = 2 * LINE_S
         progress.advance("w", 0)

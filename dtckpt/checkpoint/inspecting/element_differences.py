@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from dtckpt.format.numbers import bits_of, common_dtype, numbers_of
+from dtckpt.format.numbers import SLICE_NUMEL, bits_of, common_dtype, numbers_of
 from dtckpt.layout.region import Region
 
-SLICE_NUMEL = 1 << 13
-"""Elements that are compared at a time, so that they stay in the cache, and in memory that malloc keeps."""
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 _Numbers = np.ndarray[Any, Any]

@@ -10,10 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dtckpt.format.numbers import numbers_of
-
-SLICE_NUMEL = 1 << 13
-"""Elements that are summed up at a time, so that they stay in the cache, and in memory that malloc keeps."""
+from dtckpt.format.numbers import SLICE_NUMEL, numbers_of
 
 
 @dataclass(frozen=True, slots=True)

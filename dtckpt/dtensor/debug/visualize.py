@@ -144,14 +144,14 @@ def _runs(ids: Sequence[int]) -> Iterator[_Span]:
         yield from [(run[0], run[-1])] if len(run) > 2 else [(device, device) for device in run]
 
 
-_HUES = ((86, 180, 233), (230, 159, 0), (0, 158, 115), (204, 121, 167), (240, 228, 66), (0, 114, 178), (213, 94, 0))
-"""The colours of Okabe and Ito, which colour-blind people tell apart."""
+OKABE_ITO = ((86, 180, 233), (230, 159, 0), (0, 158, 115), (204, 121, 167), (240, 228, 66), (0, 114, 178), (213, 94, 0))
+"""Red, green and blue of the colours of Okabe and Ito, which colour-blind people tell apart."""
 
 
 def _colours(position: int) -> tuple[str, str]:
     """Return a light fill and a dark line of one hue; nearby positions differ, along rows and along columns."""
-    lap, step = divmod(position, len(_HUES))
-    hue = _HUES[(step + 3 * lap) % len(_HUES)]
+    lap, step = divmod(position, len(OKABE_ITO))
+    hue = OKABE_ITO[(step + 3 * lap) % len(OKABE_ITO)]
     return _mixed(hue, 255, (0.62, 0.42, 0.78)[lap % 3]), _mixed(hue, 0, 0.4)
 
 
