@@ -25,7 +25,7 @@ import dtckpt
 from dtckpt import Layout, abstract_mesh, pack
 
 WANTED_S = 1.0
-"""Of the comparison by digests, whatever the size."""
+"""Seconds for the comparison by digests, for checkpoints of any size."""
 ROWS, COLUMNS = 4096, 4096
 _LOOP = """
 import sys, dtckpt, torch

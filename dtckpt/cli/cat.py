@@ -122,7 +122,7 @@ def _text(checkpoint: Checkpoint, info: TensorInfo, selection: Selection, *, is_
     read = (
         read_elements(checkpoint, info.name, selection)
         if is_short
-        else (read_edges(checkpoint, info.name, selection, EDGE))
+        else read_edges(checkpoint, info.name, selection, EDGE)
     )
     numbers = numbers_of(read, info.stored_dtype_name)
     if not shape and numbers.size == 1:
@@ -146,7 +146,7 @@ def _validate_printable(shape: tuple[int, ...] | list[int]) -> None:
 
 
 def _json(values: Any) -> Any:
-    """Return numbers, or nested lists of them, as JSON; what JSON lacks as a node, as in ``dtckpt inspect``."""
+    """Return numbers, or nested lists of them, as JSON; numbers that JSON lacks are nodes, as in ``dtckpt inspect``."""
     if isinstance(values, list):
         return [_json(value) for value in values]
     node = encode_value(values, "")

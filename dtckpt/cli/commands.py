@@ -38,7 +38,7 @@ TARGETS = ("dtckpt", "zarr", "safetensors", "dcp", "torch")
     epilog="""\b
 Topics:
   dtckpt help COMMAND      the same as dtckpt COMMAND --help
-  dtckpt help exit-codes   what the exit codes mean
+  dtckpt help exit-codes   the meaning of the exit codes
 """,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
@@ -159,7 +159,7 @@ def convert(**options: Any) -> None:
 _INSPECT_HELP = """\b
 Examples:
   dtckpt inspect step_100
-  dtckpt inspect step_100 --tree --sort size           what takes the space
+  dtckpt inspect step_100 --tree --sort size           the largest subtrees first
   dtckpt inspect step_100 --tensor 'model/*' --chunks  which file has which part
   dtckpt inspect s3://bucket/step_100 --json
 
@@ -183,7 +183,7 @@ Examples:
 @json_option("Print one line of JSON.")
 @debug_option
 def inspect(**options: Any) -> None:
-    """Show what checkpoint PATH holds.
+    """Show the tensors and values of checkpoint PATH.
 
     Tensors that are alike but for numbers in their names share a line: layers.{0..31}.norm stands for 32 of them, and
     chunks and bytes are those of all of them.
@@ -240,9 +240,9 @@ DIFFERENCES = ("missing", "extra", "type", "value", "shape", "dtype", "layout", 
 @quiet_option
 @debug_option
 def diff(**options: Any) -> int:
-    """Show in what checkpoints A and B differ; exit with 0 if they are the same, with 1 if not.
+    """Show the differences between checkpoints A and B; exit with 0 if there are none, with 1 if there are some.
 
-    Content digests tell whether the elements of two tensors of one dtype differ, whatever the layouts and chunks are.
+    Content digests tell whether the elements of two tensors of one dtype differ, for all layouts and chunks.
     Elements are read where there are no such digests: of other libraries' files, and of two dtypes. Elements of one
     dtype are equal if their bits are, so a NaN equals one of the same bits. Errors do not count a NaN.
     """
@@ -359,7 +359,7 @@ _LS_HELP = """\b
 States:
   whole      a finished checkpoint whose metadata can be read; dtckpt verify reads its elements, too
   damaged    a finished checkpoint that cannot be opened; --json says why
-  saving     under construction, by somebody who lives
+  unfinished files of a save that is under way, or that was killed less than an hour ago
   leftover   of a save that did not end, or of a checkpoint that was removed; dtckpt gc removes it
 
 \b
@@ -396,7 +396,7 @@ def ls(**options: Any) -> None:
 
 _GC_HELP = """\b
 Examples:
-  dtckpt gc run                             what saves left that did not end
+  dtckpt gc run                             leftovers of saves that were killed
   dtckpt gc run --keep 3 --keep-every 100   and which steps would go
   dtckpt gc run --keep 3 --keep-every 100 --yes
   dtckpt gc run --keep 1 --keep-best 2 --metric loss
@@ -422,7 +422,7 @@ Examples:
     metavar="SECONDS",
     help="How long nothing changed in a leftover, at least.",
 )
-@click.option("--yes", "is_confirmed", is_flag=True, help="Remove; without it, only show what would be removed.")
+@click.option("--yes", "is_confirmed", is_flag=True, help="Remove; without it, only show.")
 @click.option(
     "--take-over",
     is_flag=True,
@@ -432,10 +432,10 @@ Examples:
 @quiet_option
 @debug_option
 def gc(**options: Any) -> None:
-    """Show, and with --yes remove, what is not needed below ROOT: leftovers, and steps that no --keep rule keeps.
+    """Show, and with --yes remove, leftovers and old steps below ROOT: those that no --keep rule keeps.
 
     The rules are those of a CheckpointManager. Without any, all steps stay. The newest valid step, damaged steps, and
-    whatever a living process writes or restores, stay in any case.
+    files that a process writes or restores, always stay.
     """
     from dtckpt.cli.gc import GcRequest, run_gc
 
@@ -467,7 +467,7 @@ Examples:
 @click.option(
     "--kind",
     type=click.Choice(("regions", "traffic", "timeline")),
-    help="What to draw [default: regions of a TENSOR; else traffic, if --mesh is given; else timeline].",
+    help="The picture to draw [default: regions of a TENSOR; else traffic, if --mesh is given; else timeline].",
 )
 @mesh_options(is_required=False)
 @json_option("Print one line of JSON with the numbers that are drawn.")
@@ -498,7 +498,7 @@ Examples:
 @debug_option
 @click.pass_context
 def show_help(context: click.Context, topic: str | None) -> None:
-    """Show the help of a command, or what the exit codes mean."""
+    """Show the help of a command, or the meaning of the exit codes."""
     from dtckpt.cli.output import write_line
 
     parent = context.parent or context

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 VARIABLE = "_DTCKPT_COMPLETE"
-"""With it, a shell's script asks ``dtckpt`` itself for what may follow; `click` derives the name from the program's."""
+"""A shell's script sets it to ask ``dtckpt`` for the completions; `click` derives the name from the program's."""
 EXIT_CODES_TOPIC = "exit-codes"
 MAX_NAMES = 1000
 
@@ -43,5 +43,5 @@ def complete_tensors(context: click.Context, _: click.Parameter, incomplete: str
         with open_checkpoint(str(context.params["path"])) as checkpoint:
             names = [name for name in checkpoint.tensors if name.startswith(incomplete)]
     except (DtckptError, OSError, KeyError):
-        return []  # whoever completes a line wants no errors in it
+        return []  # an error would be printed into the line
     return list(names[:MAX_NAMES])

@@ -1,4 +1,4 @@
-"""``dtckpt diff``: show in what two checkpoints differ."""
+"""``dtckpt diff``: show the differences between two checkpoints."""
 
 from __future__ import annotations
 

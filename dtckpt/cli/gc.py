@@ -1,4 +1,4 @@
-"""``dtckpt gc``: show, and remove, what is not needed below a root."""
+"""``dtckpt gc``: show, and remove, garbage below a root."""
 
 from __future__ import annotations
 

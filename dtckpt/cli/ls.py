@@ -88,11 +88,11 @@ def _write_json(found: Survey, checkpoints: list[SurveyedCheckpoint], now: float
 
 
 def leftover_facts(leftover: Leftover, now: float) -> dict[str, Any]:
-    """Return what JSON says of an attempt."""
+    """Return the facts about an attempt for JSON."""
     return {
         "path": str(leftover.where),
         "name": leftover.name,
-        "state": "leftover" if leftover.is_dead else "saving",
+        "state": "leftover" if leftover.is_dead else "unfinished",
         "bytes": leftover.nbytes,
         "since_s": leftover.since_s,
         "age_s": round(now - leftover.since_s, 3),
@@ -135,6 +135,6 @@ def _row(found: Survey, each: SurveyedCheckpoint, now: float) -> tuple[str, ...]
 def leftover_row(leftover: Leftover, now: float) -> tuple[str, ...]:
     """Return the cells of the row of an attempt."""
     size = "" if leftover.nbytes is None else format_nbytes(leftover.nbytes)
-    state = "leftover" if leftover.is_dead else "saving"
+    state = "leftover" if leftover.is_dead else "unfinished"
     note = f"by {leftover.holder}" if leftover.holder else str(leftover.where.name)
     return leftover.name, "", size, format_age(now - leftover.since_s), state, note

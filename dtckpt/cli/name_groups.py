@@ -42,7 +42,7 @@ def group_names(
     Args:
         items: The things.
         name_of: Returns the name of a thing; names differ among things of equal facts.
-        facts_of: Returns what must be equal in a group.
+        facts_of: Returns the facts that must be equal in a group.
 
     Returns:
         The groups, in natural order of their first names.

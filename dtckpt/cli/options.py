@@ -21,7 +21,7 @@ def debug_option(command: _Command) -> _Command:
 
 
 def json_option(text: str) -> Callable[[_Command], _Command]:
-    """Return what adds ``--json``."""
+    """Return a decorator that adds ``--json``."""
     return click.option("--json", "as_json", is_flag=True, help=text)
 
 
@@ -31,7 +31,7 @@ def quiet_option(command: _Command) -> _Command:
     def note(context: click.Context, _: click.Parameter, is_quiet: bool) -> None:
         context.meta[QUIET] = is_quiet
 
-    text = "No progress and no closing line; errors and what the command is asked for are printed."
+    text = "Print no progress and no closing line; only results and errors."
     return click.option("--quiet", is_flag=True, expose_value=False, callback=note, help=text)(command)
 
 
@@ -47,12 +47,12 @@ def pager_option(command: _Command) -> _Command:
 
 
 def memory_option(default: str, text: str = "Bound on tensor data in memory: 512MiB, 2GB.") -> Callable[..., Any]:
-    """Return what adds ``--max-memory``."""
+    """Return a decorator that adds ``--max-memory``."""
     return click.option("--max-memory", metavar="SIZE", default=default, show_default=True, help=text)
 
 
 def mesh_options(*, is_required: bool) -> Callable[[_Command], _Command]:
-    """Return what adds ``--mesh``, ``--layout`` and ``--layout-file``."""
+    """Return a decorator that adds ``--mesh``, ``--layout`` and ``--layout-file``."""
     mesh = click.option(
         "--mesh",
         required=is_required,

@@ -81,7 +81,7 @@ def _info(checkpoint: Checkpoint, name: str) -> TensorInfo:
 
 
 def _rules(request: PlotRequest) -> LayoutRules | None:
-    """Return what gives tensors their layouts after the reshard; None without a mesh."""
+    """Return the rules for the layouts after the reshard; None without a mesh."""
     if request.mesh is None:
         return None
     from_file = read_rules(request.layout_file) if request.layout_file else ()
@@ -127,9 +127,9 @@ def _traffic(checkpoint: Checkpoint, request: PlotRequest) -> tuple[str, dict[st
     infos = [_info(checkpoint, request.tensor)] if request.tensor else list(checkpoint.tensors.values())
     laid_out = [info for info in infos if info.layout is not None]
     if not laid_out:
-        _layout(infos[0]) if infos else None
-        raise LayoutError(f"{checkpoint.path} has no tensors with layouts, so nothing goes between devices")
-    # Many tensors are alike, and planning one of them is what takes time.
+        names = repr(request.tensor) if request.tensor else "all tensors"
+        raise LayoutError(f"{checkpoint.path}: {names} were saved without layouts, so nothing goes between devices")
+    # Many tensors are alike, and planning a tensor takes time, so one of each kind is planned.
     alike = Counter((_layout(info), rules(info.name, info), info.shape, info.nbytes) for info in laid_out)
     for info in infos:
         if info.layout is None:

@@ -14,7 +14,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return a question for a message, such as ``; did you mean 'model/w'?``; empty if no name is close."""
     known = list(names)
     plain = name.replace(".", "/").strip("/")
-    # The same but for separators, then the end of a longer name, then what is spelled alike.
+    # The same name with other separators, then a longer name with this end, then similar spelling.
     close = [each for each in known if each.replace(".", "/") == plain]
     close = close or [each for each in known if each.replace(".", "/").endswith(f"/{plain}")]
     close = close or difflib.get_close_matches(name, known[:MAX_COMPARED], MAX_SUGGESTED)

@@ -32,7 +32,7 @@ class Picture:
     """A picture that is drawn from shapes; lengths are pixels.
 
     Args:
-        title: What it shows.
+        title: Its title.
         width: Its width.
         height: Its height.
     """
@@ -131,7 +131,7 @@ def write_picture(svg: str, title: str, path: Path) -> None:
 
 
 def _write_png(svg: str, path: Path) -> None:
-    """Draw the shapes of a picture with matplotlib: of SVG, only what dtckpt's own pictures have."""
+    """Draw the shapes of a picture with matplotlib. It knows only the parts of SVG that dtckpt's pictures have."""
     from matplotlib.figure import Figure
 
     root = ET.fromstring(svg)  # noqa: S314  (made by this process)
@@ -180,7 +180,7 @@ def _draw_text(axes: Any, element: ET.Element, x: float, y: float, *, is_centred
     axes.text(
         x,
         y,
-        # matplotlib would set what is between dollar signs as a formula.
+        # matplotlib would set text between dollar signs as a formula.
         (element.text or "").replace("$", r"\$"),
         fontsize=size * 72 / _PX_PER_INCH * 0.94,
         color=element.get("fill", colour),

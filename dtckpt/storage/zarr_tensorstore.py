@@ -167,7 +167,7 @@ class TensorStoreWriter:
             is_kept: Whether the elements stay in memory anyway, so that only copies of them count as waiting.
         """
         key, codec = _small_key(array, region, elements.nbytes), array.codec
-        # TensorStore refers to a chunk's elements, unless they are no contiguous part of what was fetched.
+        # TensorStore refers to a chunk's elements if they are contiguous, and copies them if not.
         is_copied = key is not None or codec != NO_CODEC or not elements.flags.c_contiguous
         # A compressor takes memory for the worst case, beside its result.
         held_nbytes = elements.nbytes * (is_copied + (not is_kept) + 2 * (codec != NO_CODEC))

@@ -167,7 +167,7 @@ def plan_comparison(
         if path in second.names:
             tensor = compare_tensors(path, first.info(path), second.info(path), reads, has_trusted_contents=is_trusted)
             tensors.append(tensor)
-            # What is unknown of two tensors is whether their elements differ.
+            # A tensor's difference is unknown only in its elements, so it goes if elements do not count.
             differences += (
                 each for each in tensor.differences if has_elements or each.kind is not DifferenceKind.UNKNOWN
             )
@@ -177,13 +177,13 @@ def plan_comparison(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Side:
-    """What is compared of one checkpoint, by path.
+    """The compared part of one checkpoint, by path.
 
     Args:
         checkpoint: The checkpoint.
         leaves: Tensors, values, and containers.
         names: By path of a tensor, its name in the checkpoint.
-        refused: By path of what cannot be read, the reason.
+        refused: Why a tensor or value cannot be read, by its path.
     """
 
     checkpoint: Checkpoint
@@ -216,7 +216,7 @@ class _Side:
         return self.checkpoint.info(self.names[path])
 
     def fact(self, path: str) -> Fact:
-        """Return what a report says of something that the other side lacks."""
+        """Return the fact that a report gives about a tensor or value that the other side lacks."""
         leaf = self.leaves[path]
         if leaf.is_tensor:
             info = self.info(path)

@@ -11,7 +11,7 @@ from dtckpt.storage.location import Location
 
 
 class DifferenceKind(enum.StrEnum):
-    """In what a path of two checkpoints differs."""
+    """The kind of a difference between two checkpoints at one path."""
 
     MISSING = "missing"
     """It is in the first checkpoint only."""
@@ -75,7 +75,7 @@ class Difference:
 
     Args:
         path: Name of the tensor, or path of the value or container.
-        kind: In what it differs.
+        kind: The kind of the difference.
         a: The fact in the first checkpoint, by kind: the facts about a tensor or a value that the other one lacks; a
             type's name; a value; a shape; a dtype; a layout; the number of elements that were saved; a content digest,
             if digests tell.

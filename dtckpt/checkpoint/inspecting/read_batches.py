@@ -45,7 +45,7 @@ class Piece:
     """A part of the tensors that are read side by side.
 
     Args:
-        path: What the caller calls the tensors.
+        path: The caller's name for the tensors.
         infos: The tensors, one per checkpoint; all of one shape.
         selection: The elements; its region is read.
     """

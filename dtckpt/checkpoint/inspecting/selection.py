@@ -3,7 +3,7 @@
 A selection is a `range` of indices per dim. Slicing a range gives a range, so selections can be cut like arrays::
 
     [1:8:3, ::-1] of shape (9, 4)        range(1, 8, 3), range(3, -1, -1)
-    its region                           [1:8, 0:4]            the smallest box around it, which is what is read
+    its region                           [1:8, 0:4]            the smallest box around it; this box is read
     its slices                           [::3, ::-1]           select it from that box
 """
 

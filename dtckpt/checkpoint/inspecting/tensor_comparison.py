@@ -1,4 +1,4 @@
-"""`compare_tensors`: in what two tensors differ that needs no element, and which elements must be read; pure."""
+"""`compare_tensors`: find the differences that need no element, and plan the reads for the others; pure."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ def _described_differences(path: str, a: TensorInfo, b: TensorInfo) -> list[Diff
 
 
 def _placement(layout: Layout | None) -> object:
-    """Return what counts of a layout: on which devices the mesh is does not."""
+    """Return the parts of a layout that are compared: all but the devices of the mesh."""
     return None if layout is None else (layout.sharding_specs, tuple(layout.mesh.axis_sizes.items()))
 
 
 def _saved_regions(info: TensorInfo) -> list[Region]:
-    """Return boxes that cover what was saved of a tensor."""
+    """Return boxes that cover the saved part of a tensor."""
     # The index of another library's checkpoint may hold the elements itself; then there are no chunks.
     return [chunk.region for chunk in info.chunks] or [Region.full(info.shape)] * info.is_whole
 
@@ -132,7 +132,7 @@ def _num_saved(info: TensorInfo) -> int:
 
 
 def _saved_in_both(a: TensorInfo, b: TensorInfo) -> tuple[bool, list[Region]]:
-    """Return whether the same part of two tensors was saved, and boxes that cover what was saved of both."""
+    """Return whether two tensors have the same saved part, and boxes that cover the part that both have."""
     regions_a, regions_b = _saved_regions(a), _saved_regions(b)
     if regions_a == regions_b:
         return True, regions_a

@@ -15,7 +15,7 @@ from dtckpt.redistribution.exchange_plan import plan_exchange
 def traffic(source: Layout, target: Layout, shape: tuple[int, ...], nbytes: int) -> npt.NDArray[np.int64]:
     """Return the bytes from every device of the source (rows) to every device of the target (columns).
 
-    A device that needs what it holds already takes it from itself: the two meshes' devices of one number count as one.
+    Devices with the same number in both meshes are one device. A device keeps elements that it needs and already holds.
 
     Args:
         source: The layout before.

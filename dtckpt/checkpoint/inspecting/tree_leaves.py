@@ -52,7 +52,7 @@ def tree_leaves(node: trees.Node, path: tuple[str, ...] = ()) -> Iterator[tuple[
 
 
 def _container_type(node: trees.Node, base: str, items: list[tuple[object, trees.Node]]) -> str:
-    """Return the name of a container's type, with what else makes it another container than its items tell."""
+    """Return the name of a container's type, with its argument, and with types of keys that paths do not show."""
     if "type" in node:
         name, argument, _ = node["type"]
         return name if argument is None else f"{name} {json.dumps(argument, sort_keys=True)}"

@@ -1,4 +1,4 @@
-"""Remove, from outside of a run, what its root need not keep: leftovers, and steps that no rule keeps."""
+"""Remove garbage below the root of a run, from outside the run: leftovers, and steps that no rule keeps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dtckpt.storage.location import Location, Url
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """What a root need not keep.
+    """The garbage below a root.
 
     Args:
-        found: The survey that tells.
-        leftovers: What attempts left that are dead.
+        found: The survey that found it.
+        leftovers: The leftovers of dead attempts.
         steps: The steps that no rule keeps.
     """
 
@@ -40,7 +40,7 @@ def sum_nbytes(items: Iterable[Leftover | SurveyedCheckpoint]) -> int:
 
 
 def find_garbage(where: Location, keep: Retention, *, min_age_s: float, now: float) -> Garbage:
-    """Find what a root need not keep, by the rules that a `CheckpointManager` has. Nothing is changed.
+    """Find the garbage below a root, by the rules of a `CheckpointManager`. Nothing is changed.
 
     Args:
         where: The root's path or URL.

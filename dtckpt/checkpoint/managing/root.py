@@ -53,7 +53,7 @@ class Right(Protocol):
         ...
 
     def holder(self) -> str:
-        """Return who has the right, as far as storage tells; empty if nobody has."""
+        """Return the process that has the right, as far as storage tells; empty if none has."""
         ...
 
 
@@ -83,7 +83,7 @@ class Root(Protocol):
         ...
 
     def leftovers(self, *, min_age_s: float, now: float) -> list[Leftover]:
-        """Return what attempts have beside the checkpoints, of those that live too. Args: as `collect`."""
+        """Return the files of attempts beside the checkpoints, also of attempts under way. Args: as `collect`."""
         ...
 
     def collect(self, *, min_age_s: float, now: float) -> None:

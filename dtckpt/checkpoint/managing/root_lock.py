@@ -78,7 +78,7 @@ class RootLock:
         )
 
     def holder(self) -> str:
-        """Return who has the right; empty if nobody has."""
+        """Return the process that has the right; empty if none has."""
         if (os.getpid(), self._root) in _held:
             return "this process"  # not looked at: to close the file would give the process's lock up
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from dtckpt.checkpoint.managing.lineage import Saved, current_steps
 from dtckpt.checkpoint.managing.root import Root, root_of
 from dtckpt.checkpoint.managing.step_folders import StepFolders
 from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
+from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, DtckptError
 from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.location import Location
@@ -49,14 +49,14 @@ class SurveyedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The checkpoints below a root, and what else saves have there.
+    """The checkpoints below a root, and the files of other saves.
 
     Args:
         root: The root.
         folders: The checkpoints of steps.
         saved: Their lineages.
         checkpoints: All checkpoints, by step, then by name.
-        leftovers: What attempts have there, of those that live too.
+        leftovers: The files of attempts, also of attempts under way.
     """
 
     root: Root
@@ -112,7 +112,7 @@ def survey(where: Location, *, min_age_s: float, now: float) -> Survey:
         except CheckpointNotFoundError:
             return None
         except DtckptError as error:
-            # What has another name and no commit marker is something else, and none of our business.
+            # A folder with another name and no commit marker is no checkpoint of dtckpt.
             if step is None and (isinstance(error, CheckpointIncompleteError) or not _is_committed(where / name)):
                 return None
             facts["damage"] = error.message
@@ -124,7 +124,7 @@ def survey(where: Location, *, min_age_s: float, now: float) -> Survey:
         )
 
     names = sorted(name for name in root.names() if not name.startswith("."))
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
+    with Pool(NUM_THREADS, "dtckpt-survey") as pool:
         found = [each for each in pool.map(look, names) if each is not None]
     leftovers = tuple(root.leftovers(min_age_s=min_age_s, now=now))
     if not found and not leftovers and _is_checkpoint(where):

@@ -32,7 +32,7 @@ _Item = TypeVar("_Item")
 _Row = tuple[str, Any]
 """The key of an item, and all else about it, as a value that can be hashed."""
 Place = tuple[str, tuple[int, ...] | None]
-"""Key and offset of what an item is about; no offset: the whole."""
+"""Key and offset of an item; no offset: the whole tensor or value."""
 
 _FIELDS: dict[Any, tuple[str, ...]] = {
     WriteItem: ("index", "type", "bytes_io_data", "tensor_data"),
