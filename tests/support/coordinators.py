@@ -36,11 +36,19 @@ def running_server(**options) -> Iterator[Server]:
         await server.start()
         return server
 
+    async def stop() -> None:
+        await server.stop(0.1)
+        # Else a later test would print that they were destroyed.
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
     server = asyncio.run_coroutine_threadsafe(start(), loop).result(20)
     try:
         yield server
     finally:
-        asyncio.run_coroutine_threadsafe(server.stop(0.1), loop).result(20)
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(20)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(20)
         loop.close()
