@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import forkserver
+from .torch_caches import clear_mesh_caches
 
 CASE_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0
@@ -260,4 +261,5 @@ def _tidy_up() -> None:
     clients._virtual_devices.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # an error may hold process groups, and the threads of each wake a hundred times a second
+    clear_mesh_caches()
+    gc.collect()  # an error may hold process groups by its frames
