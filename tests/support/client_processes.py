@@ -263,3 +263,4 @@ def _tidy_up() -> None:
         dist.destroy_process_group()
     clear_mesh_caches()
     gc.collect()  # an error may hold process groups by its frames
+    gc.freeze()  # what is left are modules and caches, which stay: the collector need not look at them after each case
