@@ -30,10 +30,10 @@ check: install
 	$(MAKE) --no-print-directory -j2 lint pytest-fast
 
 pytest: install
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest --workers=auto
 
 pytest-fast: install
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not processes and not slow"
+	$(BIN)/python -m pytest --workers=auto -m "not processes and not slow"
 
 # Tables of docs/benchmarks.md; they mean something on a machine that does nothing else.
 bench: install

@@ -1,4 +1,3 @@
-import gc
 import logging
 import os
 from pathlib import Path
@@ -9,11 +8,14 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Several test processes share the cores, and threads that wait for each other there take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # and a process that forks should have no other threads
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # nor have used CUDA
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support import forkserver, schedule, shares
+from support import forkserver, shares
 from support.client_processes import Pool
+from support.forked_workers import ForkedWorkers, num_workers
 from support.slow import is_slow
 
 from dtckpt.coordination.connect import set_coordination
@@ -51,14 +53,15 @@ def pytest_report_header():
     return shares.header()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config):
-    """Twice as many workers as cores, as tests of client processes wait more than they work; eight at most.
+def pytest_addoption(parser):
+    parser.addoption("--workers", default="0", help="run the tests in so many processes, or auto")
 
-    Without those tests one more worker than cores: each costs the imports and the collection.
-    """
-    cores = min(len(os.sched_getaffinity(0)), 4)
-    return cores + 1 if "not processes" in config.option.markexpr else 2 * cores
+
+def pytest_configure(config):
+    without_clients = "not processes" in config.option.markexpr
+    count = num_workers(config.option.workers, len(os.sched_getaffinity(0)), without_clients=without_clients)
+    if count:
+        config.pluginmanager.register(ForkedWorkers(count), "forked-workers")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -78,35 +81,20 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark tests, let ``-k`` and ``-m`` choose, then take today's shares; the first workers get those with clients."""
+    """Mark tests, let ``-k`` and ``-m`` choose, then take today's shares."""
     for item in items:
         if {"pool", "framework_pool"} & {*item.fixturenames}:
             item.add_marker("processes")
+        if "framework_pool" in item.fixturenames:
+            item.add_marker("together")  # importing the frameworks takes ten seconds of the processor
         if is_slow(str(item.path.relative_to(TESTS)), item.function.__name__):
             item.add_marker("slow")
     yield
     chosen = shares.todays(items)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
-    # Those of one worker, which need not be imported by several.
-    items.sort(key=lambda item: "framework_pool" not in item.fixturenames)
-    if hasattr(config, "workerinput"):
-        items[:] = schedule.dealt(items, config.workerinput["workercount"], lambda item: "processes" in item.keywords)
-
-
-def pytest_collection_finish():
-    """Let the cycle collector pass over what is imported and collected: it stays until the end."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item):
-    """Run few tests with client processes at a time: they are about time, and each starts several processes."""
-    if "processes" not in item.keywords:
-        return (yield)
-    with schedule.slot(item.config.cache.mkdir("client-processes")):
-        return (yield)
+    # Those of one worker next to each other, then the longest first, so that the workers end together.
+    items.sort(key=lambda item: ("together" not in item.keywords, "slow" not in item.keywords))
 
 
 @pytest.fixture(scope="session")
