@@ -86,15 +86,22 @@ def pytest_collection_modifyitems(config, items):
         if {"pool", "framework_pool"} & {*item.fixturenames}:
             item.add_marker("processes")
         if "framework_pool" in item.fixturenames:
-            item.add_marker("together")  # importing the frameworks takes ten seconds of the processor
+            item.add_marker(
+                pytest.mark.together("frameworks")
+            )  # importing the frameworks takes ten seconds of the processor
         if is_slow(str(item.path.relative_to(TESTS)), item.function.__name__):
             item.add_marker("slow")
     yield
     chosen = shares.todays(items)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
-    # Those of one worker next to each other, then the longest first, so that the workers end together.
-    items.sort(key=lambda item: ("together" not in item.keywords, "slow" not in item.keywords))
+    items.sort(key=_turn)
+
+
+def _turn(item):
+    """Tests of one worker stand together; these and slow ones come first, so that the workers end at the same time."""
+    marker = item.get_closest_marker("together")
+    return marker is None, marker.args if marker else (), "slow" not in item.keywords
 
 
 @pytest.fixture(scope="session")

@@ -249,7 +249,7 @@ CASES = [
 ]
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("way", "victim", "when", "left"), CASES, ids=[f"{w}: {v} {t}" for w, v, t, _ in CASES])
 def test_a_client_that_dies_takes_nothing_along(request, pool, tmp_path, way, victim, when, left):
     meeting = {} if way == "process_group" else {"coordinator": request.getfixturevalue("coordinator")}

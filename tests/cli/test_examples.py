@@ -50,7 +50,7 @@ def test_every_command_has_examples():
     assert commands == cli.commands.keys()
 
 
-@pytest.mark.share(10)
+@pytest.mark.share(5)
 @pytest.mark.parametrize("example", [example for example in EXAMPLES if not example.startswith("status")])
 def test_example(folder, example):
     command, *args = shlex.split(example.replace("s3://bucket", f"file://{folder}"))
@@ -62,7 +62,7 @@ def test_example(folder, example):
     assert result.out
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     "args", ["ls {}/run", "gc {}/run --keep 1", "verify {}/step_100", "plot {}/step_100 -o {}/a.svg"]
 )

@@ -40,6 +40,7 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+@pytest.mark.share(6)
 @pytest.mark.parametrize(
     ("args", "modules"),
     [

@@ -96,7 +96,7 @@ def saved_by_all(seen):
 WAYS = pytest.mark.parametrize("where", ["one path", "a path each", "manager"])
 
 
-@pytest.mark.share(3, of="faults of jobs")
+@pytest.mark.share(2, of="faults of jobs")
 @WAYS
 @pytest.mark.parametrize("is_lockstep", [False, True])
 def test_client_that_was_cut_off_for_a_while(tmp_path, where, is_lockstep):
@@ -111,7 +111,7 @@ def test_client_that_was_cut_off_for_a_while(tmp_path, where, is_lockstep):
     assert saved[-5:] == list(range(training.num_steps - 5, training.num_steps)), seen
 
 
-@pytest.mark.share(3, of="faults of jobs")
+@pytest.mark.share(2, of="faults of jobs")
 @pytest.mark.parametrize("where", ["one path", "a path each"])
 @pytest.mark.parametrize("is_lockstep", [False, True])
 def test_client_that_gave_a_save_up_while_it_was_cut_off(tmp_path, where, is_lockstep):
@@ -124,7 +124,7 @@ def test_client_that_gave_a_save_up_while_it_was_cut_off(tmp_path, where, is_loc
     assert saved[-4:] == list(range(steps - 4, steps)), seen
 
 
-@pytest.mark.share(3, of="faults of jobs")
+@pytest.mark.share(2, of="faults of jobs")
 @pytest.mark.parametrize("at_store", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_client_that_skipped_a_save(tmp_path, at_store, is_async):
@@ -137,14 +137,14 @@ def test_client_that_skipped_a_save(tmp_path, at_store, is_async):
     assert max(steps[3].seconds for steps in seen) < QUICK_S
 
 
-@pytest.mark.share(3, of="faults of jobs")
+@pytest.mark.share(2, of="faults of jobs")
 @pytest.mark.parametrize("at_store", [False, True])
 def test_client_that_skipped_a_save_of_a_step(tmp_path, at_store):
     training = Training(num_steps=6, is_lockstep=True, gives_step=True, skips=((1, 2),))
     assert saved_by_all(train(training, tmp_path, at_store=at_store)) == [0, 1, 3, 4, 5]
 
 
-@pytest.mark.share(3, of="faults of jobs")
+@pytest.mark.share(2, of="faults of jobs")
 @pytest.mark.parametrize("at_store", [False, True])
 @pytest.mark.parametrize("gives_step", [False, True])
 def test_client_whose_state_cannot_be_had_while_others_run_ahead(tmp_path, at_store, gives_step):
@@ -152,7 +152,7 @@ def test_client_whose_state_cannot_be_had_while_others_run_ahead(tmp_path, at_st
     assert saved_by_all(train(training, tmp_path, at_store=at_store)) == [0, 1, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.share(3, of="faults of jobs")
+@pytest.mark.share(2, of="faults of jobs")
 def test_coordinator_that_is_killed_amid_saves(tmp_path):
     training = Training(num_clients=3, num_steps=14, is_lockstep=True)
     faults = {step: lambda around, _, step=step: around.restart(0.1 + 0.01 * step, 0.2) for step in (2, 5, 8)}

@@ -15,18 +15,17 @@ MOST_WITH_CLIENTS = 3
 """Workers that run tests with client processes at the same time: each test starts several processes, and waits."""
 
 
-def neighbours(tests: Sequence[T], group_of: Callable[[T], object], *, whole: object = None) -> list[tuple[T, ...]]:
+def neighbours(tests: Sequence[T], group_of: Callable[[T], object]) -> list[tuple[T, ...]]:
     """Return batches of tests that follow each other and have the same group, so that they share its fixtures.
 
     Args:
         tests: All tests.
-        group_of: Function from a test to its group.
-        whole: A group that stays one batch, however many tests it has.
+        group_of: Function from a test to its group: a file, or names in a tuple, whose tests stay one batch.
     """
     batches = []
     for group, run in groupby(tests, group_of):
         tests_of_run = tuple(run)
-        size = len(tests_of_run) if group == whole else SIZE
+        size = len(tests_of_run) if isinstance(group, tuple) else SIZE
         batches += [tests_of_run[start : start + size] for start in range(0, len(tests_of_run), size)]
     return batches
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +65,7 @@ class ForkedWorkers:
             return None
         dealer = self._dealer(session.items)
         gc.collect()
-        gc.freeze()  # the collectors of the workers pass over what is imported and collected, and copy none of its pages
+        gc.freeze()  # the workers' collectors pass over what is imported and collected, and copy none of its pages
         try:
             for number in range(min(self._count, len(session.items))):
                 self._start(session, number)
@@ -78,11 +80,12 @@ class ForkedWorkers:
 
     def _dealer(self, items: list[pytest.Item]) -> Dealer:
         def group_of(index: int) -> object:
-            return TOGETHER if TOGETHER in items[index].keywords else items[index].path
+            marker = items[index].get_closest_marker(TOGETHER)
+            return marker.args if marker else items[index].path
 
         with_clients = [index for index, item in enumerate(items) if HAS_CLIENTS in item.keywords]
         others = [index for index, item in enumerate(items) if HAS_CLIENTS not in item.keywords]
-        return Dealer(neighbours(with_clients, group_of, whole=TOGETHER), neighbours(others, group_of))
+        return Dealer(neighbours(with_clients, group_of), neighbours(others, group_of))
 
     def _start(self, session: pytest.Session, number: int) -> None:
         ours, theirs = _context.Pipe()
@@ -103,20 +106,22 @@ class ForkedWorkers:
             if kind == "starts":
                 worker.running = value
             elif kind == "report":
-                self._show(session, worker, value)
+                hook = session.config.hook
+                self._show(session, worker, hook.pytest_report_from_serializable(config=session.config, data=value))
             elif kind == "wants":
-                worker.is_waiting, worker.running = True, None
+                worker.is_waiting, worker.running = not worker.is_told, None
         if session.shouldfail or session.shouldstop:
             dealer.clear()
+            for connection, worker in self._workers.items():
+                worker.end(connection)
         for connection, worker in self._workers.items():
             if worker.is_waiting:
-                worker.give(connection, dealer.take(worker.number), dealer.is_empty)
+                worker.give(connection, dealer.take(worker.number), is_last=dealer.is_empty)
 
-    def _show(self, session: pytest.Session, worker: _Worker, data: dict[str, Any]) -> None:
-        hook = session.config.hook
-        report = hook.pytest_report_from_serializable(config=session.config, data=data)
-        report.node = SimpleNamespace(gateway=SimpleNamespace(id=f"worker {worker.number}"))  # not by file, then
-        hook.pytest_runtest_logreport(report=report)
+    def _show(self, session: pytest.Session, worker: _Worker, report: pytest.TestReport) -> None:
+        # As reports of xdist have a node, pytest does not print the name of a file whenever another worker reports.
+        report.node = worker.node  # type: ignore[attr-defined]
+        session.config.hook.pytest_runtest_logreport(report=report)
 
     def _bury(self, session: pytest.Session, dealer: Dealer, connection: Connection) -> None:
         """Forget a worker that has ended; if it died, its test has failed, and another worker has the rest."""
@@ -128,8 +133,9 @@ class ForkedWorkers:
         if worker.running is not None:
             item = session.items[worker.running]
             text = f"{worker.process.name} died with exit code {worker.process.exitcode} while it ran this test"
-            report = pytest.TestReport(item.nodeid, item.location, dict.fromkeys(item.keywords, 1), "failed", text, "call")
-            session.config.hook.pytest_runtest_logreport(report=report)
+            keywords = dict.fromkeys(item.keywords, 1)
+            report = pytest.TestReport(item.nodeid, item.location, keywords, "failed", text, "call")
+            self._show(session, worker, report)
         else:
             session.shouldfail = f"{worker.process.name} failed between tests; see its traceback"
         dealer.give_back(worker.number, worker.rest)
@@ -145,18 +151,41 @@ class _Worker:
         self.batch: tuple[int, ...] = ()
         self.running: int | None = None
         self.is_waiting = False
+        self.is_told = False
+
+    @property
+    def node(self) -> SimpleNamespace:
+        """What pytest prints of the worker with a failure, or with each test if it is asked for more words."""
+        facts = {
+            "id": self.process.name,
+            "sysplatform": sys.platform,
+            "version_info": sys.version_info,
+            "executable": sys.executable,
+        }
+        return SimpleNamespace(gateway=SimpleNamespace(id=self.process.name), workerinfo=facts)
 
     @property
     def rest(self) -> tuple[int, ...]:
         """Indices of the tests of its batch that come after the one that runs."""
         return self.batch[self.batch.index(self.running) + 1 :] if self.running in self.batch else ()
 
-    def give(self, connection: Connection, batch: tuple[int, ...] | None, is_last: bool) -> None:
+    def give(self, connection: Connection, batch: tuple[int, ...] | None, *, is_last: bool) -> None:
         """Send a batch; or, if none will come any more, that this is the end."""
-        if batch is None and not is_last:
-            return  # it waits until a worker has done its tests with client processes
-        self.batch, self.is_waiting = batch or (), False
-        connection.send(self.batch)
+        if batch is not None:
+            self.batch, self.is_waiting = batch, False
+            self._send(connection, batch)
+        elif is_last:  # else it waits until a worker has done its tests with client processes
+            self.end(connection)
+
+    def end(self, connection: Connection) -> None:
+        """Tell it, once, to run no more tests than the one that runs."""
+        if not self.is_told:
+            self.is_told, self.is_waiting = True, False
+            self._send(connection, ())
+
+    def _send(self, connection: Connection, batch: tuple[int, ...]) -> None:
+        with suppress(ConnectionError):  # it has died, and its end of the pipe says so next
+            connection.send(batch)
 
 
 # --- in the workers -----------------------------------------------------------------------------------------------
@@ -176,6 +205,8 @@ def _work(session: pytest.Session, number: int, connection: Connection) -> None:
             # After the last test of a batch the fixtures of the session stay: the next batch is of the same session.
             nextitem: Any = session if following is None else session.items[following]
             config.hook.pytest_runtest_protocol(item=session.items[index], nextitem=nextitem)
+            if connection.poll():  # it is told to end
+                break
     session._setupstate.teardown_exact(None)
 
 

@@ -35,6 +35,7 @@ def bert():
     return BertModel(config)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("make", [llama, bert])
 def test_there_and_back(pool, tmp_path, monkeypatch, make):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

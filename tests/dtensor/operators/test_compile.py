@@ -18,6 +18,7 @@ from dtckpt import DTensor, Replicate, Shard, abstract_mesh
 from dtckpt.dtensor import distribute_module, distribute_tensor
 from dtckpt.dtensor.torch_compile import REASON
 
+pytestmark = pytest.mark.together("compilers")  # each worker would import them
 MESH = abstract_mesh({"x": 4})
 
 

@@ -21,6 +21,8 @@ from dtckpt.dtensor.parallel import (
     parallelize_module,
 )
 
+pytestmark = pytest.mark.together("compilers")  # each worker would import them
+
 
 @pytest.fixture(autouse=True)
 def compiled_anew():

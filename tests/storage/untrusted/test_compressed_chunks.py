@@ -36,6 +36,7 @@ def test_a_chunk_decompresses_to_its_size_only(tmp_path, kvstore, bomb, bombs):
                 assert_damaged(work)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("codec", ["zstd", "blosc"])
 def test_what_compresses_best_is_no_bomb(tmp_path, kvstore, codec):
     """Elements that are all alike come to less than a thousandth; their readers believe them."""
@@ -67,6 +68,7 @@ def test_the_bound_of_compressed_data_holds(nbytes, kind):
                 zstd_bound(encoded[:cut])
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("bomb", ["blosc", "zstd"])
 def test_objects_are_measured_before_they_are_read(bucket, monkeypatch, bomb, bombs, kvstore):
     """An object may be of any size: of what is too long, a byte is asked for; of a chunk, its elements."""
