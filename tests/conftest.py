@@ -60,7 +60,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     without_clients = "not processes" in config.option.markexpr
     count = num_workers(config.option.workers, len(os.sched_getaffinity(0)), without_clients=without_clients)
-    if count:
+    if count and not config.option.usepdb:
         config.pluginmanager.register(ForkedWorkers(count), "forked-workers")
 
 
