@@ -11,8 +11,10 @@ from typing import Self, TextIO
 
 from dtckpt.errors import format_nbytes, printable
 
+FIRST_LINE_S = 1.0
+"""Seconds to the first line of progress, at least; shorter work prints none."""
 LINE_S = 10.0
-"""Seconds between two lines of progress, at least; shorter work prints none."""
+"""Seconds between two further lines, at least."""
 
 
 def open_progress(title: str, nbytes: int) -> AbstractContextManager[Bar | ProgressLines]:
@@ -68,7 +70,7 @@ class Bar:
 
 
 class ProgressLines:
-    """Lines with bytes, speed and time left, one every `LINE_S` seconds.
+    """Lines with bytes, speed and time left, the first after `FIRST_LINE_S` seconds, then one every `LINE_S` seconds.
 
     Args:
         title: The name of the work, such as ``comparing``.
@@ -89,15 +91,16 @@ class ProgressLines:
         self._clock = clock
         self._write = write
         self._done = 0
-        self._start = self._last = clock()
+        self._start = clock()
+        self._next = self._start + FIRST_LINE_S
 
     def advance(self, name: str, nbytes: int) -> None:  # noqa: ARG002  (a line has no room for names)
         """Count ``nbytes``, and write a line if it is time to."""
         self._done += nbytes
         now = self._clock()
-        if now - self._last < LINE_S:
+        if now < self._next:
             return
-        self._last = now
+        self._next = now + LINE_S
         rate = self._done / (now - self._start)
         left = f", {max(0, self._nbytes - self._done) / rate:.0f} s left" if rate else ""
         done = f"{format_nbytes(self._done)} of {format_nbytes(self._nbytes)}"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.new_tensors import kept_layout
-from dtckpt.cli.suggestions import did_you_mean
 from dtckpt.errors import ConfigError, LayoutError, MeshError, capped
 from dtckpt.format.dtypes import DTYPES, is_floating
 from dtckpt.layout import text_format

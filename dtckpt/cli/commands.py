@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 import dtckpt
+from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.cli.completion import EXIT_CODES_TOPIC, complete_tensors, complete_topics
 from dtckpt.cli.exit_codes import exit_code_lines
 from dtckpt.cli.options import (
@@ -23,7 +24,6 @@ from dtckpt.cli.options import (
     pager_option,
     quiet_option,
 )
-from dtckpt.cli.suggestions import did_you_mean
 
 KVSTORES = ("ocdbt", "zarr")
 """A copy of the names in `dtckpt.format.manifest`, which is slow to import."""

@@ -18,15 +18,12 @@ from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.cli.arguments import LayoutRules, parse_mesh, read_rules
 from dtckpt.cli.output import format_count, write_event, write_summary
 from dtckpt.cli.pictures import timeline_picture, traffic_picture
-from dtckpt.cli.suggestions import did_you_mean
 from dtckpt.cli.svg import Picture, svg_size, validate_output, write_picture
 from dtckpt.dtensor.debug.visualize import sharding_grid, sharding_svg
 from dtckpt.errors import (
     CheckpointError,
     ConfigError,
     LayoutError,
-    TensorNotFoundError,
-    capped,
     format_nbytes,
     printable,
 )
@@ -73,13 +70,6 @@ def run_plot(request: PlotRequest) -> None:
         write_summary(printable(f"wrote the {kind} of {checkpoint.path} to {request.output}"))
 
 
-def _info(checkpoint: Checkpoint, name: str) -> TensorInfo:
-    if name not in checkpoint.tensors:
-        hint = did_you_mean(name, checkpoint.tensors) or f"; it has {capped(map(repr, checkpoint.tensors))}"
-        raise TensorNotFoundError(f"{checkpoint.path} has no tensor {name!r}{hint}", name=name)
-    return checkpoint.tensors[name]
-
-
 def _rules(request: PlotRequest) -> LayoutRules | None:
     """Return the rules for the layouts after the reshard; None without a mesh."""
     if request.mesh is None:
@@ -97,7 +87,7 @@ def _layout(info: TensorInfo) -> Layout:
 def _regions(checkpoint: Checkpoint, request: PlotRequest) -> tuple[str, dict[str, Any]]:
     if request.tensor is None:
         raise ConfigError("the regions of which tensor? name one behind the path; dtckpt inspect lists them")
-    info, rules = _info(checkpoint, request.tensor), _rules(request)
+    info, rules = checkpoint.info(request.tensor), _rules(request)
     layouts = {"as saved": _layout(info)}
     if rules is not None:
         layouts["after the reshard"] = rules(info.name, info)
@@ -124,7 +114,7 @@ def _traffic(checkpoint: Checkpoint, request: PlotRequest) -> tuple[str, dict[st
     rules = _rules(request)
     if rules is None:
         raise ConfigError("the traffic of which reshard? give --mesh, and --layout, as to dtckpt reshard")
-    infos = [_info(checkpoint, request.tensor)] if request.tensor else list(checkpoint.tensors.values())
+    infos = [checkpoint.info(request.tensor)] if request.tensor else list(checkpoint.tensors.values())
     laid_out = [info for info in infos if info.layout is not None]
     if not laid_out:
         names = repr(request.tensor) if request.tensor else "all tensors"

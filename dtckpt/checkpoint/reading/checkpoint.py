@@ -12,6 +12,7 @@ from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBu
 from dtckpt.checkpoint.reading.foreign_formats import has_foreign_name, not_understood, open_foreign
 from dtckpt.checkpoint.reading.manifest_files import ManifestFiles
 from dtckpt.checkpoint.reading.read_regions import UNCHECKED_NBYTES
+from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.errors import (
     CheckpointConflictError,
@@ -168,9 +169,8 @@ class Checkpoint:
             return self.tensors[name]
         except KeyError:
             self.validate_readable(name)
-            raise TensorNotFoundError(
-                f"checkpoint {self.path} has no tensor {name!r}; it has {capped(map(repr, self.tensors))}", name=name
-            ) from None
+            hint = did_you_mean(name, self.tensors) or f"; it has {capped(map(repr, self.tensors))}"
+            raise TensorNotFoundError(f"checkpoint {self.path} has no tensor {name!r}{hint}", name=name) from None
 
     def read_into(
         self, name: str, region: Region, into: np.ndarray[Any, Any], *, max_in_flight: int | None = None

@@ -1,6 +1,6 @@
 import pytest
 
-from dtckpt.cli.suggestions import did_you_mean
+from dtckpt.checkpoint.reading.similar_names import did_you_mean
 
 NAMES = ["model/layers.0.weight", "model/embed/weight", "optim/embed/weight", "step"]
 
