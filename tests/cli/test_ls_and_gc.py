@@ -1,12 +1,15 @@
 import json
 import os
 import shutil
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+from support import forkserver
 
 import dtckpt
 from dtckpt.checkpoint.managing import garbage
+from dtckpt.cli.main import main
 from dtckpt.storage import commit_by_rename
 from dtckpt.storage.directory_lock import lock_directory
 
@@ -201,6 +204,64 @@ def test_a_step_that_another_gc_removed_first(run, root, monkeypatch):
     monkeypatch.setattr("dtckpt.cli.gc.find_garbage", find)
     assert run("gc", root, "--keep", "1", "--yes").code == 0
     assert _steps(root) == [25, 30]
+
+
+def run_command(connection, *args):
+    """Run the command in a process that another one has forked, when told to; send its exit code."""
+    connection.recv()
+    connection.send(main(list(args)))
+
+
+def save_steps(connection, root):
+    """Save a step whenever told to, as a training job does; send which steps there are."""
+    with dtckpt.CheckpointManager(root, is_async=False) as manager:
+        while (step := connection.recv()) is not None:
+            manager.save(step, {"w": torch.ones(3)})
+            connection.send(manager.all_steps())
+
+
+@contextmanager
+def started(target, *args):
+    ours, theirs = forkserver.Pipe()
+    process = forkserver.start(target, theirs, *args)
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join(20)
+        process.kill()
+
+
+@pytest.mark.processes
+def test_processes_that_remove_at_the_same_time(root):
+    command = run_command, "gc", str(root), "--keep", "1", "--yes"
+    with ExitStack() as stack:
+        pipes = [stack.enter_context(started(*command)) for _ in range(3)]
+        for pipe in pipes:
+            pipe.send("go")
+        codes = [pipe.recv() if pipe.poll(60) else None for pipe in pipes]
+    assert set(codes) <= {0, 4}, "all is removed, or another process has the right to the root"
+    assert 0 in codes
+    assert _steps(root) == [25, 30]
+    assert not list(root.glob(".*dtckpt-[nt]*"))
+    assert dtckpt.restore(root / "step_00000025")["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.processes
+def test_a_job_that_saves_keeps_the_right_to_its_root(run, root):
+    with started(save_steps, root) as job:
+        for step in (50, 60):
+            job.send(step)
+            assert job.poll(60)
+            assert step in job.recv()
+            run("gc", root, "--keep", "1", "--yes").fails(4, "saves checkpoints to")
+        assert run("gc", root, "--keep", "1").code == 0, "it may look"
+        job.send(None)
+        with pytest.raises(EOFError):
+            job.recv()
+    assert run("gc", root, "--keep", "1", "--yes").code == 0
+    assert _steps(root) == [60]
 
 
 @pytest.fixture

@@ -562,3 +562,22 @@ def test_local_files_may_be_asked_for_by_url(tmp_path):
     save(f"file://{tmp_path}/s")
     assert holds(tmp_path / "s")
     shutil.rmtree(tmp_path / "s")
+
+
+@pytest.mark.share(1)
+def test_commands_look_after_a_root_in_a_bucket(bucket, capsys):
+    root = f"{bucket}/run"
+    with dtckpt.CheckpointManager(root, is_async=False) as manager:
+        for step in (0, 10, 20):
+            manager.save(step, state(step), metrics={"loss": step})
+    assert main(["ls", root, "--json"]) == 0
+    *events, total = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [(event["step"], event["is_newest_valid"]) for event in events] == [(0, False), (10, False), (20, True)]
+    assert (total["checkpoints"], total["holder"]) == (3, None)
+    options = ["--keep", "1", "--keep-best", "1", "--metric", "loss", "--json"]
+    assert main(["gc", root, *options]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 1
+    assert main(["gc", root, *options, "--yes"]) == 0
+    with dtckpt.CheckpointManager(root) as manager:
+        assert manager.all_steps() == [0, 20]
+    assert holds(f"{root}/step_00000020", 20)
