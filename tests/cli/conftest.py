@@ -59,14 +59,13 @@ def run_process(*args, program=("-m", "dtckpt.cli.main"), **options):
     return Result(done.returncode, done.stdout, done.stderr)
 
 
-def run_on_terminal(*args, **environment):
+def run_on_terminal(*args, cwd=None, **environment):
     """Run the command as a process in a terminal; all that it shows is its output."""
     main_end, terminal = pty.openpty()
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
     shown = []
-    with subprocess.Popen(
-        [*COMMAND, *map(str, args)], env=os.environ | {"TERM": "xterm", "COLUMNS": "200"} | environment, **streams
-    ) as process:
+    settings = {"TERM": "xterm", "COLUMNS": "200", "PAGER": "cat"} | environment
+    with subprocess.Popen([*COMMAND, *map(str, args)], env=os.environ | settings, cwd=cwd, **streams) as process:
         os.close(terminal)
         # The other end fails once nobody has the terminal open.
         with suppress(OSError):

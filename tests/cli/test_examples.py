@@ -1,4 +1,4 @@
-"""Every example of every ``--help`` and of docs/cli.md, run as a process in a pipe; some on a terminal."""
+"""Every example of every ``--help`` and of docs/cli.md, run as a process in a pipe and on a terminal."""
 
 import re
 import shlex
@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.coordinators import running_server
 from support.states import packed
 
 import dtckpt
 from dtckpt.cli.commands import cli
+from dtckpt.coordination.api import Member
+from dtckpt.coordination.grpc_client import GrpcCoordination
 
 from .conftest import run_on_terminal, run_process
 
@@ -50,24 +53,31 @@ def test_every_command_has_examples():
     assert commands == cli.commands.keys()
 
 
-@pytest.mark.share(5)
-@pytest.mark.parametrize("example", [example for example in EXAMPLES if not example.startswith("status")])
-def test_example(folder, example):
-    command, *args = shlex.split(example.replace("s3://bucket", f"file://{folder}"))
+@pytest.fixture
+def coordinator(monkeypatch):
+    """A coordinator with a job, at which the environment points."""
+    with running_server(heartbeat_timeout_s=60.0) as server:
+        address = f"127.0.0.1:{server.port}"
+        monkeypatch.setenv("DTCKPT_COORDINATOR", address)
+        client = GrpcCoordination(address, Member("run", 0, 1, 1))
+        client.register()
+        yield address
+        client.leave()
+
+
+# The tests of `status` follow `--watch` until it is interrupted.
+@pytest.mark.share(8)
+@pytest.mark.parametrize("run", [run_process, run_on_terminal], ids=["pipe", "terminal"])
+@pytest.mark.parametrize("example", [example for example in EXAMPLES if "--watch" not in example])
+def test_example(folder, example, run, coordinator):
+    example = example.replace("s3://bucket", f"file://{folder}").replace("localhost:50051", coordinator)
+    command, *args = shlex.split(example)
     if command == "convert":  # another example, or this one in another run, may have written there
         args += ["--overwrite", "--dry-run"]
-    result = run_process(command, *args, cwd=folder)
+    elif command == "reshard" and "--dry-run" not in args:
+        args += ["--overwrite"]
+    result = run(command, *args, cwd=folder)
     assert result.err == ""
     assert result.code == (1 if command == "diff" and "step_200" in args else 0), result
-    assert result.out
-
-
-@pytest.mark.share(1)
-@pytest.mark.parametrize(
-    "args", ["ls {}/run", "gc {}/run --keep 1", "verify {}/step_100", "plot {}/step_100 -o {}/a.svg"]
-)
-def test_on_a_terminal(folder, args):
-    result = run_on_terminal(*args.format(folder, folder).split(), PAGER="cat")
-    assert result.code == 0
     assert result.out
     assert "Traceback" not in result.out
