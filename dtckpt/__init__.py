@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dtckpt import dtensor, errors, interop
     from dtckpt.checkpoint.converting.convert import convert
     from dtckpt.checkpoint.converting.report import ConvertReport
+    from dtckpt.checkpoint.managing.interval import AutoInterval, optimal_interval
     from dtckpt.checkpoint.managing.manager import CheckpointManager
     from dtckpt.checkpoint.managing.restore_newest import RestoredStep
     from dtckpt.checkpoint.managing.retention import Retention
@@ -75,6 +76,7 @@ _MODULES = {
     "checkpoint.saving.save_async": ("SaveHandle", "save_async"),
     "checkpoint.converting.convert": ("convert",),
     "checkpoint.converting.report": ("ConvertReport",),
+    "checkpoint.managing.interval": ("AutoInterval", "optimal_interval"),
     "checkpoint.managing.manager": ("CheckpointManager",),
     "checkpoint.tensorflow.named_tensors": ("name_based_restore", "name_based_save", "sharded_save"),
     "checkpoint.managing.restore_newest": ("RestoredStep",),
@@ -139,6 +141,7 @@ __version__ = "0.1.0"
 __all__ = [
     "MATCH",
     "UNSHARDED",
+    "AutoInterval",
     "Checkpoint",
     "CheckpointManager",
     "ClientValues",
@@ -196,6 +199,7 @@ __all__ = [
     "num_global_devices",
     "num_local_devices",
     "open_checkpoint",
+    "optimal_interval",
     "pack",
     "relayout",
     "reshard",

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.managing.interval import AutoInterval
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, ancestry, current_steps
+from dtckpt.checkpoint.managing.pace import Pace
 from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid
 from dtckpt.checkpoint.managing.retention import Metrics, Retention
 from dtckpt.checkpoint.managing.root import root_of
+from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER, RunHistory
 from dtckpt.checkpoint.managing.schedule import SaveRules, Schedule
 from dtckpt.checkpoint.managing.step_folders import METRICS_NAME, StepFolders
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
@@ -26,6 +30,7 @@ from dtckpt.checkpoint.saving.save_async import start_save
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State, state_of_tree
 from dtckpt.comm import fork_guard
+from dtckpt.config import Config
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.dtensor.tensorflow_names import MeshLike
 from dtckpt.errors import (
@@ -66,6 +71,8 @@ class CheckpointManager:
         save_interval_steps: Save at multiples of this. Default, if no other rule is given: every step.
         save_interval_s: Save when this many seconds have passed since the last save began; client 0 decides.
         save_when: Save when this function of the step returns true; client 0 decides.
+        every: ``"auto"`` or an `AutoInterval`: save as often as loses the least time, from what the saves cost and how
+            often the runs of this root failed; client 0 decides. See `dtckpt.optimal_interval`.
         is_async: Whether saves go on in the background.
         skip_when_busy: Whether to skip a step while a save is still in flight; otherwise the step waits for that save.
         leftover_age_s: Seconds without any change after which an unfinished attempt whose leader is gone is removed.
@@ -91,6 +98,7 @@ class CheckpointManager:
         save_interval_steps: int | None = None,
         save_interval_s: float | None = None,
         save_when: Callable[[int], bool] | None = None,
+        every: Literal["auto"] | AutoInterval | None = None,
         is_async: bool = True,
         skip_when_busy: bool = False,
         leftover_age_s: float = 3600.0,
@@ -105,13 +113,22 @@ class CheckpointManager:
                 interval_steps=save_interval_steps,
                 interval_s=save_interval_s,
                 when=save_when,
+                auto=_auto_interval(every),
                 skip_when_busy=skip_when_busy,
             ),
             is_async=is_async,
             leftover_age_s=leftover_age_s,
             save=replace(options or SaveOptions(), overwrite=True),
         )
-        self._schedule = Schedule(self.options.rules, timeout_s=self.options.save.timeout_s, clock=clock)
+        self._clock = clock
+        auto = self.options.rules.auto
+        self._pace = None if auto is None else Pace(auto, RunHistory(self._root.folder / RUNS_FOLDER))
+        self._schedule = Schedule(
+            self.options.rules,
+            timeout_s=self.options.save.timeout_s,
+            clock=clock,
+            auto_s=self._pace.interval_s if self._pace else lambda: math.inf,
+        )
         self._handle: SaveHandle | None = None
         # On client 0 only: the run that the state descends from, and the steps on storage; None until they are known.
         self._run: Run | None = None
@@ -127,7 +144,7 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self._close(has_failed=isinstance(error, Exception))
         except DtckptError as failure:
             if error is None:
                 raise
@@ -224,7 +241,7 @@ class CheckpointManager:
         """
         if not force and not self.should_save(step):
             return None
-        options, coordination = self.options.save, current_coordination()
+        start, options, coordination = self._clock(), self.options.save, current_coordination()
         is_leader = coordination.member.client == 0
         files: dict[str, bytes] = {}
         if self._handle is not None:
@@ -234,6 +251,8 @@ class CheckpointManager:
             if is_leader:
                 # Inside the save's first round: if another process has the root, all clients raise the error.
                 self._root.right.acquire()
+                if self._pace is not None:
+                    self._pace.begin(-(-coordination.member.num_clients // Config.from_environ().local_world_size))
                 if metrics:
                     files[METRICS_NAME] = json.dumps({name: float(metrics[name]) for name in metrics}).encode()
                 files[LINEAGE_NAME] = self._descend(step)
@@ -246,14 +265,21 @@ class CheckpointManager:
             coordination=coordination,
             extra_files=files,
             # Only after the commit: until then the old checkpoints may be the only good ones.
-            then=lambda handle: self._remove_old(step) if is_leader and handle.is_committed else None,
+            then=lambda handle: self._after_commit(step, start) if is_leader and handle.is_committed else None,
             step=step,
         )
         self._schedule.note_saved(step)
         if not self.options.is_async:
             self._handle.result()
             self._handle.wait()
+        if self._pace is not None:
+            self._pace.note_returned(self._clock() - start)
         return self._handle
+
+    def _after_commit(self, step: int, start: float) -> None:
+        if self._pace is not None:
+            self._pace.note_committed(self._clock() - start)
+        self._remove_old(step)
 
     def _descend(self, step: int) -> bytes:
         """Begin a save in the lineage; return the file ``lineage.json`` of its checkpoint."""
@@ -278,10 +304,15 @@ class CheckpointManager:
 
         A process that was forked from the one that saves neither waits nor gives up the root, which its parent has.
         """
+        self._close(has_failed=False)
+
+    def _close(self, *, has_failed: bool) -> None:
         if fork_guard.is_forked():
             return
         try:
             self.wait()
+            if self._pace is not None and not has_failed:
+                self._pace.end()
         finally:
             self._saved = None  # others may save there now
             self._root.right.release()
@@ -381,3 +412,11 @@ class CheckpointManager:
             # Looked at under the lock, so a restore cannot choose the step between the look and the removal.
             if step not in self._pinned:
                 self._folders.place(step).remove()
+
+
+def _auto_interval(every: object) -> AutoInterval | None:
+    if every is None or isinstance(every, AutoInterval):
+        return every
+    if every == "auto":
+        return AutoInterval()
+    raise ConfigError(f"every must be 'auto' or an AutoInterval; got {every!r}")

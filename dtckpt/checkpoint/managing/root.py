@@ -29,7 +29,8 @@ from dtckpt.errors import CheckpointConflictError
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage.commit_by_decision import COMMITTED, GIVEN_UP, REGISTER_FOLDER, AttemptRegister
 from dtckpt.storage.failures import translate_errors
-from dtckpt.storage.folder import ObjectFolder, open_folder
+from dtckpt.storage.folder import Folder, ObjectFolder, open_folder
+from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.location import Location, Url
 
 MANAGERS = ".dtckpt-managers"
@@ -70,6 +71,11 @@ class Root(Protocol):
         """The right to change the checkpoints."""
         ...
 
+    @property
+    def folder(self) -> Folder:
+        """The files below the root."""
+        ...
+
     def names(self) -> set[str]:
         """Return the names of everything below the root that may be a checkpoint."""
         ...
@@ -107,6 +113,7 @@ class DirectoryRoot:
     def __init__(self, where: Path) -> None:
         self.where = where
         self.right = RootLock(where)
+        self.folder = LocalFolder(where)
 
     def names(self) -> set[str]:
         """As `Root.names`."""
@@ -142,12 +149,12 @@ class ObjectRoot:
     def __init__(self, where: Url, folder: ObjectFolder) -> None:
         self.where = where
         self.right = NewestManager(where, folder / MANAGERS)
-        self._folder = folder
+        self.folder = folder
 
     def names(self) -> set[str]:
         """As `Root.names`."""
         with translate_errors("list the checkpoints", self.where):
-            return {name.partition("/")[0] for name in (self._folder / REGISTER_FOLDER).names()}
+            return {name.partition("/")[0] for name in (self.folder / REGISTER_FOLDER).names()}
 
     def exists(self) -> bool:
         """As `Root.exists`: a store has no folders, so with a checkpoint or a register."""
@@ -156,7 +163,7 @@ class ObjectRoot:
     def saved_s(self, name: str) -> float | None:
         """As `Root.saved_s`: when the attempt began that is the checkpoint."""
         with translate_errors("look at the checkpoint", self.where / name):
-            attempt = AttemptRegister(self.where / name, self._folder).newest_committed()
+            attempt = AttemptRegister(self.where / name, self.folder).newest_committed()
         return None if attempt is None else int(attempt.partition("-")[0]) / 1e9
 
     def leftovers(self, *, min_age_s: float, now: float) -> list[Leftover]:
@@ -165,7 +172,7 @@ class ObjectRoot:
         for name in sorted(self.names()):
             where = self.where / name
             with translate_errors("look for leftovers", where):
-                register = AttemptRegister(where, self._folder, lambda: now)
+                register = AttemptRegister(where, self.folder, lambda: now)
                 newest = register.newest_committed() or ""
                 for attempt in register.attempts():
                     decision = register.decision(attempt)
@@ -182,7 +189,7 @@ class ObjectRoot:
 
     def _claimant(self, name: str, attempt: str) -> str:
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            claim = json.loads((self._folder / REGISTER_FOLDER / name).read(attempt))
+            claim = json.loads((self.folder / REGISTER_FOLDER / name).read(attempt))
             return f"process {claim['process']} on {claim['host']}"
         return ""
 
@@ -190,7 +197,7 @@ class ObjectRoot:
         """As `Root.collect`."""
         for name in sorted(self.names()):
             with translate_errors("remove what dead saves left", self.where / name):
-                AttemptRegister(self.where / name, self._folder, lambda: now).collect(silent_for_s=min_age_s)
+                AttemptRegister(self.where / name, self.folder, lambda: now).collect(silent_for_s=min_age_s)
 
 
 class NewestManager:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from dtckpt.checkpoint.collective import meet_at_same_operation, tracker_of
+from dtckpt.checkpoint.managing.interval import AutoInterval
 from dtckpt.comm import fork_guard
 from dtckpt.coordination.api import Verdict, Vote
 from dtckpt.coordination.connect import current_coordination
@@ -39,12 +40,14 @@ class SaveRules:
         interval_steps: Save at multiples of this.
         interval_s: Save when this many seconds have passed since the last save began, on client 0's clock.
         when: Save when this function of the step returns true on client 0.
+        auto: Save when the interval of `Pace` has passed since the last save began, on client 0's clock.
         skip_when_busy: Do not save while a save is still in flight on client 0.
     """
 
     interval_steps: int | None = None
     interval_s: float | None = None
     when: Callable[[int], bool] | None = None
+    auto: AutoInterval | None = None
     skip_when_busy: bool = False
 
     def __post_init__(self) -> None:
@@ -56,23 +59,25 @@ class SaveRules:
     @property
     def is_local(self) -> bool:
         """Whether every client comes to the same decision by itself."""
-        return self.interval_s is None and self.when is None and not self.skip_when_busy
+        return self.interval_s is None and self.when is None and self.auto is None and not self.skip_when_busy
 
-    def says(self, step: int, elapsed_s: float, *, is_busy: bool) -> bool:
+    def says(self, step: int, elapsed_s: float, auto_s: Callable[[], float], *, is_busy: bool) -> bool:
         """Return client 0's answer.
 
         Args:
             step: The step.
             elapsed_s: Seconds since the last save began.
+            auto_s: Returns the interval of ``auto`` in seconds.
             is_busy: Whether a save is in flight.
         """
         if is_busy and self.skip_when_busy:
             return False
-        if self.interval_steps is None and self.interval_s is None and self.when is None:
+        if self.interval_steps is None and self.interval_s is None and self.when is None and self.auto is None:
             return True
         return bool(
             (self.interval_steps is not None and step % self.interval_steps == 0)
             or (self.interval_s is not None and elapsed_s >= self.interval_s)
+            or (self.auto is not None and elapsed_s >= auto_s())
             or (self.when is not None and self.when(step))
         )
 
@@ -84,13 +89,17 @@ class Schedule:
         rules: See `SaveRules`.
         timeout_s: Longest wait for the other clients, in seconds.
         clock: Returns monotonic seconds.
+        auto_s: Returns the interval of ``rules.auto`` in seconds.
     """
 
-    def __init__(self, rules: SaveRules, *, timeout_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, rules: SaveRules, *, timeout_s: float, clock: Callable[[], float], auto_s: Callable[[], float]
+    ) -> None:
         self.rules = rules
         self.reached_preemption = False
         self._timeout_s = timeout_s
         self._clock = clock
+        self._auto_s = auto_s
         self._saved_at = clock()
         self._saved_step: int | None = None
         self._decision: tuple[int, bool] | None = None  # the last one: the step, and whether it is saved
@@ -120,7 +129,8 @@ class Schedule:
             needs_answer = step != self._saved_step and (is_leader or self.rules.is_local)
 
             def is_due() -> bool:
-                return needs_answer and self.rules.says(step, self._clock() - self._saved_at, is_busy=is_busy)
+                elapsed_s = self._clock() - self._saved_at
+                return needs_answer and self.rules.says(step, elapsed_s, self._auto_s, is_busy=is_busy)
 
             is_collective = self._num_watches or not self.rules.is_local
             self._decision = step, self._agree(step, is_due) if is_collective else is_due()
