@@ -240,7 +240,7 @@ def test_the_history_is_no_checkpoint(tmp_path, capsys):
     with CheckpointManager(tmp_path, every="auto", is_async=False) as manager:
         manager.save(0, {"w": torch.ones(2)})
     assert main(["ls", str(tmp_path), "--json"]) == 0
-    *events, total = map(json.loads, capsys.readouterr().out.splitlines())
+    *events, _ = map(json.loads, capsys.readouterr().out.splitlines())
     assert [event["name"] for event in events] == ["step_00000000"]
     assert main(["gc", str(tmp_path), "--keep", "1", "--min-age", "0", "--yes"]) == 0
     assert (tmp_path / RUNS_FOLDER).is_dir()
