@@ -93,7 +93,7 @@ Examples:
     metavar="I",
     help="Which of the N, from 0.",
 )
-@click.option("--resume", is_flag=True, help="Keep what an earlier process of this worker finished.")
+@click.option("--resume", is_flag=True, help="Keep the parts that an earlier process finished.")
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan; write nothing.")
 @json_option("Print one JSON line per event: start, tensor, done, error.")
 @quiet_option

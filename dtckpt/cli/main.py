@@ -75,13 +75,13 @@ def _exit_on_signals() -> Iterator[None]:
 def _say_how_to_go_on(arguments: Sequence[str]) -> None:
     """Print the command that goes on with an interrupted one, if that writes a checkpoint.
 
-    Its own output is removed or, with ``--workers``, in parts that ``--resume`` finds.
+    Its output is removed but, on a file system, for the parts of a reshard that are done, which ``--resume`` finds.
     """
     command = next((argument for argument in arguments if not argument.startswith("-")), "")
     if command not in WRITERS:
         return
-    is_worker = any(argument.partition("=")[0] == "--workers" for argument in arguments)
-    more = ["--resume"] if is_worker and "--resume" not in arguments else []
+    has_parts = command == "reshard" and not any("://" in argument for argument in arguments)
+    more = ["--resume"] if has_parts and "--resume" not in arguments else []
     line = shlex.join(["dtckpt", *arguments, *more])
     click.echo(f"dtckpt: interrupted, and nothing is committed; to go on: {printable(line)}", err=True)
 

@@ -44,7 +44,7 @@ class Reporter:
         pass
 
     def advance(self, name: str, nbytes: int) -> None:
-        """Note that bytes of a tensor were passed to storage; tensors come in the plan's order."""
+        """Note that bytes of a tensor were passed to storage."""
 
     def finish(self) -> None:
         """Report that all work is done."""
@@ -142,6 +142,7 @@ class JsonReporter(Reporter):
     def __init__(self, plan: ReshardReport, start: float, kvstore: str, *, is_dry_run: bool) -> None:
         super().__init__(plan, start)
         self._waiting = list(reversed(plan.tensors))
+        self._left = {tensor.name: tensor.new_nbytes for tensor in plan.tensors}
         self._kvstore = kvstore
         self._facts = {
             "source": str(plan.source),
@@ -161,13 +162,14 @@ class JsonReporter(Reporter):
         )
         return self
 
-    def advance(self, name: str, nbytes: int) -> None:  # noqa: ARG002  (the plan has the size of each tensor)
-        """Print the tensors before this one, which are complete, because tensors come in the plan's order."""
-        while self._waiting[-1].name != name:
+    def advance(self, name: str, nbytes: int) -> None:
+        """Print the tensors that are complete, in the plan's order."""
+        self._left[name] -= nbytes
+        while self._waiting and not self._left[self._waiting[-1].name]:
             self._complete(self._waiting.pop())
 
     def finish(self) -> None:
-        """Print the last tensors and the result."""
+        """Print the other tensors, of which another process has written a part, and the result."""
         while self._waiting:
             self._complete(self._waiting.pop())
         part = {} if self.part is None else _part_facts(self.part)

@@ -206,7 +206,7 @@ def test_interrupt(source, tmp_path):
         "sys.exit(main(sys.argv[1:]))\n"
     )
     result = run_process("reshard", source, tmp_path / "new", "--mesh", "x=4", program=("-c", program))
-    command = shlex.join(["dtckpt", "reshard", str(source), str(tmp_path / "new"), "--mesh", "x=4"])
+    command = shlex.join(["dtckpt", "reshard", str(source), str(tmp_path / "new"), "--mesh", "x=4", "--resume"])
     assert (result.code, result.out) == (130, "")
     assert result.err == f"dtckpt: interrupted, and nothing is committed; to go on: {command}\n"
     assert os.listdir(tmp_path) == []

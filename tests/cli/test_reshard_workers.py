@@ -21,6 +21,7 @@ from dtckpt.checkpoint.resharding import workers
 from dtckpt.checkpoint.resharding.reshard import reshard
 from dtckpt.checkpoint.resharding.workers import MARK_NAME, Worker
 from dtckpt.cli.main import main
+from dtckpt.cli.reshard_progress import ProgressReporter
 from dtckpt.storage.directory_lock import lock_directory
 
 NUM_WORKERS = 3
@@ -343,3 +344,31 @@ def test_one_worker_resumes(run, source, tmp_path, tensors, monkeypatch):
     assert "its part was finished already" in run(*args).out
     assert is_new(tmp_path / "new", tensors)
     assert main(["inspect", str(tmp_path / "new")]) == 0
+
+
+def test_one_process_that_is_interrupted_keeps_its_parts(run, source, tmp_path, tensors, monkeypatch):
+    monkeypatch.setattr("dtckpt.cli.reshard.PART_NBYTES", 200)
+    target, written = tmp_path / "new", []
+    command = "reshard", source, target, "--mesh", "x=2,y=3"
+
+    def advance(self, name, nbytes):
+        written.append(nbytes)
+        if sum(written) > 400:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgressReporter, "advance", advance)
+        result = run(*command)
+    assert result.code == 130
+    assert result.err.endswith(" --resume\n")
+    (staging,) = staging_of(target)
+    num_done = len(list(staging.glob("client_*/part.done")))
+    assert num_done >= 1
+    *events, done = run(*command, "--resume", "--json").events
+    assert sorted(event["name"] for event in events if event["event"] == "tensor") == sorted(tensors)
+    assert done["tensors"] == len(tensors)
+    assert "workers" not in done
+    assert is_new(target, tensors)
+    assert os.listdir(tmp_path) == ["new"]
+    again = run(*command, "--resume")
+    assert (again.code, again.err) == (0, ""), "it is there already"
