@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 import zarr
 from fsspec.implementations.memory import MemoryFileSystem
-from support import checkpoint_cases, object_store_cases
+from support import checkpoint_cases, dcp_plugin_cases, object_store_cases
 from support.object_stores import PROTOCOLS
 from support.saved_states import MESH, holds, state
 from support.states import bits_of, packed
@@ -311,6 +311,14 @@ def test_a_manager_of_several_clients(pool, bucket, store):
         found = pool.values(object_store_cases.manage, store.environment, f"{bucket}/run", steps, clients=2)
         assert found[0] == [steps - 2, steps - 1]
     assert dtckpt.CheckpointManager(f"{bucket}/run").restore().step == 4
+
+
+@pytest.mark.processes
+def test_through_dcp(pool, bucket, store):
+    path = f"{bucket}/run/dcp"
+    answers = pool.values(dcp_plugin_cases.save_to_object_store, store.environment, path, clients=2, group=True)
+    assert answers == [[[2.0], [2.0]]] * 2
+    assert len({name.split("/")[0] for name in folder_at(path).names()}) == 1
 
 
 # --- storage that refuses ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import warnings
@@ -14,6 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -145,10 +149,36 @@ def save_after_failures(path: str) -> list[Any]:
     return seen
 
 
+class OwnStager:
+    """A stager as a user writes one; it stages in the thread that saves."""
+
+    should_synchronize_after_execute = False
+
+    def __init__(self) -> None:
+        self.num_staged = 0
+
+    def stage(self, state: Any) -> Any:
+        self.num_staged += 1
+        return copy.deepcopy(state)
+
+    def synchronize_staging(self) -> None:
+        raise AssertionError("nobody should wait")
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
 def save_in_background(path: str, kind: str) -> list[Any]:
-    """Save two steps in the background, and change the state meanwhile; return what the checkpoints hold."""
-    writer = DtckptStorageWriter()
-    for step in range(2):
+    """Save steps in the background, with and without stagers of the caller's; return what the checkpoints hold."""
+    writer, own = DtckptStorageWriter(), OwnStager()
+    options = StagingOptions(
+        use_pinned_memory=False,
+        use_shared_memory=kind == "process",
+        use_async_staging=True,
+        use_non_blocking_copy=False,
+    )
+    in_thread = DefaultStager(options)
+    for step, stager in enumerate([None, own, in_thread]):
         state = plain_state(float(step))
         future = quietly(
             dcp.async_save,
@@ -156,13 +186,82 @@ def save_in_background(path: str, kind: str) -> list[Any]:
             checkpoint_id=f"{path}_{step}",
             storage_writer=writer,
             async_checkpointer_type=AsyncCheckpointerType(kind),
+            async_stager=stager,
         )
+        if stager is in_thread:
+            future.staging_completion.result()
+            future = future.upload_completion
         for tensor in (state["sharded"], state["copied"]):
             tensor.fill_(-1.0)
         future.result()
         dist.barrier()
-    found = [values_at(f"{path}_{step}") for step in range(2)]
+    in_thread.close()
+    assert own.num_staged == 1
+    found = [values_at(f"{path}_{step}") for step in range(3)]
     return [*found, str(dtckpt.open_checkpoint(f"{path}_0").tensors["sharded"].layout)]
+
+
+def save_copies(path: str, to_lowest_rank: bool) -> list[int]:
+    """Save tensors that all ranks hold; return the ranks that wrote them."""
+    state = {f"t{number}": torch.full((8,), float(number)) for number in range(8)}
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=to_lowest_rank)
+    quietly(dcp.save, state, storage_writer=DtckptStorageWriter(path), planner=planner)
+    dist.barrier()
+    assert values_at(path) == [float(number) for number in range(8)]
+    return sorted(dtckpt.open_checkpoint(path).manifest.costs)
+
+
+def save_alone(path: str) -> list[float]:
+    """Save without the other ranks, each to a path of its own, though there is a process group."""
+    rank = dist.get_rank()
+    state = {"own": torch.full((4,), float(rank)), "only": {str(rank): rank}}
+    quietly(dcp.save, state, storage_writer=DtckptStorageWriter(f"{path}_{rank}"), no_dist=True)
+    target = {"own": torch.zeros(4), "only": {str(rank): -1}}
+    quietly(dcp.load, target, storage_reader=DtckptStorageReader(f"{path}_{rank}"), no_dist=True)
+    return [*target["own"].tolist(), target["only"][str(rank)]]
+
+
+def load_sharded_tensors(path: str) -> list[str]:
+    """Save PyTorch's ShardedTensors of 2 ranks, load them otherwise divided, and whole; return what is wrong."""
+    whole = torch.arange(30.0).view(10, 3)
+    specs = [
+        ChunkShardingSpec(dim=0, placements=["rank:0", "rank:1", "rank:1", "rank:0"]),
+        ChunkShardingSpec(dim=1, placements=["rank:1", "rank:0"]),
+        EnumerableShardingSpec(
+            [
+                ShardMetadata(shard_offsets=[0, 0], shard_sizes=[7, 3], placement="rank:1"),
+                ShardMetadata(shard_offsets=[7, 0], shard_sizes=[3, 3], placement="rank:0"),
+            ]
+        ),
+    ]
+    state = {str(number): sharded_tensor.empty(spec, 10, 3) for number, spec in enumerate(specs)}
+    for tensor in state.values():
+        for shard in tensor.local_shards():
+            shard.tensor.copy_(_part(whole, shard))
+    quietly(dcp.save, state, storage_writer=DtckptStorageWriter(path))
+    found = {str(number): sharded_tensor.zeros(spec, 10, 3) for number, spec in enumerate(specs[1:] + specs[:1])}
+    quietly(dcp.load, found, storage_reader=DtckptStorageReader(path))
+    plain = {name: torch.zeros(10, 3) for name in found}
+    quietly(dcp.load, plain, storage_reader=DtckptStorageReader(path))
+    wrong = [name for name, tensor in plain.items() if not torch.equal(tensor, whole)]
+    shards = [(name, shard) for name, tensor in found.items() for shard in tensor.local_shards()]
+    return wrong + [name for name, shard in shards if not torch.equal(shard.tensor, _part(whole, shard))]
+
+
+def _part(whole: torch.Tensor, shard: Any) -> torch.Tensor:
+    """Return the elements of a shard."""
+    offsets, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+    return whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+
+
+def save_to_object_store(environment: Mapping[str, str], path: str) -> list[Any]:
+    """Save twice to an object store; return what the checkpoint holds, and loads of it by DCP."""
+    os.environ.update(environment)
+    for value in (1.0, 2.0):
+        quietly(dcp.save, plain_state(value), storage_writer=DtckptStorageWriter(path))
+    target = plain_state(0.0)
+    quietly(dcp.load, target, storage_reader=DtckptStorageReader(path))
+    return [values_at(path), sorted({*target["sharded"].to_local().flatten().tolist(), *target["copied"].tolist()})]
 
 
 def save_in_groups(path: str) -> list[float]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -125,6 +126,7 @@ class DtckptStorageReader(StorageReader):
                 planner_data={key: item.path for key, item in self._opened.items.by_key.items()},
                 storage_data={},
                 storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id),
+                version=CURRENT_DCP_VERSION,
             )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

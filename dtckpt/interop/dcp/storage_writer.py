@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan as DcpPlan
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -294,7 +295,7 @@ class DtckptStorageWriter(StorageWriter):
             )
             remove_working_files(attempt.folder, sorted(announced), has_moves=plan.has_moves)
             attempt.commit(overwrite=options.overwrite, is_durable=is_durable)
-        metadata.storage_meta = self.storage_meta()
+        metadata.storage_meta, metadata.version = self.storage_meta(), CURRENT_DCP_VERSION
         ShortMetadata.shorten(metadata)
         self._thread.operation = None
 

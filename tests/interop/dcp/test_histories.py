@@ -28,7 +28,7 @@ def test_saves_in_the_background(pool, tmp_path):
     for *found, layout in pool.values(
         cases.save_in_background, str(tmp_path / "step"), "thread", clients=2, group=True
     ):
-        assert found == [[0.0], [1.0]]
+        assert found == [[0.0], [1.0], [2.0]]
         assert "sharding_specs:dim_0,unsharded" in layout
 
 
@@ -39,13 +39,29 @@ def test_saves_in_another_process(tmp_path):
         "import os, torch.distributed as dist; from support import dcp_plugin_cases;"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1);"
         "found = dcp_plugin_cases.save_in_background(os.environ['SAVED'], 'process');"
-        "assert found[:2] == [[0.0], [1.0]], found; dist.destroy_process_group()"
+        "assert found[:3] == [[0.0], [1.0], [2.0]], found; dist.destroy_process_group()"
     )
     path = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "SAVED": str(tmp_path / "step"), "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+@pytest.mark.parametrize("to_lowest_rank", [False, True])
+def test_copies_are_written_by_the_ranks_that_the_planner_chooses(pool, tmp_path, to_lowest_rank):
+    path = str(tmp_path / "step")
+    writers = pool.values(cases.save_copies, path, to_lowest_rank, clients=2, group=True)
+    assert writers == [[0] if to_lowest_rank else [0, 1]] * 2
+
+
+def test_a_rank_saves_without_the_others(pool, tmp_path):
+    answers = pool.values(cases.save_alone, str(tmp_path / "step"), clients=2, group=True)
+    assert answers == [[0.0] * 5, [1.0] * 5]
+
+
+def test_sharded_tensors(pool, tmp_path):
+    assert pool.values(cases.load_sharded_tensors, str(tmp_path / "step"), clients=2, group=True) == [[], []]
 
 
 def test_groups_save_at_one_time(pool, tmp_path):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
@@ -159,6 +160,7 @@ def test_metadata_describes_items_as_dcp_does(tmp_path):
     assert [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks] == [(torch.Size([0, 0]), torch.Size([2, 3]))]
     assert metadata.planner_data == {"a.w": ("a", "w"), "b": ("b",)}
     assert metadata.storage_meta.checkpoint_id == tmp_path / "saved"
+    assert metadata.version == dcp.filesystem.CURRENT_DCP_VERSION
     assert pickle.loads(pickle.dumps(metadata)).state_dict_metadata == metadata.state_dict_metadata
 
 
@@ -287,6 +289,22 @@ def test_checkpoint_ids(tmp_path):
         assert kind.validate_checkpoint_id(tmp_path / "any")
         assert kind.validate_checkpoint_id("s3://bucket/step")
         assert not kind.validate_checkpoint_id("s3://bucket")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_object_stores_of_this_process(is_async):
+    MemoryFileSystem.store.clear()
+    writer = DtckptStorageWriter("memory://dcp/saved", options=SaveOptions(kvstore="zarr", overwrite=True))
+    for step in range(2):
+        state = {"a": torch.full((3,), float(step)), "step": step}
+        if is_async:
+            dcp.async_save(state, storage_writer=writer).result()
+        else:
+            dcp.save(state, storage_writer=writer)
+    found = load({"a": torch.zeros(3), "step": 0}, "memory://dcp/saved")
+    assert (found["a"].tolist(), found["step"]) == ([1.0] * 3, 1)
+    assert dtckpt.restore("memory://dcp/saved")["step"] == 1
+    MemoryFileSystem.store.clear()
 
 
 def test_damage_is_found(tmp_path):
