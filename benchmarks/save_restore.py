@@ -5,9 +5,11 @@ Same tensors, same processes, in turns (restores in another order each round), m
     torchrun --standalone --nproc-per-node 2 -m benchmarks.save_restore [--tensors 64] [--shape 2048x1024] [--rounds 5]
     torchrun --standalone --nproc-per-node 2 -m benchmarks.save_restore --keep FOLDER
     torchrun --standalone --nproc-per-node 4 -m benchmarks.save_restore --restore FOLDER   (on other clients)
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.save_restore --fsdp2 [--rounds 9]
 
 Each client holds its part of every tensor (split along dim 0); the others hold the same parts. "Plain" is one file per
-client: written and synced, or read into ready memory; as many bytes as the client has.
+client: written and synced, or read into ready memory; as many bytes as the client has. ``--fsdp2`` compares DTensors of
+dtckpt with the state dict of a module that PyTorch's ``fully_shard`` has sharded, and nothing else.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Shard as TorchShard
 
 import dtckpt
 
-OURS, DCP, PLAIN, SAFETENSORS, ORBAX = "dtckpt", "DCP", "plain", "safetensors", "Orbax"
+OURS, FSDP2, DCP, PLAIN, SAFETENSORS, ORBAX = "dtckpt", "FSDP2", "DCP", "plain", "safetensors", "Orbax"
 HAS_SAFETENSORS, HAS_ORBAX = (importlib.util.find_spec(name) is not None for name in ("safetensors", "orbax"))
 
 
@@ -69,6 +74,23 @@ class State:
             )
             for name, part in self.parts.items()
         }
+        self._shape, self._dim = shape, dim
+
+    def fsdp2(self) -> dict[str, Any]:
+        """Return the state dict of a module of PyTorch's FSDP2 with copies of the same parts."""
+        module = nn.Module()
+        for name in self.parts:
+            module.register_parameter(name, nn.Parameter(torch.empty(self._shape, device="meta")))
+        fully_shard(
+            module,
+            mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+            shard_placement_fn=lambda _: TorchShard(self._dim),
+        )
+        module.to_empty(device="cpu")
+        state: dict[str, Any] = get_model_state_dict(module)
+        for name, tensor in state.items():
+            tensor.to_local().copy_(self.parts[name])
+        return state
 
 
 class Clock:
@@ -92,7 +114,9 @@ class Clock:
 
     def table(self, title: str) -> Table:
         table = Table(title=title)
-        peers = [who for who in (DCP, PLAIN, SAFETENSORS, ORBAX) if any(who in each for each in self.seconds.values())]
+        peers = [
+            who for who in (FSDP2, DCP, PLAIN, SAFETENSORS, ORBAX) if any(who in each for each in self.seconds.values())
+        ]
         units = [f"{who} s" for who in (OURS, *peers)]
         for column in ("work", *units, *(f"{who} / {OURS}" for who in peers), *(f"{unit} CPU" for unit in units)):
             table.add_column(column)
@@ -113,6 +137,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="where to work; default the system's temporary folder")
     parser.add_argument("--keep", default=None, help="only save, there")
     parser.add_argument("--restore", default=None, help="only restore what was kept there")
+    parser.add_argument("--fsdp2", action="store_true", help="beside a state dict of FSDP2, and nothing else")
     arguments = parser.parse_args()
     dtckpt.init_process_group("gloo")
     shared = [arguments.keep or arguments.restore or tempfile.mkdtemp(dir=arguments.folder)]
@@ -121,6 +146,14 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows, columns = map(int, arguments.shape.split("x"))
     source = State((rows, columns), 0, torch.randn, arguments.tensors)
+    mib = arguments.tensors * rows * columns * 4 / (1 << 20)
+    clients = dist.get_world_size()
+    title = f"{arguments.tensors} tensors of {arguments.shape}, {mib:g} MiB, {clients} clients, {os.cpu_count()} cores"
+    if arguments.fsdp2:
+        compare_fsdp2(
+            folder, source, State((rows, columns), 1, torch.zeros, arguments.tensors), arguments.rounds, title
+        )
+        return
     orbax = open_orbax(folder)
     arrays = orbax.arrays(source.parts, (rows, columns)) if orbax else None
     same, other = (State((rows, columns), dim, torch.zeros, arguments.tensors) for dim in (0, 1))
@@ -151,17 +184,36 @@ def main() -> None:
                 first = number % len(restores)  # nobody always comes after the same other one
                 for who, work in restores[first:] + restores[:first]:
                     clock.time(f"restore, {what}", who, work)
-    mib = arguments.tensors * rows * columns * 4 / (1 << 20)
     if dist.get_rank() == 0:
-        clients = dist.get_world_size()
-        title = (
-            f"{arguments.tensors} tensors of {arguments.shape}, {mib:g} MiB, {clients} clients, {os.cpu_count()} cores"
-        )
         Console(width=200).print(clock.table(title))
         if not arguments.keep and not arguments.restore:
             shutil.rmtree(folder)
     if orbax:
         orbax.close()
+    dist.destroy_process_group()
+
+
+def compare_fsdp2(folder: Path, source: State, other: State, rounds: int, title: str) -> None:
+    """Save and restore DTensors of dtckpt and a state dict of FSDP2, in turns."""
+    states = {OURS: (source.ours, other.ours), FSDP2: (source.fsdp2(), other.fsdp2())}
+    clock = Clock()
+    for number in range(rounds + 1):
+        if number == 1:
+            clock = Clock()
+        for fsync in (False, True):
+            options = dtckpt.SaveOptions(fsync=fsync)
+            for who in (OURS, FSDP2) if number % 2 else (FSDP2, OURS):
+                os.sync()
+                dist.barrier()
+                remove(folder / who)
+                work = functools.partial(dtckpt.save, folder / who, states[who][0], options=options)
+                clock.time("save, fsync" if fsync else "save", who, work)
+        for index, what in enumerate(("same layout", "other layout")):
+            for who in (OURS, FSDP2) if number % 2 else (FSDP2, OURS):
+                clock.time(f"restore, {what}", who, functools.partial(dtckpt.restore, folder / who, states[who][index]))
+    if dist.get_rank() == 0:
+        Console(width=200).print(clock.table(title))
+        shutil.rmtree(folder)
     dist.destroy_process_group()
 
 
