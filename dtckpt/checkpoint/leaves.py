@@ -129,12 +129,15 @@ def mesh_of(value: Any) -> Mesh | None:
     return value.device_mesh if isinstance(value, DTensor) else None
 
 
-def as_leaf(value: torch.Tensor | np.ndarray[Any, Any], name: str) -> Leaf:
+def as_leaf(
+    value: torch.Tensor | np.ndarray[Any, Any], name: str, kept: torch_interop.KeptLayouts | None = None
+) -> Leaf:
     """Describe a DTensor (ours or PyTorch's), a plain tensor, or an array of numpy.
 
     Args:
         value: The tensor or array.
         name: Its name, for errors.
+        kept: Layouts of PyTorch's DTensors in the same tree; see `torch_interop.layout_and_local`.
 
     Raises:
         DTypeError: The dtype cannot be stored, or the tensor's elements are not dense memory: it is sparse, quantized,
@@ -145,7 +148,7 @@ def as_leaf(value: torch.Tensor | np.ndarray[Any, Any], name: str) -> Leaf:
         value = _tensor_of_array(value, name)
     if torch_interop.is_torch_dtensor(value):
         try:
-            layout, local = torch_interop.layout_and_local(value)
+            layout, local = torch_interop.layout_and_local(value, kept)
         except LayoutError as error:
             raise LayoutError(f"tensor {name!r}: {error.message}") from None
         components: tuple[torch.Tensor, ...] = () if local is None else (local,)

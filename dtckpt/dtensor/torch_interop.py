@@ -26,21 +26,37 @@ def is_torch_dtensor(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def layout_and_local(value: Any) -> tuple[Layout, torch.Tensor | None]:
+KeptLayouts = dict[Any, tuple[Any, Layout]]
+"""Layouts by mesh of PyTorch, placements and number of dims; the mesh is kept, as the key has its id."""
+
+
+def layout_and_local(value: Any, kept: KeptLayouts | None = None) -> tuple[Layout, torch.Tensor | None]:
     """Return the layout and the local component (None for a client outside the mesh) of a PyTorch DTensor.
+
+    Args:
+        value: The tensor.
+        kept: Layouts of tensors that were converted before, and will be of this one: a model has thousands that lie
+            alike. It must not outlive what a layout depends on, as the default process group.
 
     Raises:
         LayoutError: Its placements have no counterpart here, or its local part is a `DTensor` itself.
     """
-    local = value.to_local().detach()
+    with torch.no_grad():  # or PyTorch records a gradient, which takes much longer
+        local = value.to_local().detach()
     if isinstance(local, DTensor):
         raise LayoutError(
             "got a DTensor of PyTorch whose local part is a DTensor of dtckpt, so its rows are not those of the "
             "tensor; shard a module by one of the two libraries: pass PyTorch's fully_shard to_torch(…) of its tensors"
         )
-    mesh = torch_device_mesh.mesh_of(value.device_mesh)
-    layout = layout_of(mesh, value.placements, value.ndim)
-    return layout, None if mesh.is_remote() else local
+    mesh = value.device_mesh
+    key = id(mesh), value.placements, value.ndim
+    found = None if kept is None else kept.get(key)
+    if found is None:
+        found = mesh, layout_of(torch_device_mesh.mesh_of(mesh), value.placements, value.ndim)
+        if kept is not None:
+            kept[key] = found
+    layout = found[1]
+    return layout, None if layout.mesh.is_remote() else local
 
 
 def layout_of(mesh: Mesh, placements: Sequence[Any], ndim: int) -> Layout:

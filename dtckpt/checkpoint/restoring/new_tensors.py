@@ -17,6 +17,7 @@ from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.comm import host_memory
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor import DTensor, torch_interop
+from dtckpt.dtensor.torch_interop import KeptLayouts
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
 from dtckpt.format import tree as trees
 from dtckpt.layout.layout import UNSHARDED, Layout
@@ -87,7 +88,8 @@ def plan_new_tensors(
             tensors[name] = _empty_torch_dtensor(info.shape, info.dtype, layout, device_meshes[layout.mesh])
         else:
             tensors[name] = empty_dtensor(info.shape, info.dtype, layout)
-    leaves = [(name, as_leaf(tensor, name)) for name, tensor in tensors.items()]
+    kept: KeptLayouts = {}
+    leaves = [(name, as_leaf(tensor, name, kept)) for name, tensor in tensors.items()]
     made = with_arrays(tensors, arrays)
     return RestorePlan(leaves, lambda: trees.build(structure, made.__getitem__), names)
 

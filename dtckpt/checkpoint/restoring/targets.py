@@ -31,6 +31,7 @@ from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
 from dtckpt.checkpoint.restoring.wrapper_prefixes import match_unwrapped
 from dtckpt.dtensor import DTensor
+from dtckpt.dtensor.torch_interop import KeptLayouts
 from dtckpt.errors import DTypeError, LayoutError, ShapeMismatchError, TensorNotFoundError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.client_values import ClientValues
@@ -84,8 +85,10 @@ def items_of_target(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
 
 def root_meshes_of_target(target: Any) -> set[Mesh]:
     """Return the meshes that the tensors of a target lie on, of slices the whole meshes. Raises: as `tensors_of`."""
+    # One tensor on each mesh, as a mesh of PyTorch takes long to be converted.
+    tensors = {id(getattr(tensor, "device_mesh", None)): tensor for _, tensor in tensors_of(target)}
     # A tensor on a slice is on another slice elsewhere; so all clients with such a tensor name the same meshes.
-    return {mesh.root_offsets[0] for _, tensor in tensors_of(target) if (mesh := mesh_of(tensor)) is not None}
+    return {mesh.root_offsets[0] for tensor in tensors.values() if (mesh := mesh_of(tensor)) is not None}
 
 
 def saved_names(checkpoint: Checkpoint, options: RestoreOptions) -> set[str]:
@@ -187,6 +190,7 @@ class _Matcher:
         self.missing: list[str] = []
         self.defaulted: list[str] = []
         self.leaves: list[tuple[str, Leaf]] = []
+        self._kept: KeptLayouts = {}
         self.modules = MetaTensors()
         self.loads: list[Callable[[], object]] = []
 
@@ -258,7 +262,7 @@ class _Matcher:
         self.used.add(name)
         # The target keeps its own tensor: an optimizer, a tied layer or a graph may hold it, too.
         memory = self.modules.memory_of(target, name) if isinstance(target, torch.Tensor) else target
-        self.leaves.append((name, as_leaf(memory, name)))
+        self.leaves.append((name, as_leaf(memory, name, self._kept)))
         return lambda: memory
 
     def _visit_object(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
@@ -293,7 +297,7 @@ class _Matcher:
             else self._layouts.allocate(name, info, scope)
             for name, info in infos.items()
         }
-        self.leaves.extend((name, as_leaf(tensor, name)) for name, tensor in new.items())
+        self.leaves.extend((name, as_leaf(tensor, name, self._kept)) for name, tensor in new.items())
         made = with_arrays(new, arrays)
         return lambda: trees.build(node, made.__getitem__)
 

@@ -18,6 +18,7 @@ from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorPlan, 
 from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
 from dtckpt.checkpoint.saving.write import Source
+from dtckpt.dtensor.torch_interop import KeptLayouts
 from dtckpt.errors import SliceError
 from dtckpt.format import tree as trees
 from dtckpt.format.codecs import NO_CODEC
@@ -80,7 +81,8 @@ def state_of_tensors(
     """
     validate_mode()
     with gc_paused():
-        leaves = [as_leaf(tensor, name) for name, tensor, _ in entries]
+        kept: KeptLayouts = {}
+        leaves = [as_leaf(tensor, name, kept) for name, tensor, _ in entries]
         kinds = tuple(
             (
                 name,
