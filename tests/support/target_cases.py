@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -21,6 +22,7 @@ from dtckpt import Layout, Mesh, interop
 from dtckpt.dtensor import DTensor, Shard, distribute_module, distribute_tensor
 from dtckpt.dtensor.torch_interop import layout_of
 from dtckpt.errors import DtckptError
+from dtckpt.layout import torch_device_mesh
 from support.states import packed
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -223,6 +225,24 @@ def faults_of_torch_layouts(path: str) -> list[str]:
         else:
             found.append(f"{wrong} was taken")
     return found
+
+
+def conversions_of_mesh(path: str) -> list[int]:
+    """Save and restore many PyTorch DTensors on one mesh; return how often each of the two converted the mesh."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements = [[TorchShard(0)], [Replicate()]]
+    state = {str(number): torch_distribute(torch.ones(4, 2), mesh, placements[number % 2]) for number in range(100)}
+    counts: list[int] = []
+    convert = torch_device_mesh.mesh_of
+    try:
+        for work in (lambda: dtckpt.save(path, state), lambda: dtckpt.restore(path, state)):
+            seen: list[Any] = []
+            torch_device_mesh.mesh_of = lambda mesh, seen=seen: seen.append(mesh) or convert(mesh)  # type: ignore
+            work()
+            counts.append(len(seen))
+    finally:
+        torch_device_mesh.mesh_of = convert
+    return counts
 
 
 def faults_of_sharing(rank_count: int = 4) -> list[str]:

@@ -61,6 +61,11 @@ def test_layouts_of_pytorch_dtensors(pool, tmp_path):
     assert pool.values(cases.faults_of_torch_layouts, str(tmp_path / "saved"), clients=4, group=True) == [[]] * 4
 
 
+def test_a_mesh_is_not_converted_for_each_tensor(pool, tmp_path):
+    for counts in pool.values(cases.conversions_of_mesh, str(tmp_path / "saved"), clients=2, group=True):
+        assert max(counts) <= 4, counts
+
+
 def test_memory_is_shared_with_pytorch(pool):
     assert pool.values(cases.faults_of_sharing, clients=4, group=True) == [[]] * 4
 
