@@ -95,7 +95,9 @@ def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) 
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor | TorchDTensor) else tensor
+    # That of PyTorch 2.9 takes uneven strided shards for even ones.
+    tensor = interop.from_torch(tensor) if isinstance(tensor, TorchDTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class AppState:

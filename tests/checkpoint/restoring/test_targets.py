@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from support import target_cases as cases
+from support.torch_versions import needs_tested_dtensors
 
 pytestmark = pytest.mark.processes
 
@@ -66,10 +67,12 @@ def test_a_mesh_is_not_converted_for_each_tensor(pool, tmp_path):
         assert max(counts) <= 4, counts
 
 
+@needs_tested_dtensors
 def test_memory_is_shared_with_pytorch(pool):
     assert pool.values(cases.faults_of_sharing, clients=4, group=True) == [[]] * 4
 
 
+@needs_tested_dtensors
 def test_what_is_half_ours_and_half_pytorchs_is_refused(pool, tmp_path):
     for errors in pool.values(cases.errors_of_mixed_libraries, str(tmp_path / "saved"), clients=2, group=True):
         mesh_errors, (holding, saving) = errors[:3], errors[3:]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import union_cases
+from support.torch_versions import needs_tested_dtensors
 
 import dtckpt
 
@@ -115,6 +116,7 @@ def test_slices_of_our_meshes(pool, tmp_path):
     assert union_cases.wrong_in(dtckpt.restore(tmp_path / "s")) == []
 
 
+@needs_tested_dtensors
 def test_meshes_without_a_common_root(pool, tmp_path):
     rounds = pool.values(union_cases.save_families, f"{tmp_path}/", clients=4, group=True)
     assert rounds == [["|", *FIRST, "|", *NEXT]] * 4
