@@ -1,9 +1,11 @@
-"""`accelerator_state`: what is in it, and whose state it refuses. That a run goes on is in test_loops.py."""
+"""`accelerator_state`: what is in it, and whose state it refuses; and FSDP2. Other runs are in test_loops.py."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.example_cases import call
 
 import dtckpt
 from dtckpt.errors import ConfigError
@@ -54,6 +56,16 @@ def test_all_of_it_comes_back(tmp_path):
     assert (restored.step, restored._dataloaders[0].position, restored.scaler.get_scale()) == (3, 7, 8.0)
     assert torch.equal(restored._models[0].weight, saved._models[0].weight)
     assert restored._schedulers[0].last_epoch == 1
+
+
+def test_fsdp2_goes_on_with_any_number_of_processes(framework_pool, tmp_path):
+    run = partial(framework_pool.values, call, "support.accelerate_cases", "losses_with_fsdp2", str(tmp_path / "s"))
+    saved = run(is_saved=True, clients=4, group=True)
+    assert saved == [saved[0]] * 4
+    assert run(is_saved=False, clients=4, group=True) == saved
+    for clients in (1, 2, 3):
+        for losses in run(is_saved=False, clients=clients, group=True):
+            assert losses == pytest.approx(saved[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "FSDP"])
