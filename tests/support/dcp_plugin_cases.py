@@ -201,6 +201,14 @@ def save_in_background(path: str, kind: str) -> list[Any]:
     return [*found, str(dtckpt.open_checkpoint(f"{path}_0").tensors["sharded"].layout)]
 
 
+def error_of_memory(kind: str) -> str:
+    """Save to ``memory://`` in the background; return the error."""
+    writer = DtckptStorageWriter(options=dtckpt.SaveOptions(kvstore="zarr"))
+    where = {"checkpoint_id": "memory://dcp/lost", "storage_writer": writer}
+    future = quietly(dcp.async_save, {"a": torch.ones(1)}, **where, async_checkpointer_type=AsyncCheckpointerType(kind))
+    return str(future.exception())
+
+
 def save_copies(path: str, to_lowest_rank: bool) -> list[int]:
     """Save tensors that all ranks hold; return the ranks that wrote them."""
     state = {f"t{number}": torch.full((8,), float(number)) for number in range(8)}

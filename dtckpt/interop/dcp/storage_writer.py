@@ -60,7 +60,7 @@ from dtckpt.interop.dcp.write_plan import (
     shares_of,
 )
 from dtckpt.storage.commit import commit_target_of
-from dtckpt.storage.location import Location, location_of
+from dtckpt.storage.location import Location, Url, location_of
 
 
 class DtckptStorageWriter(StorageWriter):
@@ -107,6 +107,7 @@ class DtckptStorageWriter(StorageWriter):
         self._options = options if overwrite is None else dataclasses.replace(options, overwrite=overwrite)
         self._path = None if path is None else location_of(path)
         self._save_id = str(uuid.uuid4())
+        self._process = os.getpid()
         self._thread = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,6 +158,7 @@ class DtckptStorageWriter(StorageWriter):
         Raises:
             CheckpointError: There is no path.
             CheckpointExistsError: Without collectives: there is a checkpoint of all ranks at the path.
+            ConfigError: The path is in the memory of a process that saves for the one that made the writer.
             ForkedProcessError: This process was forked from one that uses checkpoints.
         """
         fork_guard.claim_process()
@@ -165,6 +167,11 @@ class DtckptStorageWriter(StorageWriter):
         where = self._where()
         if where is None:
             raise CheckpointError("there is no path to save to; pass checkpoint_id, or DtckptStorageWriter(path)")
+        if isinstance(where, Url) and where.scheme == "memory" and os.getpid() != self._process:
+            raise ConfigError(
+                f"{where} would be in the memory of this process, which saves for process {self._process}, and end "
+                "with it; save elsewhere, or in a thread"
+            )
         is_alone = not kwargs.get("use_collectives", True)
         if is_alone:
             validate_free(where)

@@ -39,7 +39,9 @@ def test_saves_in_another_process(tmp_path):
         "import os, torch.distributed as dist; from support import dcp_plugin_cases;"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1);"
         "found = dcp_plugin_cases.save_in_background(os.environ['SAVED'], 'process');"
-        "assert found[:3] == [[0.0], [1.0], [2.0]], found; dist.destroy_process_group()"
+        "assert found[:3] == [[0.0], [1.0], [2.0]], found;"
+        "error = dcp_plugin_cases.error_of_memory('process'); assert 'in the memory of this process' in error, error;"
+        "dist.destroy_process_group()"
     )
     path = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "SAVED": str(tmp_path / "step"), "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
