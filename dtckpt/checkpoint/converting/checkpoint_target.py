@@ -74,8 +74,8 @@ class CheckpointConversion:
         self._export = export
         self._target = commit_target_of(where)
         self._budget = Budget.of(checkpoint, max_memory)
-        # A chunk must fit a block, as a block is made of whole chunks.
-        chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, self._budget.block))
+        # A chunk must fit a window, as a window is made of whole chunks.
+        chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, self._budget.window))
         if options.raw_bits is None:
             options = replace(options, raw_bits=checkpoint.format == KIND and checkpoint.manifest.raw_bits)
         # Replicas are not compared: a source has one copy of everything, and would read all of it again.

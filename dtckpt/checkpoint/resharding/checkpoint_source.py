@@ -1,17 +1,14 @@
 """`CheckpointSource`: the elements of a checkpoint as the source of a save, read ahead in bounded memory.
 
-Each new chunk is made of the old chunks that it intersects. The source fills a block of neighbouring new chunks at
-once, so that an old chunk is read once for each block and not once for each new chunk::
+Each new chunk is made of the old chunks that it intersects. The source fills a window of neighbouring new chunks at
+once (`dtckpt.checkpoint.resharding.windows`), each in memory of its own, so that an old chunk is read once for each
+window and not once for each new chunk.
 
-    old chunks (rows)      new chunks (columns)      a block: as many neighbouring new chunks as memory allows
-    |aaaaaaaa|             |a|b|c|d|                 |####|...|
-    |bbbbbbbb|             | | | | |                 |####|...|   reads every old chunk once
+A thread reads the next window while the chunks of this one are digested, and those of the windows before are written::
 
-A thread reads the next block while the chunks of this one are digested, and those of the block before are written::
-
-    thread of the reader    | block 2 ---> | block 3 ---> |
-    caller (digests)        | block 1 ---> | block 2 ---> |
-    storage (writes)        | block 0 ---> | block 1 ---> |
+    thread of the reader    | window 2 --> | window 3 --> |
+    caller (digests)        | window 1 --> | window 2 --> |
+    storage (writes)        | window 0 --> | window 1 --> |
 """
 
 from __future__ import annotations
@@ -21,6 +18,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +28,7 @@ import torch
 
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.checkpoint.resharding.windows import WINDOW_NBYTES, Windows
 from dtckpt.checkpoint.saving.plan import Holding, SavePlan, TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.comm import host_memory
@@ -40,8 +40,10 @@ from dtckpt.layout.region import Region
 
 MIN_CHUNK_NBYTES = 64 << 10
 """New chunks are not made smaller than this to save memory: a tiny bound is refused, and not planned for hours."""
-NUM_BLOCKS = 4
-"""Blocks in memory at one time; see `Budget`."""
+NUM_WINDOWS = 4
+"""Windows in memory at one time; see `Budget`."""
+BATCH_NBYTES = 64 << 20
+"""Bound on the bytes that are written at one time; more would only take memory."""
 
 Progress = Callable[[str, int], None]
 """Called with the tensor's name and the bytes of its new chunks that were handed to storage since the last call."""
@@ -49,20 +51,20 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The shares of ``max_memory``: one for stored chunks that are read, four for blocks of new chunks.
+    """The shares of ``max_memory``: one for stored chunks that are read, four for windows of new chunks.
 
-    The four are the block that is being read, the block whose chunks are handed to storage, the block before it, whose
-    chunks are being written, and these chunks as they are encoded for storage.
+    The four are the window that is being read, the window whose chunks are handed to storage, the window before it,
+    whose chunks are being written, and these chunks as they are encoded for storage.
 
     Args:
         largest: Bytes of the largest stored chunk; its verification may need all of it, even if a part is wanted.
         reads: Bytes of stored chunks in memory at one time.
-        block: Bytes of a block.
+        window: Bound on the bytes of a window.
     """
 
     largest: int
     reads: int
-    block: int
+    window: int
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, max_memory: int) -> Budget:
@@ -70,7 +72,7 @@ class Budget:
         largest = max((info.max_chunk_nbytes for info in checkpoint.tensors.values()), default=0)
         # At least the largest stored chunk; `validate_memory` refuses a bound that leaves too little for the rest.
         reads = max(largest, max_memory // 8)
-        return cls(largest, reads, max(1, (max_memory - reads) // NUM_BLOCKS))
+        return cls(largest, reads, max(1, (max_memory - reads) // NUM_WINDOWS))
 
 
 def validate_memory(plan: SavePlan, budget: Budget, max_memory: int) -> None:
@@ -79,12 +81,12 @@ def validate_memory(plan: SavePlan, budget: Budget, max_memory: int) -> None:
         (math.prod(item.grid.chunk_shape) * DTYPES[item.spec.dtype].itemsize, item.spec.name) for item in plan.tensors
     )
     largest, name = max(sizes, default=(0, ""))
-    # A block has at least one chunk.
-    needed = budget.largest + NUM_BLOCKS * largest
+    # A window has at least one chunk.
+    needed = budget.largest + NUM_WINDOWS * largest
     if needed > max_memory:
         raise ConfigError(
             f"max_memory is too small; got {max_memory} bytes, expected at least {needed}: a stored chunk of "
-            f"{budget.largest} bytes, and {NUM_BLOCKS} new ones of tensor {name!r}"
+            f"{budget.largest} bytes, and {NUM_WINDOWS} new ones of tensor {name!r}"
         )
 
 
@@ -101,32 +103,29 @@ def saved_only(boxes: Sequence[Holding], info: TensorInfo) -> tuple[Holding, ...
     return tuple(parts)
 
 
+_Chunk = tuple[TensorPlan, Region]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class _Block:
-    """A block of new chunks, and its elements in the new dtype.
+class _Window:
+    """A window of new chunks that was read.
 
     Args:
-        name: The tensor's new name.
-        region: The block's box.
-        elements: Its elements.
-        share: Its share in the tensor's content digest, if nobody knows that digest yet.
+        elements: By the tensor's new name and the chunk's region, the elements of the chunks that are not yet fetched,
+            in the new dtype.
+        shares: The window's shares in the content digests of tensors whose digest nobody knows yet, by tensor.
     """
 
-    name: str
-    region: Region
-    elements: np.ndarray[Any, Any]
-    share: int | None
-
-    def contains(self, name: str, region: Region) -> bool:
-        return self.name == name and self.region.contains(region)
+    elements: dict[tuple[str, Region], np.ndarray[Any, Any]]
+    shares: Mapping[TensorPlan, int]
 
 
 class CheckpointSource:
-    """The elements of a checkpoint as the source of a save, read a block of neighbouring chunks at a time.
+    """The elements of a checkpoint as the source of a save, read a window of neighbouring chunks at a time.
 
     Args:
         checkpoint: The checkpoint to read.
-        budget: Bytes of a block, and of the stored chunks that are read at one time.
+        budget: Bytes of a window, and of the stored chunks that are read at one time.
         progress: See `Progress`.
         old_names: By new name, the old one, of the tensors that are renamed.
     """
@@ -143,36 +142,29 @@ class CheckpointSource:
         self._progress = progress
         self._old_names = old_names
         self._contents: dict[str, int] = {}
-        self._memory = _RecycledMemory(budget.block)
-        # Two batches of writes: the block that is handed over, and the one that is being written.
-        self.max_pending_nbytes = 2 * budget.block
-        self._block: _Block | None = None
-        self._next: Future[_Block | None] | None = None
-        self._expected: Iterator[tuple[TensorPlan, Region]] = iter(())
+        self._memory = _RecycledMemory(NUM_WINDOWS * budget.window)
+        # Two batches of writes: the one that grows, and the one that is being written.
+        self.max_pending_nbytes = 2 * min(budget.window, BATCH_NBYTES)
+        self._window = _Window({}, {})
+        self._next: Future[_Window] | None = None
+        self._expected: Iterator[list[_Chunk]] = iter(())
 
-    def expect(self, regions: Iterator[tuple[TensorPlan, Region]]) -> None:
-        """Begin to read the regions that will be fetched, a block ahead of the caller."""
-        self._expected = regions
-        self._next = begin(lambda: self._read_next(None), "dtckpt-read-ahead")
+    def expect(self, regions: Iterator[_Chunk]) -> None:
+        """Begin to read the regions that will be fetched, a window ahead of the caller."""
+        self._expected = self._cut(regions)
+        self._read_ahead()
 
     def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
         """Return the elements of one new chunk."""
-        name = plan.spec.name
-        if self._block is None or not self._block.contains(name, region):
-            self._block = None  # chunks of it may still wait to be written; then they keep its memory
-            self._block = self._take_next(plan, region)
-            self._note_content(plan, self._block)
+        key = plan.spec.name, region
+        if key not in self._window.elements:
+            self._take_next()
+        if key not in self._window.elements:
+            self._window = self._read([(plan, region)])  # not what was expected
+        elements = self._window.elements.pop(key)
         if self._progress is not None:
-            self._progress(name, region.numel * DTYPES[plan.spec.stored_dtype].itemsize)
-        block = self._block
-        return block.elements[region.relative_to(block.region).slices()] if region.ndim else block.elements
-
-    def _note_content(self, plan: TensorPlan, block: _Block) -> None:
-        if block.share is not None:
-            spec, itemsize = plan.spec, block.elements.itemsize
-            # Every block is taken once, so the shares are those of disjoint regions.
-            before = self._contents.get(spec.name, content_digest(0, spec.shape, itemsize))
-            self._contents[spec.name] = before ^ block.share
+            self._progress(plan.spec.name, region.numel * DTYPES[plan.spec.stored_dtype].itemsize)
+        return elements
 
     def contents(self) -> Mapping[str, int]:
         """Return, by name, the content digests of what was read, where the plan does not have them."""
@@ -188,54 +180,116 @@ class CheckpointSource:
             self._next.exception()
             self._next = None
 
-    def _take_next(self, plan: TensorPlan, region: Region) -> _Block:
-        """Return the block that was read ahead, and begin to read the one after it."""
-        block = self._next.result() if self._next is not None else None
-        self._next = None
-        if block is None or not block.contains(plan.spec.name, region):
-            return self._read(plan, region)  # not what was expected
-        self._next = begin(lambda: self._read_next(block), "dtckpt-read-ahead")
-        return block
+    def _cut(self, chunks: Iterator[_Chunk]) -> Iterator[list[_Chunk]]:
+        """Cut chunks into windows; small ones of several tensors are read together."""
+        batch: list[_Chunk] = []
+        nbytes = 0
+        for plan, chunks_of_tensor in groupby(chunks, key=itemgetter(0)):
+            windows = windows_of(plan, self._info(plan), self._budget)
+            for _, window in groupby(chunks_of_tensor, key=lambda chunk: windows.window_of(_number(*chunk))):  # noqa: B023
+                added = list(window)
+                added_nbytes = sum(region.numel for _, region in added) * DTYPES[plan.spec.dtype].itemsize
+                if batch and nbytes + added_nbytes > min(WINDOW_NBYTES, self._budget.window):
+                    yield batch
+                    batch, nbytes = [], 0
+                batch += added
+                nbytes += added_nbytes
+        if batch:
+            yield batch
 
-    def _read_next(self, before: _Block | None) -> _Block | None:
-        """Read the block of the next expected region that is not in the block before; None if there is none."""
-        for plan, region in self._expected:
-            if before is None or not before.contains(plan.spec.name, region):
-                return self._read(plan, region)
-        return None
+    def _info(self, plan: TensorPlan) -> TensorInfo:
+        return self._checkpoint.info(self._old_names.get(plan.spec.name, plan.spec.name))
 
-    def _read(self, plan: TensorPlan, region: Region) -> _Block:
-        spec, dtype = plan.spec, DTYPES[plan.spec.dtype]
-        name = self._old_names.get(spec.name, spec.name)
-        box = block_of(plan, region, self._budget.block, self._checkpoint.info(name).chunk_shape)
-        elements = self._memory.take(math.prod(box.shape) * dtype.itemsize).view(dtype).reshape(box.shape)
+    def _read_ahead(self) -> None:
+        chunks = next(self._expected, None)
+        self._next = begin(lambda: self._read(chunks), "dtckpt-read-ahead") if chunks else None
+
+    def _take_next(self) -> None:
+        """Go on to the window that was read ahead, and begin to read the one after it."""
+        self._window = _Window({}, {})
+        if self._next is not None:
+            self._window = self._next.result()
+            self._note_contents(self._window)
+            self._read_ahead()
+
+    def _note_contents(self, window: _Window) -> None:
+        # Every window is taken once, so the shares are those of disjoint regions.
+        for plan, share in window.shares.items():
+            spec, itemsize = plan.spec, DTYPES[plan.spec.dtype].itemsize
+            before = self._contents.get(spec.name, content_digest(0, spec.shape, itemsize))
+            self._contents[spec.name] = before ^ share
+
+    def _read(self, chunks: Sequence[_Chunk]) -> _Window:
+        elements: dict[tuple[str, Region], np.ndarray[Any, Any]] = {}
+        requests = []
+        for plan, chunks_of_tensor in groupby(chunks, key=itemgetter(0)):
+            dtype = DTYPES[plan.spec.dtype]
+            buffers = [
+                (region, self._memory.take(region.numel * dtype.itemsize).view(dtype).reshape(region.shape))
+                for _, region in chunks_of_tensor
+            ]
+            elements.update(((plan.spec.name, region), buffer) for region, buffer in buffers)
+            requests.append((self._info(plan).name, buffers))
         # The reader starts one chunk beyond its bound before it waits for the first.
-        in_flight = self._budget.reads - self._budget.largest
-        self._checkpoint.read_into(name, box, elements, max_in_flight=in_flight)
-        is_new = spec.content is None and spec.dtype == spec.stored_dtype
-        return _Block(spec.name, box, elements, content_share(elements, spec.shape, box) if is_new else None)
+        self._checkpoint.read_all(requests, max_in_flight=self._budget.reads - self._budget.largest)
+        return _Window(elements, _shares(chunks, elements))
+
+
+def _shares(
+    chunks: Sequence[_Chunk], elements: Mapping[tuple[str, Region], np.ndarray[Any, Any]]
+) -> Mapping[TensorPlan, int]:
+    """Return the shares of chunks in the content digests of the tensors whose digest nobody knows yet."""
+    shares: dict[TensorPlan, int] = {}
+    for plan, region in chunks:
+        spec = plan.spec
+        if spec.content is None and spec.dtype == spec.stored_dtype:
+            share = content_share(elements[spec.name, region], spec.shape, region)
+            shares[plan] = shares.get(plan, 0) ^ share
+    return shares
+
+
+def _number(plan: TensorPlan, region: Region) -> int:
+    """Return the row-major number of the chunk that begins where a region does."""
+    steps = zip(region.offset, plan.grid.chunk_shape, strict=True)
+    return plan.grid.number(tuple(start // step for start, step in steps))
+
+
+def windows_of(plan: TensorPlan, info: TensorInfo, budget: Budget) -> Windows:
+    """Return how a source reads the chunks of a new tensor.
+
+    Args:
+        plan: The new tensor.
+        info: The old one.
+        budget: Of it the bytes of a window count.
+    """
+    return Windows.of(plan.grid, DTYPES[plan.spec.dtype].itemsize, info.block_shape, budget.window)
 
 
 class _RecycledMemory:
-    """Memory of blocks, used again when the last view of a block is gone: new memory costs a page fault per page.
+    """Memory of chunks, used again when the last view of a chunk is gone: new memory costs a page fault per page.
 
     Args:
-        nbytes: Bytes of a block; a larger one has memory of its own size.
+        max_nbytes: Bound on the bytes that are lent or free, if no more than these are lent.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._free: list[torch.Tensor] = []
+    def __init__(self, max_nbytes: int) -> None:
+        self._max_nbytes = max_nbytes
+        self._nbytes = 0
+        self._free: dict[int, list[torch.Tensor]] = {}
 
     def take(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Return uninitialized bytes. Their memory comes back when no array refers to it any more."""
-        memory = self._free.pop() if self._free else None
-        if memory is None or memory.numel() < nbytes:
-            memory = None  # freed before the other is taken
-            memory = host_memory.allocate((max(nbytes, self._nbytes),), torch.uint8)
+        free = self._free.setdefault(nbytes, [])
+        memory = free.pop() if free else self._allocate(nbytes)
         loan = _Loan(memory.numpy())
-        weakref.finalize(loan, self._free.append, memory).atexit = False
-        return np.asarray(loan)[:nbytes]
+        weakref.finalize(loan, free.append, memory).atexit = False
+        return np.asarray(loan)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        while self._nbytes + nbytes > self._max_nbytes and (other := next(filter(None, self._free.values()), None)):
+            self._nbytes -= other.pop().numel()
+        self._nbytes += nbytes
+        return host_memory.allocate((nbytes,), torch.uint8)
 
 
 class _Loan:
@@ -243,35 +297,3 @@ class _Loan:
 
     def __init__(self, memory: np.ndarray[Any, Any]) -> None:
         self.__array_interface__ = memory.__array_interface__
-
-
-def block_of(plan: TensorPlan, region: Region, max_nbytes: int, old_chunk_shape: Sequence[int]) -> Region:
-    """Return the box of whole new chunks that begins with ``region``, in row-major order, and fits ``max_nbytes``.
-
-    It grows from the last dim to the first, so that a walk over the chunks in row-major order enters each block once.
-    Where it ends inside a dim, it ends with an old chunk if it can, so that no old chunk is read for two blocks.
-
-    Args:
-        plan: The new tensor.
-        region: The first new chunk.
-        max_nbytes: Bound on the bytes of the block; a single chunk may exceed it.
-        old_chunk_shape: The shape of the old chunks.
-    """
-    # A larger box could reach over chunks that were never saved.
-    if plan.missing:
-        return region
-    offset, shape = list(region.offset), list(region.shape)
-    itemsize = DTYPES[plan.spec.dtype].itemsize
-    for dim in reversed(range(region.ndim)):
-        size, chunk = plan.grid.shape[dim], plan.grid.chunk_shape[dim]
-        line = itemsize * math.prod(shape[:dim] + shape[dim + 1 :])
-        fitting = max(shape[dim], max_nbytes // max(1, line) // chunk * chunk)
-        if fitting < size:
-            common = math.lcm(chunk, max(1, old_chunk_shape[dim]))
-            fitting = fitting // common * common or fitting
-        if offset[dim] == 0 or fitting < size:
-            shape[dim] = min(fitting, size - offset[dim])
-        # A box that goes on in an outer dim must be whole in all inner ones; else the walk would come back to it.
-        if shape[dim] < size:
-            break
-    return Region(tuple(offset), tuple(shape))

@@ -142,8 +142,8 @@ def reshard(
         if options.raw_bits is None:
             options = replace(options, raw_bits=checkpoint.format == KIND and checkpoint.manifest.raw_bits)
         budget = Budget.of(checkpoint, max_memory)
-        # A chunk must fit a block, as a block is made of whole chunks.
-        chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, budget.block))
+        # A chunk must fit a window, as a window is made of whole chunks.
+        chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, budget.window))
         writers = tuple(range(1 if worker is None else worker.count))
         target = _Target(mesh, new_dtype, options.codec, writers)
         specs = [

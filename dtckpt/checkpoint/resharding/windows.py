@@ -1,0 +1,99 @@
+"""Cut the new chunks of a tensor into windows: neighbouring chunks whose elements are read together; pure.
+
+A new chunk is made of parts of old ones. If storage can be read only in units that several new chunks share, these
+chunks should be in one window, so that the unit is read once::
+
+    units of the old chunks (rows)   new chunks (columns)   a window: all new chunks that share units
+    |aaaaaaaa|                       |a|b|c|d|              |####|
+    |bbbbbbbb|                       | | | | |              |####|
+
+A window is a run of chunks in row-major order, which is the order of the writes. So it is whole in all dims behind the
+one in which it ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dtckpt.format.grid import ChunkGrid
+
+WINDOW_NBYTES = 32 << 20
+"""A window is not larger than this without need: it stays near the processor, and memory that is new costs time."""
+_SLACK = 1.02
+"""Windows that read so many times as much as the best ones are as good, if they are smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """How the chunks of a tensor are cut into windows.
+
+    Args:
+        line: Chunks in a line; a window ends where its line ends.
+        length: Chunks of a window, of which a line has one or more.
+        nbytes: Bytes of a window.
+        amplification: Bytes that are read to fill all windows, by those of the tensor.
+    """
+
+    line: int
+    length: int
+    nbytes: int
+    amplification: float
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, grid: ChunkGrid, itemsize: int, units: tuple[int, ...], max_nbytes: int) -> Windows:
+        """Choose the windows of a tensor: the smallest of those that read least.
+
+        Args:
+            grid: The tensor's shape and new chunks.
+            itemsize: Bytes of an element in memory.
+            units: Elements per dim of the smallest part that storage is read in.
+            max_nbytes: Bound on the bytes of a window; one of a single chunk may exceed it.
+        """
+        found = list(_candidates(grid, itemsize, units, max_nbytes))
+        least = min(windows.amplification for windows in found)
+        good = [windows for windows in found if windows.amplification <= least * _SLACK]
+        # Of windows that are all too small, the largest.
+        large = [windows for windows in good if windows.nbytes >= WINDOW_NBYTES]
+        return min(large, key=lambda windows: windows.nbytes) if large else max(good, key=lambda each: each.nbytes)
+
+    def window_of(self, chunk: int) -> tuple[int, int]:
+        """Return the position of the window that a chunk, by its row-major number, lies in."""
+        line, position = divmod(chunk, self.line)
+        return line, position // self.length
+
+
+def _candidates(grid: ChunkGrid, itemsize: int, units: Sequence[int], max_nbytes: int) -> Iterator[Windows]:
+    """Yield windows that fit, of at least one chunk: of one chunk, as large as can be, and those in between that may be best."""
+    shape, chunk, counts = grid.shape, grid.chunk_shape, grid.counts
+    lengths = [min(size, each) for size, each in zip(shape, chunk, strict=True)]
+    nbytes, inner = itemsize * math.prod(lengths), 1
+    yield Windows(1, 1, nbytes, _amplification(shape, lengths, units))
+    for dim in reversed(range(len(shape))):
+        fitting = min(counts[dim], max_nbytes // max(1, nbytes))
+        # Chunks after which a chunk and a unit end together.
+        common = math.lcm(chunk[dim], units[dim]) // chunk[dim]
+        enough = -(-WINDOW_NBYTES // max(1, nbytes))
+        for count in {enough, -(-enough // common) * common, fitting // common * common, fitting}:
+            if 0 < count <= fitting:
+                lengths[dim] = min(shape[dim], count * chunk[dim])
+                yield Windows(
+                    counts[dim] * inner, count * inner, nbytes * count, _amplification(shape, lengths, units)
+                )
+        # A window that goes on in an outer dim is whole in all inner ones.
+        if fitting < counts[dim]:
+            return
+        lengths[dim] = shape[dim]
+        nbytes, inner = itemsize * math.prod(lengths), inner * counts[dim]
+
+
+def _amplification(shape: Sequence[int], lengths: Sequence[int], units: Sequence[int]) -> float:
+    """Return how often a unit is read, on average: once more for every edge between windows inside it."""
+    factors = 1.0
+    for size, length, unit in zip(shape, lengths, units, strict=True):
+        edges = (size - 1) // length - (size - 1) // math.lcm(length, unit)
+        factors *= 1 + edges / -(-size // unit)
+    return factors
