@@ -99,7 +99,8 @@ class PlanReporter(Reporter):
         ]
         write_table(("TENSOR", "SHAPE", "DTYPE", "LAYOUT", "CHUNKS", "SIZE"), rows)
         target = printable(str(self.plan.target))
-        write_line(f"would write {self.totals} to {target}; this was a dry run, nothing was written")
+        read = format_nbytes(self.plan.read_nbytes)
+        write_line(f"would read {read}, and write {self.totals} to {target}; this was a dry run, nothing was written")
 
 
 def _change(old: str, new: str) -> str:
@@ -159,6 +160,7 @@ class JsonReporter(Reporter):
             mesh=self.plan.mesh.axis_sizes,
             format=self._kvstore,
             max_memory=self.plan.max_memory,
+            read_bytes=self.plan.read_nbytes,
         )
         return self
 

@@ -47,10 +47,8 @@ _RUN_NBYTES = 128
 """Shorter runs are digested together, by tables; longer ones each by the processor's CRC instructions."""
 _FEW_RUNS = 64
 """Up to so many runs are joined one by one; more of them pair by pair, all pairs at once."""
-_LONG_NBYTES = 8 << 10
-"""For runs of at least so many bytes, one call per run costs little."""
-_ROW_NBYTES = 1 << 10
-"""Runs at most so far apart are digested together with zeros between them, however short they are."""
+_GAP_NBYTES = 1 << 10
+"""Runs with gaps of at most so many bytes are digested together, with zeros for the gaps: calls would cost more."""
 _PART_NBYTES = 1 << 20
 """Elements that must be copied are copied in parts of about so many bytes."""
 
@@ -153,7 +151,7 @@ class _Runs:
         for size, stride in lattice:
             behind = [nbytes + stride * position for nbytes in behind for position in reversed(range(size))]
         nbytes, distance = itemsize * region.numel // num_runs, lattice[-1][1] if lattice else 0
-        is_filled = num_runs > 1 and nbytes < _LONG_NBYTES and distance <= max(_ROW_NBYTES, 8 * nbytes)
+        is_filled = num_runs > 1 and distance - nbytes <= _GAP_NBYTES
         return cls(nbytes, lattice, behind_last, tuple(behind), is_filled)
 
 

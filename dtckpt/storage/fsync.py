@@ -52,10 +52,10 @@ def walk_folders(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def early_writeback(folder: Path) -> Iterator[None]:
-    """Write out the files of a directory while they grow, so that a later fsync finds little to do.
+    """Write out the new files of a directory while they grow, so that a later fsync finds little to do.
 
     A thread tells the kernel, which works on its own: nothing waits, and nothing is promised. The directory may be
-    made later.
+    made later. Files that are there already are left alone.
 
     Sources: sync_file_range(2), which Linux alone has; elsewhere nothing is done.
     """
@@ -65,15 +65,18 @@ def early_writeback(folder: Path) -> Iterator[None]:
         return
     write_out.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     is_over = threading.Event()
+    old = _names(folder)
 
     def run() -> None:
-        while not is_over.wait(_PERIOD_S):
-            with suppress(OSError):  # the directory is not there yet
-                for name in os.listdir(folder):
-                    with suppress(OSError):  # the file was removed meanwhile
-                        descriptor = os.open(folder / name, os.O_RDONLY)
-                        write_out(descriptor, 0, 0, _WRITE)
-                        os.close(descriptor)
+        is_last = False
+        while not is_last:
+            # Once more at the end, for what was written since.
+            is_last = is_over.wait(_PERIOD_S)
+            for name in _names(folder) - old:
+                with suppress(OSError):  # the file was removed meanwhile
+                    descriptor = os.open(folder / name, os.O_RDONLY)
+                    write_out(descriptor, 0, 0, _WRITE)
+                    os.close(descriptor)
 
     running = begin(run, "dtckpt-writeback")
     try:
@@ -81,3 +84,10 @@ def early_writeback(folder: Path) -> Iterator[None]:
     finally:
         is_over.set()
         running.result()
+
+
+def _names(folder: Path) -> set[str]:
+    """Return the names in a directory, none if it is not there yet."""
+    with suppress(OSError):
+        return set(os.listdir(folder))
+    return set()

@@ -65,9 +65,10 @@ def test_the_last_one_commits(source, tmp_path, tensors, kvstore, order):
     assert os.listdir(tmp_path) == ["new"]
     with dtckpt.open_checkpoint(target) as new, dtckpt.open_checkpoint(source) as old:
         assert new.structure == old.structure
-        written = sum(info.nbytes for info in new.tensors.values())
-    assert sum(part.nbytes for part in parts) == written
-    assert max(part.nbytes for part in parts) < written / 2
+        sizes = [info.nbytes for info in new.tensors.values()]
+    assert sum(part.nbytes for part in parts) == sum(sizes)
+    # A small tensor is not divided, so a worker has at most one more than its share.
+    assert max(part.nbytes for part in parts) < sum(sizes) / NUM_WORKERS + max(sizes)
 
 
 def test_more_workers_than_chunks(source, tmp_path, tensors):

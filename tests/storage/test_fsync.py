@@ -48,11 +48,18 @@ def test_files_are_written_out_while_they_grow(tmp_path, ranges):
 
 
 def test_a_file_that_is_gone_keeps_no_other_back(tmp_path, ranges):
-    for i in range(50):
-        (tmp_path / f"{i}").symlink_to("gone")
-    (tmp_path / "one").write_bytes(b"1")
     with early_writeback(tmp_path):
+        for i in range(50):
+            (tmp_path / f"{i}").symlink_to("gone")
+        (tmp_path / "one").write_bytes(b"1")
         wait_until(lambda: b"1" in ranges)
+
+
+def test_only_new_files_are_written_out_and_once_more_at_the_end(tmp_path, ranges):
+    (tmp_path / "old").write_bytes(b"old")
+    with early_writeback(tmp_path):
+        (tmp_path / "new").write_bytes(b"new")
+    assert set(ranges) == {b"new"}
 
 
 def test_errors_of_the_work_come_through(tmp_path):

@@ -121,6 +121,6 @@ def _spec(tensor: ExportedTensor, layout: Layout | None, codec: str | None) -> T
     # What was rounded on storage stays so, unless it gets another dtype.
     stored = info.stored_dtype_name if tensor.dtype == info.dtype_name else tensor.dtype
     boxes = copies_of(_WRITERS, info.shape) if layout is None else holdings_of(layout, info.shape)
-    holdings = saved_only([Holding(box.region, _WRITERS) for box in boxes], info)
+    holdings = saved_only(tuple(Holding(box.region, _WRITERS) for box in boxes), info)
     content = info.content_digest if stored == info.stored_dtype_name else None
     return TensorSpec(tensor.name, info.shape, tensor.dtype, stored, holdings, layout, content, codec or info.codec)

@@ -90,10 +90,10 @@ def validate_memory(plan: SavePlan, budget: Budget, max_memory: int) -> None:
         )
 
 
-def saved_only(boxes: Sequence[Holding], info: TensorInfo) -> tuple[Holding, ...]:
+def saved_only(boxes: tuple[Holding, ...], info: TensorInfo) -> tuple[Holding, ...]:
     """Return the boxes without the elements that were not saved, for a tensor that was saved in part."""
     if info.is_whole:
-        return tuple(boxes)
+        return boxes
     parts = (
         Holding(part, box.clients)
         for box in boxes
@@ -186,7 +186,7 @@ class CheckpointSource:
         nbytes = 0
         for plan, chunks_of_tensor in groupby(chunks, key=itemgetter(0)):
             windows = windows_of(plan, self._info(plan), self._budget)
-            for _, window in groupby(chunks_of_tensor, key=lambda chunk: windows.window_of(_number(*chunk))):  # noqa: B023
+            for _, window in groupby(chunks_of_tensor, key=lambda chunk: windows.number(_number(*chunk))):
                 added = list(window)
                 added_nbytes = sum(region.numel for _, region in added) * DTYPES[plan.spec.dtype].itemsize
                 if batch and nbytes + added_nbytes > min(WINDOW_NBYTES, self._budget.window):
@@ -279,11 +279,14 @@ class _RecycledMemory:
 
     def take(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Return uninitialized bytes. Their memory comes back when no array refers to it any more."""
-        free = self._free.setdefault(nbytes, [])
-        memory = free.pop() if free else self._allocate(nbytes)
+        # Rounded up by a quarter at most, so that chunks of nearly the same size use the same memory.
+        step = 1 << max(0, nbytes.bit_length() - 3)
+        size = -(-nbytes // step) * step
+        free = self._free.setdefault(size, [])
+        memory = free.pop() if free else self._allocate(size)
         loan = _Loan(memory.numpy())
         weakref.finalize(loan, free.append, memory).atexit = False
-        return np.asarray(loan)
+        return np.asarray(loan)[:nbytes]
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         while self._nbytes + nbytes > self._max_nbytes and (other := next(filter(None, self._free.values()), None)):

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -24,7 +25,9 @@ from dtckpt.checkpoint.resharding.checkpoint_source import (
     Progress,
     saved_only,
     validate_memory,
+    windows_of,
 )
+from dtckpt.checkpoint.resharding.windows import share_out
 from dtckpt.checkpoint.resharding.workers import PartReport, SharedAttempt, Worker
 from dtckpt.checkpoint.restoring.new_tensors import Layouts, choose_layout
 from dtckpt.checkpoint.saving.plan import Holding, TensorPlan, TensorSpec, holdings_of, plan_save
@@ -72,6 +75,8 @@ class ReshardReport:
     mesh: Mesh
     tensors: Sequence[ReshardedTensor]
     max_memory: int
+    read_nbytes: int
+    """Bytes of tensor data, before compression, that the plan reads from the source; with several workers, all read."""
     save: SaveReport | None
     part: PartReport | None = None
     """The result of this worker, if there are several."""
@@ -144,8 +149,7 @@ def reshard(
         budget = Budget.of(checkpoint, max_memory)
         # A chunk must fit a window, as a window is made of whole chunks.
         chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, budget.window))
-        writers = tuple(range(1 if worker is None else worker.count))
-        target = _Target(mesh, new_dtype, options.codec, writers)
+        target = _Target(mesh, new_dtype, options.codec)
         specs = [
             _spec(info, choose_layout(name, info, mesh, layouts), target) for name, info in checkpoint.tensors.items()
         ]
@@ -153,11 +157,16 @@ def reshard(
         plan = plan_save(specs, chunk_nbytes)
         tensors = [_describe(checkpoint.info(item.spec.name), item) for item in plan.tensors]
         validate_memory(plan, budget, max_memory)
+        windows = [windows_of(item, checkpoint.info(item.name), budget) for item in plan.tensors]
+        read_nbytes = sum(
+            round(tensor.nbytes * each.amplification) for tensor, each in zip(tensors, windows, strict=True)
+        )
         saved = part = None
         with closing(CheckpointSource(checkpoint, budget, progress)) as source:
             if worker is not None and isinstance(place, DirectoryTarget):
+                parts = share_out(plan, windows, worker.count)
                 # Workers that read another source build in another directory.
-                shared = SharedAttempt(place.where, plan, checkpoint.fingerprint(), worker, options)
+                shared = SharedAttempt(place.where, parts, checkpoint.fingerprint(), worker, options)
                 shared.check_target()
                 if not dry_run:
                     part = shared.write(source, checkpoint.tree)
@@ -170,7 +179,7 @@ def reshard(
                 # Replicas are not compared: a source has one copy of everything, and would read all of it again.
                 options = replace(options, chunk_nbytes=chunk_nbytes, check_replicas=False)
                 saved = save_state(dst, lambda: state, options=options, coordination=alone)
-        return ReshardReport(checkpoint.path, place.where, mesh, tensors, max_memory, saved, part)
+        return ReshardReport(checkpoint.path, place.where, mesh, tensors, max_memory, read_nbytes, saved, part)
 
 
 def _validate_arguments(mesh: Mesh, dtype: torch.dtype | None, max_memory: int, options: SaveOptions) -> str | None:
@@ -200,13 +209,11 @@ class _Target:
         mesh: The new mesh.
         dtype: The new dtype of floating-point tensors; None: they keep theirs.
         codec: The new codec; None: tensors keep theirs.
-        writers: The clients of the save, each of which can write any chunk.
     """
 
     mesh: Mesh
     dtype: str | None
     codec: str | None
-    writers: tuple[int, ...]
 
 
 def _spec(info: TensorInfo, layout: Layout | None, target: _Target) -> TensorSpec:
@@ -217,12 +224,18 @@ def _spec(info: TensorInfo, layout: Layout | None, target: _Target) -> TensorSpe
     dtype, stored = info.dtype_name, info.stored_dtype_name
     if new_dtype is not None and is_floating(dtype):
         dtype = stored = new_dtype
-    # Every writer could write every shard, whichever client will read it; the plan gives each its share.
-    boxes = tuple(Holding(holding.region, target.writers) for holding in holdings_of(layout, info.shape))
+    # One process writes all shards, whichever clients will read them; several share them out (`share_out`).
+    boxes = _boxes(layout, info.shape)
     # A tensor that keeps its stored dtype must keep its content digest; the merge refuses any other.
     content = info.content_digest if stored == info.stored_dtype_name else None
     codec = target.codec or info.codec
     return TensorSpec(info.name, info.shape, dtype, stored, saved_only(boxes, info), layout, content, codec)
+
+
+@lru_cache(maxsize=4096)
+def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[Holding, ...]:
+    """Return the boxes of a layout as those of one writer; one object for equal arguments, as `plan_save` likes it."""
+    return tuple(Holding(holding.region, (0,)) for holding in holdings_of(layout, shape))
 
 
 def _describe(info: TensorInfo, plan: TensorPlan) -> ReshardedTensor:

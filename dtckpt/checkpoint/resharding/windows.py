@@ -17,11 +17,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+from dtckpt.checkpoint.saving.plan import NO_CLIENT, SavePlan, with_owners
+from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import ChunkGrid
 
 WINDOW_NBYTES = 32 << 20
 """A window is not larger than this without need: it stays near the processor, and memory that is new costs time."""
+Chunks = TypeVar("Chunks", int, npt.NDArray[np.int64])
 _SLACK = 1.02
 """Windows that read so many times as much as the best ones are as good, if they are smaller."""
 
@@ -60,29 +67,29 @@ class Windows:
         large = [windows for windows in good if windows.nbytes >= WINDOW_NBYTES]
         return min(large, key=lambda windows: windows.nbytes) if large else max(good, key=lambda each: each.nbytes)
 
-    def window_of(self, chunk: int) -> tuple[int, int]:
-        """Return the position of the window that a chunk, by its row-major number, lies in."""
-        line, position = divmod(chunk, self.line)
-        return line, position // self.length
+    def number(self, chunk: Chunks) -> Chunks:
+        """Return the number of the window that a chunk lies in, by the chunk's row-major number; also for an array."""
+        per_line = -(-self.line // self.length)
+        return chunk // self.line * per_line + chunk % self.line // self.length
 
 
 def _candidates(grid: ChunkGrid, itemsize: int, units: Sequence[int], max_nbytes: int) -> Iterator[Windows]:
-    """Yield windows that fit, of at least one chunk: of one chunk, as large as can be, and those in between that may be best."""
-    shape, chunk, counts = grid.shape, grid.chunk_shape, grid.counts
+    """Yield windows that fit, of at least one chunk: the smallest, the largest, and some that end with a unit."""
+    # A tensor without elements has no chunks; any windows will do.
+    shape, counts = ([max(1, size) for size in sizes] for sizes in (grid.shape, grid.counts))
+    chunk = grid.chunk_shape
     lengths = [min(size, each) for size, each in zip(shape, chunk, strict=True)]
     nbytes, inner = itemsize * math.prod(lengths), 1
     yield Windows(1, 1, nbytes, _amplification(shape, lengths, units))
     for dim in reversed(range(len(shape))):
-        fitting = min(counts[dim], max_nbytes // max(1, nbytes))
+        fitting = min(counts[dim], max_nbytes // nbytes)
         # Chunks after which a chunk and a unit end together.
         common = math.lcm(chunk[dim], units[dim]) // chunk[dim]
-        enough = -(-WINDOW_NBYTES // max(1, nbytes))
+        enough = -(-WINDOW_NBYTES // nbytes)
         for count in {enough, -(-enough // common) * common, fitting // common * common, fitting}:
             if 0 < count <= fitting:
                 lengths[dim] = min(shape[dim], count * chunk[dim])
-                yield Windows(
-                    counts[dim] * inner, count * inner, nbytes * count, _amplification(shape, lengths, units)
-                )
+                yield Windows(counts[dim] * inner, count * inner, nbytes * count, _amplification(shape, lengths, units))
         # A window that goes on in an outer dim is whole in all inner ones.
         if fitting < counts[dim]:
             return
@@ -97,3 +104,28 @@ def _amplification(shape: Sequence[int], lengths: Sequence[int], units: Sequence
         edges = (size - 1) // length - (size - 1) // math.lcm(length, unit)
         factors *= 1 + edges / -(-size // unit)
     return factors
+
+
+def share_out(plan: SavePlan, windows: Sequence[Windows], num_workers: int) -> SavePlan:
+    """Divide a plan among workers: each writes neighbouring windows, and all about as many bytes.
+
+    So no two workers read the same part of an old chunk, and each reads its part of the old checkpoint in order.
+
+    Args:
+        plan: The plan of one writer.
+        windows: How the chunks of each tensor are cut into windows.
+        num_workers: Number of workers.
+    """
+    numbers, sizes, first = [], [], 0
+    for tensor, cut in zip(plan.tensors, windows, strict=True):
+        of_tensor = cut.number(np.arange(tensor.grid.num_chunks))
+        numbers.append(of_tensor + first)
+        first += int(of_tensor[-1]) + 1 if of_tensor.size else 0
+        nbytes = math.prod(tensor.grid.chunk_shape) * DTYPES[tensor.stored_dtype].itemsize
+        sizes.append(np.where(tensor.owners == NO_CLIENT, 0, nbytes))
+    window_of_chunk = np.concatenate([np.empty(0, np.int64), *numbers])
+    nbytes_of_window = np.bincount(window_of_chunk, np.concatenate([np.empty(0), *sizes]))
+    # A window belongs to the worker in whose share its middle lies.
+    middles = np.cumsum(nbytes_of_window) - nbytes_of_window / 2
+    workers = (middles * num_workers / max(1.0, nbytes_of_window.sum())).astype(np.int32)
+    return with_owners(plan, np.where(plan.owners == NO_CLIENT, NO_CLIENT, workers[window_of_chunk]).astype(np.int32))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from heapq import heapreplace
 from itertools import pairwise
@@ -141,7 +141,7 @@ class SavePlan:
         owners: The owner of each chunk of all tensors.
         digests: For each tensor, a digest of all facts on which clients must agree before any of them writes.
         topic: A digest of these digests.
-        loads: Bytes that each client writes, by client.
+        loads: Bytes that each client writes, by client; empty if the owners were not chosen by `plan_save`.
     """
 
     tensors: tuple[TensorPlan, ...]
@@ -288,8 +288,27 @@ def plan_save(
         owners[starts[position] + number] = owner
     tensors = _tensor_plans(listed, paths, drafts, owners)
     digests = tuple(map(_digest, tensors))
-    topic = bytes_digest(b"".join(digest.to_bytes(8, "big") for digest in digests) + salt).to_bytes(8, "big")
-    return SavePlan(tensors, owners, digests, topic, loads)
+    return SavePlan(tensors, owners, digests, _topic(digests, salt), loads)
+
+
+def with_owners(plan: SavePlan, owners: npt.NDArray[np.int32]) -> SavePlan:
+    """Return a plan in which other clients write the chunks; each of them must hold the chunks that it writes.
+
+    Args:
+        plan: A plan without split chunks.
+        owners: The owner of each chunk of all tensors, `NO_CLIENT` where nobody holds the chunk.
+    """
+    owners.flags.writeable = False
+    tensors = tuple(
+        replace(tensor, owners=owners[start:stop])
+        for tensor, (start, stop) in zip(plan.tensors, pairwise(plan.starts.tolist()), strict=True)
+    )
+    digests = tuple(map(_digest, tensors))
+    return SavePlan(tensors, owners, digests, _topic(digests, plan.topic), {})
+
+
+def _topic(digests: Sequence[int], salt: bytes) -> bytes:
+    return bytes_digest(b"".join(digest.to_bytes(8, "big") for digest in digests) + salt).to_bytes(8, "big")
 
 
 def plan_part(
