@@ -28,7 +28,7 @@ import torch
 
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.resharding.windows import WINDOW_NBYTES, Windows
+from dtckpt.checkpoint.resharding.windows import WINDOW_NBYTES, Units, Windows
 from dtckpt.checkpoint.saving.plan import Holding, SavePlan, TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.comm import host_memory
@@ -262,7 +262,8 @@ def windows_of(plan: TensorPlan, info: TensorInfo, budget: Budget) -> Windows:
         info: The old one.
         budget: Of it the bytes of a window count.
     """
-    return Windows.of(plan.grid, DTYPES[plan.spec.dtype].itemsize, info.block_shape, budget.window)
+    units = Units(info.chunk_shape, info.block_shape)
+    return Windows.of(plan.grid, DTYPES[plan.spec.dtype].itemsize, units, budget.window)
 
 
 class _RecycledMemory:

@@ -34,6 +34,32 @@ _SLACK = 1.02
 
 
 @dataclass(frozen=True, slots=True)
+class Units:
+    """The smallest parts that an old tensor can be read in: its chunks, cut into blocks.
+
+    Args:
+        chunk: Elements per dim of an old chunk.
+        unit: Elements per dim of a unit. Each chunk begins with a new one.
+    """
+
+    chunk: tuple[int, ...]
+    unit: tuple[int, ...]
+
+    def amplification(self, shape: Sequence[int], lengths: Sequence[int]) -> float:
+        """Return how often a unit is read, on average, by windows of these lengths per dim.
+
+        It is read once more for every edge between windows that lies inside it.
+        """
+        factor = 1.0
+        for size, length, chunk, unit in zip(shape, lengths, self.chunk, self.unit, strict=True):
+            edges = np.arange(length, size, length)
+            whole, rest = divmod(size, chunk)
+            num_units = whole * -(-chunk // unit) - (-rest // unit)
+            factor *= 1 + np.count_nonzero(edges % chunk % unit) / num_units
+        return float(factor)
+
+
+@dataclass(frozen=True, slots=True)
 class Windows:
     """How the chunks of a tensor are cut into windows.
 
@@ -51,13 +77,13 @@ class Windows:
 
     @classmethod
     @lru_cache(maxsize=4096)
-    def of(cls, grid: ChunkGrid, itemsize: int, units: tuple[int, ...], max_nbytes: int) -> Windows:
+    def of(cls, grid: ChunkGrid, itemsize: int, units: Units, max_nbytes: int) -> Windows:
         """Choose the windows of a tensor: the smallest of those that read least.
 
         Args:
             grid: The tensor's shape and new chunks.
             itemsize: Bytes of an element in memory.
-            units: Elements per dim of the smallest part that storage is read in.
+            units: What storage is read in.
             max_nbytes: Bound on the bytes of a window; one of a single chunk may exceed it.
         """
         found = list(_candidates(grid, itemsize, units, max_nbytes))
@@ -73,37 +99,32 @@ class Windows:
         return chunk // self.line * per_line + chunk % self.line // self.length
 
 
-def _candidates(grid: ChunkGrid, itemsize: int, units: Sequence[int], max_nbytes: int) -> Iterator[Windows]:
+def _candidates(grid: ChunkGrid, itemsize: int, units: Units, max_nbytes: int) -> Iterator[Windows]:
     """Yield windows that fit, of at least one chunk: the smallest, the largest, and some that end with a unit."""
     # A tensor without elements has no chunks; any windows will do.
     shape, counts = ([max(1, size) for size in sizes] for sizes in (grid.shape, grid.counts))
     chunk = grid.chunk_shape
-    lengths = [min(size, each) for size, each in zip(shape, chunk, strict=True)]
-    nbytes, inner = itemsize * math.prod(lengths), 1
-    yield Windows(1, 1, nbytes, _amplification(shape, lengths, units))
+    lengths, inner = [min(size, each) for size, each in zip(shape, chunk, strict=True)], 1
+
+    def windows(line: int, length: int) -> Windows:
+        return Windows(line, length, itemsize * math.prod(lengths), units.amplification(shape, lengths))
+
+    yield windows(1, 1)
     for dim in reversed(range(len(shape))):
-        fitting = min(counts[dim], max_nbytes // nbytes)
-        # Chunks after which a chunk and a unit end together.
-        common = math.lcm(chunk[dim], units[dim]) // chunk[dim]
-        enough = -(-WINDOW_NBYTES // nbytes)
-        for count in {enough, -(-enough // common) * common, fitting // common * common, fitting}:
+        row = itemsize * math.prod(lengths) // lengths[dim]
+        fitting = counts[dim] if shape[dim] * row <= max_nbytes else max(1, max_nbytes // (row * chunk[dim]))
+        enough = min(counts[dim], -(-WINDOW_NBYTES // (row * chunk[dim])))
+        steps = {1, *(math.lcm(chunk[dim], each[dim]) // chunk[dim] for each in (units.chunk, units.unit))}
+        for count in sorted(
+            {fitting, *(end for step in steps for end in (-(-enough // step) * step, fitting // step * step))}
+        ):
             if 0 < count <= fitting:
                 lengths[dim] = min(shape[dim], count * chunk[dim])
-                yield Windows(counts[dim] * inner, count * inner, nbytes * count, _amplification(shape, lengths, units))
+                yield windows(counts[dim] * inner, count * inner)
         # A window that goes on in an outer dim is whole in all inner ones.
         if fitting < counts[dim]:
             return
-        lengths[dim] = shape[dim]
-        nbytes, inner = itemsize * math.prod(lengths), inner * counts[dim]
-
-
-def _amplification(shape: Sequence[int], lengths: Sequence[int], units: Sequence[int]) -> float:
-    """Return how often a unit is read, on average: once more for every edge between windows inside it."""
-    factors = 1.0
-    for size, length, unit in zip(shape, lengths, units, strict=True):
-        edges = (size - 1) // length - (size - 1) // math.lcm(length, unit)
-        factors *= 1 + edges / -(-size // unit)
-    return factors
+        lengths[dim], inner = shape[dim], inner * counts[dim]
 
 
 def share_out(plan: SavePlan, windows: Sequence[Windows], num_workers: int) -> SavePlan:
