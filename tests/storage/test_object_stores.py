@@ -359,6 +359,28 @@ def test_what_is_put_off_is_tried_again(gateway, bucket, kvstore):
     assert {why for _, why in refused} == {"put off", "too many"}
 
 
+@pytest.mark.share(1)
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+def test_reshard_on_a_store_that_throttles(gateway, bucket, kvstore):
+    source, mesh, options = f"{bucket}/run/step", dtckpt.abstract_mesh({"a": 3}), SaveOptions(kvstore=kvstore)
+    save(source, kvstore=kvstore)
+    count = itertools.count()
+    gateway.refuse = lambda action, name: "too many" if next(count) % 3 == 0 else None
+    dtckpt.reshard(source, f"{bucket}/new", mesh=mesh, options=options)
+    with dtckpt.open_checkpoint(source) as old, dtckpt.open_checkpoint(f"{bucket}/new") as new:
+        assert new.verify().is_sound
+        assert {name: bits_of(new.read(name)) for name in new.tensors} == {
+            name: bits_of(old.read(name)) for name in old.tensors
+        }
+    gateway.refuse = lambda action, name: "too many" if action == "write" and "/other" in name else None
+    with refused("too many"):
+        dtckpt.reshard(source, f"{bucket}/other", mesh=mesh, options=options)
+    gateway.refuse = pass_all
+    with pytest.raises(CheckpointNotFoundError):
+        dtckpt.open_checkpoint(f"{bucket}/other")
+    assert holds(source)
+
+
 REFUSALS = {
     "put off": (StorageError, "try again later"),
     "too many": (StorageError, "try again later"),

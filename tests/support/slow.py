@@ -11,6 +11,8 @@ FOLDERS_AND_FILES = (
     "server/",
     "checkpoint/converting/test_published_models.py",
     "checkpoint/reading/test_readers_alone.py",
+    "checkpoint/resharding/test_interrupted.py",
+    "checkpoint/resharding/test_reads.py",
     "checkpoint/test_memory.py",
     "cli/test_examples.py",
     "cli/test_process.py",

@@ -114,10 +114,10 @@ def _candidates(grid: ChunkGrid, itemsize: int, units: Units, max_nbytes: int) -
         row = itemsize * math.prod(lengths) // lengths[dim]
         fitting = counts[dim] if shape[dim] * row <= max_nbytes else max(1, max_nbytes // (row * chunk[dim]))
         enough = min(counts[dim], -(-WINDOW_NBYTES // (row * chunk[dim])))
+        # Chunks after which a window ends with an old chunk, or with a unit of it.
         steps = {1, *(math.lcm(chunk[dim], each[dim]) // chunk[dim] for each in (units.chunk, units.unit))}
-        for count in sorted(
-            {fitting, *(end for step in steps for end in (-(-enough // step) * step, fitting // step * step))}
-        ):
+        ends = {end for step in steps for end in (-(-enough // step) * step, fitting // step * step)}
+        for count in sorted(ends):
             if 0 < count <= fitting:
                 lengths[dim] = min(shape[dim], count * chunk[dim])
                 yield windows(counts[dim] * inner, count * inner)
