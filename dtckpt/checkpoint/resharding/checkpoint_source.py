@@ -44,6 +44,8 @@ NUM_WINDOWS = 4
 """Windows in memory at one time; see `Budget`."""
 BATCH_NBYTES = 64 << 20
 """Bound on the bytes that are written at one time; more would only take memory."""
+RECYCLED_NBYTES = 1 << 20
+"""The C library uses the memory of smaller arrays again, and at less cost."""
 
 Progress = Callable[[str, int], None]
 """Called with the tensor's name and the bytes of its new chunks that were handed to storage since the last call."""
@@ -280,6 +282,8 @@ class _RecycledMemory:
 
     def take(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Return uninitialized bytes. Their memory comes back when no array refers to it any more."""
+        if nbytes < RECYCLED_NBYTES:
+            return np.empty(nbytes, np.uint8)
         # Rounded up by a quarter at most, so that chunks of nearly the same size use the same memory.
         step = 1 << max(0, nbytes.bit_length() - 3)
         size = -(-nbytes // step) * step
