@@ -50,6 +50,7 @@ bench: install
 	$(BIN)/python -m benchmarks.diff
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.convert
+	$(BIN)/python -m benchmarks.reshard
 	$(RUN) 2 -m benchmarks.redistribute
 	$(RUN) 4 -m benchmarks.redistribute
 	$(BIN)/python -m benchmarks.received_bytes
