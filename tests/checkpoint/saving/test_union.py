@@ -46,7 +46,7 @@ def test_pipeline_stages_hold_different_keys(pool, tmp_path):
     axes = {"pp": 2, "dp": 2, "tp": 2}
     rounds = pool.values(union_cases.save_stage, f"{tmp_path}/", 4, axes, saves=3, clients=8, group=True)
     assert rounds == [[FIRST, NEXT, NEXT]] * 8
-    others = [(0, {"pp": 4}, 4), (1, {"pp": 2, "tp": 2}, 4), (2, {"dp": 2}, 2), (2, {}, 1)]
+    others = [(0, {"pp": 4}, 4), (1, {"pp": 2, "tp": 2}, 4), (2, {"dp": 3}, 3), (2, {"dp": 2}, 2), (2, {}, 1)]
     for step, axes, clients in others:
         found = pool.values(union_cases.restore_stage, f"{tmp_path}/{step}", 4, axes, step, clients=clients, group=True)
         assert found == [[]] * clients, axes
