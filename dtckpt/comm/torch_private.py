@@ -134,6 +134,11 @@ def cached_global_plans(changed: Sequence[Any]) -> Sequence[Any] | None:
     return None
 
 
+def local_tensor_of(tensor: Any) -> torch.Tensor:
+    """Return the local part of a DTensor of PyTorch itself; ``to_local`` returns a view that records a gradient."""
+    return tensor._local_tensor  # type: ignore[no-any-return]
+
+
 def strided_shard(dim: int, split_factor: int) -> Any:
     """Return a ``_StridedShard`` of PyTorch."""
     from torch.distributed.tensor.placement_types import _StridedShard  # here, as most programs do without

@@ -26,8 +26,8 @@ def is_torch_dtensor(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-KeptLayouts = dict[Any, tuple[Any, Layout]]
-"""Layouts by mesh of PyTorch, placements and number of dims; the mesh is kept, as the key has its id."""
+KeptLayouts = dict[Any, tuple[Any, Layout, bool]]
+"""By id of a PyTorch mesh, placements and number of dims: the mesh, which keeps the id; layout; if it is remote."""
 
 
 def layout_and_local(value: Any, kept: KeptLayouts | None = None) -> tuple[Layout, torch.Tensor | None]:
@@ -41,8 +41,7 @@ def layout_and_local(value: Any, kept: KeptLayouts | None = None) -> tuple[Layou
     Raises:
         LayoutError: Its placements have no counterpart here, or its local part is a `DTensor` itself.
     """
-    with torch.no_grad():  # or PyTorch records a gradient, which takes much longer
-        local = value.to_local().detach()
+    local = torch_private.local_tensor_of(value).detach()  # to_local() would record a gradient, which takes much longer
     if isinstance(local, DTensor):
         raise LayoutError(
             "got a DTensor of PyTorch whose local part is a DTensor of dtckpt, so its rows are not those of the "
@@ -52,11 +51,11 @@ def layout_and_local(value: Any, kept: KeptLayouts | None = None) -> tuple[Layou
     key = id(mesh), value.placements, value.ndim
     found = None if kept is None else kept.get(key)
     if found is None:
-        found = mesh, layout_of(torch_device_mesh.mesh_of(mesh), value.placements, value.ndim)
+        layout = layout_of(torch_device_mesh.mesh_of(mesh), value.placements, value.ndim)
+        found = mesh, layout, layout.mesh.is_remote()
         if kept is not None:
             kept[key] = found
-    layout = found[1]
-    return layout, None if layout.mesh.is_remote() else local
+    return found[1], None if found[2] else local
 
 
 def layout_of(mesh: Mesh, placements: Sequence[Any], ndim: int) -> Layout:
