@@ -69,6 +69,10 @@ class Folder(Protocol):
         """In a context, start to write the files of a subfolder to the disk early, so that `sync` has less to do."""
         ...
 
+    def settle(self, names: Iterable[str]) -> None:
+        """As `sync`, for large files that nobody reads soon: they need not stay in this machine's memory."""
+        ...
+
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of all files below whose names begin with ``prefix``, sorted."""
         ...

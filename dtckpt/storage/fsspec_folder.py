@@ -140,6 +140,9 @@ class FsspecFolder:
     def sync(self, names: Iterable[str]) -> None:
         """As `Folder.sync`: a write is as durable as the file system makes it."""
 
+    def settle(self, names: Iterable[str]) -> None:
+        """As `Folder.settle`: there is nothing to be done."""
+
     def early_sync(self, folder: str) -> AbstractContextManager[None]:  # noqa: ARG002  (nothing can be done)
         """As `Folder.early_sync`."""
         return nullcontext()

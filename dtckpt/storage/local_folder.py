@@ -68,6 +68,10 @@ class LocalFolder:
         """As `Folder.sync`; the name of a directory stands for the names in it."""
         fsync.sync_all(self.path / name for name in names)
 
+    def settle(self, names: Iterable[str]) -> None:
+        """As `Folder.settle`."""
+        fsync.settle(self.path / name for name in names)
+
     def early_sync(self, folder: str) -> AbstractContextManager[None]:
         """As `Folder.early_sync`."""
         return fsync.early_writeback(self.path / folder)

@@ -147,6 +147,9 @@ class BucketFolder:
     def sync(self, names: Iterable[str]) -> None:
         """As `Folder.sync`: writes are durable."""
 
+    def settle(self, names: Iterable[str]) -> None:
+        """As `Folder.settle`: there is nothing to be done."""
+
     def early_sync(self, folder: str) -> AbstractContextManager[None]:  # noqa: ARG002  (writes are durable)
         """As `Folder.early_sync`."""
         return nullcontext()

@@ -26,12 +26,20 @@ NUM_THREADS = 16
 
 
 def open_writer(
-    kind: str, root: Folder, client: int, *, is_durable: bool = True, max_pending_nbytes: int | None = None
+    kind: str,
+    root: Folder,
+    client: int,
+    *,
+    is_durable: bool = True,
+    is_cached: bool = True,
+    max_pending_nbytes: int | None = None,
 ) -> TensorStoreWriter | ChunkFileWriter:
     """Return the writer of one client's chunks that fits a folder. Args: as for `TensorStoreWriter`."""
     if root.kvstore() is None:
         return ChunkFileWriter(kind, root, max_pending_nbytes=max_pending_nbytes)
-    return TensorStoreWriter(kind, root, client, is_durable=is_durable, max_pending_nbytes=max_pending_nbytes)
+    return TensorStoreWriter(
+        kind, root, client, is_durable=is_durable, is_cached=is_cached, max_pending_nbytes=max_pending_nbytes
+    )
 
 
 def validate_kind(kind: str, root: Folder, codecs: Iterable[str] = ()) -> None:

@@ -125,6 +125,7 @@ class TensorStoreWriter:
         root: The folder under construction; every client sees the same one.
         client: The client that writes.
         is_durable: Whether the data survives a power loss once `commit` has returned.
+        is_cached: Whether what a database holds may stay in this machine's memory, because it is read soon.
         max_pending_nbytes: Bytes that may wait in memory to be written. They are written out in batches of half as
             many, in a thread; `write` waits when both batches are full.
     """
@@ -136,6 +137,7 @@ class TensorStoreWriter:
         client: int,
         *,
         is_durable: bool = True,
+        is_cached: bool = True,
         max_pending_nbytes: int | None = None,
     ) -> None:
         self._where = root
@@ -144,6 +146,9 @@ class TensorStoreWriter:
         self._folder = root / client_folder(client) if self._is_database else root
         self._base: Any = None
         self._is_durable = is_durable
+        self._is_settling = self._is_database and is_durable and not is_cached
+        self._seen: set[str] = set()
+        self._unsettled: set[str] = set()
         self._keys: list[str] = []
         self._arrays: dict[str, Any] = {}
         # Half of the bound for the batch that grows, half for the batch before it, which a thread writes out.
@@ -251,6 +256,18 @@ class TensorStoreWriter:
                 commit.result()
         # What is written is freed, even while its batch is still referred to.
         batch.writes.clear()
+        if self._is_settling:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the files of the batch before this one are on the disk, to which they go since they were written.
+
+        So files are not written faster than the disk takes them, and few of them are in memory.
+        """
+        with translate_errors("sync chunks", self._where):
+            names = set(_data_files(self._folder))
+            self._folder.settle(sorted(self._unsettled))
+        self._unsettled, self._seen = names - self._seen, names
 
     def abort(self) -> None:
         """Drop the uncommitted writes, and wait for those under way: they could make removed folders again."""

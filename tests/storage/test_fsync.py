@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dtckpt.storage.fsync import early_writeback
+from dtckpt.storage.fsync import early_writeback, settle
 
 
 def wait_until(condition, timeout_s=30.0):
@@ -72,3 +72,21 @@ def test_where_there_is_no_such_call(tmp_path, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     with early_writeback(tmp_path):
         assert not [thread for thread in threading.enumerate() if thread.name == "dtckpt-writeback"]
+
+
+def test_settled_files_are_synced_and_then_forgotten(tmp_path, monkeypatch):
+    asked = []
+    for name in "ab":
+        (tmp_path / name).write_bytes(name.encode())
+    monkeypatch.setattr(os, "fsync", lambda descriptor: asked.append(("sync", os.pread(descriptor, 1, 0))))
+    monkeypatch.setattr(
+        os,
+        "posix_fadvise",
+        lambda descriptor, start, nbytes, advice: asked.append((advice, os.pread(descriptor, 1, 0))),
+    )
+    settle(tmp_path / name for name in "ab")
+    forgotten = os.POSIX_FADV_DONTNEED
+    assert asked == [("sync", b"a"), (forgotten, b"a"), ("sync", b"b"), (forgotten, b"b")]
+    monkeypatch.delattr(os, "posix_fadvise")
+    settle([tmp_path / "a"])
+    assert asked[4:] == [("sync", b"a")]

@@ -154,6 +154,7 @@ class ClientWriter:
             self._attempt.folder,
             self._client,
             is_durable=options.fsync,
+            is_cached=max_pending_nbytes is None,
             max_pending_nbytes=max_pending_nbytes or PENDING_NBYTES,
         )
         # Where memory is bounded, chunks are digested at once and not in a thread: their elements are freed as soon as
