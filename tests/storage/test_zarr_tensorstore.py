@@ -1,5 +1,6 @@
 """`TensorStoreWriter`: what it holds in memory."""
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,3 +36,23 @@ def test_copies_of_chunks_count_as_waiting(tmp_path, is_contiguous, times):
     assert writer._batch.nbytes == times * elements.nbytes
     writer.commit()
     assert writer._batch.writes == []
+
+
+def test_files_of_a_batch_are_settled_after_the_next_one(tmp_path):
+    settled = []
+
+    class Watched(LocalFolder):
+        def settle(self, names):
+            settled.append(list(names))
+
+    row = Array("w", ChunkGrid((1024, 4096), (1024, 512)), "float32", NO_CODEC)
+    writer = TensorStoreWriter("ocdbt", Watched(tmp_path), 0, is_cached=False, max_pending_nbytes=4 << 20)
+    for start in range(0, 3584, 512):
+        writer.write(row, Region((0, start), (1024, 512)), np.ones((1024, 512), "f4"))
+    writer.commit()
+    names = [name for batch in settled for name in batch]
+    assert len(settled) == 4, "one for each batch of two chunks, and one for the last chunk"
+    assert settled[0] == []
+    assert all(settled[1:])
+    assert len(names) == len(set(names))
+    assert set(names) < {f"d/{name}" for name in os.listdir(tmp_path / "client_0" / "d")}
