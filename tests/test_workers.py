@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import shares
 from support.batches import MOST_WITH_CLIENTS, SIZE, Dealer, neighbours
 from support.forked_workers import num_workers
 from support.shares import share, todays
@@ -134,7 +135,13 @@ def test_number_of_workers(text, cores, without_clients, count):
 # --- shares ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_case_has_its_day():
+@pytest.fixture
+def some(monkeypatch):
+    """A run that tries shares."""
+    monkeypatch.setattr(shares, "IS_ALL", False)
+
+
+def test_every_case_has_its_day(some):
     cases = list(range(10))
     days = [share(cases, 4, "key", seed) for seed in range(30, 33)]
     assert all(len(day) == 4 for day in days)
@@ -150,10 +157,10 @@ class FakeTest:
         return self._marker
 
 
-def test_functions_with_one_name_are_one_sweep():
+def test_functions_with_one_name_are_one_sweep(some):
     always = [FakeTest("a"), FakeTest("b")]
     alone = [FakeTest(f"c[{number}]", 2) for number in range(5)]
     together = [FakeTest(f"{name}[{number}]", 3, of="jobs") for name in "de" for number in range(4)]
     chosen = todays([*always, *alone, *together])
     assert set(always) <= chosen
-    assert [len(chosen & set(some)) for some in (alone, together)] == [2, 3]
+    assert [len(chosen & set(cases)) for cases in (alone, together)] == [2, 3]
