@@ -112,7 +112,7 @@ def measure(work: str, arguments: Sequence[Any]) -> None:
 
 def measured(target: Path, *works: tuple[str, Sequence[Any]]) -> Result:
     """Run works at the same time, once ``target`` is removed; return the sums, and the time of all."""
-    command = [sys.executable, "-m", "benchmarks.reshard", "--measure"]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.reshard", "--measure"]
     pipe = subprocess.PIPE
     processes = [subprocess.Popen([*command, json.dumps(work)], stdin=pipe, stdout=pipe, text=True) for work in works]
     for process in processes:
