@@ -108,14 +108,17 @@ def test_json_lines_tell_start_tensors_and_result(run, source, target, tensors):
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
-def test_dry_run_shows_the_plan_and_writes_nothing(run, source, target, flags):
+def test_dry_run_shows_the_plan_and_writes_nothing(run, source, target, tensors, flags):
     result = run("reshard", source, target, *MESH, *LAYOUTS, "--dry-run", *flags)
     assert (result.code, result.err) == (0, "")
     assert os.listdir(target.parent) == []
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
     if flags:
+        assert result.events[0]["read_bytes"] == nbytes
         assert [result.events[0]["dry_run"], result.events[-1]["dry_run"]] == [True, True]
     else:
         assert "model/w       8x6     float32        x,y -> data+x,unsharded" in result.out
+        assert f"would read {nbytes} B, and write 9 tensors, {nbytes} B to {target}; " in result.out
         assert result.out.endswith("this was a dry run, nothing was written\n")
 
 
