@@ -31,6 +31,8 @@ settings.load_profile("nightly" if shares.IS_ALL else "ci")
 forkserver.reset_signals()
 
 TESTS = Path(__file__).parent
+ONCE = ("framework_pool", "store_of")
+"""Fixtures of a session that take ten seconds of the processor and more: one worker has them."""
 _PREFIXES = ("DTENSOR_", "DTCKPT_", "TORCHELASTIC_")
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -85,10 +87,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if {"pool", "framework_pool"} & {*item.fixturenames}:
             item.add_marker("processes")
-        if "framework_pool" in item.fixturenames:
-            item.add_marker(
-                pytest.mark.together("frameworks")
-            )  # importing the frameworks takes ten seconds of the processor
+        for fixture in {*ONCE} & {*item.fixturenames}:
+            item.add_marker(pytest.mark.together(fixture))
         if is_slow(str(item.path.relative_to(TESTS)), item.function.__name__):
             item.add_marker("slow")
     yield
