@@ -18,7 +18,12 @@ from dtckpt import DTensor, Replicate, Shard, abstract_mesh
 from dtckpt.dtensor import distribute_module, distribute_tensor
 from dtckpt.dtensor.torch_compile import REASON
 
-pytestmark = pytest.mark.together("compilers")  # each worker would import them
+pytestmark = [
+    pytest.mark.together("compilers"),  # each worker would import them
+    # PyTorch's compiler reads the gradients of tensors that it finds at the start of a graph. It hides the warning by a
+    # way that another thread can undo.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 MESH = abstract_mesh({"x": 4})
 
 
