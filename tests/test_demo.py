@@ -13,7 +13,7 @@ from support.example_cases import run_loop
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.share(2, of="jobs of torchrun")
+@pytest.mark.share(1, of="jobs of torchrun")
 @pytest.mark.processes
 def test_demo_shows_what_it_claims(tmp_path: Path) -> None:
     output = tmp_path / "demo-output"

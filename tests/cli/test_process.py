@@ -230,7 +230,7 @@ def _peak_nbytes(*args, code=0):
     return int(result.out.splitlines()[-1]) << 10
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(1, of="memory of commands")
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_memory_stays_within_the_bound(tmp_path, kvstore, record_property):
     """256 MiB from rows to columns in 32 MiB, so that every stored chunk is needed by every new one."""
@@ -250,6 +250,7 @@ def test_memory_stays_within_the_bound(tmp_path, kvstore, record_property):
         assert torch.equal(new.read("w"), whole)
 
 
+@pytest.mark.share(1, of="memory of commands")
 @pytest.mark.share(1)
 @pytest.mark.parametrize("codec", [None, "zstd"])
 def test_memory_of_commands_that_read_elements(tmp_path, codec, record_property):

@@ -155,7 +155,7 @@ class Stage(ExitStack):
             assert scene.is_as_expected(), scene
 
 
-@pytest.mark.share(2, of="outages")
+@pytest.mark.share(1, of="outages")
 @pytest.mark.parametrize("barrier", BARRIERS)
 def test_outages_at(barrier, tmp_path):
     with Stage() as stage:

@@ -102,7 +102,7 @@ def test_slow_client_is_shown_with_what_it_does(tmp_path):
         assert {crew.answer(client)[0] for client in range(NUM_CLIENTS)} == {"saved"}
 
 
-@pytest.mark.share(2, of="outages")
+@pytest.mark.share(1, of="outages")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_client_is_cut_off_and_comes_back(tmp_path, moment):
     """It is told what the others were told, and may take part again."""
@@ -119,7 +119,7 @@ def test_client_is_cut_off_and_comes_back(tmp_path, moment):
         assert is_whole(tmp_path / "next")
 
 
-@pytest.mark.share(2, of="outages")
+@pytest.mark.share(1, of="outages")
 @pytest.mark.parametrize("how", ["frozen", "cut off"])
 def test_client_is_gone_for_less_than_the_timeout(tmp_path, how):
     with saving(tmp_path / "step", "in") as (_, network, crew):
@@ -135,7 +135,7 @@ def test_client_is_gone_for_less_than_the_timeout(tmp_path, how):
     assert is_whole(tmp_path / "step")
 
 
-@pytest.mark.share(2, of="outages")
+@pytest.mark.share(1, of="outages")
 def test_coordinator_is_gone_for_good(tmp_path):
     """A save fails with a clear error, in time; training goes on, and may save again with or without a coordinator."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)

@@ -116,7 +116,7 @@ if sys.argv[1] == "group":
 """
 
 
-@pytest.mark.share(2, of="jobs of torchrun")
+@pytest.mark.share(1, of="jobs of torchrun")
 @pytest.mark.parametrize("group", ["group", "none"])
 def test_under_torchrun(tmp_path, group):
     script = tmp_path / "script.py"

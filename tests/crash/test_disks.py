@@ -25,7 +25,7 @@ def one(nursery, case, *args):
     return found
 
 
-@pytest.mark.share(2, of="full disks")
+@pytest.mark.share(1, of="full disks")
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_a_full_disk(disk, kvstore):
     nursery, folder = disk
@@ -44,7 +44,7 @@ def test_a_full_disk(disk, kvstore):
     one(nursery, crash_cases.remove, path)
 
 
-@pytest.mark.share(2, of="full disks")
+@pytest.mark.share(1, of="full disks")
 def test_a_disk_that_may_not_be_written(disk):
     nursery, folder = disk
     path = f"{folder}/s"

@@ -47,7 +47,7 @@ def kill_some(job, chance):
     return seconds
 
 
-@pytest.mark.share(2, of="jobs of torchrun")
+@pytest.mark.share(1, of="jobs of torchrun")
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("meeting", ["store", "coordinator"])
 def test_killed_clients(tmp_path, meeting, part):

@@ -10,6 +10,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "zarr.md"
 HAS_ORBAX = importlib.util.find_spec("orbax") is not None
 
 
+@pytest.mark.share(3, of="processes that start PyTorch")
 def test_the_examples_run(tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     assert len(blocks) >= 8

@@ -53,7 +53,7 @@ def save(path, step=1, **options):
 # --- damage, replacement, copies ----------------------------------------------------------------------------
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(14, of="object stores")
 @on_objects
 def test_damage_is_detected(root, kvstore):
     path = f"{root}/step_1"
@@ -83,7 +83,7 @@ def test_damage_is_detected(root, kvstore):
     assert holds(path)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(14, of="object stores")
 @on_objects
 def test_a_reader_of_what_was_replaced_is_told(root, kvstore):
     path = f"{root}/step_1"
@@ -98,7 +98,7 @@ def test_a_reader_of_what_was_replaced_is_told(root, kvstore):
     assert folder_at(root).names("step_1") == []
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(14, of="object stores")
 @on_objects
 def test_zarr_python_reads_by_the_store(root, kvstore):
     path = f"{root}/step_1"
@@ -113,7 +113,7 @@ def test_zarr_python_reads_by_the_store(root, kvstore):
     assert store != dtckpt.zarr_store(path)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(14, of="object stores")
 @on_objects
 def test_the_folder_of_an_attempt_is_a_checkpoint(root, kvstore, tmp_path):
     """It can be copied to a directory, and a directory can be copied to an object store."""
@@ -130,7 +130,7 @@ def test_the_folder_of_an_attempt_is_a_checkpoint(root, kvstore, tmp_path):
         save(copied, kvstore=kvstore)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(14, of="object stores")
 @on_objects
 def test_dead_saves_are_collected(root, kvstore):
     """Those that live, and checkpoints, are left alone."""
@@ -177,7 +177,7 @@ def test_two_jobs_that_save_to_one_path(bucket):
         assert checkpoint.verify().is_sound
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(14, of="object stores")
 @on_objects
 def test_files_by_name(root):
     folder = folder_at(root) / "folder"
@@ -205,7 +205,7 @@ def test_files_by_name(root):
 # --- through the other calls ----------------------------------------------------------------------------
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(14, of="object stores")
 @on_objects
 def test_reshard_there_and_back(root, kvstore, tmp_path, capsys):
     local, back = tmp_path / "local", f"{root}/back"
@@ -225,7 +225,7 @@ def test_reshard_there_and_back(root, kvstore, tmp_path, capsys):
     assert "one inside the other" in capsys.readouterr().err
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(14, of="object stores")
 @on_objects
 def test_asynchronous_and_named_saves(root, kvstore):
     options = SaveOptions(kvstore=kvstore)
@@ -271,7 +271,7 @@ STATE = {
 }
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(14, of="object stores")
 @pytest.mark.processes
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 @pytest.mark.parametrize(("victim", "when"), [(1, "amid its writes"), (0, "amid its writes"), (0, "before the commit")])
@@ -304,7 +304,7 @@ def test_a_client_that_is_killed_takes_nothing_along(pool, bucket, store, kvstor
     assert len(attempts) == 1
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(14, of="object stores")
 @pytest.mark.processes
 def test_a_manager_of_several_clients(pool, bucket, store):
     for steps in (4, 5):
@@ -338,7 +338,7 @@ def pass_all(action, name):
     return None
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(14, of="object stores")
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_what_is_put_off_is_tried_again(gateway, bucket, kvstore):
     count, refused = itertools.count(), set()
@@ -359,7 +359,7 @@ def test_what_is_put_off_is_tried_again(gateway, bucket, kvstore):
     assert {why for _, why in refused} == {"put off", "too many"}
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(14, of="object stores")
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_reshard_on_a_store_that_throttles(gateway, bucket, kvstore):
     source, mesh, options = f"{bucket}/run/step", dtckpt.abstract_mesh({"a": 3}), SaveOptions(kvstore=kvstore)
@@ -401,7 +401,7 @@ def refused_reads(scheme, why):
     return refused(why)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(14, of="object stores")
 @pytest.mark.parametrize("why", REFUSALS)
 def test_refusals_are_explained(gateway, scheme, bucket, why):
     path = f"{bucket}/run/step"
@@ -432,7 +432,7 @@ REFUSED_COMMITS = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(14, of="object stores")
 @pytest.mark.parametrize(("scheme", "why", "text"), REFUSED_COMMITS, indirect=["scheme"])
 def test_a_commit_that_is_refused(gateway, bucket, why, text):
     path = f"{bucket}/run/step"
@@ -498,7 +498,7 @@ except dtckpt.errors.StorageError as error:
 """
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(14, of="object stores")
 @pytest.mark.processes
 @pytest.mark.parametrize("scheme", PROTOCOLS)
 def test_a_server_that_never_answers_is_not_waited_for_without_end(scheme):
@@ -594,7 +594,7 @@ def test_local_files_may_be_asked_for_by_url(tmp_path):
     shutil.rmtree(tmp_path / "s")
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(14, of="object stores")
 def test_commands_look_after_a_root_in_a_bucket(bucket, capsys):
     root = f"{bucket}/run"
     with dtckpt.CheckpointManager(root, is_async=False) as manager:

@@ -421,6 +421,7 @@ convert(sys.argv[1], sys.argv[2], to="safetensors", max_shard_size=2000, overwri
 """
 
 
+@pytest.mark.share(3, of="processes that start PyTorch")
 def test_a_conversion_that_is_killed(saved, tmp_path):
     target = tmp_path / "m"
     for before in (None, "scalar"):

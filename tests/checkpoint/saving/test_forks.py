@@ -40,7 +40,7 @@ def test_children_that_are_forked_during_saves(tmp_path):
         assert manager.restore().step == newest
 
 
-@pytest.mark.share(2, of="jobs of torchrun")
+@pytest.mark.share(1, of="jobs of torchrun")
 @pytest.mark.processes
 def test_children_of_clients_that_meet_others(tmp_path):
     """PyTorch alone hangs when a process exits that was forked from one with a process group of Gloo."""

@@ -313,7 +313,7 @@ def run(call):
     )
 
 
-@pytest.mark.share(1)
+@pytest.mark.share(3, of="processes that start PyTorch")
 @pytest.mark.parametrize(("how", "code"), [("return", 0), ("SystemExit", 3), ("error", 1)])
 def test_a_process_that_exits_commits_its_save(tmp_path, how, code):
     ended = run(f"exit_amid_a_save({str(tmp_path / 's')!r}, {how!r})")
@@ -322,12 +322,14 @@ def test_a_process_that_exits_commits_its_save(tmp_path, how, code):
     assert (restored["step"], restored["w"].sum()) == (3, 1 << 22)
 
 
+@pytest.mark.share(3, of="processes that start PyTorch")
 def test_a_failure_that_nobody_looked_at_is_logged_at_exit(tmp_path):
     ended = run(f"exit_after_a_failure({str(tmp_path / 's')!r})")
     assert "nobody asked for its result: no ink" in ended.stderr
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.share(3, of="processes that start PyTorch")
 def test_a_forked_process_leaves_the_save_to_its_parent(tmp_path):
     ended = run(f"fork_amid_a_save({str(tmp_path / 's')!r})")
     assert ended.returncode == 0, ended.stderr

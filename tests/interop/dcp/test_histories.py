@@ -32,7 +32,7 @@ def test_saves_in_the_background(pool, tmp_path):
         assert "sharding_specs:dim_0,unsharded" in layout
 
 
-@pytest.mark.share(2, of="jobs of torchrun")
+@pytest.mark.share(1, of="jobs of torchrun")
 def test_saves_in_another_process(tmp_path):
     """A process of its own starts, as DCP's must not be a child of those of the pool."""
     program = (
