@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parents[2] / "docs" / "zarr.md"
 HAS_ORBAX = importlib.util.find_spec("orbax") is not None
 
