@@ -202,6 +202,11 @@ def serve(connection: Any) -> None:
         except EOFError:
             return
         connection.send_bytes(pickle.dumps(answer_of(task)))
+        del task
+        # Not before: until here an error may hold process groups by its frames. What is left are modules and caches,
+        # which stay, so that the collector need not look at them after each case.
+        gc.collect()
+        gc.freeze()
 
 
 def answer_of(task: Task) -> Answer:
@@ -262,5 +267,3 @@ def _tidy_up() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     clear_mesh_caches()
-    gc.collect()  # an error may hold process groups by its frames
-    gc.freeze()  # what is left are modules and caches, which stay: the collector need not look at them after each case

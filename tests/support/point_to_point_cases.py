@@ -121,6 +121,7 @@ def lose_one(*, is_large: bool) -> float:
 
 def count_connections() -> tuple[int, set[str]]:
     """Redistribute; return the number of connections left from earlier process groups, and the transports."""
+    gc.unfreeze()
     gc.collect()  # what failed before may hold its process group
     rows = [line.split() for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]]
     connections = {f"socket:[{row[6]}]" for row in rows if int(row[4], 16) == socket.SOCK_SEQPACKET}
