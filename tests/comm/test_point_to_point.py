@@ -55,8 +55,10 @@ def test_a_client_that_is_gone_before_the_first_message_is_named(monkeypatch):
 
 
 def test_connections_end_with_their_process_group(pool):
-    for _ in range(3):
-        assert pool.values(point_to_point_cases.count_connections, clients=3, group=True) == [(0, {"host"})] * 3
+    first = pool.values(point_to_point_cases.count_connections, clients=3, group=True)
+    assert [transports for _, transports in first] == [{"host"}] * 3
+    for _ in range(2):  # a case of another test may have left some, but none are added
+        assert pool.values(point_to_point_cases.count_connections, clients=3, group=True) == first
 
 
 def test_a_process_that_was_forked_from_a_client_does_not_stand_in_for_it(pool):
