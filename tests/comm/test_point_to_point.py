@@ -58,7 +58,8 @@ def test_connections_end_with_their_process_group(pool):
     first = pool.values(point_to_point_cases.count_connections, clients=3, group=True)
     assert [transports for _, transports in first] == [{"host"}] * 3
     for _ in range(2):  # a case of another test may have left some, but none are added
-        assert pool.values(point_to_point_cases.count_connections, clients=3, group=True) == first
+        again = pool.values(point_to_point_cases.count_connections, clients=3, group=True)
+        assert all(now[0] <= before[0] for now, before in zip(again, first, strict=True)), (first, again)
 
 
 def test_a_process_that_was_forked_from_a_client_does_not_stand_in_for_it(pool):
