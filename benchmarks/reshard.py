@@ -2,7 +2,7 @@
 
 Run: ``python -m benchmarks.reshard [--gib 4] [--rounds 5] [--folder PATH]``. Works come in turns. Each is a process of
 its own, or two, whose time begins after its imports; the peak of its memory is that above what it has then. What the
-work before wrote is removed, and synced, just before: of free memory a virtual machine's host takes back what was free
+work before wrote is removed, and synced, just before: the host of a virtual machine takes back memory that was free
 for some seconds, and to fill such memory takes longer.
 
 The last rows are 10 000 small tensors, the same bytes loaded and saved with DCP by one process (which cannot shard them
@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dtckpt
+from benchmarks.convert import copy
 from benchmarks.manifest import manifest_of
 from benchmarks.planning import transformer
 from dtckpt import Layout, abstract_mesh, pack
@@ -136,13 +137,8 @@ def remove(path: Path) -> None:
 def copied(source: Path, target: Path) -> Result:
     """Copy and sync; return the seconds."""
     remove(target)
-    start = time.perf_counter()
-    subprocess.run(["cp", "-r", str(source), str(target)], check=True)
-    for path in (*target.rglob("*"), target):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    return {"s": time.perf_counter() - start}
+    seconds, _ = copy(source, target)
+    return {"s": seconds}
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------

@@ -203,8 +203,8 @@ def serve(connection: Any) -> None:
             return
         connection.send_bytes(pickle.dumps(answer_of(task)))
         del task
-        # Not before: until here an error may hold process groups by its frames. What is left are modules and caches,
-        # which stay, so that the collector need not look at them after each case.
+        # Not before: until here an error may hold process groups by its frames. Modules and caches are left. They stay,
+        # so the collector need not look at them after each case.
         gc.collect()
         gc.freeze()
 

@@ -24,6 +24,11 @@ def state(step: int, wholes: Mapping[str, torch.Tensor] = WHOLES) -> dict[str, A
     return {**wholes, "w": packed(wholes["w"] + step, Layout([("y", "x"), UNSHARDED], MESH)), "step": step}
 
 
+def save(path: Any, step: int = 1, **options: Any) -> dtckpt.SaveReport:
+    """Save the state of a step, over what is there."""
+    return dtckpt.save(path, state(step), options=dtckpt.SaveOptions(overwrite=True, **options))
+
+
 def holds(path: Any, step: int = 1, wholes: Mapping[str, torch.Tensor] = WHOLES) -> bool:
     """Whether the state of a step restores, bit for bit."""
     restored, expected = dtckpt.restore(path), {**wholes, "w": wholes["w"] + step}

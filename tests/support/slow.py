@@ -37,6 +37,7 @@ FOLDERS_AND_FILES = (
     "format/test_content.py",
     "interop/test_zarr_docs.py",
     "storage/test_commit.py",
+    "storage/test_object_store_refusals.py",
     "storage/test_object_stores.py",
     "storage/untrusted/test_compressed_chunks.py",
     "test_demo.py",

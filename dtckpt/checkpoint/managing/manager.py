@@ -122,7 +122,7 @@ class CheckpointManager:
         )
         self._clock = clock
         auto = self.options.rules.auto
-        self._pace = None if auto is None else Pace(auto, RunHistory(self._root.folder / RUNS_FOLDER))
+        self._pace = None if auto is None else Pace(auto, RunHistory(self._root.folder / RUNS_FOLDER), self.root)
         self._schedule = Schedule(
             self.options.rules,
             timeout_s=self.options.save.timeout_s,

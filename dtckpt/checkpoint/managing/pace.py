@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dtckpt.checkpoint.managing.interval import AutoInterval, Costs, PastRun, estimate_mtbf, optimal_interval
 from dtckpt.checkpoint.managing.run_history import RunHistory
 from dtckpt.errors import DtckptError
+from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.location import Location
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
@@ -28,12 +30,16 @@ class Pace:
     Args:
         auto: The user's part.
         history: The runs of the root.
+        where: The root, for messages.
         now: Returns seconds since the epoch.
     """
 
-    def __init__(self, auto: AutoInterval, history: RunHistory, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, auto: AutoInterval, history: RunHistory, where: Location, now: Callable[[], float] = time.time
+    ) -> None:
         self._auto = auto
         self._history = history
+        self._where = where
         self._num_hosts = 1
         self._now = now
         self._past: tuple[PastRun, ...] = ()
@@ -103,6 +109,7 @@ class Pace:
     def _tolerated(self) -> Iterator[None]:
         """Log a warning if the history cannot be read or written: saves do not depend on it."""
         try:
-            yield
-        except (DtckptError, OSError) as error:
+            with translate_errors("keep the history of runs", self._where):
+                yield
+        except DtckptError as error:
             logger.warning("the history of runs, which every='auto' estimates failures by, is not available: %s", error)
