@@ -39,7 +39,7 @@ def sync(path: Path) -> None:
 def settle(paths: Iterable[Path]) -> None:
     """Sync files, and let the kernel use the memory that caches them for other files. Blocks: on the disk.
 
-    A file that nobody reads soon need not push out what is read often; and memory that is used again at once costs
+    Such files should not push files that are read often out of the cache. And memory that is used again at once costs
     less than memory that has been free for long. Where there is no such call (posix_fadvise), files are only synced.
     """
     forget = getattr(os, "posix_fadvise", None)
@@ -87,7 +87,7 @@ def early_writeback(folder: Path) -> Iterator[None]:
     def run() -> None:
         is_last = False
         while not is_last:
-            # Once more at the end, for what was written since.
+            # Once more at the end, for the bytes written since the last round.
             is_last = is_over.wait(_PERIOD_S)
             for name in _names(folder) - old:
                 with suppress(OSError):  # the file was removed meanwhile

@@ -162,7 +162,7 @@ class CheckpointSource:
         if key not in self._window.elements:
             self._take_next()
         if key not in self._window.elements:
-            self._window = self._read([(plan, region)])  # not what was expected
+            self._window = self._read([(plan, region)])  # the caller asks for another chunk than it announced
         elements = self._window.elements.pop(key)
         if self._progress is not None:
             self._progress(plan.spec.name, region.numel * DTYPES[plan.spec.stored_dtype].itemsize)

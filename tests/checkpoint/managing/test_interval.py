@@ -245,3 +245,13 @@ def test_the_history_is_no_checkpoint(tmp_path, capsys):
     assert [event["name"] for event in events] == ["step_00000000"]
     assert main(["gc", str(tmp_path), "--keep", "1", "--min-age", "0", "--yes"]) == 0
     assert (tmp_path / RUNS_FOLDER).is_dir()
+
+
+def test_an_object_store_that_refuses_the_history_stops_no_save(tmp_path, clock, caplog, monkeypatch):
+    def refuse(self, now_s):
+        raise ValueError("PERMISSION_DENIED: as TensorStore says it")
+
+    monkeypatch.setattr(RunHistory, "begin", refuse)
+    with CheckpointManager(tmp_path, every="auto", is_async=False, clock=clock) as manager:
+        assert saved_steps(manager, clock, range(2)) == [0]
+    assert "PERMISSION_DENIED" in caplog.text
