@@ -59,15 +59,18 @@ def test_a_leader_that_was_killed_is_replaced():
         rendezvous.agree_on_attempt(store, "t", config(1, 3), timedelta(seconds=0.05))
 
 
-def test_meeting_again_is_another_meeting():
-    """Client 1 is still asleep when client 0 begins the second one."""
+@pytest.mark.parametrize("poll_s", [rendezvous.POLL_S, 0])
+def test_meeting_again_is_another_meeting(monkeypatch, poll_s):
+    """Client 1 is still asleep, or between two looks at the store, when client 0 begins the second one."""
+    monkeypatch.setattr(rendezvous, "POLL_S", poll_s)
+    rounds = 20 if poll_s else 1000
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
 
         def twice(client):
-            return [rendezvous.agree_on_attempt(store, "t", config(client, 2), SOON)[1] for _ in range(20)]
+            return [rendezvous.agree_on_attempt(store, "t", config(client, 2), SOON)[1] for _ in range(rounds)]
 
-        assert list(threads.map(twice, range(2))) == [list(range(20))] * 2
+        assert list(threads.map(twice, range(2))) == [list(range(rounds))] * 2
 
 
 @pytest.mark.parametrize(

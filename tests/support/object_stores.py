@@ -2,7 +2,8 @@
 
 S3 is moto's server, Google Cloud Storage is fake-gcs-server. fake-gcs-server heeds preconditions only of multipart
 uploads, while TensorStore uploads the data alone: the gateway turns those uploads into multipart ones. It heeds no
-preconditions of deletions and reads; nothing here relies on them.
+preconditions of deletions and reads; nothing here relies on them. moto checks the precondition of a write and writes
+without a lock around both: the gateway passes on one write at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlencode, urlsplit
@@ -128,6 +129,7 @@ class Gateway(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.protocol = protocol
         self.upstream = upstream
+        self.one_write = threading.Lock()
         self.refuse: Callable[[str, str], str | None] = lambda action, name: None
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -155,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(*protocol.refusal(why), {})
         target, headers, body = protocol.translate_request(self.path, dict(self.headers), body)
         upstream = http.client.HTTPConnection(self.server.upstream.removeprefix("http://"), timeout=30)
-        with closing(upstream):
+        with closing(upstream), self.server.one_write if action == "write" else nullcontext():
             upstream.request(self.command, target, body, headers)
             response = upstream.getresponse()
             answer = response.read()
