@@ -280,8 +280,8 @@ def _join(store: Store, config: Config, wait: _Wait) -> str:
 
     def has_begun() -> bool:
         nonlocal joined
-        # In this order: a leader that begins an attempt may lead the next one right away. If the name is another one and
-        # the attempt that this client has joined has not begun, then it never will.
+        # In this order: a leader that begins an attempt may lead the next one right away. If the name is another one
+        # and the attempt that this client has joined has not begun, then it never will.
         name = store.get("leader").decode() if store.check(["leader"]) else joined
         if joined and store.check([f"begun/{joined}"]):
             return True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,6 +17,7 @@ _NUM_THREADS = 8
 """Files that are synced at a time."""
 _PERIOD_S = 0.01
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write out dirty pages, and wait for none
+_WRITE_AND_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER: begin, and wait for all
 
 
 def sync_all(paths: Iterable[Path]) -> None:
@@ -67,6 +70,56 @@ def walk_folders(folder: Path) -> Iterator[Path]:
     return (Path(path) for path, _, _ in os.walk(folder, onerror=fail))
 
 
+class TrailingWriteback:
+    """Writes out a file behind the one who writes it, and lets the kernel use the memory that cached it again.
+
+    So the writer is never faster than the disk for long, a later fsync finds little to do, and a large file takes the
+    same few pages of the page cache from end to end. Memory that was free for long costs more than the write itself
+    where a virtual machine's host has taken it back. Nothing is durable before an fsync.
+
+    Sources: sync_file_range(2) and posix_fadvise(2); where they are missing, nothing is done.
+
+    Args:
+        descriptor: The file, open as long as this object is used.
+        num_ranges: Ranges that may be under way at one time.
+    """
+
+    def __init__(self, descriptor: int, num_ranges: int) -> None:
+        self._descriptor = descriptor
+        self._num_ranges = num_ranges
+        self._write_out = _sync_file_range()
+        self._ranges: deque[tuple[int, int]] = deque()
+
+    def add(self, offset: int, nbytes: int) -> None:
+        """Begin to write out a range that was written. Blocks: on the disk, if too many ranges are under way.
+
+        Raises:
+            OSError: The disk refused an earlier range. A later fsync need not say so once more.
+        """
+        if self._write_out is None:
+            return
+        self._sync(offset, nbytes, _WRITE)
+        self._ranges.append((offset, nbytes))
+        if len(self._ranges) > self._num_ranges:
+            first = self._ranges.popleft()
+            self._sync(*first, _WRITE_AND_WAIT)
+            # Dirty pages would stay, so not before they are written out.
+            os.posix_fadvise(self._descriptor, *first, os.POSIX_FADV_DONTNEED)
+
+    def _sync(self, offset: int, nbytes: int, flags: int) -> None:
+        assert self._write_out is not None  # noqa: S101  (see `add`)
+        if self._write_out(self._descriptor, offset, nbytes, flags) and (number := ctypes.get_errno()) != errno.ENOSYS:
+            raise OSError(number, os.strerror(number))
+
+
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Return the function of that name of the C library, if it has one."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function
+
+
 @contextmanager
 def early_writeback(folder: Path) -> Iterator[None]:
     """Write out the new files of a directory while they grow, so that a later fsync finds little to do.
@@ -76,11 +129,10 @@ def early_writeback(folder: Path) -> Iterator[None]:
 
     Sources: sync_file_range(2), which Linux alone has; elsewhere nothing is done.
     """
-    write_out = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    write_out = _sync_file_range()
     if write_out is None:
         yield
         return
-    write_out.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     is_over = threading.Event()
     old = _names(folder)
 

@@ -1,13 +1,15 @@
 """Early write-back is a hint: it changes nothing, whatever files come and go meanwhile."""
 
 import ctypes
+import errno
 import os
+import re
 import threading
 import time
 
 import pytest
 
-from dtckpt.storage.fsync import early_writeback, settle
+from dtckpt.storage.fsync import TrailingWriteback, early_writeback, settle
 
 
 def wait_until(condition, timeout_s=30.0):
@@ -29,7 +31,7 @@ def ranges(monkeypatch):
             found.append(os.pread(descriptor, 9, 0))
 
     Library.sync_file_range.argtypes = ()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, **_: Library)
     return found
 
 
@@ -69,7 +71,7 @@ def test_errors_of_the_work_come_through(tmp_path):
 
 
 def test_where_there_is_no_such_call(tmp_path, monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, **_: object())
     with early_writeback(tmp_path):
         assert not [thread for thread in threading.enumerate() if thread.name == "dtckpt-writeback"]
 
@@ -90,3 +92,62 @@ def test_settled_files_are_synced_and_then_forgotten(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "posix_fadvise")
     settle([tmp_path / "a"])
     assert asked[4:] == [("sync", b"a")]
+
+
+class Ranges:
+    """Calls of sync_file_range and posix_fadvise for one file; `errors` has the error of each of the first."""
+
+    def __init__(self, monkeypatch):
+        self.calls, self.errors = [], iter([0] * 100)
+
+        def sync_file_range(descriptor, offset, nbytes, flags):
+            assert descriptor == 5
+            self.calls.append(({2: "begin", 7: "wait"}[flags], offset, nbytes))
+            ctypes.set_errno(error := next(self.errors))
+            return -1 if error else 0
+
+        library = type("Library", (), {"sync_file_range": sync_file_range})
+        monkeypatch.setattr(ctypes, "CDLL", lambda name, **_: library)
+        monkeypatch.setattr(os, "posix_fadvise", self.advise)
+
+    def advise(self, descriptor, offset, nbytes, advice):
+        assert (descriptor, advice) == (5, os.POSIX_FADV_DONTNEED)
+        self.calls.append(("forget", offset, nbytes))
+
+
+def test_a_file_is_written_out_behind_its_writer_who_waits_for_the_oldest_range(monkeypatch):
+    ranges = Ranges(monkeypatch)
+    writeback = TrailingWriteback(5, num_ranges=2)
+    for offset in (0, 10, 20, 30):
+        writeback.add(offset, 10)
+    assert ranges.calls == [
+        ("begin", 0, 10),
+        ("begin", 10, 10),
+        ("begin", 20, 10),
+        ("wait", 0, 10),
+        ("forget", 0, 10),
+        ("begin", 30, 10),
+        ("wait", 10, 10),
+        ("forget", 10, 10),
+    ]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("call", range(2))
+def test_an_error_of_the_disk_is_raised_because_a_later_fsync_need_not_tell_it(monkeypatch, number, call):
+    ranges = Ranges(monkeypatch)
+    ranges.errors = iter([0] * call + [number] + [0] * 9)
+    writeback = TrailingWriteback(5, num_ranges=0)
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        writeback.add(0, 10)
+    assert "forget" not in [name for name, *_ in ranges.calls]
+
+
+def test_a_kernel_without_the_call_writes_out_at_the_sync(monkeypatch):
+    ranges = Ranges(monkeypatch)
+    ranges.errors = iter([errno.ENOSYS] * 9)
+    for _ in range(2):
+        TrailingWriteback(5, num_ranges=1).add(0, 10)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, **_: object())
+    TrailingWriteback(5, num_ranges=0).add(0, 10)
+    assert ranges.calls == [("begin", 0, 10)] * 2

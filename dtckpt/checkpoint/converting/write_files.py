@@ -36,6 +36,8 @@ from dtckpt.storage.failures import translate_errors
 MAX_BLOCK_NBYTES = 32 << 20
 """Larger blocks are no faster."""
 MIN_BLOCK_NBYTES = 64 << 10
+_NUM_WRITTEN_OUT = 2
+"""Blocks on their way to the disk; more would only take more of the page cache."""
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -103,7 +105,7 @@ class FileWriter:
             StorageError: Storage refused.
         """
         buffers = [np.empty(self._budget.block, np.uint8) for _ in range(2)]
-        with fsync.early_writeback(self._folder), Pool(1, "dtckpt-convert") as pool:
+        with Pool(1, "dtckpt-convert") as pool:
             for plan in files:
                 with translate_errors("write {}", self._folder, plan.name):
                     self._write_file(plan, buffers, pool)
@@ -128,13 +130,14 @@ class FileWriter:
     def _fill(self, descriptor: int, plan: FilePlan, buffers: Sequence[_Bytes], pool: Pool) -> None:
         """Fill the slots of a file: while a block is read from the source, the one before is written."""
         writing: Future[None] | None = None
+        writeback = fsync.TrailingWriteback(descriptor, _NUM_WRITTEN_OUT)
         try:
             for number, block in enumerate(plan_blocks(plan.slots, self._budget.block)):
                 buffer = buffers[number % 2][: block.nbytes]
                 self._read_block(block, buffer)
                 if writing is not None:
                     writing.result()
-                writing = pool.submit(self._write_block, descriptor, plan, block, buffer)
+                writing = pool.submit(self._write_block, descriptor, plan, block, buffer, writeback)
                 if self._progress is not None:
                     for part in block.parts:
                         self._progress(part.slot.tensor.name, part.nbytes)
@@ -155,7 +158,14 @@ class FileWriter:
             if part.slot.tensor.content is None:
                 self._read.add(part.slot.tensor, part.region, array)
 
-    def _write_block(self, descriptor: int, plan: FilePlan, block: Block, buffer: _Bytes) -> None:
+    def _write_block(
+        self,
+        descriptor: int,
+        plan: FilePlan,
+        block: Block,
+        buffer: _Bytes,
+        writeback: fsync.TrailingWriteback,
+    ) -> None:
         _write_at(descriptor, buffer.data, block.offset)
         # Into the same memory: what the source gave is not needed any more.
         _read_at(descriptor, buffer.data, block.offset)
@@ -164,6 +174,7 @@ class FileWriter:
             if plan.has_checksums:
                 data = buffer[part.start : part.start + part.nbytes]
                 self._checksums[part.slot] = crc32(data.data, self._checksums.get(part.slot, 0))
+        writeback.add(block.offset, block.nbytes)
 
     def _validated(self, tensor: ExportedTensor) -> int:
         """Return the content digest of a tensor that is written; it must be that of the source."""

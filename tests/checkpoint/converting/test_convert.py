@@ -23,6 +23,7 @@ from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.safetensors_index import NAMES
 from dtckpt.storage import new_files
 from dtckpt.storage.directory_lock import lock_directory
+from dtckpt.storage.fsync import TrailingWriteback
 
 CPUS = [f"CPU:{number}" for number in range(6)]
 
@@ -339,7 +340,14 @@ def test_what_is_there_is_replaced_only_if_asked_for(saved, tmp_path):
     assert list(dtckpt.restore(tmp_path / "m.safetensors")) == ["scalar"]
 
 
-WRITERS = [(os, "pwrite"), (os, "ftruncate"), (os, "fsync"), (write_files, "_read_at"), (new_files, "rename")]
+WRITERS = [
+    (os, "pwrite"),
+    (os, "ftruncate"),
+    (os, "fsync"),
+    (write_files, "_read_at"),
+    (TrailingWriteback, "add"),
+    (new_files, "rename"),
+]
 
 
 @pytest.mark.parametrize("writer", range(len(WRITERS)), ids=[name for _, name in WRITERS])
