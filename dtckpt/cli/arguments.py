@@ -8,18 +8,20 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.restoring.new_tensors import kept_layout
+from dtckpt.checkpoint.restoring.layout_choice import kept_layout
 from dtckpt.errors import ConfigError, LayoutError, MeshError, capped
 from dtckpt.format.dtypes import DTYPES, is_floating
 from dtckpt.layout import text_format
 from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.layout import MATCH, UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_DEVICES = 1 << 18
 """Largest number of devices in a mesh; planning for it takes seconds per tensor."""
@@ -59,6 +61,8 @@ def parse_dtype(text: str) -> torch.dtype:
         raise ConfigError(
             f"dtype cannot be used; got {text!r}, expected one of {', '.join(known)}{did_you_mean(text, known)}"
         )
+    import torch  # here, because it takes seconds, and few commands are about dtypes
+
     return getattr(torch, text)  # type: ignore[no-any-return]
 
 

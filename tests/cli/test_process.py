@@ -53,6 +53,8 @@ sys.exit(code)
         (["cat", "--stats", "{}", "b"], ["tensorstore"]),
         (["ls", "{}/.."], []),
         (["gc", "{}/..", "--keep", "1"], []),
+        (["reshard", "{}", "{}_new", "--mesh", "x=2", "--dry-run"], []),
+        (["reshard", "{}", "{}_new", "--mesh", "x=2", "--dry-run", "--json", "--workers", "2", "--worker", "0"], []),
     ],
     ids=" ".join,
 )

@@ -19,7 +19,7 @@ from dtckpt.checkpoint.leaves import dtype_name
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.resharding.checkpoint_source import Progress
-from dtckpt.checkpoint.restoring.new_tensors import Layouts
+from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.rename_rules import Rename
 from dtckpt.errors import CheckpointCorruptError, ConfigError
 from dtckpt.format import tree as trees

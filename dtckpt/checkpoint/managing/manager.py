@@ -24,7 +24,7 @@ from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER, RunHistory
 from dtckpt.checkpoint.managing.schedule import SaveRules, Schedule
 from dtckpt.checkpoint.managing.step_folders import METRICS_NAME, StepFolders
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
-from dtckpt.checkpoint.restoring.new_tensors import Layouts
+from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.restore import restore
 from dtckpt.checkpoint.saving.save_async import start_save
 from dtckpt.checkpoint.saving.save_handle import SaveHandle

@@ -13,7 +13,6 @@ A thread reads the next window while the chunks of this one are digested, and th
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -28,20 +27,16 @@ import torch
 
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.resharding.windows import WINDOW_NBYTES, Units, Windows
-from dtckpt.checkpoint.saving.plan import Holding, SavePlan, TensorPlan
+from dtckpt.checkpoint.resharding.source_plan import NUM_WINDOWS, Budget, windows_of
+from dtckpt.checkpoint.resharding.windows import WINDOW_NBYTES
+from dtckpt.checkpoint.saving.plan import TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.comm import host_memory
 from dtckpt.comm.background_threads import begin
-from dtckpt.errors import ConfigError
 from dtckpt.format.content import content_digest, content_share
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
 
-MIN_CHUNK_NBYTES = 64 << 10
-"""New chunks are not made smaller than this to save memory: a tiny bound is refused, and not planned for hours."""
-NUM_WINDOWS = 4
-"""Windows in memory at one time; see `Budget`."""
 BATCH_NBYTES = 64 << 20
 """Bound on the bytes that are written at one time; more would only take memory."""
 RECYCLED_NBYTES = 1 << 20
@@ -49,60 +44,6 @@ RECYCLED_NBYTES = 1 << 20
 
 Progress = Callable[[str, int], None]
 """Called with the tensor's name and the bytes of its new chunks that were handed to storage since the last call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """The shares of ``max_memory``: one for stored chunks that are read, four for windows of new chunks.
-
-    The four are the window that is being read, the window whose chunks are handed to storage, the window before it,
-    whose chunks are being written, and these chunks as they are encoded for storage.
-
-    Args:
-        largest: Bytes of the largest stored chunk; its verification may need all of it, even if a part is wanted.
-        reads: Bytes of stored chunks in memory at one time.
-        window: Bound on the bytes of a window.
-    """
-
-    largest: int
-    reads: int
-    window: int
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, max_memory: int) -> Budget:
-        """Divide ``max_memory`` bytes."""
-        largest = max((info.max_chunk_nbytes for info in checkpoint.tensors.values()), default=0)
-        # At least the largest stored chunk; `validate_memory` refuses a bound that leaves too little for the rest.
-        reads = max(largest, max_memory // 8)
-        return cls(largest, reads, max(1, (max_memory - reads) // NUM_WINDOWS))
-
-
-def validate_memory(plan: SavePlan, budget: Budget, max_memory: int) -> None:
-    """Refuse a bound that the largest chunks alone exceed."""
-    sizes = (
-        (math.prod(item.grid.chunk_shape) * DTYPES[item.spec.dtype].itemsize, item.spec.name) for item in plan.tensors
-    )
-    largest, name = max(sizes, default=(0, ""))
-    # A window has at least one chunk.
-    needed = budget.largest + NUM_WINDOWS * largest
-    if needed > max_memory:
-        raise ConfigError(
-            f"max_memory is too small; got {max_memory} bytes, expected at least {needed}: a stored chunk of "
-            f"{budget.largest} bytes, and {NUM_WINDOWS} new ones of tensor {name!r}"
-        )
-
-
-def saved_only(boxes: tuple[Holding, ...], info: TensorInfo) -> tuple[Holding, ...]:
-    """Return the boxes without the elements that were not saved, for a tensor that was saved in part."""
-    if info.is_whole:
-        return boxes
-    parts = (
-        Holding(part, box.clients)
-        for box in boxes
-        for chunk in info.chunks
-        if (part := box.region.intersect(chunk.region))
-    )
-    return tuple(parts)
 
 
 _Chunk = tuple[TensorPlan, Region]
@@ -254,18 +195,6 @@ def _number(plan: TensorPlan, region: Region) -> int:
     """Return the row-major number of the chunk that begins where a region does."""
     steps = zip(region.offset, plan.grid.chunk_shape, strict=True)
     return plan.grid.number(tuple(start // step for start, step in steps))
-
-
-def windows_of(plan: TensorPlan, info: TensorInfo, budget: Budget) -> Windows:
-    """Return how a source reads the chunks of a new tensor.
-
-    Args:
-        plan: The new tensor.
-        info: The old one.
-        budget: Of it the bytes of a window count.
-    """
-    units = Units(info.chunk_shape, info.block_shape)
-    return Windows.of(plan.grid, DTYPES[plan.spec.dtype].itemsize, units, budget.window)
 
 
 class _RecycledMemory:

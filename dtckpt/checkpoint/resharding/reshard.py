@@ -11,29 +11,24 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache
-
-import torch
+from typing import TYPE_CHECKING
 
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.resharding.checkpoint_source import (
+from dtckpt.checkpoint.resharding.source_plan import (
     MIN_CHUNK_NBYTES,
     Budget,
-    CheckpointSource,
-    Progress,
     saved_only,
     validate_memory,
     windows_of,
 )
 from dtckpt.checkpoint.resharding.windows import share_out
 from dtckpt.checkpoint.resharding.workers import PartReport, SharedAttempt, Worker
-from dtckpt.checkpoint.restoring.new_tensors import Layouts, choose_layout
+from dtckpt.checkpoint.restoring.layout_choice import Layouts, choose_layout
 from dtckpt.checkpoint.saving.plan import Holding, TensorPlan, TensorSpec, holdings_of, plan_save
 from dtckpt.checkpoint.saving.report import SaveReport
-from dtckpt.checkpoint.saving.save import save_state
-from dtckpt.checkpoint.saving.state import State
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.single_client import SingleClientCoordination
 from dtckpt.errors import ConfigError, MeshError, MeshTypeError
@@ -44,6 +39,11 @@ from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.commit_by_rename import DirectoryTarget
 from dtckpt.storage.location import Location, is_inside, location_of
 from dtckpt.storage.zarr_files import validate_kind
+
+if TYPE_CHECKING:
+    import torch
+
+    from dtckpt.checkpoint.resharding.checkpoint_source import CheckpointSource, Progress
 
 DEFAULT_MAX_MEMORY = 1 << 30
 
@@ -161,24 +161,24 @@ def reshard(
         read_nbytes = sum(
             round(tensor.nbytes * each.amplification) for tensor, each in zip(tensors, windows, strict=True)
         )
+        shared = None
+        if worker is not None and isinstance(place, DirectoryTarget):
+            parts = share_out(plan, windows, worker.count)
+            # Workers that read another source build in another directory.
+            shared = SharedAttempt(place.where, parts, checkpoint.fingerprint(), worker, options)
+            shared.check_target()
         saved = part = None
-        with closing(CheckpointSource(checkpoint, budget, progress)) as source:
-            if worker is not None and isinstance(place, DirectoryTarget):
-                parts = share_out(plan, windows, worker.count)
-                # Workers that read another source build in another directory.
-                shared = SharedAttempt(place.where, parts, checkpoint.fingerprint(), worker, options)
-                shared.check_target()
-                if not dry_run:
+        if not dry_run:
+            # Here, because it imports PyTorch, which takes seconds: a dry run does without it.
+            from dtckpt.checkpoint.resharding.checkpoint_source import CheckpointSource
+
+            with closing(CheckpointSource(checkpoint, budget, progress)) as source:
+                if shared is not None:
                     part = shared.write(source, checkpoint.tree)
-            elif not dry_run:
-                state = State(tuple(specs), source, checkpoint.tree, contents=source.contents)
-                # One process writes all shards, so the clients of the mesh play no part in the save.
-                alone = SingleClientCoordination(
-                    Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63))
-                )
-                # Replicas are not compared: a source has one copy of everything, and would read all of it again.
-                options = replace(options, chunk_nbytes=chunk_nbytes, check_replicas=False)
-                saved = save_state(dst, lambda: state, options=options, coordination=alone)
+                else:
+                    # Replicas are not compared: a source has one copy of everything, and would read all of it again.
+                    options = replace(options, chunk_nbytes=chunk_nbytes, check_replicas=False)
+                    saved = _save(place.where, specs, source, checkpoint.tree, options)
         return ReshardReport(checkpoint.path, place.where, mesh, tensors, max_memory, read_nbytes, saved, part)
 
 
@@ -199,6 +199,19 @@ def _validate_apart(source: Location, target: Location) -> None:
     """Refuse to put one checkpoint inside the other: replacing the outer one would remove both."""
     if is_inside(source, target) or is_inside(target, source):
         raise ConfigError(f"{source} and {target} cannot lie one inside the other; choose another destination")
+
+
+def _save(
+    where: Location, specs: Sequence[TensorSpec], source: CheckpointSource, tree: bytes, options: SaveOptions
+) -> SaveReport:
+    """Save the new checkpoint: one process writes all shards, so the clients of the mesh play no part in it."""
+    # Here, for the reason in `reshard`.
+    from dtckpt.checkpoint.saving.save import save_state
+    from dtckpt.checkpoint.saving.state import State
+
+    state = State(tuple(specs), source, tree, contents=source.contents)
+    alone = SingleClientCoordination(Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63)))
+    return save_state(where, lambda: state, options=options, coordination=alone)
 
 
 @dataclass(frozen=True, slots=True)

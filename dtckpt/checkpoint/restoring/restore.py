@@ -22,7 +22,8 @@ from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.restoring.fill_tensors import fill_tensors, read_nbytes
-from dtckpt.checkpoint.restoring.new_tensors import Layouts, meshes_of_layouts, plan_new_tensors
+from dtckpt.checkpoint.restoring.layout_choice import Layouts
+from dtckpt.checkpoint.restoring.new_tensors import meshes_of_layouts, plan_new_tensors
 from dtckpt.checkpoint.restoring.plan import RestorePlan, validate_expected, validate_report
 from dtckpt.checkpoint.restoring.read_once import SharedTensor, agreed_tensors, digests_by_mesh, shareable_tensors
 from dtckpt.checkpoint.restoring.report import RestoreReport
