@@ -329,19 +329,19 @@ def call_with_bad_groups(path: str) -> list[str]:
 # --- slices and parts ---
 
 
-def slices_tree(names: Sequence[str], filled: bool) -> dict[str, Any]:
-    """Return DTensors of ours on a 2x2 mesh and on its slices.
+def slices_tree(axes: Mapping[str, int], filled: bool) -> dict[str, Any]:
+    """Return DTensors of ours on a mesh of two axes and on its slices.
 
     Args:
-        names: Of the axes of the mesh.
+        axes: The axes of the mesh.
         filled: Whether they hold what their names say; else zeros.
     """
-    mesh = dtckpt.create_distributed_mesh({names[0]: 2, names[1]: 2})
+    mesh, (one, other) = dtckpt.create_distributed_mesh(dict(axes)), axes
     layouts = {
-        "whole": Layout([names[0], names[1]], mesh),
-        "first": Layout([names[0], "unsharded"], mesh[names[0]]),
-        "second": Layout(["unsharded", names[1]], mesh[names[1]]),
-        "copied": Layout(["unsharded", "unsharded"], mesh[names[1]]),
+        "whole": Layout([one, other], mesh),
+        "first": Layout([one, "unsharded"], mesh[one]),
+        "second": Layout(["unsharded", other], mesh[other]),
+        "copied": Layout(["unsharded", "unsharded"], mesh[other]),
     }
     like = torch.zeros(7, 5)
     return {name: packed(expected(f"/{name}", like) if filled else like, each) for name, each in layouts.items()}
@@ -349,13 +349,13 @@ def slices_tree(names: Sequence[str], filled: bool) -> dict[str, Any]:
 
 def save_slices(path: str) -> list[list[str]]:
     with noted_rounds() as rounds:
-        dtckpt.save(path, slices_tree("xy", filled=True), options=SaveOptions(timeout_s=20))
+        dtckpt.save(path, slices_tree({"x": 2, "y": 2}, filled=True), options=SaveOptions(timeout_s=20))
     return rounds
 
 
-def restore_slices(path: str) -> list[str]:
-    """Restore into slices of another mesh, whose first axis is the second one before; return what is wrong."""
-    target = slices_tree("yx", filled=False)
+def restore_slices(path: str, axes: Mapping[str, int]) -> list[str]:
+    """Restore into slices of another mesh; return what is wrong."""
+    target = slices_tree(axes, filled=False)
     dtckpt.restore(path, target, options=RestoreOptions(timeout_s=20))
     return wrong_in(target)
 
@@ -378,6 +378,35 @@ def save_families(path: str) -> list[list[str]]:
             rounds.append("|")
             dtckpt.save(f"{path}{number}", tree, options=SaveOptions(timeout_s=20))
     return rounds
+
+
+def restore_families(path: str, families: Sequence[Sequence[int]]) -> list[str]:
+    """Restore into PyTorch's DTensors on meshes of which each client knows its own only; return what is wrong.
+
+    Args:
+        path: What `save_families` has saved.
+        families: The clients of the meshes of one tensor.
+    """
+    client, clients = dtckpt.client_id(), dtckpt.num_clients()
+    (own,) = (family for family in families if client in family)
+    meshes = {
+        "w": DeviceMesh("cpu", list(own), mesh_dim_names=("dp",), _init_backend=False),
+        "v": init_device_mesh("cpu", (clients,), mesh_dim_names=("all",)),
+    }
+    target = {}
+    for name, shape in (("w", (5, 3)), ("v", (7,))):
+        whole, mesh = torch.zeros(shape), meshes[name]
+        part = torch.tensor_split(whole, _starts(shape[0], mesh.size()))[mesh.mesh.tolist().index(client)]
+        target[name] = TorchDTensor.from_local(
+            part, mesh, [TorchShard(0)], shape=whole.shape, stride=whole.stride(), run_check=False
+        )
+    dtckpt.restore(path, target, options=RestoreOptions(timeout_s=20))
+    return wrong_in(target)
+
+
+def _starts(length: int, count: int) -> list[int]:
+    """Return where PyTorch's shards begin, but for the first."""
+    return [min(length, -(-length // count) * number) for number in range(1, count)]
 
 
 def restore_in_parts(path: str, kind: str) -> tuple[str, list[float], tuple[str, ...]]:

@@ -1,5 +1,7 @@
 """Saves whose clients pass different things: tensors on slices of meshes, pipeline stages, and mistakes."""
 
+import math
+
 import pytest
 import torch
 from support import union_cases
@@ -112,7 +114,19 @@ def test_faults_of_the_extra_rounds(pool, tmp_path, meeting, fault):
 
 def test_slices_of_our_meshes(pool, tmp_path):
     assert pool.values(union_cases.save_slices, f"{tmp_path}/s", clients=4) == [NEXT] * 4
-    assert pool.values(union_cases.restore_slices, f"{tmp_path}/s", clients=4, group=True) == [[]] * 4
+    # Other meshes: the axes change places, and slices are of one client or of all.
+    meshes = [
+        {"y": 2, "x": 2},
+        {"x": 1, "y": 3},
+        {"y": 3, "x": 1},
+        {"x": 2, "y": 1},
+        {"x": 1, "z": 2},
+        {"x": 1, "y": 1},
+    ]
+    for axes in meshes:
+        clients = math.prod(axes.values())
+        found = pool.values(union_cases.restore_slices, f"{tmp_path}/s", axes, clients=clients, group=True)
+        assert found == [[]] * clients, axes
     assert union_cases.wrong_in(dtckpt.restore(tmp_path / "s")) == []
 
 
@@ -122,6 +136,10 @@ def test_meshes_without_a_common_root(pool, tmp_path):
     assert rounds == [["|", *FIRST, "|", *NEXT]] * 4
     for number in range(2):
         assert union_cases.wrong_in(dtckpt.restore(tmp_path / f"{number}")) == []
+    for families in ([[0, 1], [2, 3]], [[2, 1, 0, 3]], [[0, 2], [1]], [[0], [1]], [[1, 0]], [[0]]):
+        clients = sum(map(len, families))
+        found = pool.values(union_cases.restore_families, f"{tmp_path}/0", families, clients=clients, group=True)
+        assert found == [[]] * clients, families
 
 
 def test_groups_save_at_one_time(pool, tmp_path):
