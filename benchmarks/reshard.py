@@ -1,12 +1,13 @@
 """Reshard with ``--max-memory 512MiB``, beside ``cp`` and fsync of the same bytes, and beside PyTorch's DCP.
 
-Run: ``python -m benchmarks.reshard [--gib 4] [--rounds 5] [--folder PATH]``. Works come in turns. Each is a process of
-its own, or two, whose time begins after its imports; the peak of its memory is that above what it has then. What the
-work before wrote is removed, and synced, just before: the host of a virtual machine takes back memory that was free
-for some seconds, and to fill such memory takes longer.
+Run: ``python -m benchmarks.reshard [--gib 4] [--rounds 5] [--folder PATH] [--only 4x2:2x3]``. Works come in turns. Each
+is a process of its own, or two, whose time begins after its imports; the peak of its memory is that above what it has
+then. What the work before wrote is removed, and synced, just before: the host of a virtual machine takes back memory
+that was free for some seconds, and to fill such memory takes longer.
 
 The last rows are 10 000 small tensors, the same bytes loaded and saved with DCP by one process (which cannot shard them
-for another mesh), and the plan of a model of 405B parameters, whose checkpoint is a manifest without data.
+for another mesh), and the plan of a model of 405B parameters, whose checkpoint is a manifest without data. With
+``--only`` one change is measured, in two copies of the bytes at a time; all works take five.
 """
 
 from __future__ import annotations
@@ -144,15 +145,16 @@ def copied(source: Path, target: Path) -> Result:
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def make_sources(root: Path, nbytes: int) -> int:
+def make_sources(root: Path, nbytes: int, changes: Sequence[tuple[str, str]], *, with_dcp: bool) -> int:
     """Write the checkpoints to be resharded, and one of DCP; return the bytes of each."""
     state: dict[str, torch.Tensor] = {}
     while (total := sum(tensor.nbytes for tensor in state.values())) < nbytes:
         state[f"layers.{len(state)}.w"] = torch.rand(SHAPES[len(state) % len(SHAPES)])
     dtckpt.save(root / "whole", state)
-    dcp.save(state, checkpoint_id=str(root / "dcp"), no_dist=True)
+    if with_dcp:
+        dcp.save(state, checkpoint_id=str(root / "dcp"), no_dist=True)
     del state
-    for name in {old for old, _ in CHANGES}:
+    for name in {old for old, _ in changes}:
         run_reshard(str(root / "whole"), str(root / name), name, 0, 1)
     shutil.rmtree(root / "whole")
     return total
@@ -197,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gib", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--only", help="one change, as 4x2:2x3")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.measure:
@@ -204,21 +207,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         root = Path(folder)
-        nbytes, chunks = make_sources(root, int(options.gib * 2**30)), make_large(root / "large")
-        make_small(root / "small")
+        changes = [tuple(options.only.split(":"))] if options.only else list(CHANGES)
+        nbytes = make_sources(root, int(options.gib * 2**30), changes, with_dcp=not options.only)
         target = root / "target"
 
         def worker(old: str, new: str, index: int = 0, count: int = 1) -> tuple[str, Sequence[Any]]:
             return "reshard", (str(root / old), str(target), new, index, count)
 
-        works: dict[str, Callable[[], Result]] = {"cp + fsync": partial(copied, root / "4x2", target)}
-        for old, new in CHANGES:
+        works: dict[str, Callable[[], Result]] = {"cp + fsync": partial(copied, root / changes[0][0], target)}
+        for old, new in changes:
             works[f"{old} to {new}"] = partial(measured, target, worker(old, new))
-        workers = [worker("4x2", "2x3", index, 2) for index in range(2)]
-        works["4x2 to 2x3, 2 workers"] = partial(measured, target, *workers)
-        works["DCP, load and save"] = partial(measured, target, ("dcp", (str(root / "dcp"), str(target))))
-        works[f"{NUM_SMALL} small tensors"] = partial(measured, target, worker("small", "columns"))
-        works[f"plan {chunks} chunks"] = partial(planned, root / "large")
+        if not options.only:
+            workers = [worker("4x2", "2x3", index, 2) for index in range(2)]
+            works["4x2 to 2x3, 2 workers"] = partial(measured, target, *workers)
+            works["DCP, load and save"] = partial(measured, target, ("dcp", (str(root / "dcp"), str(target))))
+            make_small(root / "small")
+            works[f"{NUM_SMALL} small tensors"] = partial(measured, target, worker("small", "columns"))
+            chunks = make_large(root / "large")
+            works[f"plan {chunks} chunks"] = partial(planned, root / "large")
         results: dict[str, list[Result]] = {name: [] for name in works}
         for _ in range(options.rounds):
             for name, work in works.items():
@@ -232,7 +238,7 @@ def show(results: dict[str, list[Result]], nbytes: int, rounds: int) -> None:
         name: {field: statistics.median(each[field] for each in found) for field in found[0]}
         for name, found in results.items()
     }
-    base, one = middle["cp + fsync"]["s"], middle["4x2 to 2x3"]
+    base, one = middle["cp + fsync"]["s"], middle.get("4x2 to 2x3", {})
     table = Table(title=f"{nbytes / 2**30:.2f} GiB, {os.cpu_count()} cores, median of {rounds}")
     for column in ("work", "s", "of cp", "peak MiB", "read / planned", "bar", "met"):
         table.add_column(column, justify="left" if column in ("work", "bar") else "right")

@@ -150,14 +150,13 @@ def reshard(
         # A chunk must fit a window, as a window is made of whole chunks.
         chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, budget.window))
         target = _Target(mesh, new_dtype, options.codec)
-        specs = [
-            _spec(info, choose_layout(name, info, mesh, layouts), target) for name, info in checkpoint.tensors.items()
-        ]
+        infos = dict(checkpoint.tensors)
+        specs = [_spec(info, choose_layout(name, info, mesh, layouts), target) for name, info in infos.items()]
         validate_kind(options.kvstore, place.folder, (spec.codec for spec in specs))
         plan = plan_save(specs, chunk_nbytes)
-        tensors = [_describe(checkpoint.info(item.spec.name), item) for item in plan.tensors]
+        tensors = [_describe(infos[item.name], item) for item in plan.tensors]
         validate_memory(plan, budget, max_memory)
-        windows = [windows_of(item, checkpoint.info(item.name), budget) for item in plan.tensors]
+        windows = [windows_of(item, infos[item.name], budget) for item in plan.tensors]
         read_nbytes = sum(
             round(tensor.nbytes * each.amplification) for tensor, each in zip(tensors, windows, strict=True)
         )
