@@ -7,7 +7,7 @@ from support.states import packed, tensor_of
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
-from dtckpt.checkpoint.resharding import reshard
+from dtckpt.checkpoint.resharding.checkpoint_source import CheckpointSource
 from dtckpt.errors import CheckpointCorruptError
 
 MESH = abstract_mesh({"x": 3, "y": 2})
@@ -63,7 +63,7 @@ def test_reshard_keeps_contents_or_does_not_commit(tmp_path, monkeypatch):
     mesh = abstract_mesh({"x": 4})
     report = dtckpt.reshard(tmp_path / "a", tmp_path / "b", mesh=mesh, layouts={"w": Layout(["unsharded", "x"], mesh)})
     assert contents(tmp_path / "b") == expected == {item.name: item.content_digest for item in report.tensors}
-    fetch = reshard.CheckpointSource.fetch
+    fetch = CheckpointSource.fetch
 
     def fetch_wrongly(self, plan, region):
         elements = np.array(fetch(self, plan, region))
@@ -71,7 +71,7 @@ def test_reshard_keeps_contents_or_does_not_commit(tmp_path, monkeypatch):
             elements.reshape(-1)[:2] = elements.reshape(-1)[1::-1]
         return elements
 
-    monkeypatch.setattr(reshard.CheckpointSource, "fetch", fetch_wrongly)
+    monkeypatch.setattr(CheckpointSource, "fetch", fetch_wrongly)
     # Where the dtype changes, the new tensor must have the digest of the elements as they are read and converted.
     for dtype in (None, torch.float16):
         with pytest.raises(CheckpointCorruptError, match="tensor 'w' would not hold what it held before; got content"):
