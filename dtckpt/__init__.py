@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.saving.save_async import SaveHandle, save_async
     from dtckpt.checkpoint.tensorflow.dtensor_checkpoint import DTensorCheckpoint
     from dtckpt.checkpoint.tensorflow.named_tensors import name_based_restore, name_based_save, sharded_save
+    from dtckpt.checkpoint.tiers.local_restore import LocalRestore
+    from dtckpt.checkpoint.tiers.options import LocalTier
     from dtckpt.comm.rendezvous import init_process_group
     from dtckpt.coordination.connect import initialize_multi_client, job_status, shutdown_multi_client
     from dtckpt.dtensor import (
@@ -83,6 +85,8 @@ _MODULES = {
     "checkpoint.tensorflow.dtensor_checkpoint": ("DTensorCheckpoint",),
     "checkpoint.options": ("RestoreOptions", "SaveOptions"),
     "checkpoint.per_client": ("PerClient",),
+    "checkpoint.tiers.local_restore": ("LocalRestore",),
+    "checkpoint.tiers.options": ("LocalTier",),
     "checkpoint.reading.checkpoint": ("Checkpoint", "open_checkpoint"),
     "checkpoint.reading.tensor_info": ("TensorInfo",),
     "checkpoint.restoring.restore": ("restore",),
@@ -151,6 +155,8 @@ __all__ = [
     "DVariable",
     "EnumMember",
     "Layout",
+    "LocalRestore",
+    "LocalTier",
     "Mesh",
     "Partial",
     "PerClient",

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -57,8 +57,8 @@ tensorstore()
 
 _Value = TypeVar("_Value")
 
-_process_lock = threading.Lock()
-"""Held by the thread whose operation over several clients is under way."""
+_process_locks: defaultdict[Member, threading.Lock] = defaultdict(threading.Lock)
+"""By client of a job, held by the thread whose operation over several clients of that job is under way."""
 _parent: ContextVar[Collective | None] = ContextVar("_parent", default=None)
 """The operation that this thread is inside of."""
 
@@ -155,7 +155,8 @@ class Collective:
         if len(self.participants) == 1 or self._parent is not None:
             yield
             return
-        if not _process_lock.acquire(timeout=self._timeout_s):
+        process_lock = _process_locks[self._coordination.member]
+        if not process_lock.acquire(timeout=self._timeout_s):
             raise CoordinationError(
                 f"{self._name} cannot begin: another thread's save or restore did not end in {self._timeout_s:g} s"
             )
@@ -164,7 +165,7 @@ class Collective:
         finally:
             calls_of(self._coordination.member).leave_operation()
             # Only now: else the next operation, in another thread, could be reported as left, too.
-            _process_lock.release()
+            process_lock.release()
             self._coordination.heartbeat(Progress())
 
     @contextmanager

@@ -15,7 +15,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtckpt.comm import fork_guard
 from dtckpt.config import Config
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dtckpt.coordination")
 _lock = threading.RLock()
 _current: Coordination | None = None
+_arguments: dict[str, Any] = {}
+"""Those that `initialize_multi_client` connected with."""
 _has_process_group = False
 """Whether `initialize_multi_client` has made the default process group."""
 
@@ -129,6 +131,22 @@ def current_coordination() -> Coordination:
         return _current
 
 
+def connect_beside(suffix: str) -> Coordination:
+    """Return a further coordination of this process, not yet registered, in a job whose name has a suffix.
+
+    Work that goes on beside the job's saves and restores meets there: in one job, a client is in one operation at a
+    time. The caller leaves it.
+
+    Args:
+        suffix: What follows the job's name.
+
+    Raises:
+        DtckptError: As `connect`.
+    """
+    job = current_coordination().member.job
+    return connect({**os.environ, "DTCKPT_JOB": job + suffix}, **_arguments)
+
+
 def set_coordination(coordination: Coordination | None) -> None:
     """Make ``coordination`` that of this process. Does not leave the earlier one; its owner does."""
     global _current  # noqa: PLW0603  (one coordination per process)
@@ -193,7 +211,8 @@ def initialize_multi_client(
             made = endpoint is None or _has_store_address()
             if made:
                 _make_process_group()
-            coordination = connect(coordinator=coordinator, heartbeat_timeout_s=heartbeat_timeout_s, fallback=fallback)
+            arguments = {"coordinator": coordinator, "heartbeat_timeout_s": heartbeat_timeout_s, "fallback": fallback}
+            coordination = connect(**arguments)  # type: ignore[arg-type]  # of several types
             if enable_coordination_service:
                 coordination.register()
             if endpoint is not None and not made:
@@ -204,6 +223,8 @@ def initialize_multi_client(
             _end_process_group()
             raise
         set_coordination(coordination)
+        _arguments.clear()
+        _arguments.update(arguments)
 
 
 def _has_store_address() -> bool:
@@ -263,6 +284,7 @@ def shutdown_multi_client() -> None:
     with _lock:
         coordination = _current
         set_coordination(None)
+        _arguments.clear()
     if coordination is not None:
         coordination.leave()
     _end_process_group()

@@ -17,20 +17,25 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.managing.interval import AutoInterval
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, ancestry, current_steps
 from dtckpt.checkpoint.managing.pace import Pace
-from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid
+from dtckpt.checkpoint.managing.restore_newest import Candidate, RestoredStep, restore_newest_valid
 from dtckpt.checkpoint.managing.retention import Metrics, Retention
 from dtckpt.checkpoint.managing.root import root_of
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER, RunHistory
 from dtckpt.checkpoint.managing.schedule import SaveRules, Schedule
 from dtckpt.checkpoint.managing.step_folders import METRICS_NAME, StepFolders
+from dtckpt.checkpoint.managing.tier_saves import TierSaves
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.restore import restore
 from dtckpt.checkpoint.saving.save_async import start_save
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State, state_of_tree
+from dtckpt.checkpoint.tiers.local_restore import LocalRestore
+from dtckpt.checkpoint.tiers.options import LocalTier
+from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.comm import fork_guard
 from dtckpt.config import Config
+from dtckpt.coordination.api import Member
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.dtensor.tensorflow_names import MeshLike
 from dtckpt.errors import (
@@ -77,6 +82,9 @@ class CheckpointManager:
         skip_when_busy: Whether to skip a step while a save is still in flight; otherwise the step waits for that save.
         leftover_age_s: Seconds without any change after which an unfinished attempt whose leader is gone is removed.
         options: How checkpoints are written; ``overwrite`` is always on.
+        local: Frequent checkpoints in the memory of the hosts, with copies on other hosts; see `dtckpt.LocalTier`. The
+            rules above then say which of them are also written to ``root``, from that memory. While such a write is
+            under way, no other begins.
         clock: Returns monotonic seconds, for ``save_interval_s``.
 
     >>> import tempfile, torch, dtckpt
@@ -103,6 +111,7 @@ class CheckpointManager:
         skip_when_busy: bool = False,
         leftover_age_s: float = 3600.0,
         options: SaveOptions | None = None,
+        local: LocalTier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._root = root_of(location_of(root))
@@ -130,6 +139,7 @@ class CheckpointManager:
             auto_s=self._pace.interval_s if self._pace else lambda: math.inf,
         )
         self._handle: SaveHandle | None = None
+        self._tier = TierSaves(local, self.root, self._root.folder, self.options.save) if local else None
         # On client 0 only: the run that the state descends from, and the steps on storage; None until they are known.
         self._run: Run | None = None
         self._saved: Saved | None = None
@@ -195,6 +205,9 @@ class CheckpointManager:
             BarrierConflictError: Clients ask for different steps.
             ClientFailedError: ``save_when`` failed on client 0; raised on all clients.
         """
+        return self._is_due_in_root(step) or (self._tier is not None and self._tier.is_due(step))
+
+    def _is_due_in_root(self, step: int) -> bool:
         self.path(step)
         return self._schedule.should_save(step, is_busy=self._handle is not None and not self._handle.done())
 
@@ -239,7 +252,14 @@ class CheckpointManager:
             DtckptError: As for `dtckpt.save_async` and `dtckpt.save`; or the error of the save before, if nobody has
                 looked at it.
         """
-        if not force and not self.should_save(step):
+        if self._tier is not None:
+            is_durable = self._is_due_in_root(step) or force
+            if not (is_durable or self._tier.is_due(step)):
+                return None
+            handle = self._save_in_tier(self._tier, step, tree, metrics or {}, is_durable=is_durable)
+            if handle is not None or not is_durable:
+                return handle
+        elif not force and not self.should_save(step):
             return None
         start, options, coordination = self._clock(), self.options.save, current_coordination()
         is_leader = coordination.member.client == 0
@@ -249,10 +269,7 @@ class CheckpointManager:
 
         def collect() -> State:
             if is_leader:
-                # Inside the save's first round: if another process has the root, all clients raise the error.
-                self._root.right.acquire()
-                if self._pace is not None:
-                    self._pace.begin(-(-coordination.member.num_clients // Config.from_environ().local_world_size))
+                self._acquire(coordination.member)
                 if metrics:
                     files[METRICS_NAME] = json.dumps({name: float(metrics[name]) for name in metrics}).encode()
                 files[LINEAGE_NAME] = self._descend(step)
@@ -276,17 +293,74 @@ class CheckpointManager:
             self._pace.note_returned(self._clock() - start)
         return self._handle
 
+    def _save_in_tier(
+        self, tier: TierSaves, step: int, tree: Any, metrics: Metrics, *, is_durable: bool
+    ) -> SaveHandle | None:
+        """Save a step in the local tier, and from there in the root if it is due there."""
+        start, coordination = self._clock(), current_coordination()
+
+        def collect() -> State:
+            member = coordination.member
+            if member.client == 0:
+                self._acquire(member)
+            return state_of_tree(tree, self.options.save, member.client, range(member.num_clients))
+
+        noted = {name: float(metrics[name]) for name in metrics} if coordination.member.client == 0 else {}
+        handle = tier.save(step, collect, coordination, noted, self._write_durable, is_durable=is_durable)
+        if handle is not None:
+            if is_durable:
+                self._schedule.note_saved(step)
+            if not self.options.is_async:
+                self.wait()
+            if self._pace is not None:
+                self._pace.note_returned(self._clock() - start)
+        return handle
+
+    def _write_durable(
+        self, save: SaveId, collect: Callable[[], State], metrics: Metrics, options: SaveOptions
+    ) -> SaveHandle:
+        """Begin to write a step of the local tier to the root."""
+        tier, start = self._tier, self._clock()
+        assert tier is not None  # noqa: S101  only a manager with a tier is called back
+        is_leader = current_coordination().member.client == 0
+        files: dict[str, bytes] = {}
+
+        def describe() -> State:
+            if is_leader:
+                if metrics:
+                    files[METRICS_NAME] = json.dumps(dict(metrics)).encode()
+                files[LINEAGE_NAME] = self._descend(save.step, save.number)
+            return collect()
+
+        def after(handle: SaveHandle) -> None:
+            if is_leader and handle.is_committed:
+                self._after_commit(save.step, start)
+
+        path, then = self.path(save.step), tier.pinned(save, after)
+        return tier.writer.start(path, save.step, describe, options, extra_files=files, then=then)
+
+    def _acquire(self, member: Member) -> None:
+        """Take the right to change the root, on client 0 in a save's first round: all clients raise the error."""
+        self._root.right.acquire()
+        if self._pace is not None:
+            self._pace.begin(-(-member.num_clients // Config.from_environ().local_world_size))
+
     def _after_commit(self, step: int, start: float) -> None:
         if self._pace is not None:
             self._pace.note_committed(self._clock() - start)
         self._remove_old(step)
 
-    def _descend(self, step: int) -> bytes:
-        """Begin a save in the lineage; return the file ``lineage.json`` of its checkpoint."""
+    def _descend(self, step: int, number: int | None = None) -> bytes:
+        """Begin a save in the lineage; return the file ``lineage.json`` of its checkpoint.
+
+        Args:
+            step: The step.
+            number: The number of its save in the local tier, if it comes from there.
+        """
         # The last save listed the steps in the background, after its commit. If it failed, they are listed here.
         saved, self._saved = self._saved or self._folders.saved(), None
         run = self._run or Run.at(saved, current_steps(saved))
-        self._run, lineage = run.save(step, saved, time.time_ns())
+        self._run, lineage = run.save(step, saved, time.time_ns() if number is None else number)
         return lineage.to_bytes()
 
     def wait(self) -> None:
@@ -298,6 +372,8 @@ class CheckpointManager:
         if self._handle is not None:
             self._handle.wait()
             self._handle.raise_unseen_failure()
+        if self._tier is not None:
+            self._tier.wait()
 
     def close(self) -> None:
         """Wait as `wait` does, and let other processes manage the root. Idempotent.
@@ -314,6 +390,8 @@ class CheckpointManager:
             if self._pace is not None and not has_failed:
                 self._pace.end()
         finally:
+            if self._tier is not None:
+                self._tier.close()
             self._saved = None  # others may save there now
             self._root.right.release()
 
@@ -359,25 +437,61 @@ class CheckpointManager:
         everyone = range(coordination.member.num_clients)
         if self._handle is not None:
             self._handle.wait()
+        tier = self._tier
+        if tier is not None:
+            tier.wait_for_local()
 
-        def read(chosen: int) -> tuple[Any, Run | None]:
-            tree = restore(self.path(chosen), target, mesh=mesh, layouts=layouts, options=options, group=everyone)
-            if not collective.is_leader:
-                return tree, None
-            saved = self._folders.saved()
-            return tree, Run.at(saved, ancestry(saved, chosen))
+        def read(chosen: Candidate) -> tuple[Any, LocalRestore | None, Run | None]:
+            local = None
+            if chosen.local and tier is not None:
+                tree, local = tier.restore(chosen, target, options, mesh=mesh, layouts=layouts, group=everyone)
+            else:
+                path = self.path(chosen.step)
+                tree = restore(path, target, mesh=mesh, layouts=layouts, options=options, group=everyone)
+            return tree, local, self._run_at(chosen) if collective.is_leader else None
 
         with collective.process_lock():
-            restored = restore_newest_valid(self._folders, collective, step, read, self._pin)
-        tree, self._run = restored.tree
+            if tier is not None:
+                tier.session.join(collective)
+            chosen, restored, skipped = restore_newest_valid(
+                self._candidates, collective, step, read, self._pin, folders=self._folders
+            )
+        tree, local, self._run = restored
         self._saved = None
         self._schedule.note_restored()
-        self._damaged.update(restored.skipped)
-        return replace(restored, tree=tree)
+        self._damaged.update(each for each in skipped if each != chosen.step)
+        if tier is not None:
+            tier.go_on_from(chosen, self._is_in_root, self._write_durable)
+        return RestoredStep(chosen.step, tree, skipped, local)
+
+    def _candidates(self) -> list[Candidate]:
+        """Return what can be restored, the newest first: by the time of the save, the tier before the root."""
+        saved = self._folders.saved()
+        found = [(saved[step].number, False, Candidate(step)) for step in current_steps(saved)]
+        if self._tier is not None:
+            found += [(number, True, candidate) for number, candidate in self._tier.candidates()]
+        return [each[2] for each in sorted(found, key=lambda each: (each[0], each[1], each[2].step), reverse=True)]
+
+    def _run_at(self, chosen: Candidate) -> Run:
+        """Return the run that a restored state descends from."""
+        saved = self._folders.saved()
+        if not chosen.local:
+            return Run.at(saved, ancestry(saved, chosen.step))
+        number = SaveId.parse(chosen.local).number
+        older = {step for step in current_steps(saved) if step <= chosen.step and saved[step].number <= number}
+        return Run.at(saved, frozenset(older))
+
+    def _is_in_root(self, save: SaveId) -> bool:
+        saved = self._folders.saved()
+        return save.step in saved and saved[save.step].number >= save.number
 
     @contextmanager
-    def _pin(self, step: int) -> Iterator[None]:
+    def _pin(self, chosen: Candidate) -> Iterator[None]:
         """Keep a step from being removed, by this process or another one on this host."""
+        if chosen.local:
+            yield
+            return
+        step = chosen.step
         with self._removal_lock:
             self._pinned.add(step)
         try:

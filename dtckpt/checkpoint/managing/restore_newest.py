@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.managing.step_folders import StepFolders
+from dtckpt.checkpoint.tiers.local_restore import LocalRestore
 from dtckpt.coordination.api import wire_text
 from dtckpt.errors import (
     BarrierConflictError,
@@ -42,6 +43,22 @@ DAMAGE = (
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """A step that can be restored, and where from.
+
+    Args:
+        step: The step.
+        local: The name of the save in the local tier; empty: the checkpoint in the root.
+    """
+
+    step: int
+    local: str = ""
+
+    def __str__(self) -> str:
+        return f"step {self.step} of the local tier" if self.local else f"step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
 class RestoredStep:
     """The result of `CheckpointManager.restore`.
 
@@ -49,11 +66,13 @@ class RestoredStep:
         step: The step that was restored.
         tree: The target, or the new tree.
         skipped: Newer steps that could not be restored, and the reason.
+        local: What was read from where, if the step came from the local tier; None: it came from the root.
     """
 
     step: int
     tree: Any
     skipped: Mapping[int, str]
+    local: LocalRestore | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,67 +91,90 @@ class _Outcome:
 
 
 def restore_newest_valid(
-    folders: StepFolders,
+    candidates: Callable[[], Sequence[Candidate]],
     collective: Collective,
     step: int | None,
-    read: Callable[[int], Any],
-    pin: Callable[[int], AbstractContextManager[None]],
-) -> RestoredStep:
-    """Restore a step, or the newest that is not damaged.
+    read: Callable[[Candidate], Any],
+    pin: Callable[[Candidate], AbstractContextManager[None]],
+    *,
+    folders: StepFolders,
+) -> tuple[Candidate, Any, dict[int, str]]:
+    """Restore a step, or the newest that is not damaged; return it, the tree, and what was passed over.
 
     Collective: Over the participants; barriers ``<operation>/chosen``, ``<operation>/restored``, and those of ``read``.
 
     Args:
-        folders: The steps that there are.
+        candidates: Returns what can be restored, the newest first; called on client 0.
         collective: The operation that the rounds belong to.
         step: The step; default the newest. A step that is named is not replaced by another.
-        read: Restores a step.
-        pin: Keeps a step from being removed while it is read.
+        read: Restores a candidate.
+        pin: Keeps a candidate from being removed while it is read.
+        folders: The steps of the root.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint, or none that is valid.
         BarrierConflictError: Clients name different steps.
         DtckptError: As for `dtckpt.restore`, where it is not about damage, or the step was named.
     """
+    tried: set[Candidate] = set()
     skipped: dict[int, str] = {}
-    while (chosen := _choose(folders, collective, step, skipped)) is not None:
+    failure: DtckptError | None = None
+    while (chosen := _choose(candidates, folders, collective, step, tried)) is not None:
         with collective.as_parent():
             work = functools.partial(_try, chosen, read, pin(chosen))
             outcome, answers = collective.run_round_with_value("restored", work)
         reasons = [f"client {client}: {text.decode()}" for client, text in sorted(answers.items()) if text]
         if not reasons:
-            return RestoredStep(chosen, outcome.tree, skipped)
-        if step is not None:
-            raise outcome.failure or CheckpointCorruptError(f"step {step} cannot be restored: {reasons[0]}")
-        logger.error("step %d cannot be restored, trying the one before: %s", chosen, reasons[0])
-        skipped[chosen] = reasons[0]
+            skipped.pop(chosen.step, None)  # from one tier it was damaged, from another it was not
+            return chosen, outcome.tree, skipped
+        failure = outcome.failure or CheckpointCorruptError(f"{chosen} cannot be restored: {reasons[0]}")
+        tried.add(chosen)
+        skipped[chosen.step] = reasons[0]
+        if step is None or chosen.local:
+            logger.error("%s cannot be restored, trying the one before: %s", chosen, reasons[0])
+    if step is not None and failure is not None:
+        raise failure
     told = "".join(f"; step {step}: {reason}" for step, reason in skipped.items())
     raise CheckpointNotFoundError(f"there is no valid checkpoint in {folders.root}{told}")
 
 
-def _choose(folders: StepFolders, collective: Collective, step: int | None, skipped: Mapping[int, str]) -> int | None:
-    """Return the step to restore next: the one that was named, or client 0's newest that was not passed over."""
+def _choose(
+    candidates: Callable[[], Sequence[Candidate]],
+    folders: StepFolders,
+    collective: Collective,
+    step: int | None,
+    tried: Collection[Candidate],
+) -> Candidate | None:
+    """Return the candidate to restore next: client 0's newest that was not tried, among those of a step that is named.
+
+    A step that is named is restored from the root even if nothing is listed there, so that the error says why not.
+    """
 
     def propose() -> bytes:
         if step is not None:
-            folders.path(step)
-            return json.dumps([step, step]).encode()
-        newest = max((each for each in folders.all_steps() if each not in skipped), default=None)
-        return json.dumps([None, newest]).encode()
+            folders.path(step)  # raises: it is no step
+        if not collective.is_leader:
+            return json.dumps([step, None]).encode()
+        left = [each for each in candidates() if each not in tried and step in (None, each.step)]
+        if step is not None and not left and Candidate(step) not in tried:
+            left = [Candidate(step)]
+        return json.dumps([step, [left[0].step, left[0].local] if left else None]).encode()
 
     proposals = {client: json.loads(data) for client, data in sorted(collective.run_round("chosen", propose).items())}
     named = {client: proposal[0] for client, proposal in proposals.items()}
     if len(set(named.values())) > 1:
         raise BarrierConflictError(f"clients restore different steps; got {capped(named.items())}")
-    chosen: int | None = proposals[0][1]
-    return chosen
+    chosen = proposals[0][1]
+    return None if chosen is None else Candidate(*chosen)
 
 
-def _try(step: int, read: Callable[[int], Any], pinned: AbstractContextManager[None]) -> tuple[_Outcome, bytes]:
-    """Restore a step. Damage is an outcome that all clients hear of; any other error fails the round."""
+def _try(
+    chosen: Candidate, read: Callable[[Candidate], Any], pinned: AbstractContextManager[None]
+) -> tuple[_Outcome, bytes]:
+    """Restore a candidate. Damage is an outcome that all clients hear of; any other error fails the round."""
     try:
         with pinned:
-            outcome = _Outcome(tree=read(step))
+            outcome = _Outcome(tree=read(chosen))
     except DAMAGE as error:
         outcome = _Outcome(failure=error)
     return outcome, outcome.reason

@@ -53,7 +53,7 @@ class Checkpoint:
     def __init__(self, path: Location, files: CheckpointFiles) -> None:
         self.path = path
         self.is_remote = is_remote(path)
-        self._files = files
+        self.files = files
         self.tensors: Mapping[str, TensorInfo] = files.tensors
 
     def __repr__(self) -> str:
@@ -69,17 +69,17 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the files that reading holds open."""
-        self._files.close()
+        self.files.close()
 
     @property
     def format(self) -> str:
         """The format of the files: ``dtckpt``, or that of another library, as ``safetensors``."""
-        return self._files.kind
+        return self.files.kind
 
     @property
     def identity(self) -> str:
         """A token that clients compare: equal if and only if they opened the same checkpoint."""
-        return self._files.identity
+        return self.files.identity
 
     @property
     def manifest(self) -> Manifest:
@@ -88,9 +88,9 @@ class Checkpoint:
         Raises:
             CheckpointError: It is of another format.
         """
-        if not isinstance(self._files, ManifestFiles):
+        if not isinstance(self.files, ManifestFiles):
             raise CheckpointError(f"{self.path} is of format {self.format}, and has no manifest of dtckpt")
-        return self._files.manifest
+        return self.files.manifest
 
     @property
     def values(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Checkpoint:
     @property
     def refused(self) -> Mapping[str, DtckptError]:
         """By path, why something in another library's checkpoint cannot be read. It is not in `structure`."""
-        return self._files.refused
+        return self.files.refused
 
     def validate_readable(self, path: str = "") -> None:
         """Check that what is at a path, above it or below it can be read; by default everything.
@@ -119,23 +119,23 @@ class Checkpoint:
 
         A flat set of named tensors counts as a dict of them.
         """
-        return self._files.structure
+        return self.files.structure
 
     @property
     def tree(self) -> bytes:
         """The structure as JSON; empty for a flat set of named tensors."""
-        return self._files.tree
+        return self.files.tree
 
     def fingerprint(self) -> bytes:
         """Return bytes that differ between checkpoints of different content."""
-        return self._files.fingerprint()
+        return self.files.fingerprint()
 
     def tied(self) -> Mapping[str, str]:
         """Return, for each tensor that is made of the same bytes as an earlier one in the tree, the first such one.
 
         A checkpoint of this library has no such tensors.
         """
-        return self._files.tied()
+        return self.files.tied()
 
     def read(self, name: str, region: Region | None = None) -> torch.Tensor:
         """Return a tensor, or a region of it, as a new CPU tensor; every byte is verified.
@@ -212,7 +212,7 @@ class Checkpoint:
             The bytes read from storage.
         """
         try:
-            return self._files.read(self._known(requests), max_in_flight, count)
+            return self.files.read(self._known(requests), max_in_flight, count)
         except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
 
@@ -223,7 +223,7 @@ class Checkpoint:
             TensorNotFoundError: There is no such tensor.
         """
         try:
-            self._files.validate_stored(self._known(regions), unchecked)
+            self.files.validate_stored(self._known(regions), unchecked)
         except (CheckpointCorruptError, StorageError) as error:
             raise self._cause_of(error) from error
 
@@ -266,7 +266,7 @@ class Checkpoint:
         # Here, because its digests are slow to import, and few who open a checkpoint verify it.
         from dtckpt.checkpoint.reading.verify import verify
 
-        return verify(self, self._files, threads=threads, progress=progress)
+        return verify(self, self.files, threads=threads, progress=progress)
 
 
 def open_checkpoint(path: str | Location) -> Checkpoint:

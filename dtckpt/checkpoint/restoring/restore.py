@@ -102,6 +102,28 @@ def restore(
         CheckpointCorruptError: Stored bytes are not the bytes that were saved.
         MeshError: ``group`` lacks this client, or names one that the job does not have.
     """
+    return restore_opened(
+        path, lambda: open_checkpoint(path), target, mesh=mesh, layouts=layouts, options=options, group=group
+    )
+
+
+def restore_opened(
+    path: str | Location,
+    open_: Callable[[], Checkpoint],
+    target: Any = None,
+    *,
+    mesh: MeshLike | None = None,
+    layouts: Layouts | None = None,
+    options: RestoreOptions | None = None,
+    group: Group | None = None,
+) -> Any:
+    """Restore a checkpoint that is opened in a way of its own. Otherwise as `restore`.
+
+    Args:
+        path: The checkpoint's name in messages.
+        open_: Opens it; its errors reach all clients.
+        target: As for `restore`, like the further arguments.
+    """
     options = options or RestoreOptions()
     coordination = current_coordination()
     participants = everyone = participants_of(group, coordination.member)
@@ -128,7 +150,7 @@ def restore(
             return plan_target(checkpoint, target, options, ClientNumber.among(coordination.member.client, everyone))
         return plan_new_tensors(checkpoint, own_mesh, layouts, options, device_mesh)
 
-    return run_restore(path, plan, options, coordination, participants)
+    return run_restore(path, plan, options, coordination, participants, open_=open_)
 
 
 def run_restore(
@@ -137,6 +159,8 @@ def run_restore(
     options: RestoreOptions,
     coordination: Coordination,
     participants: Sequence[int] | None,
+    *,
+    open_: Callable[[], Checkpoint] | None = None,
 ) -> Any:
     """Run the restore protocol. Collective: Over ``participants`` (default: all clients of the job); as `restore`.
 
@@ -146,14 +170,16 @@ def run_restore(
         options: See `RestoreOptions`.
         coordination: The connection to the other clients.
         participants: The clients that restore.
+        open_: Opens the checkpoint; default: from its path.
     """
+    open_ = open_ or (lambda: open_checkpoint(path))
     collective = Collective(coordination, "restore", options.timeout_s, participants)
     phases, is_shown = collective.phases, options.progress and collective.client == 0
     is_alone = len(collective.participants) == 1
     for is_last in (False,) * (MAX_TRIES - 1) + (True,):
         try:
             with collective.process_lock(), phases.operation(path, is_shown=is_shown):
-                return _run_once(path, plan, options, collective)
+                return _run_once(path, open_, plan, options, collective)
         except CheckpointConflictError:
             # A save replaced the checkpoint meanwhile. Several clients may not all notice, so they do not try again.
             if is_last or not is_alone:
@@ -187,13 +213,14 @@ class _Prepared:
 
 def _run_once(
     path: str | Location,
+    open_: Callable[[], Checkpoint],
     plan: Callable[[Checkpoint], RestorePlan],
     options: RestoreOptions,
     collective: Collective,
 ) -> Any:
     phases = collective.phases
     prepared, payloads = collective.run_round_with_value(
-        "planned", lambda: _prepare(path, plan, options, collective), phase="plan"
+        "planned", lambda: _prepare(open_, plan, options, collective), phase="plan"
     )
     opened = {client: _Opened(*json.loads(data)) for client, data in payloads.items()}
     with prepared.checkpoint as checkpoint:
@@ -224,7 +251,7 @@ def _run_once(
 
 
 def _prepare(
-    path: str | Location,
+    open_: Callable[[], Checkpoint],
     plan: Callable[[Checkpoint], RestorePlan],
     options: RestoreOptions,
     collective: Collective,
@@ -232,7 +259,7 @@ def _prepare(
     """Open the checkpoint and plan; return the plan, and the payload for the other clients."""
     validate_mode()
     with gc_paused():
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_()
         planned = plan(checkpoint)
         report = planned.report(checkpoint)
     with _told_of_refusal(options, report):

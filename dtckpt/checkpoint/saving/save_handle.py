@@ -116,6 +116,12 @@ class SaveHandle:
         if self._has_unseen_failure:
             self.result()
 
+    def forgive(self, kind: type[BaseException]) -> None:
+        """If the save failed with an error of a kind, log it, and let the next save not raise it."""
+        if isinstance(self._failure, kind) and self._has_unseen_failure:
+            self._has_unseen_failure = False
+            logger.warning("the save of %s failed: %s", self.path, self._failure)
+
     @property
     def progress(self) -> SaveProgress:
         """The progress of the save."""

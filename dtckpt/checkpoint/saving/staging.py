@@ -25,14 +25,19 @@ from dtckpt.checkpoint.saving.state import MemorySource, State
 from dtckpt.comm import host_memory, torch_private
 from dtckpt.layout.region import Region
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 Parts = list[tuple[Region, list[torch.Tensor]]]
 
 
 class StagingMemory:
-    """The block of staging memory, and the tensors that it was cut into for the last save."""
+    """The block of staging memory, and the tensors that it was cut into for the last save.
 
-    def __init__(self) -> None:
+    Args:
+        allocate: Returns a block of at least so many bytes.
+    """
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
+        self._allocate = allocate or _allocate
         self._block = torch.empty(0, dtype=torch.uint8)
         self._is_for_cards = False
         self._unlock: Callable[[], object] = lambda: None
@@ -63,7 +68,7 @@ class StagingMemory:
         boxes: list[tuple[str, Region, list[torch.Tensor]]] = []
         noted: dict[tuple[str, Region], list[Copy]] = {}
         for item, shared in zip(plan.tensors, shared_boxes(plan, client), strict=True):
-            name, written = item.spec.name, list(_written(item, client))
+            name, written = item.spec.name, list(written_regions(item, client))
             for box, copies in state.source.parts(name):
                 is_compared = with_copies and (box in shared or len(copies) > 1)
                 is_noted = is_compared and not any(map(is_elsewhere, copies))
@@ -91,13 +96,13 @@ class StagingMemory:
         shapes = [(source.shape, source.dtype) for source in sources]
         card = next((source.device for source in sources if source.is_cuda and source.numel()), None)
         is_for_cards = card is not None
-        sizes = [math.ceil(source.nbytes / _ALIGNMENT) * _ALIGNMENT for source in sources]
+        sizes = [math.ceil(source.nbytes / ALIGNMENT) * ALIGNMENT for source in sources]
         needed = sum(sizes)
         if not needed <= self._block.numel() <= 2 * needed or is_for_cards > self._is_for_cards:
             self._unlock()
             # The old block is freed before the new one is taken, so that there is never memory for both.
             self._pieces, self._shapes, self._block = [], [], torch.empty(0, dtype=torch.uint8)
-            self._block, self._is_for_cards = host_memory.allocate((needed,), torch.uint8), is_for_cards
+            self._block, self._is_for_cards = self._allocate(needed), is_for_cards
             self._unlock = host_memory.lock_pages(self._block, self, card) if card else lambda: None
         elif shapes == self._shapes:
             return self._pieces
@@ -108,6 +113,10 @@ class StagingMemory:
         ]
         self._shapes = shapes
         return self._pieces
+
+
+def _allocate(nbytes: int) -> torch.Tensor:
+    return host_memory.allocate((nbytes,), torch.uint8)
 
 
 def _noted(plan: TensorPlan, box: Region, copies: Sequence[torch.Tensor], client: int) -> list[Copy]:
@@ -130,7 +139,7 @@ def _views_to_stage(
         yield from ((region, copy[region.relative_to(box).slices()]) for region in inside)
 
 
-def _written(plan: TensorPlan, client: int) -> Iterator[Region]:
+def written_regions(plan: TensorPlan, client: int) -> Iterator[Region]:
     """Yield the disjoint regions whose elements a client gives: its chunks, and its pieces of split ones."""
     for number in plan.owned_by(client):
         if number not in plan.pieces:

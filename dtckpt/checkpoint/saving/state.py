@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dtckpt.checkpoint.gc_pause import gc_paused
-from dtckpt.checkpoint.leaves import as_leaf, host_array, is_tensor, validate_mode
+from dtckpt.checkpoint.leaves import as_leaf, host_array, is_elsewhere, is_tensor, validate_mode
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.per_client import ClientNumber, state_of
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorPlan, TensorSpec, copies_of, holdings_of
@@ -156,6 +156,11 @@ class MemorySource:
             tensors = (copy for boxes in self._parts.values() for _, copies in boxes for copy in copies)
             for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
                 torch.cuda.current_stream(device).synchronize()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether some elements are not in host memory."""
+        return any(is_elsewhere(copy) for boxes in self._parts.values() for _, copies in boxes for copy in copies)
 
     def parts(self, name: str) -> Sequence[tuple[Region, list[torch.Tensor]]]:
         """Return the boxes of a tensor and the local copies of each."""

@@ -1,0 +1,1 @@
+"""Checkpoints in the memory of the hosts, with copies on other hosts."""

@@ -1,0 +1,150 @@
+"""Write steps of the local tier to the root, in the background, while training and local saves go on.
+
+The clients meet for that as a job of their own beside the first, ``<job>.durable``: a durable write takes long, and its
+barriers must not mix with those of the local saves meanwhile. One write at a time is under way; client 0 decides at
+each local save whether one begins.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.saving.attempt import SaveAttempt
+from dtckpt.checkpoint.saving.plan import Holding, TensorPlan, TensorSpec
+from dtckpt.checkpoint.saving.replica_check import Copy
+from dtckpt.checkpoint.saving.report import SaveReport
+from dtckpt.checkpoint.saving.save_handle import SaveHandle
+from dtckpt.checkpoint.saving.state import State
+from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
+from dtckpt.checkpoint.tiers.holdings import HeldSave
+from dtckpt.checkpoint.tiers.records import HostInfo
+from dtckpt.checkpoint.tiers.tier_files import TierFiles
+from dtckpt.coordination.api import Coordination
+from dtckpt.coordination.connect import connect_beside
+from dtckpt.format.codecs import NO_CODEC
+from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.tree_union import value_paths
+from dtckpt.layout.region import Region
+from dtckpt.storage.location import Location
+
+JOB_SUFFIX = ".durable"
+
+
+class DurableWriter:
+    """Writes one step after the other to the root."""
+
+    def __init__(self) -> None:
+        self.handle: SaveHandle | None = None
+        """The latest write."""
+        self._coordination: Coordination | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a write is under way."""
+        return self.handle is not None and not self.handle.done()
+
+    def start(
+        self,
+        path: Location,
+        step: int,
+        collect: Callable[[], State],
+        options: SaveOptions,
+        *,
+        extra_files: Mapping[str, bytes],
+        then: Callable[[SaveHandle], object],
+    ) -> SaveHandle:
+        """Begin to write a step. Collective: over all clients, in the background; barriers as of `dtckpt.save`.
+
+        Args:
+            path: Where the checkpoint will be.
+            step: The step.
+            collect: Returns this client's description of the state; runs in the background.
+            options: How it is written.
+            extra_files: Files, by name, that the leader adds; ``collect`` may still change them.
+            then: Called in the background when the write has ended, well or not.
+        """
+        with self._lock:
+            if self._coordination is None:
+                self._coordination = connect_beside(JOB_SUFFIX)
+        attempt = SaveAttempt(path, collect, options, self._coordination, extra_files=extra_files, step=step)
+
+        def write() -> SaveReport:
+            with attempt.collective.process_lock():
+                return attempt.begin().complete()
+
+        self.handle = SaveHandle(path, attempt.collective.phases, timeout_s=options.timeout_s, blocking_s=0.0)
+        self.handle.launch(write, ExitStack(), then)
+        return self.handle
+
+    def close(self) -> None:
+        """Leave the job of the durable writes, when the latest has ended."""
+        if self.handle is not None:
+            self.handle.wait()
+        with self._lock:
+            coordination, self._coordination = self._coordination, None
+        if coordination is not None:
+            coordination.leave()
+
+
+class TierSource:
+    """Elements of a local save, for a write that goes on where another process left off.
+
+    Args:
+        checkpoint: The save, open.
+    """
+
+    max_pending_nbytes = 64 << 20
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def expect(self, regions: Iterator[tuple[TensorPlan, Region]]) -> None:
+        """Nothing to prepare: most elements are in this host's memory."""
+
+    def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
+        """Return the elements of a region."""
+        elements = np.empty(region.shape, DTYPES[plan.spec.dtype])
+        self._checkpoint.read_into(plan.spec.name, region, elements)
+        return elements
+
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
+        """Return the one copy that there is."""
+        return [Copy(self.fetch(plan, region))]
+
+
+def state_of_save(
+    checkpoint: Checkpoint, files: TierFiles, held: HeldSave, hosts: Mapping[str, HostInfo], options: SaveOptions
+) -> State:
+    """Describe a local save as the state that a save writes; the same on all clients but for the source.
+
+    Each piece is written by a client of a host that holds it, whoever saved it.
+    """
+    writers: dict[int, int] = {}
+    loads: defaultdict[int, int] = defaultdict(int)
+    for client, holders in sorted(held.holders.items()):
+        candidates = [each for host in holders if host in hosts for each in hosts[host].clients] or [0]
+        writers[client] = min(candidates, key=lambda each: (loads[each], each))
+        loads[writers[client]] += files.indexes[client].nbytes
+    rules = StoredDtypes(options)
+    specs = tuple(
+        TensorSpec(
+            name,
+            tensor.shape,
+            tensor.dtype,
+            rules.choose(name, tensor.dtype, save_as_bf16=False),
+            tuple(Holding(piece.region, (writers[int(piece.file)],)) for piece in tensor.pieces),
+            tensor.layout,
+            codec=options.codec or NO_CODEC,
+        )
+        for name, tensor in sorted(files.index.tensors.items())
+    )
+    return State(specs, TierSource(checkpoint), files.tree, tuple(value_paths(files.structure)))

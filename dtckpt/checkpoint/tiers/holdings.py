@@ -1,0 +1,106 @@
+"""Which local saves can be restored from what the hosts hold, and what must be copied again; pure.
+
+A save *counts* if some host knows that all clients voted it complete. It is *whole* if each of its parts is on some
+host. Nothing here asks which client had which number, or on which host it ran: parts name the save that they belong to,
+and their indexes name boxes of tensors. So hosts may come back in another order, fewer or more::
+
+    host a   save 7: parts 0 1        save 6: parts 0 1
+    host b   (new and empty)
+    host c   save 7: parts 2 3 0 1    save 6: parts 2 3 0 1       7 is whole, with part 0 on a and c, part 2 on c alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from dtckpt.checkpoint.tiers.placement import Placement
+from dtckpt.checkpoint.tiers.records import HostParts, SaveId
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSave:
+    """A local save, and who holds its parts.
+
+    Args:
+        save: The save.
+        holders: By client whose part it is, the hosts that hold the part, ascending.
+        is_voted: Whether some host knows that all clients voted it complete.
+    """
+
+    save: SaveId
+    holders: Mapping[int, tuple[str, ...]]
+    is_voted: bool
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The clients whose parts no host holds."""
+        return tuple(client for client in range(self.save.num_clients) if client not in self.holders)
+
+    @property
+    def is_restorable(self) -> bool:
+        """Whether it counts and is whole."""
+        return self.is_voted and not self.missing
+
+    @property
+    def num_copies(self) -> int:
+        """How many hosts hold the part that the fewest hold."""
+        return min((len(self.holders.get(client, ())) for client in range(self.save.num_clients)), default=0)
+
+    def without(self, lost: Collection[str]) -> HeldSave:
+        """Return what is left of it when hosts are lost."""
+        left = {client: tuple(host for host in hosts if host not in lost) for client, hosts in self.holders.items()}
+        return HeldSave(self.save, {client: hosts for client, hosts in left.items() if hosts}, self.is_voted)
+
+
+def held_saves(parts: Mapping[str, HostParts]) -> list[HeldSave]:
+    """Return the saves of which any part is left, the newest first.
+
+    Args:
+        parts: What each host holds.
+    """
+    holders: dict[SaveId, dict[int, list[str]]] = {}
+    voted: set[SaveId] = set()
+    for host in sorted(parts):
+        for held, is_voted in ((parts[host].voted, True), (parts[host].written, False)):
+            for save, clients in held.items():
+                of_save = holders.setdefault(save, {})
+                if is_voted and clients:
+                    voted.add(save)
+                for client in clients:
+                    if client < save.num_clients and host not in of_save.setdefault(client, []):
+                        of_save[client].append(host)
+    return [
+        HeldSave(save, {client: tuple(hosts) for client, hosts in holders[save].items() if hosts}, save in voted)
+        for save in sorted(holders, reverse=True)
+    ]
+
+
+def restorable(saves: Collection[HeldSave]) -> list[HeldSave]:
+    """Return the saves that can be restored, the newest first."""
+    return sorted((held for held in saves if held.is_restorable), key=lambda held: held.save, reverse=True)
+
+
+def copies_to_make(held: HeldSave, placement: Placement) -> Iterator[tuple[int, str, str]]:
+    """Yield the copies that a save lacks: the client whose part it is, the host that sends it, the one that gets it.
+
+    Parts whose saver is gone, or now has another number, are as good as others: the first host that holds one stands
+    for it, and the hosts that are its partners get it.
+    """
+    for client, hosts in sorted(held.holders.items()):
+        present = [host for host in hosts if host in placement.domains]
+        if not present:
+            continue
+        candidates = [*placement.partners(present[0]), *sorted(placement.domains)]
+        for host in dict.fromkeys(candidates):
+            if len(present) >= placement.copies:
+                break
+            if host not in present:
+                yield client, present[0], host
+                present.append(host)
+
+
+def saves_to_keep(saves: Collection[SaveId], keep: int, protected: SaveId | None) -> frozenset[SaveId]:
+    """Return the saves that a host keeps: the newest, and the newest that has all copies with everything since."""
+    newest = sorted(saves, reverse=True)
+    return frozenset(newest[:keep]) | frozenset(save for save in newest if protected is not None and save == protected)

@@ -1,0 +1,281 @@
+"""`HostFolder`: the parts that one host holds, as files::
+
+    <path>/<job>/                                   the job: a digest of its root
+        job.json                                    the root, for people
+        spare/4711-0.data                           files that are being filled, or wait to be used again
+        <save>/                                     a local save; see `SaveId.name`
+            3.data                                  the elements of client 3's part
+            3.index                                 its index: the part is whole; how the vote ended is not known here
+            3.voted                                 the same file, renamed: all clients voted the save complete
+
+A file is filled in ``spare`` and renamed when it is whole, so a process that dies leaves no torn part. Files are used
+again: to fill new memory costs a page fault per page, more than the copy. Nothing is synced: the tier outlives
+processes, not a host. After a host that lost its power comes back with a local disk, digests tell what was torn.
+
+Files of other jobs are never touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from dtckpt.checkpoint.saving.staging import StagingMemory
+from dtckpt.checkpoint.tiers.options import LocalTier
+from dtckpt.checkpoint.tiers.records import MAX_INDEX_NBYTES, HostParts, PartIndex, SaveId
+from dtckpt.errors import StorageFullError, format_nbytes
+from dtckpt.format.digest import bytes_digest
+from dtckpt.storage.failures import translate_errors
+
+DATA, WRITTEN, VOTED = ".data", ".index", ".voted"
+_SPARE = "spare"
+
+
+def job_name(root: str) -> str:
+    """Return the name of a job's directory. A job is known by the root of its durable checkpoints."""
+    return f"{bytes_digest(root.encode('utf-8', 'backslashreplace')):016x}"
+
+
+class PartFile:
+    """A file of elements, mapped into this process's memory, that is filled again and again.
+
+    Args:
+        path: Where it is now.
+        nbytes: Its size.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        with path.open("x+b") as file:
+            os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
+            # Populated at once: a page at a time, while training waits, it would take longer than the copy.
+            self._map = mmap.mmap(
+                file.fileno(), max(nbytes, 1), flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            )
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
+        # Kept with the file: memory that cards copy to is page-locked once, and cut into tensors once.
+        self.staging = StagingMemory(lambda _: self.memory)
+        self.view = memoryview(self._map)[:nbytes]
+
+    def move(self, path: Path) -> None:
+        """Rename the file."""
+        self.path.rename(path)
+        self.path = path
+
+
+class HostFolder:
+    """The parts of one job on this host, as one of its processes sees and changes them. Thread-safe.
+
+    Args:
+        tier: The options.
+        root: The root of the job's durable checkpoints.
+    """
+
+    def __init__(self, tier: LocalTier, root: str) -> None:
+        self.path = tier.folder / job_name(root)
+        self._tier = tier
+        self._root = root
+        self._lock = threading.Lock()
+        self._spare: list[PartFile] = []
+        self._filled: dict[tuple[SaveId, int], PartFile] = {}
+        self._pinned: list[SaveId] = []
+        self._num_files = 0
+
+    def make(self) -> None:
+        """Make the directory. Raises: StorageError: The tier cannot be written."""
+        with translate_errors("make the directory of the local tier", self.path):
+            (self.path / _SPARE).mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError), (self.path / "job.json").open("x") as file:
+                file.write(json.dumps({"root": self._root}))
+
+    # --- looking ------------------------------------------------------------------------------------------------
+
+    def parts(self) -> HostParts:
+        """Return the parts that are here, whichever process wrote them."""
+        voted: dict[SaveId, frozenset[int]] = {}
+        written: dict[SaveId, frozenset[int]] = {}
+        for save, folder in self._saves():
+            with suppress(OSError):
+                names = {entry.name for entry in folder.iterdir()}
+                clients = {int(name[: -len(DATA)]) for name in names if name.endswith(DATA) and name[0].isdigit()}
+                voted[save] = frozenset(client for client in clients if f"{client}{VOTED}" in names)
+                written[save] = frozenset(client for client in clients if f"{client}{WRITTEN}" in names) - voted[save]
+        return HostParts(voted, written)
+
+    def _saves(self) -> Iterator[tuple[SaveId, Path]]:
+        with suppress(OSError):
+            for folder in self.path.iterdir():
+                with suppress(ValueError):
+                    yield SaveId.parse(folder.name), folder
+
+    def index_file(self, save: SaveId, client: int) -> bytes:
+        """Return the index file of a part. Raises: FileNotFoundError: It is not here."""
+        folder = self.path / save.name
+        for suffix in (VOTED, WRITTEN):
+            with suppress(FileNotFoundError), (folder / f"{client}{suffix}").open("rb") as file:
+                return file.read(MAX_INDEX_NBYTES)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / f"{client}{VOTED}"))
+
+    def open_data(self, save: SaveId, client: int) -> memoryview:
+        """Map the file of a part, for reading. Raises: OSError, ValueError: It is missing, or empty."""
+        with (self.path / save.name / f"{client}{DATA}").open("rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+
+    def used_nbytes(self) -> int:
+        """Return the bytes that the files of this job take."""
+        nbytes = 0
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                with suppress(OSError):
+                    nbytes += os.stat(os.path.join(folder, name)).st_blocks * 512
+        return nbytes
+
+    # --- filling ------------------------------------------------------------------------------------------------
+
+    def take(self, nbytes: int) -> PartFile:
+        """Return a file to be filled, of at least so many bytes.
+
+        Raises:
+            StorageFullError: It does not fit into the tier.
+            StorageError: The tier cannot be written.
+        """
+        with self._lock:
+            fitting = [file for file in self._spare if nbytes <= file.nbytes <= 2 * max(nbytes, 1)]
+            if fitting:
+                file = min(fitting, key=lambda each: each.nbytes)
+                self._spare.remove(file)
+                return file
+            # Files of another size will not be wanted again.
+            for file in self._spare:
+                file.path.unlink(missing_ok=True)
+            self._spare.clear()
+            self._num_files += 1
+            path = self.path / _SPARE / f"{os.getpid()}-{self._num_files}{DATA}"
+        self.validate_space(nbytes)
+        with translate_errors("make a file in the local tier", self.path):
+            try:
+                return PartFile(path, nbytes)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+
+    def validate_space(self, nbytes: int) -> None:
+        """Check that so many bytes more fit into the tier. Raises: StorageFullError: They do not."""
+        limit, used = self._tier.max_nbytes, self.used_nbytes()
+        if limit is not None and used + nbytes > limit:
+            raise StorageFullError(
+                f"the local tier {self._tier.folder} is full: {format_nbytes(used)} of its max_nbytes, "
+                f"{format_nbytes(limit)}, are in use, and {format_nbytes(nbytes)} more are needed; raise max_nbytes, or "
+                "keep fewer steps"
+            )
+        with translate_errors("look at the local tier", self.path):
+            free = shutil.disk_usage(self.path).free
+        if nbytes > free:
+            raise StorageFullError(
+                f"the local tier {self._tier.folder} is full: {format_nbytes(free)} are free, and "
+                f"{format_nbytes(nbytes)} are needed; give it more memory, or keep fewer steps"
+            )
+
+    def give_back(self, file: PartFile) -> None:
+        """Let a file be used again that was filled in vain."""
+        with self._lock:
+            self._spare.append(file)
+
+    def put(self, file: PartFile, index: PartIndex, data: bytes, *, is_voted: bool) -> None:
+        """Make a filled file a part of a save.
+
+        Args:
+            file: The file, in ``spare``.
+            index: Its index.
+            data: The index file.
+            is_voted: Whether all clients are known to have voted the save complete.
+        """
+        folder = self.path / index.save.name
+        with translate_errors("put a part into the local tier", folder):
+            folder.mkdir(exist_ok=True)
+            with self._lock:
+                file.move(folder / f"{index.client}{DATA}")
+                self._filled[index.save, index.client] = file
+            draft = self.path / _SPARE / f"{os.getpid()}-{index.client}-{index.save.name}"
+            draft.write_bytes(data)
+            draft.rename(folder / f"{index.client}{VOTED if is_voted else WRITTEN}")
+
+    def note_voted(self, save: SaveId, client: int) -> None:
+        """Note that all clients voted a save complete."""
+        folder = self.path / save.name
+        with translate_errors("note a vote in the local tier", folder):
+            (folder / f"{client}{WRITTEN}").rename(folder / f"{client}{VOTED}")
+
+    def file_of(self, save: SaveId, client: int) -> PartFile | None:
+        """Return the file of a part, if this process filled it."""
+        with self._lock:
+            return self._filled.get((save, client))
+
+    # --- removing -----------------------------------------------------------------------------------------------
+
+    def pin(self, save: SaveId) -> Callable[[], None]:
+        """Keep a save from being removed by this process; return a function that lets go of it."""
+        with self._lock:
+            self._pinned.append(save)
+
+        def unpin() -> None:
+            with self._lock:
+                self._pinned.remove(save)
+
+        return unpin
+
+    def remove(self, save: SaveId, client: int) -> None:
+        """Remove a part that this process filled; its file is used again."""
+        with self._lock:
+            file = self._filled.pop((save, client), None)
+            if file is None:
+                return
+            folder = self.path / save.name
+            for suffix in (VOTED, WRITTEN):
+                (folder / f"{client}{suffix}").unlink(missing_ok=True)
+            self._num_files += 1
+            with suppress(FileNotFoundError):
+                file.move(self.path / _SPARE / f"{os.getpid()}-{self._num_files}{DATA}")
+                self._spare.append(file)
+        with suppress(OSError):
+            folder.rmdir()
+
+    def remove_all_but(self, kept: Collection[SaveId], *, with_others: bool) -> None:
+        """Remove the saves that need not be kept.
+
+        Args:
+            kept: The saves that are kept.
+            with_others: Whether to remove what former processes left, too; one process of a host does.
+        """
+        with self._lock:
+            stay = {*kept, *self._pinned}
+            mine = list(self._filled)
+        for save, client in mine:
+            if save not in stay:
+                self.remove(save, client)
+        if not with_others:
+            return
+        own = {save for save, _ in mine}
+        # Newer ones than all that are kept are being written by processes of this host.
+        newest = max(kept, default=None)
+        for save, folder in list(self._saves()):
+            if save not in stay and save not in own and newest is not None and save < newest:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def remove_spare_of_the_dead(self) -> None:
+        """Remove the files that processes left in ``spare`` which do not live any more."""
+        with suppress(OSError):
+            for path in (self.path / _SPARE).iterdir():
+                pid = path.name.partition("-")[0]
+                if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+                    path.unlink(missing_ok=True)

@@ -1,0 +1,73 @@
+"""`LocalTier`: the options of checkpoints in the memory or on the local disks of the hosts."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from dtckpt.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTier:
+    """Frequent checkpoints on the hosts themselves; give it to `dtckpt.CheckpointManager`.
+
+    All clients pass the same, but for ``path``, ``host``, ``domain`` and ``address``, which may differ by host.
+
+    Args:
+        path: A directory of this host that outlives the processes: below ``/dev/shm``, a mounted tmpfs, or a local
+            disk. All clients of a host pass the same one.
+        every_steps: A step that is a multiple of this is saved in the tier.
+        copies: How many hosts hold each part of a step, the one that saved it among them.
+        keep: How many steps the tier keeps. While copies of the newest ones are missing, it also keeps the newest step
+            that has all of its copies.
+        max_nbytes: Bound on the bytes below ``path`` that the clients of one host take together, copies for other hosts
+            included. A save that would exceed it is skipped. Default: no bound but the space that there is.
+        max_rate: Bound on the bytes per second that a client sends to other hosts. Default: none.
+        host: Name of this host. Default: its host name.
+        domain: The part of the cluster that fails as one, as a rack or a power supply; copies lie in other domains
+            where there are others. Default: each host is a domain of its own.
+        address: Address of this host at which the others reach it. Default: the one from which it reaches
+            ``MASTER_ADDR``.
+        timeout_s: Longest wait for an answer of another host, in seconds.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    path: str | PathLike[str]
+    every_steps: int = 10
+    copies: int = 2
+    keep: int = 2
+    max_nbytes: int | None = None
+    max_rate: float | None = None
+    host: str | None = None
+    domain: str | None = None
+    address: str | None = None
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "copies", "keep"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"LocalTier: {name} must be a whole number from 1 on; got {value!r}")
+        for name in ("max_nbytes", "max_rate", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and value > 0):
+                raise ConfigError(f"LocalTier: {name} must be positive; got {value!r}")
+        for name in ("host", "domain"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value.isprintable() and 0 < len(value) <= 200):
+                raise ConfigError(f"LocalTier: {name} must be a name of 1 to 200 printable characters; got {value!r}")
+
+    @property
+    def folder(self) -> Path:
+        """The directory, absolute."""
+        return Path(self.path).absolute()
+
+    @property
+    def host_name(self) -> str:
+        """The name of this host."""
+        return self.host or socket.gethostname()

@@ -1,0 +1,86 @@
+"""Describe a staged part: which boxes lie where in its file, and their digests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from dtckpt.checkpoint.leaves import host_array
+from dtckpt.checkpoint.saving.plan import SavePlan
+from dtckpt.checkpoint.saving.staging import written_regions
+from dtckpt.checkpoint.saving.state import MemorySource, State
+from dtckpt.checkpoint.tiers.host_folder import PartFile
+from dtckpt.checkpoint.tiers.records import PartPiece, PartTensor
+from dtckpt.comm.background_threads import Pool
+from dtckpt.errors import CheckpointError
+from dtckpt.format.digest import buffer_of
+from dtckpt.layout.region import Region
+
+_THREADED_NBYTES = 1 << 20
+
+
+def piece_digest(name: str, region: Region, elements: np.ndarray[Any, Any]) -> int:
+    """Return the digest of a box's elements, bound to the tensor and the box: two that change places differ."""
+    seed = xxhash.xxh3_64_intdigest(f"{name}\0{region.offset}{region.shape}".encode())
+    return xxhash.xxh3_64_intdigest(buffer_of(elements), seed=seed)
+
+
+def elements_of(data: memoryview, piece: PartPiece, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return a view of a piece's elements in a part's file. Raises: ValueError: The file is too short."""
+    strides = tuple(step * dtype.itemsize for step in piece.strides)
+    last = sum((size - 1) * step for size, step in zip(piece.region.shape, strides, strict=True))
+    if piece.offset + last + dtype.itemsize > len(data):
+        raise ValueError(f"the file of the part has {len(data)} bytes, and {piece.region} would end behind them")
+    return np.ndarray(piece.region.shape, dtype, data, piece.offset, strides)
+
+
+def described_pieces(
+    staged: State, plan: SavePlan, file: PartFile, client: int
+) -> tuple[tuple[PartTensor, ...], tuple[PartPiece, ...]]:
+    """Return the tensors and the pieces of a part whose elements are staged in a file; digests are taken here.
+
+    Args:
+        staged: This client's state, with its elements in the file.
+        plan: What all clients write.
+        file: The file.
+        client: This client.
+    """
+    tensors = tuple(PartTensor(spec.name, spec.shape, spec.dtype, spec.layout) for spec in staged.specs)
+    numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
+    found = list(_staged_boxes(staged, plan, client))
+    with Pool(1, "dtckpt-tier-digests") as pool:
+        digests: list[int | Future[int]] = [
+            pool.submit(piece_digest, name, region, elements)
+            if elements.nbytes >= _THREADED_NBYTES
+            else piece_digest(name, region, elements)
+            for name, region, elements in found
+        ]
+        done = [digest.result() if isinstance(digest, Future) else digest for digest in digests]
+    start = file.memory.data_ptr()
+    pieces = tuple(
+        PartPiece(
+            numbers[name],
+            region,
+            elements.ctypes.data - start,
+            tuple(step // elements.itemsize for step in elements.strides),
+            digest,
+        )
+        for (name, region, elements), digest in zip(found, done, strict=True)
+    )
+    return tensors, pieces
+
+
+def _staged_boxes(staged: State, plan: SavePlan, client: int) -> Iterator[tuple[str, Region, np.ndarray[Any, Any]]]:
+    """Yield what a client gives to a save, chunk by chunk: views of its staged elements."""
+    source = staged.source
+    if not isinstance(source, MemorySource):
+        raise CheckpointError("a local save needs its elements in memory")
+    for tensor in plan.tensors:
+        boxes = [(box, host_array(copies[0])) for box, copies in source.parts(tensor.name)]
+        for region in written_regions(tensor, client):
+            box, elements = next((box, elements) for box, elements in boxes if box.contains(region))
+            yield tensor.name, region, elements[region.relative_to(box).slices()] if region.ndim else elements

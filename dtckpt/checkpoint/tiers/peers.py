@@ -1,0 +1,143 @@
+"""Requests to the servers of other hosts; see `dtckpt.checkpoint.tiers.server` for the protocol."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from urllib.parse import urlsplit
+
+from dtckpt.checkpoint.tiers.records import SaveId
+from dtckpt.checkpoint.tiers.server import DIGEST_NBYTES, LENGTH_NBYTES
+from dtckpt.errors import CheckpointCorruptError, StorageError, StorageFullError
+from dtckpt.format.digest import bytes_digest
+
+SEND_NBYTES = 4 << 20
+Box = tuple[int, Sequence[int], Sequence[int]]
+"""Number of a piece in its part, then offset and shape of a box in the piece."""
+
+
+class Peer:
+    """The server of one client on another host. Thread-safe: each request has a connection of its own.
+
+    Args:
+        url: ``host:port``.
+        host: Name of the host, for messages.
+        token: What requests show.
+        timeout_s: Longest wait for each answer, in seconds.
+    """
+
+    def __init__(self, url: str, host: str, token: str, timeout_s: float) -> None:
+        self.host = host
+        self._url = urlsplit(f"//{url}")
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._timeout_s = timeout_s
+
+    @contextmanager
+    def _errors_named(self, what: str) -> Iterator[HTTPConnection]:
+        connection = HTTPConnection(str(self._url.hostname), self._url.port, timeout=self._timeout_s)
+        try:
+            yield connection
+        except (OSError, HTTPException) as error:
+            raise StorageError(f"host {self.host}: {what}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+
+    def _answer_to(self, connection: HTTPConnection) -> HTTPResponse:
+        response = connection.getresponse()
+        if response.status >= 300:
+            reason = f"host {self.host}: {response.read(4000).decode(errors='replace')}"
+            raise {409: CheckpointCorruptError, 507: StorageFullError}.get(response.status, StorageError)(reason)
+        return response
+
+    def _get(self, path: str, what: str) -> bytes:
+        with self._errors_named(what) as connection:
+            connection.request("GET", path, headers=self._headers)
+            return self._answer_to(connection).read()
+
+    def text(self, digest: int) -> bytes:
+        """Return a text that the client keeps. Raises: CheckpointCorruptError: It is another one."""
+        data = self._get(f"/v1/texts/{digest}", "read a description")
+        if bytes_digest(data) != digest:
+            raise CheckpointCorruptError(f"host {self.host}: a description is not what its client announced")
+        return data
+
+    def indexes(self, save: SaveId) -> list[bytes]:
+        """Return the indexes of a save's parts on the host."""
+        data = self._get(f"/v1/indexes/{save.name}", "read indexes")
+        files = []
+        while data:
+            stop = LENGTH_NBYTES + int.from_bytes(data[:LENGTH_NBYTES], "big")
+            files.append(data[LENGTH_NBYTES:stop])
+            data = data[stop:]
+        return files
+
+    def read(self, save: SaveId, client: int, boxes: Sequence[Box], nbytes: int) -> bytes:
+        """Return the elements of boxes, one after the other.
+
+        Raises:
+            CheckpointCorruptError: The host's copy is damaged, or the answer is.
+            StorageError: The host does not answer, or refuses.
+        """
+        with self._errors_named("read a part") as connection:
+            connection.request("POST", f"/v1/read/{save.name}/{client}", json.dumps(boxes), self._headers)
+            data = self._answer_to(connection).read()
+        body = data[:-DIGEST_NBYTES]
+        if len(body) != nbytes or bytes_digest(body) != int.from_bytes(data[-DIGEST_NBYTES:], "big"):
+            raise CheckpointCorruptError(f"host {self.host}: the answer was damaged on its way")
+        return body
+
+    def put(self, save: SaveId, client: int, index: bytes, data: memoryview, max_rate: float | None) -> None:
+        """Give the host a copy of a part; return when it has verified the copy.
+
+        Args:
+            save: The save.
+            client: The client whose part it is.
+            index: The index file.
+            data: The elements.
+            max_rate: Bound on the bytes per second.
+        """
+        head = len(index).to_bytes(LENGTH_NBYTES, "big") + index
+        with self._errors_named("send a copy") as connection:
+            connection.putrequest("PUT", f"/v1/parts/{save.name}/{client}")
+            for name, value in {**self._headers, "Content-Length": str(len(head) + len(data))}.items():
+                connection.putheader(name, value)
+            connection.endheaders(head)
+            try:
+                _send(connection.sock, data, max_rate, time.monotonic, time.sleep)
+            except OSError:
+                # The host may have answered before it took all; what it says is worth more than a broken pipe.
+                self._answer_to(connection)
+                raise
+            self._answer_to(connection)
+
+
+def _send(
+    connection: socket.socket,
+    data: memoryview,
+    max_rate: float | None,
+    clock: Callable[[], float],
+    sleep: Callable[[float], object],
+) -> None:
+    begin = clock()
+    step = SEND_NBYTES if max_rate is None else max(1 << 16, min(SEND_NBYTES, int(max_rate / 10)))
+    for start in range(0, len(data), step):
+        connection.sendall(data[start : start + step])
+        if max_rate is not None:
+            sleep(max(0.0, begin + (start + step) / max_rate - clock()))
+
+
+def own_address() -> str:
+    """Return the address at which other hosts reach this one: the one from which it reaches ``MASTER_ADDR``."""
+    master = os.environ.get("MASTER_ADDR") or "localhost"
+    try:
+        family, kind, _, _, to = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(to)  # nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"

@@ -1,0 +1,273 @@
+"""The values of the local tier, and their text on disk and in votes; pure.
+
+A *local save* is one step as all clients saved it. Each client's share of it is a *part*: the elements in one file, and
+an *index* that says which box of which tensor they are. Whether a save can be restored follows from the parts that the
+hosts hold together (`dtckpt.checkpoint.tiers.holdings`).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtckpt.errors import CheckpointCorruptError
+from dtckpt.format.digest import bytes_digest
+from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.stored_pieces import c_strides
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.region import Region
+
+FORMAT = 1
+MAX_INDEX_NBYTES = 1 << 30
+_SAVE_NAME = re.compile(r"(\d{20})-(\d{1,18})-(\d{1,9})-([01])-([0-9a-f]{8})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SaveId:
+    """The identity of a local save. A greater one is newer.
+
+    Args:
+        number: Nanoseconds since the epoch when the save began, by the clock of client 0; greater than that of every
+            save that the tier held then.
+        step: The step.
+        num_clients: The clients that saved it, each of which has one part.
+        is_durable: Whether the step is to be written to the root, too.
+        token: Random, so that two attempts of one number are told apart.
+    """
+
+    number: int
+    step: int
+    num_clients: int
+    is_durable: bool
+    token: str
+
+    @property
+    def name(self) -> str:
+        """The name of its directory."""
+        return f"{self.number:020d}-{self.step}-{self.num_clients}-{int(self.is_durable)}-{self.token}"
+
+    @classmethod
+    def parse(cls, name: str) -> SaveId:
+        """Read a name. Raises: ValueError: It is none."""
+        match = _SAVE_NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{name[:100]!r} is no name of a local save")
+        number, step, num_clients, is_durable, token = match.groups()
+        return cls(int(number), int(step), int(num_clients), is_durable == "1", token)
+
+
+@dataclass(frozen=True, slots=True)
+class PartTensor:
+    """A tensor that a client passed to a local save: the facts that do not depend on the client."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartPiece:
+    """A box of a tensor's elements in a part's file.
+
+    Args:
+        tensor: Index of the tensor in the part.
+        region: The box.
+        offset: Byte of its first element.
+        strides: Elements from one element to the next, per dim.
+        digest: XXH3 of the elements in C order, bound to the tensor's name and the box.
+    """
+
+    tensor: int
+    region: Region
+    offset: int
+    strides: tuple[int, ...]
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartIndex:
+    """The description of one part.
+
+    Args:
+        save: The save.
+        client: The client that saved it.
+        nbytes: Bytes of the part's file.
+        tree: Structure of the client's state tree and its plain values, as JSON.
+        tensors: The tensors that the client passed.
+        pieces: The boxes that the file holds.
+        metrics: The metrics that client 0 passed.
+    """
+
+    save: SaveId
+    client: int
+    nbytes: int
+    tree: bytes
+    tensors: tuple[PartTensor, ...]
+    pieces: tuple[PartPiece, ...]
+    metrics: Mapping[str, float]
+
+    def to_bytes(self) -> bytes:
+        """Return the index file."""
+        meshes: dict[Mesh, int] = {}
+        tensors = [(each.name, each.shape, each.dtype, _layout_to_json(each.layout, meshes)) for each in self.tensors]
+        facts = {
+            "format": FORMAT,
+            "save": self.save.name,
+            "client": self.client,
+            "nbytes": self.nbytes,
+            "tree": self.tree.decode(),
+            "meshes": [mesh.portable().to_string() for mesh in meshes],
+            "tensors": tensors,
+            "pieces": [
+                (
+                    piece.tensor,
+                    piece.region.offset,
+                    piece.region.shape,
+                    piece.offset,
+                    None if piece.strides == c_strides(piece.region.shape) else piece.strides,
+                    piece.digest,
+                )
+                for piece in self.pieces
+            ],
+            "metrics": dict(self.metrics),
+        }
+        data = zlib.compress(json.dumps(facts, separators=(",", ":")).encode(), 1)
+        return bytes_digest(data).to_bytes(8, "big") + data
+
+    @classmethod
+    def from_bytes(cls, file: bytes) -> PartIndex:
+        """Read an index file. Raises: CheckpointCorruptError: It is damaged."""
+        digest, data = file[:8], file[8:]
+        if len(digest) < 8 or bytes_digest(data) != int.from_bytes(digest, "big"):
+            raise CheckpointCorruptError("the index of a part is damaged: its digest differs")
+        try:
+            unpacker = zlib.decompressobj()
+            text = unpacker.decompress(data, MAX_INDEX_NBYTES)
+            facts = json.loads(text)
+            if facts["format"] != FORMAT:
+                raise ValueError(f"its format is {facts['format']!r}")
+            meshes = [Mesh.from_string(each) for each in facts["meshes"]]
+            index = cls(
+                save=SaveId.parse(facts["save"]),
+                client=int(facts["client"]),
+                nbytes=int(facts["nbytes"]),
+                tree=facts["tree"].encode(),
+                tensors=tuple(
+                    PartTensor(name, tuple(shape), dtype, _layout_of_json(layout, meshes))
+                    for name, shape, dtype, layout in facts["tensors"]
+                ),
+                pieces=tuple(_piece_of_json(piece) for piece in facts["pieces"]),
+                metrics={str(name): float(value) for name, value in facts["metrics"].items()},
+            )
+            index._validate()
+            return index
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, zlib.error, RecursionError) as error:
+            raise CheckpointCorruptError(f"the index of a part cannot be read: {error}") from error
+
+    def _validate(self) -> None:
+        """Check that each piece lies in its tensor and in the file. Raises: ValueError: One does not."""
+        if not 0 <= self.client < self.save.num_clients or self.nbytes < 0:
+            raise ValueError(f"it is of client {self.client}, with {self.nbytes} bytes")
+        for piece in self.pieces:
+            tensor = self.tensors[piece.tensor]
+            last = sum((size - 1) * step for size, step in zip(piece.region.shape, piece.strides, strict=True))
+            stop = piece.offset + (last + 1) * DTYPES[tensor.dtype].itemsize
+            is_inside = Region.full(tensor.shape).contains(piece.region) and not piece.region.is_empty
+            if not is_inside or piece.tensor < 0 or piece.offset < 0 or min(piece.strides, default=0) < 0:
+                raise ValueError(f"{piece.region} is not in {tensor.name[:200]!r}")
+            if stop > self.nbytes:
+                raise ValueError(f"{piece.region} of {tensor.name[:200]!r} would end behind the file")
+
+
+def _layout_to_json(layout: Layout | None, meshes: dict[Mesh, int]) -> Any:
+    return None if layout is None else [meshes.setdefault(layout.mesh, len(meshes)), layout.sharding_specs]
+
+
+def _layout_of_json(facts: Any, meshes: Sequence[Mesh]) -> Layout | None:
+    if facts is None:
+        return None
+    mesh, specs = facts
+    return Layout([tuple(spec) if isinstance(spec, list) else spec for spec in specs], meshes[mesh])
+
+
+def _piece_of_json(facts: Sequence[Any]) -> PartPiece:
+    tensor, at, shape, offset, strides, digest = facts
+    region = Region(tuple(at), tuple(shape))
+    return PartPiece(tensor, region, offset, c_strides(region.shape) if strides is None else tuple(strides), digest)
+
+
+@dataclass(frozen=True, slots=True)
+class HostParts:
+    """The parts that a host holds.
+
+    Args:
+        voted: By save, the clients whose parts it holds and knows to belong to a save that all clients voted complete.
+        written: By save, the clients whose parts it holds whole, without knowing how the vote ended.
+    """
+
+    voted: Mapping[SaveId, frozenset[int]]
+    written: Mapping[SaveId, frozenset[int]]
+
+    def to_text(self, max_chars: int) -> str:
+        """Return a text for a vote; if it would be too long, the oldest saves are left out."""
+        saves = sorted(self.voted.keys() | self.written.keys(), reverse=True)
+        while True:
+            text = json.dumps(
+                [
+                    [
+                        save.name,
+                        _clients_to_text(self.voted.get(save, ())),
+                        _clients_to_text(self.written.get(save, ())),
+                    ]
+                    for save in saves
+                ]
+            )
+            if len(text) <= max_chars or not saves:
+                return text
+            saves = saves[:-1]
+
+    @classmethod
+    def from_text(cls, text: str) -> HostParts:
+        """Read the text of a vote. Raises: ValueError, TypeError: It is malformed."""
+        voted, written = {}, {}
+        for name, of_voted, of_written in json.loads(text):
+            save = SaveId.parse(name)
+            voted[save], written[save] = _clients_of_text(of_voted), _clients_of_text(of_written)
+        return cls(voted, written)
+
+
+def _clients_to_text(clients: Sequence[int] | frozenset[int] | tuple[int, ...]) -> str:
+    """Return a set of clients as the bits of a number, in base 64: a host holds the parts of few clients."""
+    bits = sum(1 << client for client in clients)
+    return base64.b64encode(zlib.compress(bits.to_bytes(-(-bits.bit_length() // 8), "big"), 9)).decode() if bits else ""
+
+
+def _clients_of_text(text: str) -> frozenset[int]:
+    if not text:
+        return frozenset()
+    bits = int.from_bytes(zlib.decompress(base64.b64decode(text)), "big")
+    return frozenset(position for position in range(bits.bit_length()) if bits >> position & 1)
+
+
+@dataclass(frozen=True, slots=True)
+class HostInfo:
+    """A host of the job, as its clients describe it.
+
+    Args:
+        name: Its name.
+        domain: The part of the cluster that fails with it.
+        clients: Its clients, ascending.
+        servers: By client, the address ``host:port`` of its server.
+    """
+
+    name: str
+    domain: str
+    clients: tuple[int, ...]
+    servers: Mapping[int, str]

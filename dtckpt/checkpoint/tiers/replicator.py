@@ -1,0 +1,119 @@
+"""`Replicator`: send the parts of this client to the hosts that hold copies of them, in the background.
+
+A copy that is late does not hold up the next save: of the saves that wait, only the newest is sent. A host that does
+not take copies gets the next save's all the same; the first failure is logged, and then the end of the trouble.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dtckpt.checkpoint.tiers.peers import Peer
+from dtckpt.checkpoint.tiers.records import SaveId
+from dtckpt.comm.background_threads import begin
+from dtckpt.errors import DtckptError
+
+logger = logging.getLogger("dtckpt.tiers")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """A part that is to be copied.
+
+    Args:
+        save: The save.
+        client: The client whose part it is.
+        index: The index file.
+        data: The elements.
+        peers: The servers of the hosts that get it.
+        done: Called when the part is sent, or given up.
+    """
+
+    save: SaveId
+    client: int
+    index: bytes
+    data: memoryview
+    peers: Sequence[Peer]
+    done: Callable[[], None]
+
+
+class Replicator:
+    """Sends copies, one after the other, in a thread of its own.
+
+    Args:
+        max_rate: Bound on the bytes per second.
+    """
+
+    def __init__(self, max_rate: float | None) -> None:
+        self.protected: SaveId | None = None
+        """The newest save of which the hosts have acknowledged all copies of this client's part."""
+        self.nbytes_sent = 0
+        self.seconds = 0.0
+        self._max_rate = max_rate
+        self._waiting: deque[Copy] = deque()
+        self._changed = threading.Condition()
+        self._is_running = False
+        self._troubled: set[str] = set()
+
+    def submit(self, copy: Copy, *, replaces_older: bool = True) -> None:
+        """Send a part when it is its turn.
+
+        Args:
+            copy: The part.
+            replaces_older: Whether saves that still wait need not be sent any more.
+        """
+        with self._changed:
+            if replaces_older:
+                for older in self._waiting:
+                    older.done()
+                self._waiting.clear()
+            self._waiting.append(copy)
+            if not self._is_running:
+                self._is_running = True
+                begin(self._run, "dtckpt-tier-copies")
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing is to be sent any more; return whether that came in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._is_running, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._is_running = False
+                    self._changed.notify_all()
+                    return
+                copy = self._waiting.popleft()
+            try:
+                self._send(copy)
+            finally:
+                copy.done()
+
+    def _send(self, copy: Copy) -> None:
+        is_complete = True
+        for peer in copy.peers:
+            start = time.monotonic()
+            try:
+                peer.put(copy.save, copy.client, copy.index, copy.data, self._max_rate)
+            except DtckptError as error:
+                is_complete = False
+                if peer.host not in self._troubled:
+                    self._troubled.add(peer.host)
+                    logger.warning(
+                        "host %s takes no copies: step %d and those that follow have fewer copies until it does: %s",
+                        peer.host, copy.save.step, error,
+                    )  # fmt: skip
+                continue
+            self.nbytes_sent += len(copy.data)
+            self.seconds += time.monotonic() - start
+            if peer.host in self._troubled:
+                self._troubled.discard(peer.host)
+                logger.warning("host %s takes copies again, from step %d on", peer.host, copy.save.step)
+        if is_complete and (self.protected is None or self.protected < copy.save):
+            self.protected = copy.save

@@ -1,0 +1,221 @@
+"""`PartServer`: gives other hosts the parts that this host holds, and takes copies of theirs.
+
+The protocol is HTTP/1.1. Every request has the header ``Authorization: Bearer <token>``, with a token that the clients
+of one attempt agree on: a process of another job, or of an earlier attempt, can neither read nor write.
+
+    GET  /v1/indexes/<save>               the indexes of the save's parts on this host, each after its length
+    POST /v1/read/<save>/<client>         body: JSON list of [number of the piece, offset, shape], in elements of it;
+                                          answer: these boxes' elements, one after the other, then a digest of all
+    PUT  /v1/parts/<save>/<client>        body: length of the index, the index, the elements; 204 when it is verified
+    GET  /v1/texts/<digest>               a text that this client keeps for the others
+
+Errors are status codes with a text: 403 wrong token, 404 not here, 409 damaged, 507 no space.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from dtckpt.checkpoint.tiers.host_folder import HostFolder, PartFile
+from dtckpt.checkpoint.tiers.part_writer import elements_of, piece_digest
+from dtckpt.checkpoint.tiers.records import MAX_INDEX_NBYTES, PartIndex, SaveId
+from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageFullError
+from dtckpt.format.digest import as_bytes
+from dtckpt.format.dtypes import DTYPES
+
+LENGTH_NBYTES = DIGEST_NBYTES = 8
+RECV_NBYTES = 4 << 20
+MAX_REQUEST_NBYTES = 64 << 20
+
+
+class PartServer:
+    """A server of this process, in threads of its own.
+
+    Args:
+        folder: The parts of this host.
+        address: The address that the other hosts reach it at.
+        timeout_s: Longest wait for the rest of a request.
+    """
+
+    def __init__(self, folder: HostFolder, address: str, timeout_s: float) -> None:
+        self.texts: dict[int, bytes] = {}
+        """Texts that other clients may ask for, by their digests."""
+        self._server = _Server((address, 0), folder, timeout_s, self.texts)
+        self.url = f"{_bracketed(address)}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="dtckpt-tier-server")
+        self._thread.start()
+
+    def open(self, token: str) -> None:
+        """Answer requests that show a token; those that came before wait for this."""
+        self._server.token = token
+        self._server.is_open.set()
+
+    def close(self) -> None:
+        """Take no more requests."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], folder: HostFolder, timeout_s: float, texts: dict[int, bytes]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self.folder, self.timeout_s, self.texts = folder, timeout_s, texts
+        self.token = ""
+        self.is_open = threading.Event()
+        super().__init__(address, _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a peer that dies amid a request is ordinary, and the request's own side reports the rest."""
+
+
+class _RefusedError(Exception):
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(self.server.timeout_s)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def _handle(self) -> None:
+        try:
+            # The first of the clients to learn the token may ask before the others have learned it.
+            self.server.is_open.wait(self.server.timeout_s)
+            shown = self.headers.get("Authorization", "")
+            if not hmac.compare_digest(shown.encode(), f"Bearer {self.server.token}".encode()):
+                raise _RefusedError(403, "the token is not that of this attempt of the job")
+            match [self.command, *self.path.split("/")[1:]]:
+                case ["GET", "v1", "indexes", save]:
+                    self._answer(list(self._indexes(SaveId.parse(save))))
+                case ["POST", "v1", "read", save, client]:
+                    self._read(SaveId.parse(save), int(client))
+                case ["PUT", "v1", "parts", save, client]:
+                    self._take(SaveId.parse(save), int(client))
+                case ["GET", "v1", "texts", digest]:
+                    self._answer([self.server.texts[int(digest)]])
+                case _:
+                    raise _RefusedError(404, "there is no such path")
+        except _RefusedError as refusal:
+            self._refuse(refusal.status, str(refusal))
+        except (FileNotFoundError, KeyError) as error:
+            self._refuse(404, f"not on this host: {error}")
+        except StorageFullError as error:
+            self._refuse(507, str(error))
+        except (DtckptError, ValueError) as error:
+            self._refuse(409, str(error))
+
+    do_GET = do_POST = do_PUT = _handle  # noqa: N815  names of the base class
+
+    def _refuse(self, status: int, reason: str) -> None:
+        # The rest of the request is still on its way: this connection cannot take another one.
+        self.close_connection = True
+        with suppress(OSError):
+            data = reason.encode("utf-8", "backslashreplace")[:4000]
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(data)
+
+    def _answer(self, parts: list[bytes | memoryview], status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(sum(len(part) for part in parts)))
+        self.end_headers()
+        self.wfile.flush()
+        for part in parts:
+            self.connection.sendall(part)
+
+    def _indexes(self, save: SaveId) -> Iterator[bytes]:
+        parts = self.server.folder.parts()
+        clients = parts.voted.get(save, frozenset()) | parts.written.get(save, frozenset())
+        for client in sorted(clients):
+            file = self.server.folder.index_file(save, client)
+            yield len(file).to_bytes(LENGTH_NBYTES, "big") + file
+
+    def _length(self, limit: int | None = None) -> int:
+        length = int(self.headers.get("Content-Length") or -1)
+        if length < 0 or (limit is not None and length > limit):
+            raise _RefusedError(400, f"the request has no length, or one over {limit} bytes")
+        return length
+
+    def _read(self, save: SaveId, client: int) -> None:
+        wanted = json.loads(self.rfile.read(self._length(MAX_REQUEST_NBYTES)))
+        index = PartIndex.from_bytes(self.server.folder.index_file(save, client))
+        data = self.server.folder.open_data(save, client)
+        digest, parts = xxhash.xxh3_64(), []
+        for number, offset, shape in wanted:
+            piece = index.pieces[number]
+            tensor = index.tensors[piece.tensor]
+            elements = elements_of(data, piece, DTYPES[tensor.dtype])
+            if piece_digest(tensor.name, piece.region, elements) != piece.digest:
+                raise CheckpointCorruptError(
+                    f"the part of client {client} is damaged at {tensor.name!r} {piece.region}"
+                )
+            slices = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+            part = as_bytes(elements[slices] if slices else elements).data
+            digest.update(part)
+            parts.append(part)
+        self._answer([*parts, digest.intdigest().to_bytes(DIGEST_NBYTES, "big")])
+
+    def _take(self, save: SaveId, client: int) -> None:
+        length = self._length()
+        index_file = self.rfile.read(int.from_bytes(self.rfile.read(LENGTH_NBYTES), "big") % (MAX_INDEX_NBYTES + 1))
+        index = PartIndex.from_bytes(index_file)
+        if (index.save, index.client) != (save, client) or length != LENGTH_NBYTES + len(index_file) + index.nbytes:
+            raise _RefusedError(400, "the part is not the one that the request names")
+        file = self.server.folder.take(index.nbytes)
+        try:
+            self._receive(file, index)
+            validate_part(file.view, index)
+            self.server.folder.put(file, index, index_file, is_voted=True)
+        except BaseException:
+            self.server.folder.give_back(file)
+            raise
+        self._answer([], 204)
+
+    def _receive(self, file: PartFile, index: PartIndex) -> None:
+        at = 0
+        while at < index.nbytes:
+            count = self.rfile.readinto(file.view[at : min(at + RECV_NBYTES, index.nbytes)])
+            if not count:
+                raise _RefusedError(400, "the part ended before its length")
+            at += count
+
+
+def validate_part(data: memoryview, index: PartIndex) -> None:
+    """Check every piece of a part. Raises: CheckpointCorruptError: One is not what was saved."""
+    for piece in index.pieces:
+        tensor = index.tensors[piece.tensor]
+        elements: np.ndarray[Any, Any] = elements_of(data, piece, DTYPES[tensor.dtype])
+        if piece_digest(tensor.name, piece.region, elements) != piece.digest:
+            raise CheckpointCorruptError(
+                f"the part of client {index.client} is damaged at {tensor.name!r} {piece.region}"
+            )
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

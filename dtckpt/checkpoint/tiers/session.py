@@ -1,0 +1,530 @@
+"""`TierSession`: this client's side of the local tier: who the hosts are, what they hold, and saves to the tier.
+
+A local save has two rounds. In ``local/begin`` every client copies its share into a file of its host's tier, and says
+so; training waits for no more than that. In the background it takes digests, and in ``local/held`` all learn whether
+all parts are whole. From then on the save counts, and the parts are copied to other hosts::
+
+    training      | begin: copy |  next steps ...
+    background                  | digests | held: all parts are whole | copies to partners |  (durable: written to root)
+
+Before the first save, and in every restore, the clients tell each other in the round ``tiers`` which host they are on
+and what that host holds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.saving import exchange
+from dtckpt.checkpoint.saving.description import described
+from dtckpt.checkpoint.saving.plan import SavePlan, kept_plan
+from dtckpt.checkpoint.saving.report import SaveReport
+from dtckpt.checkpoint.saving.save_handle import SaveHandle
+from dtckpt.checkpoint.saving.staging import ALIGNMENT, written_regions
+from dtckpt.checkpoint.saving.state import MemorySource, State
+from dtckpt.checkpoint.saving.union import passed_by_all
+from dtckpt.checkpoint.saving.votes import Agreement, Summary
+from dtckpt.checkpoint.tiers.holdings import HeldSave, copies_to_make, held_saves, saves_to_keep
+from dtckpt.checkpoint.tiers.host_folder import HostFolder, PartFile
+from dtckpt.checkpoint.tiers.options import LocalTier
+from dtckpt.checkpoint.tiers.part_writer import described_pieces
+from dtckpt.checkpoint.tiers.peers import Peer, own_address
+from dtckpt.checkpoint.tiers.placement import Placement
+from dtckpt.checkpoint.tiers.records import HostInfo, HostParts, PartIndex, SaveId
+from dtckpt.checkpoint.tiers.replicator import Copy, Replicator
+from dtckpt.checkpoint.tiers.server import PartServer
+from dtckpt.checkpoint.tiers.tier_files import Holder, TierFiles
+from dtckpt.coordination.api import Coordination
+from dtckpt.errors import CheckpointCorruptError, ConfigError, DtckptError, StorageError, capped
+from dtckpt.format.dtypes import DTYPES
+
+logger = logging.getLogger("dtckpt.tiers")
+
+MAX_PARTS_CHARS = 3000
+"""Bound on what a client says of its host's parts: a vote has room for 4096 bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """A step that is to be saved in the tier.
+
+    Args:
+        step: The step.
+        collect: Returns this client's description of the state.
+        options: How checkpoints are written.
+        metrics: The step's metrics, on client 0.
+        is_durable: Whether the step is written to the root, too; called on client 0, whose answer counts.
+        compares_copies: Whether replicas are digested, to be compared when the step is written to the root.
+    """
+
+    step: int
+    collect: Callable[[], State]
+    options: SaveOptions
+    metrics: Mapping[str, float]
+    is_durable: Callable[[], bool]
+    compares_copies: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A local save whose elements are in the tier; nobody has voted on the parts yet.
+
+    Args:
+        save: Its identity.
+        plan: What all clients write.
+        state: This client's state, in the tensors' own memory.
+        staged: The same, in the tier; or why this client could not copy it after all.
+        file: The file that holds it.
+        metrics: The metrics of the step, on client 0.
+        protected: By client, the newest save that had all copies of the client's part.
+        has_compared: Whether all clients have digested their replicas.
+    """
+
+    save: SaveId
+    plan: SavePlan
+    state: State
+    staged: State | DtckptError
+    file: PartFile | None
+    metrics: Mapping[str, float]
+    protected: Mapping[int, SaveId | None]
+    has_compared: bool
+
+    @property
+    def staged_state(self) -> State:
+        """The state in the tier. Raises: DtckptError: This client could not copy it."""
+        if isinstance(self.staged, DtckptError):
+            raise self.staged
+        return self.staged
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """A client's part of ``local/begin``: its state, the plan that it expects, the staged state, its description."""
+
+    state: State
+    plan: SavePlan
+    staged: State
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class _BeginVote:
+    """The payload of ``local/begin``: the fields of `Begun`, the save from the leader, and the `Summary`."""
+
+    protected: SaveId | None
+    compares: bool
+    save: SaveId | None
+    summary: bytes
+
+    def to_bytes(self) -> bytes:
+        names = [save and save.name for save in (self.protected, self.save)]
+        return json.dumps([*names, self.compares, self.summary.decode()], ensure_ascii=False).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> _BeginVote:
+        protected, save, compares, summary = json.loads(data)
+        parsed = [SaveId.parse(name) if name else None for name in (protected, save)]
+        return cls(parsed[0], compares, parsed[1], summary.encode())
+
+
+class TierSession:
+    """The local tier as one client of a job uses it.
+
+    Args:
+        tier: The options.
+        root: The root of the durable checkpoints.
+    """
+
+    def __init__(self, tier: LocalTier, root: str) -> None:
+        self.tier = tier
+        self.folder = HostFolder(tier, root)
+        self.hosts: dict[str, HostInfo] = {}
+        self.placement = Placement({}, 1, (), ())
+        self.replicator = Replicator(tier.max_rate)
+        self.held: list[HeldSave] = []
+        self._server: PartServer | None = None
+        self._token = ""
+        self._newest = 0
+        self._client = 0
+
+    # --- joining ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the clients know each other's hosts."""
+        return bool(self.hosts)
+
+    def join(self, collective: Collective) -> list[HeldSave]:
+        """Tell the others what this host holds, and learn what theirs hold; return the saves, the newest first.
+
+        Collective: Over all clients of the job; round ``tiers`` of the operation.
+
+        Raises:
+            ConfigError: Clients pass different options.
+            StorageError: The tier cannot be written.
+        """
+        self._client = collective.client
+        payloads = collective.run_round("tiers", lambda: self._introduce(collective.is_leader), phase="plan")
+        facts = {client: json.loads(data) for client, data in sorted(payloads.items())}
+        self._validate_same(facts)
+        hosts: dict[str, list[int]] = {}
+        for client, fact in facts.items():
+            hosts.setdefault(fact["host"], []).append(client)
+        self.hosts = {
+            host: HostInfo(host, facts[clients[0]]["domain"], tuple(clients), {c: facts[c]["server"] for c in clients})
+            for host, clients in hosts.items()
+        }
+        self._token = facts[min(facts)]["token"]
+        assert self._server is not None  # noqa: S101  `_introduce` has started it
+        self._server.open(self._token)
+        placement = Placement.of({host: info.domain for host, info in self.hosts.items()}, self.tier.copies)
+        if placement != self.placement and collective.is_leader:
+            _explain(placement, self.tier.copies)
+        self.placement = placement
+        self.held = held_saves(
+            {host: HostParts.from_text(facts[clients[0]]["parts"]) for host, clients in hosts.items()}
+        )
+        self._newest = max((held.save.number for held in self.held), default=0)
+        return self.held
+
+    def _introduce(self, is_leader: bool) -> bytes:
+        self.folder.make()
+        self.folder.remove_spare_of_the_dead()
+        address = self.tier.address or own_address()
+        if self._server is None:
+            self._server = PartServer(self.folder, address, self.tier.timeout_s)
+        facts = {
+            "host": self.tier.host_name,
+            "domain": self.tier.domain or self.tier.host_name,
+            "server": self._server.url,
+            "token": (self._token or secrets.token_hex(16)) if is_leader else "",
+            "options": [self.tier.every_steps, self.tier.copies, self.tier.keep],
+            "parts": self.folder.parts().to_text(MAX_PARTS_CHARS),
+        }
+        return json.dumps(facts).encode()
+
+    def _validate_same(self, facts: Mapping[int, Mapping[str, object]]) -> None:
+        first = min(facts)
+        for client, fact in facts.items():
+            if fact["options"] != facts[first]["options"]:
+                raise ConfigError(
+                    f"client {client} and client {first} pass different options of LocalTier; got every_steps, copies, "
+                    f"keep {fact['options']} and {facts[first]['options']}"
+                )
+
+    @property
+    def own_host(self) -> HostInfo:
+        """The host of this client."""
+        return self.hosts[self.tier.host_name]
+
+    def _peer(self, host: str, client: int | None = None) -> Peer:
+        """Return the server of a client on a host; by default of the one in this client's place there."""
+        info = self.hosts[host]
+        at = self.own_host.clients.index(self._client)
+        client = info.clients[at % len(info.clients)] if client is None else client
+        return Peer(info.servers[client], host, self._token, self.tier.timeout_s)
+
+    def close(self) -> None:
+        """Wait for copies under way, and end the server."""
+        if not self.replicator.wait(self.tier.timeout_s):
+            logger.warning("copies of the local tier did not end in %g s", self.tier.timeout_s)
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        self.hosts = {}
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is saved in the tier."""
+        return step % self.tier.every_steps == 0
+
+    def save(self, request: SaveRequest, coordination: Coordination, then: Callable[[Begun], object]) -> SaveHandle:
+        """Save a step in the tier; return when it is copied there, and all clients agree on it.
+
+        Collective: Over all clients; barriers ``local/begin`` (and ``local/united`` where clients pass different things
+        for the first time), and ``local/held`` in the background.
+
+        Args:
+            request: What is saved, and how.
+            coordination: The connection to the other clients.
+            then: Called in the background with a save that counts.
+
+        Raises:
+            StorageError: A tier cannot be written, or is full; nothing was saved.
+            DtckptError: As `dtckpt.save_async`.
+        """
+        start = time.monotonic()
+        timeout_s = request.options.timeout_s
+        collective = Collective(coordination, "local", timeout_s)
+        with ExitStack() as stack:
+            stack.enter_context(collective.process_lock())
+            if not self.has_joined:
+                joining = Collective(coordination, "tier", timeout_s)
+                joining.run_first_round("begin", lambda: (None, b""))
+                with joining.as_parent():
+                    self.join(joining)
+            begun = self._begin(request, collective)
+            locks = stack.pop_all()
+        path = self.folder.path / begun.save.name
+        handle = SaveHandle(path, collective.phases, timeout_s=timeout_s, blocking_s=time.monotonic() - start)
+
+        def complete() -> SaveReport:
+            self._hold(begun, collective)
+            return SaveReport(path, begun.plan.nbytes, collective.phases.costs)
+
+        def after(ended: SaveHandle) -> None:
+            if ended.is_committed:
+                then(begun)
+            else:
+                ended.forgive(StorageError)
+
+        handle.launch(complete, locks, after)
+        return handle
+
+    def _begin(self, request: SaveRequest, collective: Collective) -> Begun:
+        """Copy this client's share into the tier, and agree with the others. Collective: as `save`."""
+        clients, options = collective.participants, request.options
+        collective.phases.begin(self.folder.path, is_shown=False)
+        files: list[PartFile] = []
+
+        def stage(state: State, plan: SavePlan) -> State:
+            files.append(self.folder.take(_part_nbytes(plan, collective.client)))
+            with_copies, count = request.compares_copies and _is_on_host(state), collective.phases.count
+            return files[-1].staging.stage(state, plan, collective.client, with_copies=with_copies, count=count)
+
+        def prepare() -> tuple[_Prepared, bytes]:
+            state = request.collect()
+            text, digest = described(state.specs, state.values) if len(clients) > 1 else (b"", 0)
+            plan = exchange.latest_union(digest) or kept_plan(passed_by_all(state.specs, clients), options.chunk_nbytes)
+            prepared = _Prepared(state, plan, stage(state, plan), digest)
+            summary = Summary.of("", "", digest, state.tree, options, unions=exchange.kept_unions())
+            assert self._server is not None  # noqa: S101  joined
+            self._server.texts.update({digest: text, summary.tree: state.tree})
+            vote = _BeginVote(
+                self.replicator.protected,
+                request.compares_copies and _is_on_host(state),
+                self._new_save(request, len(clients)) if collective.is_leader else None,
+                summary.to_bytes(),
+            )
+            return prepared, vote.to_bytes()
+
+        try:
+            prepared, payloads = collective.run_first_round("begin", prepare, step=request.step, phase="stage")
+            votes = {client: _BeginVote.from_bytes(data) for client, data in payloads.items()}
+            agreement = Agreement.of({client: vote.summary for client, vote in votes.items()})
+            plan = self._agreed_plan(agreement, prepared, collective, options)
+            staged: State | DtckptError = prepared.staged
+            if plan is not prepared.plan:
+                try:
+                    self.folder.give_back(files.pop())
+                    staged = stage(prepared.state, plan)
+                except DtckptError as error:
+                    staged = error  # the others are past the round; they learn of it in the next one
+        except BaseException:
+            for file in files:
+                self.folder.give_back(file)
+            raise
+        save = votes[collective.leader].save
+        assert save is not None  # noqa: S101  the leader names it
+        self._newest = save.number
+        return Begun(
+            save=save,
+            plan=plan,
+            state=prepared.state,
+            staged=staged,
+            file=files[-1] if files else None,
+            metrics=request.metrics,
+            protected={client: vote.protected for client, vote in votes.items()},
+            has_compared=all(vote.compares for vote in votes.values()),
+        )
+
+    def _new_save(self, request: SaveRequest, num_clients: int) -> SaveId:
+        number = max(time.time_ns(), self._newest + 1)
+        return SaveId(number, request.step, num_clients, request.is_durable(), secrets.token_hex(4))
+
+    def _agreed_plan(
+        self, agreement: Agreement, prepared: _Prepared, collective: Collective, options: SaveOptions
+    ) -> SavePlan:
+        """Return the plan of what all clients pass; they read each other's descriptions if it is new."""
+        if agreement.is_same:
+            return kept_plan(passed_by_all(prepared.state.specs, collective.participants), options.chunk_nbytes)
+        if not agreement.needs_exchange:
+            return exchange.take_union(agreement.union)
+
+        def unite() -> tuple[SavePlan, bytes]:
+            texts = [
+                {
+                    clients: self._text(number, clients[0])
+                    for number, clients in sorted(groups.items(), key=lambda i: i[1])
+                }
+                for groups in (agreement.descriptions, agreement.trees)
+            ]
+            return exchange.plan_union(texts[0], texts[1], options), b""
+
+        united, _ = collective.run_round_with_value("united", unite, phase="plan")
+        exchange.keep_union(agreement.union, prepared.digest, united)
+        return united
+
+    def _text(self, digest: int, client: int) -> bytes:
+        assert self._server is not None  # noqa: S101  joined
+        if client == self._client:
+            return self._server.texts[digest]
+        host = next(info.name for info in self.hosts.values() if client in info.clients)
+        return self._peer(host, client).text(digest)
+
+    def _hold(self, begun: Begun, collective: Collective) -> None:
+        """Take digests, make the part whole, vote, and begin to copy. Collective: barrier ``local/held``."""
+        save, client = begun.save, collective.client
+        file, data = begun.file, b""
+
+        def put() -> None:
+            nonlocal data
+            staged = begun.staged_state
+            assert file is not None  # noqa: S101  else the state could not be staged
+            index = PartIndex(
+                save,
+                client,
+                file.nbytes,
+                begun.state.tree,
+                *described_pieces(staged, begun.plan, file, client),
+                begun.metrics,
+            )
+            data = index.to_bytes()
+            self.folder.put(file, index, data, is_voted=False)
+
+        try:
+            collective.run_round("held", put, phase="digest")
+        except BaseException:
+            self.folder.remove(save, client)
+            raise
+        assert file is not None  # noqa: S101  no round passes with a client that could not stage
+        self.folder.note_voted(save, client)
+        collective.phases.end()
+        unpin = self.folder.pin(save)
+        peers = [self._peer(host) for host in self.placement.partners(self.tier.host_name)]
+        self.replicator.submit(Copy(save, client, data, file.view, peers, unpin))
+        self._remove_old(save, begun.protected)
+
+    def _remove_old(self, save: SaveId, protected: Mapping[int, SaveId | None]) -> None:
+        voted = [each for each in self.folder.parts().voted if each <= save]
+        all_copies = None if None in protected.values() else min(each for each in protected.values() if each)
+        kept = saves_to_keep(voted, self.tier.keep, all_copies)
+        self.folder.remove_all_but(kept, with_others=self._client == self.own_host.clients[0])
+
+    # --- restoring ----------------------------------------------------------------------------------------------
+
+    def open(self, held: HeldSave) -> Checkpoint:
+        """Open a save for reading, wherever its parts are. Local; asks other hosts for the indexes of their parts.
+
+        Raises:
+            CheckpointCorruptError: No undamaged index of some part is left.
+        """
+        here = self.tier.host_name
+        indexes: dict[int, PartIndex] = {}
+        failures: list[str] = []
+        order = [here, *(host for host in sorted(self.hosts) if host != here)]
+        for host in order:
+            wanted = [client for client, hosts in held.holders.items() if host in hosts and client not in indexes]
+            if not wanted:
+                continue
+            for client, file in self._index_files(held.save, host, wanted, failures):
+                with _noted(failures, host):
+                    index = PartIndex.from_bytes(file)
+                    if index.save != held.save or (client is not None and index.client != client):
+                        raise CheckpointCorruptError("an index is that of another part")
+                    indexes.setdefault(index.client, index)
+        if lost := sorted(held.holders.keys() - indexes.keys()):
+            raise CheckpointCorruptError(
+                f"step {held.save.step} of the local tier: no index is left of the parts of clients {capped(lost)}: "
+                f"{'; '.join(failures)}"
+            )
+        holders = {client: self._holders(hosts, client) for client, hosts in held.holders.items()}
+        checkpoint = Checkpoint(self.folder.path / held.save.name, TierFiles(held.save, indexes, holders, self.folder))
+        # Where clients need the same bytes, one of them reads each, and sends it on.
+        checkpoint.is_remote = any(here not in hosts for hosts in held.holders.values())
+        return checkpoint
+
+    def _index_files(
+        self, save: SaveId, host: str, wanted: Sequence[int], failures: list[str]
+    ) -> Iterator[tuple[int | None, bytes]]:
+        if host == self.tier.host_name:
+            for client in wanted:
+                with _noted(failures, host):
+                    yield client, self.folder.index_file(save, client)
+            return
+        with _noted(failures, host):
+            yield from ((None, file) for file in self._peer(host).indexes(save))
+
+    def _holders(self, hosts: Sequence[str], client: int) -> list[Holder]:
+        here = self.tier.host_name
+        others = [host for host in hosts if host != here]
+        # Receivers spread over the hosts that hold a part.
+        turn = (self._client + client) % max(1, len(others))
+        own = [Holder(here, None)] if here in hosts else []
+        return own + [Holder(host, self._peer(host)) for host in others[turn:] + others[:turn]]
+
+    def copy_anew(self, held: HeldSave) -> None:
+        """Begin to make the copies that a save lacks, of the parts that this client's host is to send."""
+        own = self.own_host
+        for number, (client, sender, receiver) in enumerate(copies_to_make(held, self.placement)):
+            if sender != own.name or own.clients[number % len(own.clients)] != self._client:
+                continue
+            with _noted([], own.name):
+                index = self.folder.index_file(held.save, client)
+                data = self.folder.open_data(held.save, client)
+                copy = Copy(held.save, client, index, data, [self._peer(receiver)], self.folder.pin(held.save))
+                self.replicator.submit(copy, replaces_older=False)
+
+
+@contextmanager
+def _noted(failures: list[str], host: str) -> Iterator[None]:
+    """Note what cannot be read of a host, and go on: another host may hold the same."""
+    try:
+        yield
+    except (DtckptError, OSError) as error:
+        failures.append(f"host {host}: {error}")
+        logger.warning("the local tier of host %s: %s", host, error)
+
+
+def _is_on_host(state: State) -> bool:
+    """Whether all elements are in host memory: only there replicas are digested where they are."""
+    source = state.source
+    return isinstance(source, MemorySource) and not source.is_elsewhere
+
+
+@lru_cache(maxsize=4)
+def _part_nbytes(plan: SavePlan, client: int) -> int:
+    """Return the bytes that a client's part takes at most, with every box aligned."""
+    return sum(
+        -(-region.numel * DTYPES[tensor.dtype].itemsize // ALIGNMENT) * ALIGNMENT
+        for tensor in plan.tensors
+        for region in written_regions(tensor, client)
+    )
+
+
+def _explain(placement: Placement, wanted: int) -> None:
+    """Log how well a step is protected."""
+    num_hosts = len(placement.domains)
+    if placement.copies < wanted:
+        logger.warning(
+            "the local tier has %d host(s), so each part is on %d of them, not %d", num_hosts, placement.copies, wanted
+        )
+    if together := placement.in_one_domain:
+        logger.warning("all copies of the parts of hosts %s are in one domain", capped(together))
+    odds = ", ".join(
+        f"{placement.loss_probability(lost):.2g} if {lost} fail at once" for lost in (1, 2, 3, 4) if lost <= num_hosts
+    )
+    logger.info(
+        "local tier: %d hosts, %d copies; a step is lost with probability %s", num_hosts, placement.copies, odds
+    )

@@ -1,0 +1,127 @@
+"""The status of a job's local tier, as client 0 keeps it in the root for people: ``.dtckpt-tiers.json``.
+
+It says which hosts there are and, for each save, which hosts hold each part. So anybody who can read the root can ask
+which step would come back if some hosts died now, also while they are dead.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dtckpt.checkpoint.tiers.holdings import HeldSave, held_saves
+from dtckpt.checkpoint.tiers.placement import Placement
+from dtckpt.checkpoint.tiers.records import HostParts, SaveId
+from dtckpt.errors import CheckpointCorruptError
+from dtckpt.storage.folder import Folder
+
+if TYPE_CHECKING:
+    from dtckpt.checkpoint.tiers.session import Begun, TierSession
+
+STATUS_NAME = ".dtckpt-tiers.json"
+MAX_STATUS_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """The local tier of a job at one time.
+
+    Args:
+        at_s: When, in seconds since the epoch.
+        domains: The hosts, and the domain of each.
+        clients: By host, its clients.
+        copies: How many hosts hold each part, once all copies are made.
+        saves: The saves, the newest first, each with the hosts that held its parts then.
+        nbytes: Bytes of one save, over all parts.
+        rate: Bytes per second that a host sent to another, as measured; 0: nothing was sent.
+    """
+
+    at_s: float
+    domains: Mapping[str, str]
+    clients: Mapping[str, tuple[int, ...]]
+    copies: int
+    saves: tuple[HeldSave, ...]
+    nbytes: int
+    rate: float
+
+    @property
+    def placement(self) -> Placement:
+        """Which hosts hold copies of which."""
+        return Placement.of(self.domains, self.copies)
+
+    def to_bytes(self) -> bytes:
+        """Return the file."""
+        facts = {
+            "at_s": self.at_s,
+            "hosts": {host: [self.domains[host], list(self.clients[host])] for host in self.domains},
+            "copies": self.copies,
+            "saves": [
+                [held.save.name, {str(c): list(hosts) for c, hosts in held.holders.items()}] for held in self.saves
+            ],
+            "nbytes": self.nbytes,
+            "rate": self.rate,
+        }
+        return json.dumps(facts).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TierStatus:
+        """Read the file. Raises: CheckpointCorruptError: It is malformed."""
+        try:
+            facts = json.loads(data)
+            saves = tuple(
+                HeldSave(SaveId.parse(name), {int(c): tuple(hosts) for c, hosts in holders.items()}, is_voted=True)
+                for name, holders in facts["saves"]
+            )
+            return cls(
+                float(facts["at_s"]),
+                {host: domain for host, (domain, _) in facts["hosts"].items()},
+                {host: tuple(clients) for host, (_, clients) in facts["hosts"].items()},
+                int(facts["copies"]),
+                saves,
+                int(facts["nbytes"]),
+                float(facts["rate"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointCorruptError(f"{STATUS_NAME} cannot be read: {error}") from error
+
+    def newest_without(self, lost: frozenset[str]) -> HeldSave | None:
+        """Return the newest save that the other hosts could put together."""
+        return next((left for held in self.saves if (left := held.without(lost)).is_restorable), None)
+
+
+def read_status(folder: Folder) -> TierStatus | None:
+    """Return the status in a root; None if there is none. Raises: CheckpointCorruptError: It is malformed."""
+    try:
+        return TierStatus.from_bytes(folder.read_whole(STATUS_NAME, MAX_STATUS_NBYTES))
+    except FileNotFoundError:
+        return None
+
+
+def write_status(folder: Folder, session: TierSession, begun: Begun) -> None:
+    """Write the status after a save. On client 0, in the background. Raises: OSError: Storage refused."""
+    voted: dict[str, dict[SaveId, set[int]]] = {host: {} for host in session.hosts}
+    saves = {begun.save, *(save for save in session.folder.parts().voted if save <= begun.save)}
+    for host, info in session.hosts.items():
+        for client in info.clients:
+            done = begun.protected.get(client)
+            for save in saves:
+                # Copies of all saves up to the newest that is protected were acknowledged.
+                holders = (host, *session.placement.partners(host)) if done is not None and save <= done else (host,)
+                for holder in holders:
+                    voted[holder].setdefault(save, set()).add(client)
+    parts = {host: HostParts({s: frozenset(c) for s, c in of_host.items()}, {}) for host, of_host in voted.items()}
+    sender = session.replicator
+    status = TierStatus(
+        at_s=time.time(),
+        domains={host: info.domain for host, info in session.hosts.items()},
+        clients={host: info.clients for host, info in session.hosts.items()},
+        copies=session.placement.copies,
+        saves=tuple(held_saves(parts)),
+        nbytes=begun.plan.nbytes,
+        rate=sender.nbytes_sent / sender.seconds if sender.seconds else 0.0,
+    )
+    folder.make()
+    folder.write(STATUS_NAME, status.to_bytes())

@@ -1,0 +1,343 @@
+"""`TierFiles`: the parts of one local save, wherever they lie, as the files of an open checkpoint.
+
+So a restore from the tier is the restore of any checkpoint, onto any mesh. Only this differs: a piece that this host
+holds is read from its memory, and of any other exactly the boxes that are needed come from a host that holds it. If a
+copy is damaged, or its host does not answer, another copy is taken, and it is said.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
+from dtckpt.checkpoint.reading.piece_files import PieceChunks
+from dtckpt.checkpoint.reading.read_chunks import convert, cut, validate_convertible
+from dtckpt.checkpoint.reading.read_regions import spare_threads
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
+from dtckpt.checkpoint.tiers.host_folder import HostFolder
+from dtckpt.checkpoint.tiers.part_writer import elements_of, piece_digest
+from dtckpt.checkpoint.tiers.peers import Peer
+from dtckpt.checkpoint.tiers.records import PartIndex, PartPiece, SaveId
+from dtckpt.errors import CheckpointCorruptError, DtckptError, RegionNotFoundError, StorageError
+from dtckpt.format import tree as trees
+from dtckpt.format import tree_union
+from dtckpt.format.digest import bytes_digest
+from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.stored_pieces import ForeignIndex, ForeignTensor, Piece
+from dtckpt.layout.region import Region
+
+logger = logging.getLogger("dtckpt.tiers")
+
+KIND = "local tier"
+REQUEST_NBYTES = 8 << 20
+"""Bytes that one request to another host asks for; a box that is larger has a request of its own."""
+REQUESTS = 4
+"""Requests under way at a time."""
+
+
+@dataclass(slots=True)
+class TierTraffic:
+    """What a restore took from where.
+
+    Args:
+        local: Bytes from this host's memory.
+        by_host: Bytes from other hosts.
+        damaged: What was passed over: a host, and the reason.
+    """
+
+    local: int = 0
+    by_host: dict[str, int] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
+
+    @property
+    def received(self) -> int:
+        """Bytes from other hosts."""
+        return sum(self.by_host.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A host that holds parts.
+
+    Args:
+        name: Its name.
+        peer: Its server; None: it is this host.
+    """
+
+    name: str
+    peer: Peer | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BoxRead:
+    """A box of a piece that some memory needs."""
+
+    client: int
+    number: int
+    box: Region
+    target: np.ndarray[Any, Any]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+    def deliver(self, data: memoryview) -> None:
+        convert(np.frombuffer(data, self.dtype, self.box.numel).reshape(self.box.shape), self.target)
+
+
+class TierFiles:
+    """The parts of one save; see `dtckpt.checkpoint.reading.checkpoint_files.CheckpointFiles`.
+
+    Args:
+        save: The save.
+        indexes: The index of each client's part.
+        holders: By client whose part it is, the hosts to ask for it, in this order.
+        folder: The parts of this host.
+    """
+
+    kind = KIND
+    refused: Mapping[str, DtckptError] = {}
+    has_digests = True
+
+    def __init__(
+        self,
+        save: SaveId,
+        indexes: Mapping[int, PartIndex],
+        holders: Mapping[int, Sequence[Holder]],
+        folder: HostFolder,
+    ) -> None:
+        self.save = save
+        self.indexes = indexes
+        self.traffic = TierTraffic()
+        self.identity = save.name
+        self._holders = holders
+        self._folder = folder
+        self._data: dict[int, memoryview] = {}
+        self._sound: set[tuple[int, int]] = set()
+        self._bad: set[tuple[str, int, int]] = set()
+        self._numbers: dict[tuple[str, Region], tuple[int, int]] = {}
+        self.structure = _united_tree(indexes)
+        self.index = ForeignIndex(KIND, self._tensors(), self.structure)
+        self.tensors = TensorInfos(self.index.tensors, self._describe)
+
+    def _tensors(self) -> dict[str, ForeignTensor]:
+        pieces: dict[str, list[Piece]] = defaultdict(list)
+        facts: dict[str, tuple[tuple[int, ...], str, Any]] = {}
+        for client, index in sorted(self.indexes.items()):
+            for tensor in index.tensors:
+                known = facts.setdefault(tensor.name, (tensor.shape, tensor.dtype, tensor.layout))
+                if known[:2] != (tensor.shape, tensor.dtype):
+                    raise CheckpointCorruptError(
+                        f"the parts of step {self.save.step} describe {tensor.name!r} differently"
+                    )
+            for number, piece in enumerate(index.pieces):
+                name = index.tensors[piece.tensor].name
+                pieces[name].append(Piece(piece.region, str(client), piece.offset, piece.strides))
+                self._numbers[name, piece.region] = client, number
+        return {
+            name: ForeignTensor(name, shape, dtype, tuple(pieces[name]), layout)
+            for name, (shape, dtype, layout) in facts.items()
+        }
+
+    def _describe(self, name: str) -> TensorInfo:
+        tensor = self.index.tensors[name]
+        return TensorInfo(
+            name=name,
+            shape=tensor.shape,
+            dtype_name=tensor.dtype,
+            stored_dtype_name=tensor.dtype,
+            layout=tensor.layout,
+            nbytes=tensor.nbytes,
+            content_digest=None,
+            _stored=PieceChunks(tensor, max_gap=0, max_nbytes=REQUEST_NBYTES),
+        )
+
+    @property
+    def tree(self) -> bytes:
+        """As `CheckpointFiles.tree`."""
+        return trees.dump(self.structure)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics that the step was saved with."""
+        return self.indexes[0].metrics
+
+    def fingerprint(self) -> bytes:
+        """As `CheckpointFiles.fingerprint`."""
+        return f"{bytes_digest(self.identity.encode()):016x}".encode()
+
+    # --- reads --------------------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        requests: Iterable[tuple[str, RegionBuffers]],
+        max_in_flight: int | None,  # noqa: ARG002  local reads need no memory, and the others are few at a time
+        count: Callable[[int], object],
+    ) -> int:
+        """As `CheckpointFiles.read`."""
+        local: list[_BoxRead] = []
+        remote: dict[int, list[_BoxRead]] = defaultdict(list)
+        for read in self._reads(requests):
+            (local if self._is_here(read.client) else remote[read.client]).append(read)
+        total = 0
+        with ThreadPoolExecutor(max(REQUESTS, spare_threads()), thread_name_prefix="dtckpt-tier") as pool:
+            batches = [batch for reads in remote.values() for batch in _batches(reads)]
+            waiting = [pool.submit(self._read_from_peers, batch) for batch in batches]
+            waiting += [pool.submit(self._read_here, batch) for batch in _batches(local)]
+            try:
+                for future in waiting:
+                    nbytes = future.result()
+                    total += nbytes
+                    count(nbytes)
+            except BaseException:
+                # After a failure nothing may go on writing into the caller's memory.
+                pool.shutdown(cancel_futures=True)
+                raise
+        return total
+
+    def _reads(self, requests: Iterable[tuple[str, RegionBuffers]]) -> Iterator[_BoxRead]:
+        for name, buffers in requests:
+            tensor = self.index.tensors[name]
+            validate_convertible(name, tensor.dtype, buffers)
+            for region, buffer in buffers:
+                found = 0
+                for piece in tensor.pieces:
+                    common = piece.region.intersect(region)
+                    if common is None:
+                        continue
+                    client, number = self._numbers[name, piece.region]
+                    target = cut(buffer, common.relative_to(region).slices())
+                    box = common.relative_to(piece.region)
+                    found += box.numel
+                    yield _BoxRead(client, number, box, target, DTYPES[tensor.dtype])
+                if found != region.numel:
+                    raise RegionNotFoundError(
+                        f"{region} of tensor {name!r} was not saved whole in step {self.save.step}"
+                    )
+
+    def _is_here(self, client: int) -> bool:
+        return any(holder.peer is None for holder in self._holders[client])
+
+    def _piece(self, client: int, number: int) -> tuple[str, PartPiece, np.dtype[Any]]:
+        index = self.indexes[client]
+        piece = index.pieces[number]
+        tensor = index.tensors[piece.tensor]
+        return tensor.name, piece, DTYPES[tensor.dtype]
+
+    def _read_here(self, batch: Sequence[_BoxRead]) -> int:
+        """Read boxes of this host's parts; what is damaged here comes from another host."""
+        nbytes = 0
+        for read in batch:
+            try:
+                elements = self._own_elements(read.client, read.number)
+            except CheckpointCorruptError as error:
+                self._pass_over("this host", error)
+                nbytes += self._read_from_peers([read], error)
+                continue
+            convert(cut(elements, read.box.slices()), read.target)
+            self.traffic.local += read.nbytes
+            nbytes += read.nbytes
+        return nbytes
+
+    def _own_elements(self, client: int, number: int) -> np.ndarray[Any, Any]:
+        name, piece, dtype = self._piece(client, number)
+        try:
+            data = self._data.get(client)
+            if data is None:
+                data = self._data[client] = self._folder.open_data(self.save, client)
+            elements = elements_of(data, piece, dtype)
+        except (OSError, ValueError) as error:
+            raise CheckpointCorruptError(f"the part of client {client} cannot be read: {error}") from error
+        if (client, number) not in self._sound:
+            if piece_digest(name, piece.region, elements) != piece.digest:
+                raise CheckpointCorruptError(f"the part of client {client} is damaged at {name!r} {piece.region}")
+            self._sound.add((client, number))
+        return elements
+
+    def _read_from_peers(self, batch: Sequence[_BoxRead], failure: DtckptError | None = None) -> int:
+        """Read boxes of one client's part from the first host that holds it undamaged."""
+        client = batch[0].client
+        nbytes = sum(read.nbytes for read in batch)
+        boxes = [(read.number, read.box.offset, read.box.shape) for read in batch]
+        for holder in self._holders[client]:
+            if holder.peer is None:
+                continue
+            try:
+                data = memoryview(holder.peer.read(self.save, client, boxes, nbytes))
+            except (CheckpointCorruptError, StorageError) as error:
+                self._pass_over(f"host {holder.name}", error)
+                failure = error
+                continue
+            at = 0
+            for read in batch:
+                read.deliver(data[at : at + read.nbytes])
+                at += read.nbytes
+            self.traffic.by_host[holder.name] = self.traffic.by_host.get(holder.name, 0) + nbytes
+            return nbytes
+        raise CheckpointCorruptError(
+            f"no host holds the part of client {client} of step {self.save.step} undamaged: {failure}"
+        ) from failure
+
+    def _pass_over(self, where: str, error: DtckptError) -> None:
+        text = f"{where}: {error}"
+        if text not in self.traffic.damaged:
+            self.traffic.damaged.append(text)
+            logger.warning("step %d of the local tier: another copy is taken, because of %s", self.save.step, text)
+
+    # --- checks -------------------------------------------------------------------------------------------------
+
+    def validate_stored(self, regions: Iterable[tuple[str, Region]], unchecked: int) -> None:  # noqa: ARG002
+        """As `CheckpointFiles.validate_stored`: a part takes as much memory as it describes."""
+        for name, region in regions:
+            tensor = self.index.tensors[name]
+            if not tensor.is_whole and sum(
+                common.numel for piece in tensor.pieces if (common := piece.region.intersect(region)) is not None
+            ) != math.prod(region.shape):
+                raise RegionNotFoundError(f"{region} of tensor {name!r} was not saved whole in step {self.save.step}")
+
+    def parts(self, name: str) -> Iterator[Region]:
+        """As `CheckpointFiles.parts`."""
+        return (piece.region for piece in self.index.tensors[name].pieces)
+
+    def validate_part(self, name: str, region: Region) -> None:
+        """As `CheckpointFiles.validate_part`: reads verify everything."""
+
+    def validate_rest(self) -> None:
+        """As `CheckpointFiles.validate_rest`: there is nothing else."""
+
+    def tied(self) -> Mapping[str, str]:
+        """As `CheckpointFiles.tied`."""
+        return {}
+
+    def close(self) -> None:
+        """As `CheckpointFiles.close`."""
+        self._data.clear()
+
+
+def _united_tree(indexes: Mapping[int, PartIndex]) -> trees.Node:
+    by_text: dict[bytes, int] = {}
+    for client, index in sorted(indexes.items()):
+        by_text.setdefault(index.tree, client)
+    return tree_union.unite({client: trees.load(text) for text, client in by_text.items()})
+
+
+def _batches(reads: Iterable[_BoxRead]) -> Iterator[list[_BoxRead]]:
+    batch: list[_BoxRead] = []
+    nbytes = 0
+    for read in reads:
+        if batch and nbytes + read.nbytes > REQUEST_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(read)
+        nbytes += read.nbytes
+    if batch:
+        yield batch

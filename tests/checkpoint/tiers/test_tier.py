@@ -1,0 +1,162 @@
+"""Jobs save in the memory of their hosts, lose some of them, and go on."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from support import tier_cases
+
+import dtckpt
+from dtckpt import CheckpointManager, LocalTier
+from dtckpt.checkpoint.tiers.records import SaveId
+
+pytestmark = pytest.mark.processes
+
+
+def hosts(count):
+    return [f"host{number}" for number in range(count)]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return tmp_path / "root", tmp_path / "tier"
+
+
+def files_of(folder, host):
+    return sorted(file for file in (folder / host).rglob("*.data") if file.parent.name != "spare")
+
+
+def step_of(file):
+    return SaveId.parse(file.parent.name).step
+
+
+def flip_a_bit(file):
+    data = bytearray(file.read_bytes())
+    data[0] ^= 4
+    file.write_bytes(data)
+
+
+def restore_all(pool, folders, on, **options):
+    """Restore on some hosts; check that all clients have the values of one step, and return what each says."""
+    restored = pool.values(tier_cases.restore, *folders, on, **options, clients=len(on), group=True)
+    assert all(each["is_equal"] and each["step"] == each["noted"] for each in restored)
+    assert len({each["step"] for each in restored}) == 1
+    return restored
+
+
+def test_a_lost_host_and_renumbered_clients(pool, folders):
+    held = pool.values(tier_cases.save_steps, *folders, hosts(4), [1, 2, 3], clients=4, group=True)
+    assert [sorted(dict(each)) for each in held] == [[2, 3]] * 4, "two steps are kept"
+    assert [dict(each)[3] for each in held] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert not (folders[0] / "step_00000003").exists()
+
+    tier_cases.remove_host(folders[1], "host1")
+    restored = restore_all(pool, folders, ["host3", "host0", "new", "host2"])
+    assert restored[0]["step"] == 3
+    needed = sum(each["local"].local_nbytes + each["local"].received_nbytes for each in restored)
+    sharded = sum(tensor.nbytes for tensor in tier_cases.values(3).values() if tensor.ndim == 2)
+    copied = sum(tensor.nbytes for tensor in tier_cases.values(3).values() if tensor.ndim != 2)
+    assert needed == sharded + 4 * copied, "each client takes what it needs, and no byte more"
+
+
+def test_the_same_hosts_read_no_byte_of_each_other(pool, folders):
+    pool.values(tier_cases.save_steps, *folders, hosts(3), [5], clients=3, group=True, small=False)
+    restored = restore_all(pool, folders, hosts(3), small=False)
+    assert all(each["local"].received_nbytes == 0 < each["local"].local_nbytes for each in restored)
+    assert all(each["local"].copies == 2 for each in restored)
+
+
+def test_any_number_of_hosts_in_turn(pool, folders):
+    """Each time a host is lost, and the job goes on with another number of hosts from what the others have."""
+    counts = [2, 3, 4, 1, 2]
+    for step, (count, after) in enumerate(itertools.pairwise(counts), 1):
+        copies = count if after == 1 else 2  # one host alone needs all parts
+        pool.values(tier_cases.save_steps, *folders, hosts(count), [step], clients=count, group=True, copies=copies)
+        if count > 1:
+            tier_cases.remove_host(folders[1], hosts(count)[-1])
+        (restored, *_) = restore_all(pool, folders, hosts(after))
+        assert restored["step"] == step
+        assert restored["local"] is not None
+
+
+def test_a_restore_makes_the_copies_that_are_missing(pool, folders):
+    pool.values(tier_cases.save_steps, *folders, hosts(3), [1], clients=3, group=True)
+    for lost in ("host0", "host1", "host2", "host0"):
+        tier_cases.remove_host(folders[1], lost)
+        restored = restore_all(pool, folders, hosts(3))
+        assert restored[0]["local"] is not None
+        assert restored[0]["local"].copies == 1, "of the parts that the lost host held"
+
+
+def test_a_flipped_bit_in_one_copy(pool, folders):
+    pool.values(tier_cases.save_steps, *folders, hosts(2), [1, 2], clients=2, group=True)
+    for file in files_of(folders[1], "host0"):
+        if step_of(file) == 2:
+            flip_a_bit(file)
+    restored = restore_all(pool, folders, hosts(2))
+    assert restored[0]["step"] == 2
+    assert any("damaged" in text for text in restored[0]["local"].passed_over)
+
+
+def test_every_copy_of_the_newest_is_damaged(pool, folders):
+    """The root has the same step, and it is taken from there."""
+    pool.values(tier_cases.save_steps, *folders, hosts(2), [1, 2, 3], clients=2, group=True, durable=1, keep=2)
+    for host in hosts(2):
+        for file in files_of(folders[1], host):
+            if step_of(file) == 3:
+                flip_a_bit(file)
+    restored = restore_all(pool, folders, hosts(2))
+    assert restored[0]["step"] == 3
+    assert restored[0]["local"] is None
+    assert restored[0]["skipped"] == {}
+
+
+def test_all_hosts_are_lost(pool, folders):
+    pool.values(tier_cases.save_steps, *folders, hosts(3), range(7), clients=3, group=True, durable=2)
+    for host in hosts(3):
+        tier_cases.remove_host(folders[1], host)
+    restored = restore_all(pool, folders, hosts(2))
+    assert restored[0]["step"] == 6
+    assert restored[0]["local"] is None
+
+
+def test_one_client_alone(tmp_path):
+    weight = torch.arange(100.0)
+    local = LocalTier(path=tmp_path / "tier", every_steps=2)
+    with CheckpointManager(tmp_path / "root", local=local, save_interval_steps=4) as manager:
+        for step in range(1, 8):
+            weight += 1
+            handle = manager.save(step, {"weight": weight, "step": step}, metrics={"loss": 1.0 / step})
+            assert (handle is None) == bool(step % 2)
+        manager.wait()
+        assert manager.all_steps() == [4]
+        assert manager.metrics(4) == {"loss": 0.25}
+        restored = manager.restore()
+        assert (restored.step, restored.tree["step"]) == (6, 6)
+        assert torch.equal(restored.tree["weight"], torch.arange(100.0) + 6)
+        assert restored.local.received_nbytes == 0
+        assert manager.restore(4).tree["step"] == 4
+        with pytest.raises(dtckpt.errors.CheckpointNotFoundError):
+            manager.restore(2)
+
+
+def test_training_goes_on_while_the_tier_copies(tmp_path):
+    """The saved values are those of the call, whatever is written to the tensors right after it."""
+    weight = torch.zeros(1 << 20)
+    local = LocalTier(path=tmp_path / "tier", every_steps=1, keep=1)
+    with CheckpointManager(tmp_path / "root", local=local, save_interval_steps=1000) as manager:
+        for step in range(1, 6):
+            weight.fill_(step)
+            manager.save(step, {"weight": weight})
+            weight.fill_(-1)
+        restored = manager.restore()
+        assert torch.equal(restored.tree["weight"], torch.full((1 << 20,), 5.0))
+
+
+@pytest.mark.parametrize(
+    "name", [field.name for field in dataclasses.fields(LocalTier) if field.name not in ("path", "address")]
+)
+def test_bad_options(name):
+    with pytest.raises(dtckpt.errors.ConfigError, match=name):
+        LocalTier(path="/x", **{name: -1})

@@ -1,0 +1,96 @@
+"""Jobs with a local tier, run in client processes: each client is a host of its own unless a case says otherwise."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dtckpt
+from dtckpt import CheckpointManager, Layout, LocalTier
+from dtckpt.config import Config
+
+SHAPES = {"w": (12, 10), "moment": (25, 3), "norm": (7,), "scalar": ()}
+
+
+def tier(folder: Path, hosts: Sequence[str], **options: Any) -> LocalTier:
+    """Return the options of this client's host."""
+    host = hosts[Config.from_environ().client_id]
+    return LocalTier(**{"path": folder / host, "every_steps": 1, "host": host, "address": "127.0.0.1", **options})
+
+
+def values(step: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of a step, alike everywhere."""
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def state(step: int, mesh: dtckpt.Mesh, *, small: bool = True) -> dict[str, Any]:
+    """Return the state of a step, sharded over all clients but for what is small, of which each has a copy."""
+    whole = {name: tensor for name, tensor in values(step).items() if small or tensor.ndim == 2}
+    sharded = Layout(["x", dtckpt.UNSHARDED], mesh)
+    tensors = {
+        name: dtckpt.dtensor.distribute_tensor(tensor, mesh, sharded.placements) if tensor.ndim == 2 else tensor
+        for name, tensor in whole.items()
+    }
+    return {"model": tensors, "step": step}
+
+
+def mesh_of_all() -> dtckpt.Mesh:
+    return dtckpt.create_distributed_mesh([("x", Config.from_environ().num_clients)], device_type="CPU")
+
+
+def save_steps(
+    root: Path, folder: Path, hosts: Sequence[str], steps: Sequence[int], *, small: bool = True, **options: Any
+) -> list[Any]:
+    """Save steps in the tier; return what this host holds then, as steps with the clients whose parts it has."""
+    mesh = mesh_of_all()
+    tier_options = {key: options.pop(key) for key in list(options) if key in LocalTier.__dataclass_fields__}
+    local = tier(folder, hosts, **tier_options)
+    with CheckpointManager(root, local=local, save_interval_steps=options.pop("durable", 10**6), **options) as manager:
+        for step in steps:
+            manager.save(step, state(step, mesh, small=small))
+            manager.wait()
+        dist.barrier()  # the copies of other clients have come, too
+        parts = manager._tier.session.folder.parts()
+    return sorted((save.step, sorted(clients)) for save, clients in parts.voted.items())
+
+
+def restore(
+    root: Path, folder: Path, hosts: Sequence[str], step: int | None = None, *, small: bool = True, **options: Any
+) -> dict[str, Any]:
+    """Restore onto all clients; return facts, and whether each tensor is that of the step."""
+    mesh = mesh_of_all()
+    target = state(0, mesh, small=small)
+    with CheckpointManager(root, local=tier(folder, hosts, **options)) as manager:
+        restored = manager.restore(step, target)
+        expected = values(restored.step)
+        found = restored.tree["model"]
+        whole = {
+            name: tensor.full_tensor() if isinstance(tensor, dtckpt.DTensor) else tensor
+            for name, tensor in found.items()
+        }
+        is_equal = all(torch.equal(whole[name], expected[name]) for name in whole)
+        return {
+            "step": restored.step,
+            "noted": restored.tree["step"],
+            "is_equal": is_equal,
+            "local": restored.local,
+            "skipped": restored.skipped,
+        }
+
+
+def remove_host(folder: Path, host: str) -> None:
+    shutil.rmtree(folder / host, ignore_errors=True)
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+Case = Callable[..., Any]
