@@ -391,7 +391,7 @@ class CheckpointManager:
                 self._pace.end()
         finally:
             if self._tier is not None:
-                self._tier.close()
+                self._tier.close(has_failed=has_failed)
             self._saved = None  # others may save there now
             self._root.right.release()
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from dtckpt.checkpoint.managing.restore_newest import Candidate
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.restore import restore_opened
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State
@@ -27,7 +26,7 @@ from dtckpt.checkpoint.tiers.options import LocalTier
 from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.checkpoint.tiers.session import Begun, SaveRequest, TierSession
 from dtckpt.checkpoint.tiers.status import write_status
-from dtckpt.checkpoint.tiers.tier_files import TierFiles
+from dtckpt.checkpoint.tiers.tier_files import TierCheckpoint
 from dtckpt.coordination.api import Coordination
 from dtckpt.errors import CheckpointNotFoundError, StorageError, capped
 from dtckpt.storage.folder import Folder
@@ -56,7 +55,7 @@ class TierSaves:
         self._options = options
         self._handle: SaveHandle | None = None
         self._is_owed = False
-        self._opened: dict[str, Checkpoint] = {}
+        self._opened: dict[str, TierCheckpoint] = {}
 
     def is_due(self, step: int) -> bool:
         """Whether a step is saved in the tier."""
@@ -143,11 +142,11 @@ class TierSaves:
             if handle is not None:
                 handle.raise_unseen_failure()
 
-    def close(self) -> None:
-        """End the background work."""
+    def close(self, *, has_failed: bool) -> None:
+        """End the background work; see `TierSession.close`."""
         self.wait_for_local()
         self.writer.close()
-        self.session.close()
+        self.session.close(has_failed=has_failed)
 
     # --- restoring ----------------------------------------------------------------------------------------------
 
@@ -167,16 +166,16 @@ class TierSaves:
     ) -> tuple[Any, LocalRestore]:
         """Restore a save of the tier. Collective: As `dtckpt.restore` over all clients."""
         held = self.held(chosen.local)
-        opened: list[Checkpoint] = []
+        opened: list[TierCheckpoint] = []
 
-        def open_() -> Checkpoint:
+        def open_() -> TierCheckpoint:
             opened.append(self.session.open(held))
             return opened[-1]
 
         where = self.session.folder.path / held.save.name
         tree = restore_opened(where, open_, target, options=options, **others)
         self._opened = {chosen.local: opened[-1]}
-        traffic = _files_of(opened[-1]).traffic
+        traffic = opened[-1].parts.traffic
         lost = {
             each.save.step: f"no host holds the parts of clients {capped(each.missing)}"
             for each in self.session.held
@@ -202,15 +201,10 @@ class TierSaves:
         self.session.copy_anew(held)
         if held.save.is_durable and not is_in_root(held.save):
             checkpoint = self._opened[chosen.local]
-            files = _files_of(checkpoint)
-            state = state_of_save(checkpoint, files, held, self.session.hosts, self._options)
-            write_durable(held.save, lambda: state, files.metrics, replace(self._options, check_replicas=False))
-
-
-def _files_of(checkpoint: Checkpoint) -> TierFiles:
-    files = checkpoint.files
-    assert isinstance(files, TierFiles)  # noqa: S101  `TierSession.open` has made it
-    return files
+            state = state_of_save(checkpoint, held, self.session.hosts, self._options)
+            write_durable(
+                held.save, lambda: state, checkpoint.parts.metrics, replace(self._options, check_replicas=False)
+            )
 
 
 @contextmanager

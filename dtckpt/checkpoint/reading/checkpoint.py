@@ -214,7 +214,7 @@ class Checkpoint:
         try:
             return self.files.read(self._known(requests), max_in_flight, count)
         except (CheckpointCorruptError, StorageError) as error:
-            raise self._cause_of(error) from error
+            raise self.cause_of(error) from error
 
     def validate_stored(self, regions: Iterable[tuple[str, Region]], *, unchecked: int = UNCHECKED_NBYTES) -> None:
         """As `CheckpointFiles.validate_stored`.
@@ -225,7 +225,7 @@ class Checkpoint:
         try:
             self.files.validate_stored(self._known(regions), unchecked)
         except (CheckpointCorruptError, StorageError) as error:
-            raise self._cause_of(error) from error
+            raise self.cause_of(error) from error
 
     def _known(self, requests: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """Yield requests, after a look whether there is such a tensor."""
@@ -235,7 +235,7 @@ class Checkpoint:
                 self.info(name)
             yield name, request
 
-    def _cause_of(self, error: CheckpointError) -> CheckpointError:
+    def cause_of(self, error: CheckpointError) -> CheckpointError:
         """Return the error, or another one if a save has replaced the checkpoint since it was opened."""
         try:
             with open_checkpoint(self.path) as now:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.saving.attempt import SaveAttempt
 from dtckpt.checkpoint.saving.plan import Holding, TensorPlan, TensorSpec
 from dtckpt.checkpoint.saving.replica_check import Copy
@@ -26,7 +25,7 @@ from dtckpt.checkpoint.saving.state import State
 from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
 from dtckpt.checkpoint.tiers.holdings import HeldSave
 from dtckpt.checkpoint.tiers.records import HostInfo
-from dtckpt.checkpoint.tiers.tier_files import TierFiles
+from dtckpt.checkpoint.tiers.tier_files import TierCheckpoint
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import connect_beside
 from dtckpt.format.codecs import NO_CODEC
@@ -104,7 +103,7 @@ class TierSource:
 
     max_pending_nbytes = 64 << 20
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: TierCheckpoint) -> None:
         self._checkpoint = checkpoint
 
     def expect(self, regions: Iterator[tuple[TensorPlan, Region]]) -> None:
@@ -122,12 +121,13 @@ class TierSource:
 
 
 def state_of_save(
-    checkpoint: Checkpoint, files: TierFiles, held: HeldSave, hosts: Mapping[str, HostInfo], options: SaveOptions
+    checkpoint: TierCheckpoint, held: HeldSave, hosts: Mapping[str, HostInfo], options: SaveOptions
 ) -> State:
     """Describe a local save as the state that a save writes; the same on all clients but for the source.
 
     Each piece is written by a client of a host that holds it, whoever saved it.
     """
+    files = checkpoint.parts
     writers: dict[int, int] = {}
     loads: defaultdict[int, int] = defaultdict(int)
     for client, holders in sorted(held.holders.items()):

@@ -175,7 +175,7 @@ class HostFolder:
         if limit is not None and used + nbytes > limit:
             raise StorageFullError(
                 f"the local tier {self._tier.folder} is full: {format_nbytes(used)} of its max_nbytes, "
-                f"{format_nbytes(limit)}, are in use, and {format_nbytes(nbytes)} more are needed; raise max_nbytes, or "
+                f"{format_nbytes(limit)}, are in use, and {format_nbytes(nbytes)} more are needed; raise it, or "
                 "keep fewer steps"
             )
         with translate_errors("look at the local tier", self.path):

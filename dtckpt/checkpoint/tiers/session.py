@@ -24,7 +24,6 @@ from functools import lru_cache
 
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.saving import exchange
 from dtckpt.checkpoint.saving.description import described
 from dtckpt.checkpoint.saving.plan import SavePlan, kept_plan
@@ -43,7 +42,7 @@ from dtckpt.checkpoint.tiers.placement import Placement
 from dtckpt.checkpoint.tiers.records import HostInfo, HostParts, PartIndex, SaveId
 from dtckpt.checkpoint.tiers.replicator import Copy, Replicator
 from dtckpt.checkpoint.tiers.server import PartServer
-from dtckpt.checkpoint.tiers.tier_files import Holder, TierFiles
+from dtckpt.checkpoint.tiers.tier_files import Holder, TierCheckpoint, TierFiles
 from dtckpt.coordination.api import Coordination
 from dtckpt.errors import CheckpointCorruptError, ConfigError, DtckptError, StorageError, capped
 from dtckpt.format.dtypes import DTYPES
@@ -155,6 +154,7 @@ class TierSession:
         self._server: PartServer | None = None
         self._token = ""
         self._newest = 0
+        self._expected: set[tuple[SaveId, int]] = set()
         self._client = 0
 
     # --- joining ------------------------------------------------------------------------------------------------
@@ -234,14 +234,27 @@ class TierSession:
         client = info.clients[at % len(info.clients)] if client is None else client
         return Peer(info.servers[client], host, self._token, self.tier.timeout_s)
 
-    def close(self) -> None:
-        """Wait for copies under way, and end the server."""
-        if not self.replicator.wait(self.tier.timeout_s):
-            logger.warning("copies of the local tier did not end in %g s", self.tier.timeout_s)
+    def close(self, *, has_failed: bool) -> None:
+        """End the server, when the copies under way are made: those of this client, and those for this host.
+
+        Args:
+            has_failed: Whether the job ends by an error; then nobody waits for hosts that may be gone.
+        """
+        deadline = time.monotonic() + self.tier.timeout_s
+        while not has_failed and not (self.replicator.wait(0) and self._has_expected()):
+            if time.monotonic() > deadline:
+                logger.warning("copies of the local tier did not come to an end in %g s", self.tier.timeout_s)
+                break
+            time.sleep(0.01)
         if self._server is not None:
             self._server.close()
             self._server = None
         self.hosts = {}
+
+    def _has_expected(self) -> bool:
+        """Whether this host has all copies that others send it of the newest save."""
+        held = self.folder.parts().voted
+        return all(client in held.get(save, ()) for save, client in self._expected)
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -411,6 +424,12 @@ class TierSession:
         assert file is not None  # noqa: S101  no round passes with a client that could not stage
         self.folder.note_voted(save, client)
         collective.phases.end()
+        self._expected = {
+            (save, each)
+            for host, info in self.hosts.items()
+            if self.tier.host_name in self.placement.partners(host)
+            for each in info.clients
+        }
         unpin = self.folder.pin(save)
         peers = [self._peer(host) for host in self.placement.partners(self.tier.host_name)]
         self.replicator.submit(Copy(save, client, data, file.view, peers, unpin))
@@ -424,7 +443,7 @@ class TierSession:
 
     # --- restoring ----------------------------------------------------------------------------------------------
 
-    def open(self, held: HeldSave) -> Checkpoint:
+    def open(self, held: HeldSave) -> TierCheckpoint:
         """Open a save for reading, wherever its parts are. Local; asks other hosts for the indexes of their parts.
 
         Raises:
@@ -450,10 +469,9 @@ class TierSession:
                 f"{'; '.join(failures)}"
             )
         holders = {client: self._holders(hosts, client) for client, hosts in held.holders.items()}
-        checkpoint = Checkpoint(self.folder.path / held.save.name, TierFiles(held.save, indexes, holders, self.folder))
-        # Where clients need the same bytes, one of them reads each, and sends it on.
-        checkpoint.is_remote = any(here not in hosts for hosts in held.holders.values())
-        return checkpoint
+        files = TierFiles(held.save, indexes, holders, self.folder)
+        is_remote = any(here not in hosts for hosts in held.holders.values())
+        return TierCheckpoint(files, self.folder.path / held.save.name, is_remote=is_remote)
 
     def _index_files(
         self, save: SaveId, host: str, wanted: Sequence[int], failures: list[str]
@@ -477,7 +495,9 @@ class TierSession:
     def copy_anew(self, held: HeldSave) -> None:
         """Begin to make the copies that a save lacks, of the parts that this client's host is to send."""
         own = self.own_host
-        for number, (client, sender, receiver) in enumerate(copies_to_make(held, self.placement)):
+        copies = list(copies_to_make(held, self.placement))
+        self._expected = {(held.save, client) for client, _, receiver in copies if receiver == own.name}
+        for number, (client, sender, receiver) in enumerate(copies):
             if sender != own.name or own.clients[number % len(own.clients)] != self._client:
                 continue
             with _noted([], own.name):

@@ -13,10 +13,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
 from dtckpt.checkpoint.reading.piece_files import PieceChunks
 from dtckpt.checkpoint.reading.read_chunks import convert, cut, validate_convertible
@@ -26,7 +28,7 @@ from dtckpt.checkpoint.tiers.host_folder import HostFolder
 from dtckpt.checkpoint.tiers.part_writer import elements_of, piece_digest
 from dtckpt.checkpoint.tiers.peers import Peer
 from dtckpt.checkpoint.tiers.records import PartIndex, PartPiece, SaveId
-from dtckpt.errors import CheckpointCorruptError, DtckptError, RegionNotFoundError, StorageError
+from dtckpt.errors import CheckpointCorruptError, CheckpointError, DtckptError, RegionNotFoundError, StorageError
 from dtckpt.format import tree as trees
 from dtckpt.format import tree_union
 from dtckpt.format.digest import bytes_digest
@@ -321,6 +323,26 @@ class TierFiles:
     def close(self) -> None:
         """As `CheckpointFiles.close`."""
         self._data.clear()
+
+
+class TierCheckpoint(Checkpoint):
+    """A local save, open for reading.
+
+    Args:
+        files: Its parts.
+        path: Its directory on this host.
+        is_remote: Whether other hosts hold parts that this one lacks.
+    """
+
+    def __init__(self, files: TierFiles, path: Path, *, is_remote: bool) -> None:
+        super().__init__(path, files)
+        self.parts = files
+        # Where clients need the same bytes, one of them reads each, and sends it on.
+        self.is_remote = is_remote
+
+    def cause_of(self, error: CheckpointError) -> CheckpointError:
+        """Return the error: no save takes the place of another one."""
+        return error
 
 
 def _united_tree(indexes: Mapping[int, PartIndex]) -> trees.Node:
