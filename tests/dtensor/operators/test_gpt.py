@@ -24,7 +24,7 @@ def on_one_device() -> list[float]:
 
 
 def train_over_clients() -> list[float]:
-    return train(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), STEPS_OF_CLIENTS)
+    return train(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), steps)
 
 
 def test_it_learns():
@@ -46,5 +46,5 @@ def test_devices_that_share_a_card_learn_the_same(make_mesh):
 
 @pytest.mark.processes
 def test_clients_learn_the_same(pool):
-    for losses in pool.values(train_over_clients, clients=4, group=True, timeout_s=250):
+    for losses in pool.values(train_over_clients, STEPS_OF_CLIENTS, clients=4, group=True, timeout_s=250):
         assert losses == pytest.approx(on_one_device()[:STEPS_OF_CLIENTS], rel=TOLERANCE)
