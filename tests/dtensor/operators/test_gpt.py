@@ -23,7 +23,7 @@ def on_one_device() -> list[float]:
     return train(abstract_mesh({"data": 1, "model": 1}), STEPS)
 
 
-def train_over_clients() -> list[float]:
+def train_over_clients(steps: int) -> list[float]:
     return train(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model")), steps)
 
 
