@@ -394,6 +394,31 @@ def ls(**options: Any) -> None:
     run_ls(LsRequest(**options))
 
 
+_TIERS_HELP = """\b
+Examples:
+  dtckpt tiers run
+  dtckpt tiers run --without host3,host7
+  dtckpt tiers s3://bucket/run --json
+
+"""
+
+
+@cli.command(epilog=_TIERS_HELP)
+@click.argument("root", type=LOCATION)
+@click.option("--without", metavar="HOST,...", help="Hosts that are taken to be lost.")
+@json_option("Print one JSON line per host and local step, then one with what would come back.")
+@debug_option
+def tiers(**options: Any) -> None:
+    """Show which steps the hosts of a job hold, and which would come back if hosts were lost now.
+
+    ROOT is the directory or URL of a CheckpointManager with a LocalTier. What the hosts hold is read from a file that
+    client 0 keeps there, so no host is asked.
+    """
+    from dtckpt.cli.tiers import TiersRequest, run_tiers
+
+    run_tiers(TiersRequest(**options))
+
+
 _GC_HELP = """\b
 Examples:
   dtckpt gc run                             leftovers of saves that were killed

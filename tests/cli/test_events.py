@@ -35,6 +35,9 @@ def root(tmp_path):
     (chunk,) = [file for file in (tmp_path / "damaged").rglob("c/*") if file.is_file()]
     chunk.write_bytes(bytes(len(chunk.read_bytes())))
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    local = dtckpt.LocalTier(path=tmp_path / "tier", every_steps=1)
+    with dtckpt.CheckpointManager(tmp_path / "tiered", local=local) as manager:
+        manager.save(1, {"w": whole})
     (tmp_path / "run" / ".step_4.dtckpt-new-0123456789abcdef").mkdir()
     return tmp_path
 
@@ -50,6 +53,7 @@ def lines(root):
     yield "cat", "--stats", step, "w"
     yield "cat", step, "at"
     yield "ls", root / "run"
+    yield "tiers", root / "tiered"
     yield "gc", root / "run", "--keep", "1", "--min-age", "0"
     yield "plot", step, "w", "-o", root / "w.svg"
     yield "plot", step, "--mesh", "x=1", "-o", root / "t.svg"

@@ -139,7 +139,7 @@ class CheckpointManager:
             auto_s=self._pace.interval_s if self._pace else lambda: math.inf,
         )
         self._handle: SaveHandle | None = None
-        self._tier = TierSaves(local, self.root, self._root.folder, self.options.save) if local else None
+        self._tier = TierSaves(local, self._folders, self._root.folder, self.options.save) if local else None
         # On client 0 only: the run that the state descends from, and the steps on storage; None until they are known.
         self._run: Run | None = None
         self._saved: Saved | None = None
@@ -452,7 +452,7 @@ class CheckpointManager:
 
         with collective.process_lock():
             if tier is not None:
-                tier.session.join(collective)
+                tier.join(collective)
             chosen, restored, skipped = restore_newest_valid(
                 self._candidates, collective, step, read, self._pin, folders=self._folders
             )

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.managing.restore_newest import Candidate
+from dtckpt.checkpoint.managing.step_folders import StepFolders
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.restoring.restore import restore_opened
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
@@ -30,7 +32,6 @@ from dtckpt.checkpoint.tiers.tier_files import TierCheckpoint
 from dtckpt.coordination.api import Coordination
 from dtckpt.errors import CheckpointNotFoundError, StorageError, capped
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.location import Location
 
 logger = logging.getLogger("dtckpt.tiers")
 
@@ -43,15 +44,16 @@ class TierSaves:
 
     Args:
         tier: The options.
-        root: The root of the durable checkpoints.
-        folder: The files below it.
+        folders: The durable checkpoints.
+        folder: The files of their root.
         options: How checkpoints are written.
     """
 
-    def __init__(self, tier: LocalTier, root: Location, folder: Folder, options: SaveOptions) -> None:
-        self.session = TierSession(tier, str(root))
+    def __init__(self, tier: LocalTier, folders: StepFolders, folder: Folder, options: SaveOptions) -> None:
+        self.session = TierSession(tier, str(folders.root))
         self.writer = DurableWriter()
         self._root_folder = folder
+        self._has_durable = lambda: bool(folders.saved())
         self._options = options
         self._handle: SaveHandle | None = None
         self._is_owed = False
@@ -60,6 +62,12 @@ class TierSaves:
     def is_due(self, step: int) -> bool:
         """Whether a step is saved in the tier."""
         return self.session.is_due(step)
+
+    def join(self, collective: Collective) -> None:
+        """Let the clients tell each other what their hosts hold. Collective: As `TierSession.join`."""
+        self.session.join(collective, self._has_durable)
+        # The first step of a job is written to the root: a job that has steps in its tier alone would look new.
+        self._is_owed |= not self.session.has_durable
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -89,6 +97,10 @@ class TierSaves:
             The save's handle; None if a host's tier refused it.
         """
         self.wait_for_local()
+        if not self.session.has_joined:
+            collective = Collective(coordination, "tier", self._options.timeout_s)
+            with collective.process_lock():
+                self.join(collective)
         is_wanted = is_durable or self._is_owed
 
         def then(begun: Begun) -> None:

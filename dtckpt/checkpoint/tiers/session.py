@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.options import SaveOptions
@@ -45,6 +46,7 @@ from dtckpt.checkpoint.tiers.server import PartServer
 from dtckpt.checkpoint.tiers.tier_files import Holder, TierCheckpoint, TierFiles
 from dtckpt.coordination.api import Coordination
 from dtckpt.errors import CheckpointCorruptError, ConfigError, DtckptError, StorageError, capped
+from dtckpt.format.digest import bytes_digest
 from dtckpt.format.dtypes import DTYPES
 
 logger = logging.getLogger("dtckpt.tiers")
@@ -151,6 +153,8 @@ class TierSession:
         self.placement = Placement({}, 1, (), ())
         self.replicator = Replicator(tier.max_rate)
         self.held: list[HeldSave] = []
+        """What the hosts held when the clients joined last, the newest save first."""
+        self.has_durable = True
         self._server: PartServer | None = None
         self._token = ""
         self._newest = 0
@@ -164,17 +168,22 @@ class TierSession:
         """Whether the clients know each other's hosts."""
         return bool(self.hosts)
 
-    def join(self, collective: Collective) -> list[HeldSave]:
-        """Tell the others what this host holds, and learn what theirs hold; return the saves, the newest first.
+    def join(self, collective: Collective, has_durable: Callable[[], bool]) -> None:
+        """Tell the others what this host holds, and learn what theirs hold.
 
         Collective: Over all clients of the job; round ``tiers`` of the operation.
+
+        Args:
+            collective: The operation.
+            has_durable: Whether there is a checkpoint in the root; called on client 0.
 
         Raises:
             ConfigError: Clients pass different options.
             StorageError: The tier cannot be written.
         """
         self._client = collective.client
-        payloads = collective.run_round("tiers", lambda: self._introduce(collective.is_leader), phase="plan")
+        asked = has_durable if collective.is_leader else None
+        payloads = collective.run_round("tiers", lambda: self._introduce(asked), phase="plan")
         facts = {client: json.loads(data) for client, data in sorted(payloads.items())}
         self._validate_same(facts)
         hosts: dict[str, list[int]] = {}
@@ -184,7 +193,7 @@ class TierSession:
             host: HostInfo(host, facts[clients[0]]["domain"], tuple(clients), {c: facts[c]["server"] for c in clients})
             for host, clients in hosts.items()
         }
-        self._token = facts[min(facts)]["token"]
+        self._token, self.has_durable = facts[min(facts)]["token"], facts[min(facts)]["has_durable"]
         assert self._server is not None  # noqa: S101  `_introduce` has started it
         self._server.open(self._token)
         placement = Placement.of({host: info.domain for host, info in self.hosts.items()}, self.tier.copies)
@@ -195,9 +204,9 @@ class TierSession:
             {host: HostParts.from_text(facts[clients[0]]["parts"]) for host, clients in hosts.items()}
         )
         self._newest = max((held.save.number for held in self.held), default=0)
-        return self.held
 
-    def _introduce(self, is_leader: bool) -> bytes:
+    def _introduce(self, has_durable: Callable[[], bool] | None) -> bytes:
+        """Describe this host, and look what it holds; on client 0, also whether there are durable checkpoints."""
         self.folder.make()
         self.folder.remove_spare_of_the_dead()
         address = self.tier.address or own_address()
@@ -207,19 +216,28 @@ class TierSession:
             "host": self.tier.host_name,
             "domain": self.tier.domain or self.tier.host_name,
             "server": self._server.url,
-            "token": (self._token or secrets.token_hex(16)) if is_leader else "",
+            "path": bytes_digest(str(self.folder.path).encode("utf-8", "backslashreplace")),
+            "token": (self._token or secrets.token_hex(16)) if has_durable else "",
+            "has_durable": has_durable is not None and has_durable(),
             "options": [self.tier.every_steps, self.tier.copies, self.tier.keep],
             "parts": self.folder.parts().to_text(MAX_PARTS_CHARS),
         }
         return json.dumps(facts).encode()
 
-    def _validate_same(self, facts: Mapping[int, Mapping[str, object]]) -> None:
+    def _validate_same(self, facts: Mapping[int, Mapping[str, Any]]) -> None:
         first = min(facts)
+        paths: dict[str, tuple[int, int]] = {}
         for client, fact in facts.items():
             if fact["options"] != facts[first]["options"]:
                 raise ConfigError(
                     f"client {client} and client {first} pass different options of LocalTier; got every_steps, copies, "
                     f"keep {fact['options']} and {facts[first]['options']}"
+                )
+            other, path = paths.setdefault(fact["host"], (client, fact["path"]))
+            if path != fact["path"]:
+                raise ConfigError(
+                    f"client {client} and client {other} are on host {fact['host']!r}, and pass different paths of "
+                    "LocalTier; pass one path on all clients of a host, or name hosts by LocalTier(host=...)"
                 )
 
     @property
@@ -282,11 +300,6 @@ class TierSession:
         collective = Collective(coordination, "local", timeout_s)
         with ExitStack() as stack:
             stack.enter_context(collective.process_lock())
-            if not self.has_joined:
-                joining = Collective(coordination, "tier", timeout_s)
-                joining.run_first_round("begin", lambda: (None, b""))
-                with joining.as_parent():
-                    self.join(joining)
             begun = self._begin(request, collective)
             locks = stack.pop_all()
         path = self.folder.path / begun.save.name
