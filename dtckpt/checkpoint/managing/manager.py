@@ -7,8 +7,9 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal
@@ -450,11 +451,14 @@ class CheckpointManager:
                 tree = restore(path, target, mesh=mesh, layouts=layouts, options=options, group=everyone)
             return tree, local, self._run_at(chosen) if collective.is_leader else None
 
+        def pin(chosen: Candidate) -> AbstractContextManager[None]:
+            return nullcontext() if chosen.local else self._pin(chosen.step)
+
         with collective.process_lock():
             if tier is not None:
                 tier.join(collective)
             chosen, restored, skipped = restore_newest_valid(
-                self._candidates, collective, step, read, self._pin, folders=self._folders
+                self._candidates, collective, step, read, pin, folders=self._folders
             )
         tree, local, self._run = restored
         self._saved = None
@@ -465,19 +469,24 @@ class CheckpointManager:
         return RestoredStep(chosen.step, tree, skipped, local)
 
     def _candidates(self) -> list[Candidate]:
-        """Return what can be restored, the newest first: by the time of the save, the tier before the root."""
+        """Return what can be restored, the newest first, a step of the tier before the same step of the root."""
         saved = self._folders.saved()
-        found = [(saved[step].number, False, Candidate(step)) for step in current_steps(saved)]
-        if self._tier is not None:
-            found += [(number, True, candidate) for number, candidate in self._tier.candidates()]
-        return [each[2] for each in sorted(found, key=lambda each: (each[0], each[1], each[2].step), reverse=True)]
+        local = deque(self._tier.candidates() if self._tier is not None else ())
+        merged: list[Candidate] = []
+        for step in sorted(current_steps(saved), reverse=True):
+            number = saved[step].number
+            # Saves are compared by their numbers, since a run may go back; by their steps where the number is unknown.
+            while local and (local[0].number >= number if number else local[0].step >= step):
+                merged.append(local.popleft())
+            merged.append(Candidate(step))
+        return [*merged, *local]
 
     def _run_at(self, chosen: Candidate) -> Run:
         """Return the run that a restored state descends from."""
         saved = self._folders.saved()
         if not chosen.local:
             return Run.at(saved, ancestry(saved, chosen.step))
-        number = SaveId.parse(chosen.local).number
+        number = chosen.number
         older = {step for step in current_steps(saved) if step <= chosen.step and saved[step].number <= number}
         return Run.at(saved, frozenset(older))
 
@@ -486,12 +495,8 @@ class CheckpointManager:
         return save.step in saved and saved[save.step].number >= save.number
 
     @contextmanager
-    def _pin(self, chosen: Candidate) -> Iterator[None]:
+    def _pin(self, step: int) -> Iterator[None]:
         """Keep a step from being removed, by this process or another one on this host."""
-        if chosen.local:
-            yield
-            return
-        step = chosen.step
         with self._removal_lock:
             self._pinned.add(step)
         try:

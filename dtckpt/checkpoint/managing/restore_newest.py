@@ -17,6 +17,7 @@ from typing import Any
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.managing.step_folders import StepFolders
 from dtckpt.checkpoint.tiers.local_restore import LocalRestore
+from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.coordination.api import wire_text
 from dtckpt.errors import (
     BarrierConflictError,
@@ -53,6 +54,11 @@ class Candidate:
 
     step: int
     local: str = ""
+
+    @property
+    def number(self) -> int:
+        """The number of the save in the local tier."""
+        return SaveId.parse(self.local).number
 
     def __str__(self) -> str:
         return f"step {self.step} of the local tier" if self.local else f"step {self.step}"

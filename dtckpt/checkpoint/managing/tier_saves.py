@@ -162,9 +162,9 @@ class TierSaves:
 
     # --- restoring ----------------------------------------------------------------------------------------------
 
-    def candidates(self) -> list[tuple[int, Candidate]]:
-        """Return what the hosts can put together, by the number of each save. After `TierSession.join`."""
-        return [(held.save.number, Candidate(held.save.step, held.save.name)) for held in restorable(self.session.held)]
+    def candidates(self) -> list[Candidate]:
+        """Return what the hosts can put together, the newest first. After `join`."""
+        return [Candidate(held.save.step, held.save.name) for held in restorable(self.session.held)]
 
     def held(self, name: str) -> HeldSave:
         """Return a save by its name."""
