@@ -161,6 +161,7 @@ class HostFolder:
             self._spare.clear()
             self._num_files += 1
             path = self.path / _SPARE / f"{os.getpid()}-{self._num_files}{DATA}"
+        self.make()  # again, if somebody has removed it
         self.validate_space(nbytes)
         with translate_errors("make a file in the local tier", self.path):
             try:

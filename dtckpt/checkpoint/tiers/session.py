@@ -51,6 +51,8 @@ from dtckpt.format.dtypes import DTYPES
 
 logger = logging.getLogger("dtckpt.tiers")
 
+CLOSE_S = 10.0
+"""Longest wait at the end for copies under way. A copy that its sender has given up never comes."""
 MAX_PARTS_CHARS = 3000
 """Bound on what a client says of its host's parts: a vote has room for 4096 bytes."""
 
@@ -258,10 +260,10 @@ class TierSession:
         Args:
             has_failed: Whether the job ends by an error; then nobody waits for hosts that may be gone.
         """
-        deadline = time.monotonic() + self.tier.timeout_s
+        deadline = time.monotonic() + min(CLOSE_S, self.tier.timeout_s)
         while not has_failed and not (self.replicator.wait(0) and self._has_expected()):
             if time.monotonic() > deadline:
-                logger.warning("copies of the local tier did not come to an end in %g s", self.tier.timeout_s)
+                logger.warning("the local tier is closed while copies are under way, or did not come")
                 break
             time.sleep(0.01)
         if self._server is not None:
