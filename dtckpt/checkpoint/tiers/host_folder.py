@@ -118,6 +118,10 @@ class HostFolder:
                 with suppress(ValueError):
                     yield SaveId.parse(folder.name), folder
 
+    def has(self, save: SaveId, client: int) -> bool:
+        """Whether a part is here, whole."""
+        return any((self.path / save.name / f"{client}{suffix}").exists() for suffix in (VOTED, WRITTEN))
+
     def index_file(self, save: SaveId, client: int) -> bytes:
         """Return the index file of a part. Raises: FileNotFoundError: It is not here."""
         folder = self.path / save.name

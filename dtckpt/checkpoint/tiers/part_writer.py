@@ -7,35 +7,19 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from dtckpt.checkpoint.leaves import host_array
 from dtckpt.checkpoint.saving.plan import SavePlan
 from dtckpt.checkpoint.saving.staging import written_regions
 from dtckpt.checkpoint.saving.state import MemorySource, State
 from dtckpt.checkpoint.tiers.host_folder import PartFile
+from dtckpt.checkpoint.tiers.open_part import piece_digest
 from dtckpt.checkpoint.tiers.records import PartPiece, PartTensor
 from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import CheckpointError
-from dtckpt.format.digest import buffer_of
 from dtckpt.layout.region import Region
 
 _THREADED_NBYTES = 1 << 20
-
-
-def piece_digest(name: str, region: Region, elements: np.ndarray[Any, Any]) -> int:
-    """Return the digest of a box's elements, bound to the tensor and the box: two that change places differ."""
-    seed = xxhash.xxh3_64_intdigest(f"{name}\0{region.offset}{region.shape}".encode())
-    return xxhash.xxh3_64_intdigest(buffer_of(elements), seed=seed)
-
-
-def elements_of(data: memoryview, piece: PartPiece, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return a view of a piece's elements in a part's file. Raises: ValueError: The file is too short."""
-    strides = tuple(step * dtype.itemsize for step in piece.strides)
-    last = sum((size - 1) * step for size, step in zip(piece.region.shape, strides, strict=True))
-    if piece.offset + last + dtype.itemsize > len(data):
-        raise ValueError(f"the file of the part has {len(data)} bytes, and {piece.region} would end behind them")
-    return np.ndarray(piece.region.shape, dtype, data, piece.offset, strides)
 
 
 def described_pieces(

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from urllib.parse import urlsplit
 
+import xxhash
+
 from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.checkpoint.tiers.server import DIGEST_NBYTES, LENGTH_NBYTES
 from dtckpt.errors import CheckpointCorruptError, StorageError, StorageFullError
@@ -76,8 +78,8 @@ class Peer:
             data = data[stop:]
         return files
 
-    def read(self, save: SaveId, client: int, boxes: Sequence[Box], nbytes: int) -> bytes:
-        """Return the elements of boxes, one after the other.
+    def read(self, save: SaveId, client: int, boxes: Sequence[Box], buffers: Sequence[memoryview]) -> None:
+        """Read the elements of boxes of a client's part, each into a buffer of its size.
 
         Raises:
             CheckpointCorruptError: The host's copy is damaged, or the answer is.
@@ -85,11 +87,17 @@ class Peer:
         """
         with self._errors_named("read a part") as connection:
             connection.request("POST", f"/v1/read/{save.name}/{client}", json.dumps(boxes), self._headers)
-            data = self._answer_to(connection).read()
-        body = data[:-DIGEST_NBYTES]
-        if len(body) != nbytes or bytes_digest(body) != int.from_bytes(data[-DIGEST_NBYTES:], "big"):
-            raise CheckpointCorruptError(f"host {self.host}: the answer was damaged on its way")
-        return body
+            response, digest = self._answer_to(connection), xxhash.xxh3_64()
+            for buffer in buffers:
+                at = 0
+                while at < len(buffer):
+                    count = response.readinto(buffer[at:])
+                    if not count:
+                        raise CheckpointCorruptError(f"host {self.host}: the answer ended before its length")
+                    at += count
+                digest.update(buffer)
+            if response.read() != digest.intdigest().to_bytes(DIGEST_NBYTES, "big"):
+                raise CheckpointCorruptError(f"host {self.host}: the answer was damaged on its way")
 
     def put(self, save: SaveId, client: int, index: bytes, data: memoryview, max_rate: float | None) -> None:
         """Give the host a copy of a part; return when it has verified the copy.

@@ -23,15 +23,13 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from dtckpt.checkpoint.tiers.host_folder import HostFolder, PartFile
-from dtckpt.checkpoint.tiers.part_writer import elements_of, piece_digest
+from dtckpt.checkpoint.tiers.open_part import OpenPart, validate_part
 from dtckpt.checkpoint.tiers.records import MAX_INDEX_NBYTES, PartIndex, SaveId
-from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageFullError
+from dtckpt.errors import DtckptError, StorageFullError
 from dtckpt.format.digest import as_bytes
-from dtckpt.format.dtypes import DTYPES
 
 LENGTH_NBYTES = DIGEST_NBYTES = 8
 RECV_NBYTES = 4 << 20
@@ -76,7 +74,17 @@ class _Server(ThreadingHTTPServer):
         self.folder, self.timeout_s, self.texts = folder, timeout_s, texts
         self.token = ""
         self.is_open = threading.Event()
+        self._part: tuple[tuple[SaveId, int], OpenPart] | None = None
         super().__init__(address, _Handler)
+
+    def open_part(self, save: SaveId, client: int) -> OpenPart:
+        """Return a part, open for reading; requests for one part follow each other."""
+        if not self.folder.has(save, client):  # the file of a part that was removed is filled with others
+            raise FileNotFoundError(f"the part of client {client} of {save.name}")
+        kept = self._part
+        if kept is None or kept[0] != (save, client):
+            kept = self._part = (save, client), OpenPart(self.folder, save, client)
+        return kept[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a peer that dies amid a request is ordinary, and the request's own side reports the rest."""
@@ -164,21 +172,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _read(self, save: SaveId, client: int) -> None:
         wanted = json.loads(self.rfile.read(self._length(MAX_REQUEST_NBYTES)))
-        index = PartIndex.from_bytes(self.server.folder.index_file(save, client))
-        data = self.server.folder.open_data(save, client)
+        part = self.server.open_part(save, client)
         digest, parts = xxhash.xxh3_64(), []
         for number, offset, shape in wanted:
-            piece = index.pieces[number]
-            tensor = index.tensors[piece.tensor]
-            elements = elements_of(data, piece, DTYPES[tensor.dtype])
-            if piece_digest(tensor.name, piece.region, elements) != piece.digest:
-                raise CheckpointCorruptError(
-                    f"the part of client {client} is damaged at {tensor.name!r} {piece.region}"
-                )
+            elements = part.elements(number)
             slices = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-            part = as_bytes(elements[slices] if slices else elements).data
-            digest.update(part)
-            parts.append(part)
+            data = as_bytes(elements[slices] if slices else elements).data
+            digest.update(data)
+            parts.append(data)
         self._answer([*parts, digest.intdigest().to_bytes(DIGEST_NBYTES, "big")])
 
     def _take(self, save: SaveId, client: int) -> None:
@@ -204,17 +205,6 @@ class _Handler(BaseHTTPRequestHandler):
             if not count:
                 raise _RefusedError(400, "the part ended before its length")
             at += count
-
-
-def validate_part(data: memoryview, index: PartIndex) -> None:
-    """Check every piece of a part. Raises: CheckpointCorruptError: One is not what was saved."""
-    for piece in index.pieces:
-        tensor = index.tensors[piece.tensor]
-        elements: np.ndarray[Any, Any] = elements_of(data, piece, DTYPES[tensor.dtype])
-        if piece_digest(tensor.name, piece.region, elements) != piece.digest:
-            raise CheckpointCorruptError(
-                f"the part of client {index.client} is damaged at {tensor.name!r} {piece.region}"
-            )
 
 
 def _bracketed(address: str) -> str:

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,13 @@ from dtckpt.checkpoint.reading.read_chunks import convert, cut, validate_convert
 from dtckpt.checkpoint.reading.read_regions import spare_threads
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
 from dtckpt.checkpoint.tiers.host_folder import HostFolder
-from dtckpt.checkpoint.tiers.part_writer import elements_of, piece_digest
+from dtckpt.checkpoint.tiers.open_part import OpenPart
 from dtckpt.checkpoint.tiers.peers import Peer
-from dtckpt.checkpoint.tiers.records import PartIndex, PartPiece, SaveId
+from dtckpt.checkpoint.tiers.records import PartIndex, SaveId
 from dtckpt.errors import CheckpointCorruptError, CheckpointError, DtckptError, RegionNotFoundError, StorageError
 from dtckpt.format import tree as trees
 from dtckpt.format import tree_union
-from dtckpt.format.digest import bytes_digest
+from dtckpt.format.digest import as_bytes, bytes_digest
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.stored_pieces import ForeignIndex, ForeignTensor, Piece
 from dtckpt.layout.region import Region
@@ -92,8 +93,22 @@ class _BoxRead:
     def nbytes(self) -> int:
         return self.box.numel * self.dtype.itemsize
 
-    def deliver(self, data: memoryview) -> None:
-        convert(np.frombuffer(data, self.dtype, self.box.numel).reshape(self.box.shape), self.target)
+    @contextmanager
+    def buffer(self) -> Iterator[memoryview]:
+        """Yield memory for the box: the target's own where it fits; else what is there is converted at the end."""
+        if self.target.dtype == self.dtype and self.target.flags.c_contiguous:
+            yield as_bytes(self.target).data
+            return
+        elements = np.empty(self.box.shape, self.dtype)
+        yield as_bytes(elements).data
+        convert(elements, self.target)
+
+
+class _PartChunks(PieceChunks):
+    """The pieces of one tensor: exactly the elements that a region needs are read."""
+
+    def read_nbytes(self, region: Region) -> int:
+        return region.numel * self.tensor.itemsize
 
 
 class TierFiles:
@@ -123,9 +138,7 @@ class TierFiles:
         self.identity = save.name
         self._holders = holders
         self._folder = folder
-        self._data: dict[int, memoryview] = {}
-        self._sound: set[tuple[int, int]] = set()
-        self._bad: set[tuple[str, int, int]] = set()
+        self._parts: dict[int, OpenPart] = {}
         self._numbers: dict[tuple[str, Region], tuple[int, int]] = {}
         self.structure = _united_tree(indexes)
         self.index = ForeignIndex(KIND, self._tensors(), self.structure)
@@ -160,7 +173,7 @@ class TierFiles:
             layout=tensor.layout,
             nbytes=tensor.nbytes,
             content_digest=None,
-            _stored=PieceChunks(tensor, max_gap=0, max_nbytes=REQUEST_NBYTES),
+            _stored=_PartChunks(tensor, max_gap=0, max_nbytes=REQUEST_NBYTES),
         )
 
     @property
@@ -229,18 +242,12 @@ class TierFiles:
     def _is_here(self, client: int) -> bool:
         return any(holder.peer is None for holder in self._holders[client])
 
-    def _piece(self, client: int, number: int) -> tuple[str, PartPiece, np.dtype[Any]]:
-        index = self.indexes[client]
-        piece = index.pieces[number]
-        tensor = index.tensors[piece.tensor]
-        return tensor.name, piece, DTYPES[tensor.dtype]
-
     def _read_here(self, batch: Sequence[_BoxRead]) -> int:
         """Read boxes of this host's parts; what is damaged here comes from another host."""
         nbytes = 0
         for read in batch:
             try:
-                elements = self._own_elements(read.client, read.number)
+                elements = self._own_part(read.client).elements(read.number)
             except CheckpointCorruptError as error:
                 self._pass_over("this host", error)
                 nbytes += self._read_from_peers([read], error)
@@ -250,20 +257,15 @@ class TierFiles:
             nbytes += read.nbytes
         return nbytes
 
-    def _own_elements(self, client: int, number: int) -> np.ndarray[Any, Any]:
-        name, piece, dtype = self._piece(client, number)
-        try:
-            data = self._data.get(client)
-            if data is None:
-                data = self._data[client] = self._folder.open_data(self.save, client)
-            elements = elements_of(data, piece, dtype)
-        except (OSError, ValueError) as error:
-            raise CheckpointCorruptError(f"the part of client {client} cannot be read: {error}") from error
-        if (client, number) not in self._sound:
-            if piece_digest(name, piece.region, elements) != piece.digest:
-                raise CheckpointCorruptError(f"the part of client {client} is damaged at {name!r} {piece.region}")
-            self._sound.add((client, number))
-        return elements
+    def _own_part(self, client: int) -> OpenPart:
+        part = self._parts.get(client)
+        if part is None:
+            try:
+                part = OpenPart(self._folder, self.save, client, self.indexes[client])
+            except FileNotFoundError as error:
+                raise CheckpointCorruptError(f"the part of client {client} has gone: {error}") from error
+            self._parts[client] = part
+        return part
 
     def _read_from_peers(self, batch: Sequence[_BoxRead], failure: DtckptError | None = None) -> int:
         """Read boxes of one client's part from the first host that holds it undamaged."""
@@ -274,15 +276,13 @@ class TierFiles:
             if holder.peer is None:
                 continue
             try:
-                data = memoryview(holder.peer.read(self.save, client, boxes, nbytes))
+                with ExitStack() as delivery:
+                    buffers = [delivery.enter_context(read.buffer()) for read in batch]
+                    holder.peer.read(self.save, client, boxes, buffers)
             except (CheckpointCorruptError, StorageError) as error:
                 self._pass_over(f"host {holder.name}", error)
                 failure = error
                 continue
-            at = 0
-            for read in batch:
-                read.deliver(data[at : at + read.nbytes])
-                at += read.nbytes
             self.traffic.by_host[holder.name] = self.traffic.by_host.get(holder.name, 0) + nbytes
             return nbytes
         raise CheckpointCorruptError(
@@ -322,7 +322,7 @@ class TierFiles:
 
     def close(self) -> None:
         """As `CheckpointFiles.close`."""
-        self._data.clear()
+        self._parts.clear()
 
 
 class TierCheckpoint(Checkpoint):
