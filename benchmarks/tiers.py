@@ -4,7 +4,7 @@ Run: ``torchrun --standalone --nproc-per-node 4 -m benchmarks.tiers [--mib 512] 
 Each client is a host of its own, with a directory in ``/dev/shm`` for a tier. Each holds a quarter of every tensor.
 
 * blocks: seconds until a save with two copies returns, beside a plain copy of the same bytes into ready memory.
-* steps: a training step multiplies matrices for about half a second; steps in a row with a save every tenth, and without.
+* steps: a training step multiplies matrices for about half a second; steps with a save every tenth, and without.
 * restore: one host's tier is removed, and a new manager restores into ready memory, beside a restore of the same bytes
   from files in the page cache. The root is removed before, so nothing can come from there.
 """

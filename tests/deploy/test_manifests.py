@@ -30,6 +30,7 @@ OBJECTS = {folder: render(DEPLOY / folder) for folder in FOLDERS}
 PODS = [pytest.param(folder, pod, id=f"{folder}/{pod.owner}") for folder in FOLDERS for pod in pods_of(OBJECTS[folder])]
 COORDINATORS = [each for each in PODS if "coordinator" in each.values[1].containers]
 TRAINING = ("overlays/sidecar", "overlays/jobset")
+LOCAL_TIER = "overlays/local-tier"
 CUSTOM = {"JobSet": "jobset.x-k8s.io/v1alpha2", "ServiceMonitor": "monitoring.coreos.com/v1"}
 JOBSET_LABELS = {
     "jobset.sigs.k8s.io/jobset-name": "dtckpt-train",
@@ -300,6 +301,23 @@ def test_torchrun_is_told_what_the_job_says(folder):
     assert hostname == f"{pod.owner}-0"
     assert pod.spec.get("subdomain", "dtckpt-train") == subdomain == "dtckpt-train"
     assert ports(pod.containers["client"])["torch"] == int(env["PET_MASTER_PORT"])
+
+
+def test_what_a_local_tier_needs_outlives_restarts():
+    pod = client_pod(LOCAL_TIER)
+    job = one(of_kind(LOCAL_TIER, "JobSet"))["spec"]["replicatedJobs"][0]["template"]["spec"]
+    container = pod.containers["client"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert pod.spec["restartPolicy"] == "OnFailure", "a container restarts in its pod, whose volumes stay"
+    assert job["backoffLimit"] > 0 < int(env["PET_MAX_RESTARTS"])
+    assert job["completions"] == job["parallelism"] == int(env["PET_NNODES"])
+    assert {"DTCKPT_HOST", "DTCKPT_DOMAIN"} < env.keys()
+    assert "DTCKPT_ATTEMPT" not in env, "torchrun counts the attempts"
+    (volume,) = (each for each in pod.spec["volumes"] if each["name"] == "tier")
+    assert volume["emptyDir"]["medium"] == "Memory"
+    assert {"name": "tier", "mountPath": "/tier"} in container["volumeMounts"]
+    budget = one(of_kind(LOCAL_TIER, "PodDisruptionBudget"))["spec"]
+    assert budget["minAvailable"] == job["parallelism"] - 1
 
 
 @pytest.mark.parametrize("folder", TRAINING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from os import PathLike
@@ -26,9 +27,9 @@ class LocalTier:
         max_nbytes: Bound on the bytes below ``path`` that the clients of one host take together, copies for other hosts
             included. A save that would exceed it is skipped. Default: no bound but the space that there is.
         max_rate: Bound on the bytes per second that a client sends to other hosts. Default: none.
-        host: Name of this host. Default: its host name.
+        host: Name of this host. Default: the variable ``DTCKPT_HOST``, else its host name.
         domain: The part of the cluster that fails as one, as a rack or a power supply; copies lie in other domains
-            where there are others. Default: each host is a domain of its own.
+            where there are others. Default: the variable ``DTCKPT_DOMAIN``, else each host is a domain of its own.
         address: Address of this host at which the others reach it. Default: the one from which it reaches
             ``MASTER_ADDR``.
         timeout_s: Longest wait for an answer of another host, in seconds.
@@ -70,4 +71,9 @@ class LocalTier:
     @property
     def host_name(self) -> str:
         """The name of this host."""
-        return self.host or socket.gethostname()
+        return self.host or os.environ.get("DTCKPT_HOST") or socket.gethostname()
+
+    @property
+    def domain_name(self) -> str:
+        """The name of what fails with this host."""
+        return self.domain or os.environ.get("DTCKPT_DOMAIN") or self.host_name

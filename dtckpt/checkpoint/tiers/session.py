@@ -216,7 +216,7 @@ class TierSession:
             self._server = PartServer(self.folder, address, self.tier.timeout_s)
         facts = {
             "host": self.tier.host_name,
-            "domain": self.tier.domain or self.tier.host_name,
+            "domain": self.tier.domain_name,
             "server": self._server.url,
             "path": bytes_digest(str(self.folder.path).encode("utf-8", "backslashreplace")),
             "token": (self._token or secrets.token_hex(16)) if has_durable else "",
