@@ -7,7 +7,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,10 +14,11 @@ from types import TracebackType
 from typing import Any, Literal
 
 from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.managing.candidates import Candidate, newest_first
 from dtckpt.checkpoint.managing.interval import AutoInterval
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, ancestry, current_steps
 from dtckpt.checkpoint.managing.pace import Pace
-from dtckpt.checkpoint.managing.restore_newest import Candidate, RestoredStep, restore_newest_valid
+from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid
 from dtckpt.checkpoint.managing.retention import Metrics, Retention
 from dtckpt.checkpoint.managing.root import root_of
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER, RunHistory
@@ -85,7 +85,7 @@ class CheckpointManager:
         options: How checkpoints are written; ``overwrite`` is always on.
         local: Frequent checkpoints in the memory of the hosts, with copies on other hosts; see `dtckpt.LocalTier`. The
             rules above then say which of them are also written to ``root``, from that memory. While such a write is
-            under way, no other begins.
+            under way, no other begins: a step that is due then has its place taken by the next one that can be.
         clock: Returns monotonic seconds, for ``save_interval_s``.
 
     >>> import tempfile, torch, dtckpt
@@ -257,9 +257,11 @@ class CheckpointManager:
             is_durable = self._is_due_in_root(step) or force
             if not (is_durable or self._tier.is_due(step)):
                 return None
-            handle = self._save_in_tier(self._tier, step, tree, metrics or {}, is_durable=is_durable)
+            is_last = force or self.reached_preemption
+            handle = self._save_in_tier(self._tier, step, tree, metrics or {}, is_durable=is_durable, is_last=is_last)
             if handle is not None or not is_durable:
                 return handle
+            self._tier.owe_nothing()
         elif not force and not self.should_save(step):
             return None
         start, options, coordination = self._clock(), self.options.save, current_coordination()
@@ -295,7 +297,7 @@ class CheckpointManager:
         return self._handle
 
     def _save_in_tier(
-        self, tier: TierSaves, step: int, tree: Any, metrics: Metrics, *, is_durable: bool
+        self, tier: TierSaves, step: int, tree: Any, metrics: Metrics, *, is_durable: bool, is_last: bool
     ) -> SaveHandle | None:
         """Save a step in the local tier, and from there in the root if it is due there."""
         start, coordination = self._clock(), current_coordination()
@@ -307,7 +309,9 @@ class CheckpointManager:
             return state_of_tree(tree, self.options.save, member.client, range(member.num_clients))
 
         noted = {name: float(metrics[name]) for name in metrics} if coordination.member.client == 0 else {}
-        handle = tier.save(step, collect, coordination, noted, self._write_durable, is_durable=is_durable)
+        handle = tier.save(
+            step, collect, coordination, noted, self._write_durable, is_durable=is_durable, is_last=is_last
+        )
         if handle is not None:
             if is_durable:
                 self._schedule.note_saved(step)
@@ -370,11 +374,14 @@ class CheckpointManager:
         Raises:
             DtckptError: The error of the save, if nobody has looked at it.
         """
+        self._wait(for_copies=True)
+
+    def _wait(self, *, for_copies: bool) -> None:
         if self._handle is not None:
             self._handle.wait()
             self._handle.raise_unseen_failure()
         if self._tier is not None:
-            self._tier.wait()
+            self._tier.wait(for_copies=for_copies)
 
     def close(self) -> None:
         """Wait as `wait` does, and let other processes manage the root. Idempotent.
@@ -387,14 +394,16 @@ class CheckpointManager:
         if fork_guard.is_forked():
             return
         try:
-            self.wait()
+            self._wait(for_copies=not has_failed)
             if self._pace is not None and not has_failed:
                 self._pace.end()
         finally:
-            if self._tier is not None:
-                self._tier.close(has_failed=has_failed)
-            self._saved = None  # others may save there now
-            self._root.right.release()
+            try:
+                if self._tier is not None:
+                    self._tier.close(has_failed=has_failed)
+            finally:
+                self._saved = None  # others may save there now
+                self._root.right.release()
 
     # --- restoring ----------------------------------------------------------------------------------------------
 
@@ -469,17 +478,8 @@ class CheckpointManager:
         return RestoredStep(chosen.step, tree, skipped, local)
 
     def _candidates(self) -> list[Candidate]:
-        """Return what can be restored, the newest first, a step of the tier before the same step of the root."""
-        saved = self._folders.saved()
-        local = deque(self._tier.candidates() if self._tier is not None else ())
-        merged: list[Candidate] = []
-        for step in sorted(current_steps(saved), reverse=True):
-            number = saved[step].number
-            # Saves are compared by their numbers, since a run may go back; by their steps where the number is unknown.
-            while local and (local[0].number >= number if number else local[0].step >= step):
-                merged.append(local.popleft())
-            merged.append(Candidate(step))
-        return [*merged, *local]
+        """Return what can be restored, the newest first."""
+        return newest_first(self._folders.saved(), self._tier.session.held if self._tier is not None else ())
 
     def _run_at(self, chosen: Candidate) -> Run:
         """Return the run that a restored state descends from."""
@@ -491,8 +491,9 @@ class CheckpointManager:
         return Run.at(saved, frozenset(older))
 
     def _is_in_root(self, save: SaveId) -> bool:
+        """Whether the root has a local save, or one after it."""
         saved = self._folders.saved()
-        return save.step in saved and saved[save.step].number >= save.number
+        return any(lineage.number >= save.number for lineage in saved.values())
 
     @contextmanager
     def _pin(self, step: int) -> Iterator[None]:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.managing.candidates import Candidate
 from dtckpt.checkpoint.managing.step_folders import StepFolders
 from dtckpt.checkpoint.tiers.local_restore import LocalRestore
-from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.coordination.api import wire_text
 from dtckpt.errors import (
     BarrierConflictError,
@@ -41,27 +41,6 @@ DAMAGE = (
     StorageError,
 )
 """Errors that say that a checkpoint cannot be read, not that the caller asked for the wrong thing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A step that can be restored, and where from.
-
-    Args:
-        step: The step.
-        local: The name of the save in the local tier; empty: the checkpoint in the root.
-    """
-
-    step: int
-    local: str = ""
-
-    @property
-    def number(self) -> int:
-        """The number of the save in the local tier."""
-        return SaveId.parse(self.local).number
-
-    def __str__(self) -> str:
-        return f"step {self.step} of the local tier" if self.local else f"step {self.step}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +140,11 @@ def _choose(
             folders.path(step)  # raises: it is no step
         if not collective.is_leader:
             return json.dumps([step, None]).encode()
-        left = [each for each in candidates() if each not in tried and step in (None, each.step)]
+        left = [
+            each
+            for each in candidates()
+            if each not in tried and (not each.is_abandoned if step is None else each.step == step)
+        ]
         if step is not None and not left and Candidate(step) not in tried:
             left = [Candidate(step)]
         return json.dumps([step, [left[0].step, left[0].local] if left else None]).encode()

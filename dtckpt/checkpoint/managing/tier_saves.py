@@ -1,36 +1,38 @@
 """`TierSaves`: the saves and restores of a manager that has a local tier.
 
 A step that is due is copied into the tier. If it is due in the root, too, it is written there from the tier, in the
-background: training never waits for storage. While such a write is under way no other begins; the step that would have
-been next is the first one after it.
+background: training never waits for storage. While such a write is under way no other begins, and a step that is due
+then is owed: the first step that is saved after the write is written to the root in its place, at the latest the last
+one when the manager is closed. A write that fails is owed, too.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from dtckpt.checkpoint.collective import Collective
-from dtckpt.checkpoint.managing.restore_newest import Candidate
+from dtckpt.checkpoint.managing.candidates import Candidate
 from dtckpt.checkpoint.managing.step_folders import StepFolders
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.restoring.restore import restore_opened
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State
 from dtckpt.checkpoint.tiers.durable import DurableWriter, state_of_save
-from dtckpt.checkpoint.tiers.holdings import HeldSave, restorable
+from dtckpt.checkpoint.tiers.holdings import HeldSave
 from dtckpt.checkpoint.tiers.local_restore import LocalRestore
 from dtckpt.checkpoint.tiers.options import LocalTier
 from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.checkpoint.tiers.session import Begun, SaveRequest, TierSession
 from dtckpt.checkpoint.tiers.status import write_status
 from dtckpt.checkpoint.tiers.tier_files import TierCheckpoint
+from dtckpt.comm.background_threads import begin
 from dtckpt.coordination.api import Coordination
-from dtckpt.errors import CheckpointNotFoundError, StorageError, capped
+from dtckpt.errors import CheckpointNotFoundError, DtckptError, StorageError, capped
 from dtckpt.storage.folder import Folder
 
 logger = logging.getLogger("dtckpt.tiers")
@@ -56,7 +58,12 @@ class TierSaves:
         self._has_durable = lambda: bool(folders.saved())
         self._options = options
         self._handle: SaveHandle | None = None
-        self._is_owed = False
+        self._debt = 0
+        """Number of the newest save that is owed to the root; 0: none. The same on all clients, between writes."""
+        self._write_last: Callable[[], object] = lambda: None
+        """Begins to write the newest save to the root."""
+        self._is_refused = False
+        self._status = _StatusWriter()
         self._opened: dict[str, TierCheckpoint] = {}
 
     def is_due(self, step: int) -> bool:
@@ -67,7 +74,8 @@ class TierSaves:
         """Let the clients tell each other what their hosts hold. Collective: As `TierSession.join`."""
         self.session.join(collective, self._has_durable)
         # The first step of a job is written to the root: a job that has steps in its tier alone would look new.
-        self._is_owed |= not self.session.has_durable
+        if not self.session.has_durable:
+            self._debt = max(self._debt, 1)
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -80,6 +88,7 @@ class TierSaves:
         write_durable: WriteDurable,
         *,
         is_durable: bool,
+        is_last: bool,
     ) -> SaveHandle | None:
         """Save a step in the tier, and from there in the root if it is due there.
 
@@ -92,31 +101,52 @@ class TierSaves:
             metrics: The step's metrics, on client 0.
             write_durable: Begins to write the step to the root; called in the background.
             is_durable: Whether the step is due in the root.
+            is_last: Whether it may be the last one, so that it is written to the root itself, and none in its place.
 
         Returns:
             The save's handle; None if a host's tier refused it.
+
+        Raises:
+            DtckptError: As `TierSession.save`; or the error of the local save before, if nobody has looked at it.
         """
         self.wait_for_local()
+        if is_last:
+            self.writer.wait()
         if not self.session.has_joined:
             collective = Collective(coordination, "tier", self._options.timeout_s)
             with collective.process_lock():
                 self.join(collective)
-        is_wanted = is_durable or self._is_owed
+        is_leader, before = coordination.member.client == 0, self._handle
+        is_wanted = is_durable or self._debt > 0
 
-        def then(begun: Begun) -> None:
+        def collect_next() -> State:
+            # In the first round, so that all clients raise it together.
+            if before is not None:
+                before.raise_unseen_failure()
+            return collect()
+
+        def then(begun: Begun, ended: SaveHandle) -> None:
+            if is_durable:
+                self._debt = max(self._debt, begun.save.number)
+            if isinstance(ended.failure, StorageError):
+                ended.forgive()
+                self._note_refusal(step, ended.failure, is_told=is_leader)
+            if not ended.is_committed:
+                return
+            self._note_taken(step, is_told=is_leader)
+            save, staged, noted = begun.save, begun.staged_state, begun.metrics
+            options = replace(self._options, check_replicas=begun.has_compared)
+            self._write_last = lambda: write_durable(save, lambda: staged, noted, options)
             # All clients hear from the save's name what client 0 decided.
-            self._is_owed = is_wanted and not begun.save.is_durable
-            if begun.save.is_durable:
-                options = replace(self._options, check_replicas=begun.has_compared)
-                write_durable(begun.save, lambda: begun.staged_state, begun.metrics, options)
-            if coordination.member.client == 0:
-                with _tolerated("the status of the local tier"):
-                    write_status(self._root_folder, self.session, begun)
+            if save.is_durable:
+                self._write_last()
+            if is_leader:
+                self._status.submit(lambda: write_status(self._root_folder, self.session, begun))
 
         try:
             request = SaveRequest(
                 step=step,
-                collect=collect,
+                collect=collect_next,
                 options=self._options,
                 metrics=metrics,
                 is_durable=lambda: is_wanted and not self.writer.is_busy,
@@ -124,10 +154,26 @@ class TierSaves:
             )
             self._handle = self.session.save(request, coordination, then)
         except StorageError as error:
-            if coordination.member.client == 0:
-                logger.warning("step %d is not saved in the local tier: %s", step, error)
+            self._note_refusal(step, error, is_told=is_leader)
             return None
         return self._handle
+
+    def _note_refusal(self, step: int, error: BaseException, *, is_told: bool) -> None:
+        if is_told and not self._is_refused:
+            logger.warning(
+                "step %d is not saved in the local tier, nor are those that follow until it is mended: %s", step, error
+            )
+        self._is_refused = True
+
+    def _note_taken(self, step: int, *, is_told: bool) -> None:
+        if is_told and self._is_refused:
+            logger.warning("steps are saved in the local tier again, from step %d on", step)
+        self._is_refused = False
+
+    def owe_nothing(self) -> None:
+        """Note that a step is written to the root past the tier, when the write under way has ended."""
+        self.writer.wait()
+        self._debt = 0
 
     def pinned(self, save: SaveId, then: Callable[[SaveHandle], object]) -> Callable[[SaveHandle], None]:
         """Keep a save in the tier until a call that follows a write has been made; return that call."""
@@ -135,6 +181,14 @@ class TierSaves:
 
         def after(handle: SaveHandle) -> None:
             unpin()
+            if handle.is_committed:
+                self._debt = self._debt if self._debt > save.number else 0
+            else:
+                self._debt = max(self._debt, save.number)
+                logger.warning(
+                    "step %d of the local tier could not be written to the root, a later one will be: %s",
+                    save.step, handle.failure,
+                )  # fmt: skip
             then(handle)
 
         return after
@@ -144,27 +198,48 @@ class TierSaves:
         if self._handle is not None:
             self._handle.wait()
 
-    def wait(self) -> None:
-        """Wait for everything under way. Raises: DtckptError: A save failed, and nobody has looked at its error."""
+    def wait(self, *, for_copies: bool = True) -> None:
+        """Wait for everything under way.
+
+        Args:
+            for_copies: Whether to wait for other hosts, too.
+
+        Raises:
+            DtckptError: A save failed, and nobody has looked at its error.
+        """
         self.wait_for_local()
-        if self.writer.handle is not None:
-            self.writer.handle.wait()
-        self.session.replicator.wait(self.session.tier.timeout_s)
+        self.writer.wait()
+        if for_copies:
+            self.session.replicator.wait(self.session.tier.timeout_s)
+            self._status.wait(self.session.tier.timeout_s)
+        self._raise_unseen_failure()
+
+    def _raise_unseen_failure(self) -> None:
         for handle in (self._handle, self.writer.handle):
             if handle is not None:
                 handle.raise_unseen_failure()
 
     def close(self, *, has_failed: bool) -> None:
-        """End the background work; see `TierSession.close`."""
+        """Write to the root what is owed to it, and end the background work; see `TierSession.close`.
+
+        Collective: Over all clients, if a step is owed to the root.
+
+        Raises:
+            DtckptError: What was owed could not be written.
+        """
         self.wait_for_local()
-        self.writer.close()
-        self.session.close(has_failed=has_failed)
+        self.writer.wait()
+        try:
+            if self._debt and not has_failed:
+                self._write_last()
+        finally:
+            self._write_last = lambda: None
+            self.writer.close()
+            self.session.close(has_failed=has_failed)
+        if not has_failed:
+            self._raise_unseen_failure()
 
     # --- restoring ----------------------------------------------------------------------------------------------
-
-    def candidates(self) -> list[Candidate]:
-        """Return what the hosts can put together, the newest first. After `join`."""
-        return [Candidate(held.save.step, held.save.name) for held in restorable(self.session.held)]
 
     def held(self, name: str) -> HeldSave:
         """Return a save by its name."""
@@ -205,13 +280,18 @@ class TierSaves:
     def go_on_from(self, chosen: Candidate, is_in_root: Callable[[SaveId], bool], write_durable: WriteDurable) -> None:
         """After a restore, make the copies that are missing, and finish a durable write that was cut off.
 
+        If steps followed the one that was being written, the one that was restored is written in its place.
+
         Collective: Over all clients, in the background.
         """
         if not chosen.local:
             return
         held = self.held(chosen.local)
         self.session.copy_anew(held)
-        if held.save.is_durable and not is_in_root(held.save):
+        begun = [each.save for each in self.session.held if each.save.is_durable and each.save <= held.save]
+        if begun and not is_in_root(max(begun)):
+            self.writer.wait()
+        if begun and not is_in_root(max(begun)):
             checkpoint = self._opened[chosen.local]
             state = state_of_save(checkpoint, held, self.session.hosts, self._options)
             write_durable(
@@ -219,10 +299,37 @@ class TierSaves:
             )
 
 
-@contextmanager
-def _tolerated(what: str) -> Iterator[None]:
-    """Log a warning if something that no checkpoint depends on fails."""
-    try:
-        yield
-    except (StorageError, OSError) as error:
-        logger.warning("%s cannot be written: %s", what, error)
+class _StatusWriter:
+    """Writes the status in a thread of its own, as storage may be slow; of those that wait, the newest."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next: Callable[[], object] | None = None
+        self._is_running = False
+
+    def submit(self, write: Callable[[], object]) -> None:
+        """Write the status when the former one is written."""
+        with self._changed:
+            self._next = write
+            if not self._is_running:
+                self._is_running = True
+                begin(self._run, "dtckpt-tier-status")
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the newest one is written, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_running, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                write, self._next = self._next, None
+                if write is None:
+                    self._is_running = False
+                    self._changed.notify_all()
+                    return
+            try:
+                write()
+            except (DtckptError, OSError) as error:
+                # No checkpoint depends on it.
+                logger.warning("the status of the local tier cannot be written: %s", error)

@@ -116,11 +116,14 @@ class SaveHandle:
         if self._has_unseen_failure:
             self.result()
 
-    def forgive(self, kind: type[BaseException]) -> None:
-        """If the save failed with an error of a kind, log it, and let the next save not raise it."""
-        if isinstance(self._failure, kind) and self._has_unseen_failure:
-            self._has_unseen_failure = False
-            logger.warning("the save of %s failed: %s", self.path, self._failure)
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of the save, if it failed. To look at it here does not count: it is still raised later."""
+        return self._failure
+
+    def forgive(self) -> None:
+        """Let nobody raise the save's error any more."""
+        self._has_unseen_failure = False
 
     @property
     def progress(self) -> SaveProgress:
@@ -170,18 +173,23 @@ class SaveHandle:
             with locks:
                 self._run(work)
                 del work  # and with it the staged state, before the next save may stage its own
-            # Without the locks: other saves need not wait for what follows this one, such as the removal of old
-            # checkpoints.
-            then(self)
+            try:
+                # Without the locks: other saves need not wait for what follows this one, such as the removal of old
+                # checkpoints.
+                then(self)
+            finally:
+                _under_way.discard(self)
 
         keep_reserve()
         self._thread = threading.Thread(target=run, daemon=True, name="dtckpt-save")
         # Before the thread starts: if the process ends at once, `_wait_at_exit` must find this save.
         before, _latest = _latest, self
+        _under_way.add(self)
         try:
             self._thread.start()
         except BaseException:
             _latest = before
+            _under_way.discard(self)
             locks.close()
             raise
 
@@ -191,6 +199,8 @@ _turn = threading.Lock()
 """Held while a save is in flight, from its call to its end in the background."""
 _latest: SaveHandle | None = None
 """The save that was launched last, in flight or ended."""
+_under_way: set[SaveHandle] = set()
+"""The saves in flight, and those that something still follows: a write to the root goes on beside saves of the tier."""
 
 
 def take_turn(timeout_s: float) -> threading.Lock:
@@ -221,14 +231,18 @@ def raise_unseen_failure() -> None:
 
 
 def _wait_at_exit() -> None:
-    """Let a save in flight commit before the process ends; log a failure that nobody looked at."""
-    handle = _latest
-    if handle is None or fork_guard.is_forked():  # the save of a forked process goes on in its parent only
+    """Let saves in flight commit before the process ends; log failures that nobody looked at."""
+    if _latest is None or fork_guard.is_forked():  # the save of a forked process goes on in its parent only
         return
-    if not handle.wait(handle.timeout_s):
-        logger.error("the process ends before the save of %s, which is given up", handle.path)
-    elif handle._has_unseen_failure:
-        logger.error("the save of %s failed, and nobody asked for its result: %s", handle.path, handle._failure)
+    waited = {_latest}
+    while (handle := next(iter(_under_way - waited), None)) is not None:
+        waited.add(handle)
+        handle.wait(handle.timeout_s)
+    for handle in waited:
+        if not handle.wait(handle.timeout_s):
+            logger.error("the process ends before the save of %s, which is given up", handle.path)
+        elif handle._has_unseen_failure:
+            logger.error("the save of %s failed, and nobody asked for its result: %s", handle.path, handle._failure)
 
 
 # Not `atexit`: before that runs, `concurrent.futures` refuses work. Threads come from the reserve by then.

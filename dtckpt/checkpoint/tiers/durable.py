@@ -43,13 +43,15 @@ class DurableWriter:
     def __init__(self) -> None:
         self.handle: SaveHandle | None = None
         """The latest write."""
+        self.is_busy = False
+        """Whether a write is under way, or what follows it."""
         self._coordination: Coordination | None = None
         self._lock = threading.Lock()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a write is under way."""
-        return self.handle is not None and not self.handle.done()
+    def wait(self) -> None:
+        """Wait until no write is under way."""
+        if self.handle is not None:
+            self.handle.wait()
 
     def start(
         self,
@@ -80,14 +82,21 @@ class DurableWriter:
             with attempt.collective.process_lock():
                 return attempt.begin().complete()
 
-        self.handle = SaveHandle(path, attempt.collective.phases, timeout_s=options.timeout_s, blocking_s=0.0)
-        self.handle.launch(write, ExitStack(), then)
-        return self.handle
+        def after(ended: SaveHandle) -> None:
+            try:
+                then(ended)
+            finally:
+                # Another client may be ahead, so that the next write has begun here, too.
+                self.is_busy = self.handle is not ended
+
+        self.handle = handle = SaveHandle(path, attempt.collective.phases, timeout_s=options.timeout_s, blocking_s=0.0)
+        self.is_busy = True
+        handle.launch(write, ExitStack(), after)
+        return handle
 
     def close(self) -> None:
         """Leave the job of the durable writes, when the latest has ended."""
-        if self.handle is not None:
-            self.handle.wait()
+        self.wait()
         with self._lock:
             coordination, self._coordination = self._coordination, None
         if coordination is not None:

@@ -76,11 +76,6 @@ def held_saves(parts: Mapping[str, HostParts]) -> list[HeldSave]:
     ]
 
 
-def restorable(saves: Collection[HeldSave]) -> list[HeldSave]:
-    """Return the saves that can be restored, the newest first."""
-    return sorted((held for held in saves if held.is_restorable), key=lambda held: held.save, reverse=True)
-
-
 def copies_to_make(held: HeldSave, placement: Placement) -> Iterator[tuple[int, str, str]]:
     """Yield the copies that a save lacks: the client whose part it is, the host that sends it, the one that gets it.
 

@@ -2,7 +2,7 @@
 
     <path>/<job>/                                   the job: a digest of its root
         job.json                                    the root, for people
-        spare/4711-0.data                           files that are being filled, or wait to be used again
+        spare/4711-8f3a09c2-0.data                  files that are being filled, or wait to be used again
         <save>/                                     a local save; see `SaveId.name`
             3.data                                  the elements of client 3's part
             3.index                                 its index: the part is whole; how the vote ended is not known here
@@ -21,6 +21,8 @@ import errno
 import json
 import mmap
 import os
+import re
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -38,6 +40,14 @@ from dtckpt.storage.failures import translate_errors
 
 DATA, WRITTEN, VOTED = ".data", ".index", ".voted"
 _SPARE = "spare"
+_PART_FILE = re.compile(r"(\d{1,9})(\.data|\.index|\.voted)")
+_LIFE = secrets.token_hex(4)
+"""Tells this process from an earlier one with its number: in a container that starts again, they are often the same."""
+
+
+def _owner() -> str:
+    """Return what the names of this process's files in ``spare`` begin with."""
+    return f"{os.getpid()}-{_LIFE}"
 
 
 def job_name(root: str) -> str:
@@ -85,6 +95,7 @@ class HostFolder:
         self.path = tier.folder / job_name(root)
         self._tier = tier
         self._root = root
+        self._where = f"{self.path} on host {tier.host_name}"
         self._lock = threading.Lock()
         self._spare: list[PartFile] = []
         self._filled: dict[tuple[SaveId, int], PartFile] = {}
@@ -93,7 +104,7 @@ class HostFolder:
 
     def make(self) -> None:
         """Make the directory. Raises: StorageError: The tier cannot be written."""
-        with translate_errors("make the directory of the local tier", self.path):
+        with translate_errors("make the directory of the local tier", self._where):
             (self.path / _SPARE).mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError), (self.path / "job.json").open("x") as file:
                 file.write(json.dumps({"root": self._root}))
@@ -105,11 +116,13 @@ class HostFolder:
         voted: dict[SaveId, frozenset[int]] = {}
         written: dict[SaveId, frozenset[int]] = {}
         for save, folder in self._saves():
+            found: dict[str, set[int]] = {DATA: set(), WRITTEN: set(), VOTED: set()}
             with suppress(OSError):
-                names = {entry.name for entry in folder.iterdir()}
-                clients = {int(name[: -len(DATA)]) for name in names if name.endswith(DATA) and name[0].isdigit()}
-                voted[save] = frozenset(client for client in clients if f"{client}{VOTED}" in names)
-                written[save] = frozenset(client for client in clients if f"{client}{WRITTEN}" in names) - voted[save]
+                for match in filter(None, (_PART_FILE.fullmatch(entry.name) for entry in folder.iterdir())):
+                    if (client := int(match[1])) < save.num_clients:
+                        found[match[2]].add(client)
+            voted[save] = frozenset(found[DATA] & found[VOTED])
+            written[save] = frozenset(found[DATA] & found[WRITTEN]) - voted[save]
         return HostParts(voted, written)
 
     def _saves(self) -> Iterator[tuple[SaveId, Path]]:
@@ -154,6 +167,8 @@ class HostFolder:
             StorageError: The tier cannot be written.
         """
         with self._lock:
+            # Who removes the directory amid a run takes the files away, but not their memory.
+            self._spare = [file for file in self._spare if file.path.exists()]
             fitting = [file for file in self._spare if nbytes <= file.nbytes <= 2 * max(nbytes, 1)]
             if fitting:
                 file = min(fitting, key=lambda each: each.nbytes)
@@ -164,10 +179,10 @@ class HostFolder:
                 file.path.unlink(missing_ok=True)
             self._spare.clear()
             self._num_files += 1
-            path = self.path / _SPARE / f"{os.getpid()}-{self._num_files}{DATA}"
+            path = self.path / _SPARE / f"{_owner()}-{self._num_files}{DATA}"
         self.make()  # again, if somebody has removed it
         self.validate_space(nbytes)
-        with translate_errors("make a file in the local tier", self.path):
+        with translate_errors("make a file in the local tier", self._where):
             try:
                 return PartFile(path, nbytes)
             except OSError:
@@ -179,22 +194,26 @@ class HostFolder:
         limit, used = self._tier.max_nbytes, self.used_nbytes()
         if limit is not None and used + nbytes > limit:
             raise StorageFullError(
-                f"the local tier {self._tier.folder} is full: {format_nbytes(used)} of its max_nbytes, "
+                f"the local tier {self._where} is full: {format_nbytes(used)} of its max_nbytes, "
                 f"{format_nbytes(limit)}, are in use, and {format_nbytes(nbytes)} more are needed; raise it, or "
                 "keep fewer steps"
             )
-        with translate_errors("look at the local tier", self.path):
+        with translate_errors("look at the local tier", self._where):
             free = shutil.disk_usage(self.path).free
         if nbytes > free:
             raise StorageFullError(
-                f"the local tier {self._tier.folder} is full: {format_nbytes(free)} are free, and "
+                f"the local tier {self._where} is full: {format_nbytes(free)} are free, and "
                 f"{format_nbytes(nbytes)} are needed; give it more memory, or keep fewer steps"
             )
 
     def give_back(self, file: PartFile) -> None:
-        """Let a file be used again that was filled in vain."""
+        """Let a file be used again that was filled in vain, whether it became a part or not."""
         with self._lock:
-            self._spare.append(file)
+            part = next((part for part, filled in self._filled.items() if filled is file), None)
+            if part is None:
+                self._spare.append(file)
+        if part is not None:
+            self.remove(*part)
 
     def put(self, file: PartFile, index: PartIndex, data: bytes, *, is_voted: bool) -> None:
         """Make a filled file a part of a save.
@@ -206,25 +225,20 @@ class HostFolder:
             is_voted: Whether all clients are known to have voted the save complete.
         """
         folder = self.path / index.save.name
-        with translate_errors("put a part into the local tier", folder):
+        with translate_errors("put a part into the local tier", self._where):
             folder.mkdir(exist_ok=True)
             with self._lock:
                 file.move(folder / f"{index.client}{DATA}")
                 self._filled[index.save, index.client] = file
-            draft = self.path / _SPARE / f"{os.getpid()}-{index.client}-{index.save.name}"
+            draft = self.path / _SPARE / f"{_owner()}-{index.client}-{index.save.name}"
             draft.write_bytes(data)
             draft.rename(folder / f"{index.client}{VOTED if is_voted else WRITTEN}")
 
     def note_voted(self, save: SaveId, client: int) -> None:
         """Note that all clients voted a save complete."""
         folder = self.path / save.name
-        with translate_errors("note a vote in the local tier", folder):
+        with translate_errors("note a vote in the local tier", self._where):
             (folder / f"{client}{WRITTEN}").rename(folder / f"{client}{VOTED}")
-
-    def file_of(self, save: SaveId, client: int) -> PartFile | None:
-        """Return the file of a part, if this process filled it."""
-        with self._lock:
-            return self._filled.get((save, client))
 
     # --- removing -----------------------------------------------------------------------------------------------
 
@@ -250,7 +264,7 @@ class HostFolder:
                 (folder / f"{client}{suffix}").unlink(missing_ok=True)
             self._num_files += 1
             with suppress(FileNotFoundError):
-                file.move(self.path / _SPARE / f"{os.getpid()}-{self._num_files}{DATA}")
+                file.move(self.path / _SPARE / f"{_owner()}-{self._num_files}{DATA}")
                 self._spare.append(file)
         with suppress(OSError):
             folder.rmdir()
@@ -281,6 +295,8 @@ class HostFolder:
         """Remove the files that processes left in ``spare`` which do not live any more."""
         with suppress(OSError):
             for path in (self.path / _SPARE).iterdir():
-                pid = path.name.partition("-")[0]
-                if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+                pid, _, rest = path.name.partition("-")
+                is_own_number = pid == str(os.getpid())
+                is_dead = not rest.startswith(f"{_LIFE}-") if is_own_number else not Path(f"/proc/{pid}").exists()
+                if pid.isdigit() and is_dead:
                     path.unlink(missing_ok=True)

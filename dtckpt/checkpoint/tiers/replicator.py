@@ -21,6 +21,10 @@ from dtckpt.errors import DtckptError
 logger = logging.getLogger("dtckpt.tiers")
 
 
+MAX_PROTECTED = 8
+"""Saves that a client tells the others of as protected."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
     """A part that is to be copied.
@@ -50,8 +54,8 @@ class Replicator:
     """
 
     def __init__(self, max_rate: float | None) -> None:
-        self.protected: SaveId | None = None
-        """The newest save of which the hosts have acknowledged all copies of this client's part."""
+        self.protected: tuple[SaveId, ...] = ()
+        """The newest saves of which the hosts have acknowledged all copies of this client's part, ascending."""
         self.nbytes_sent = 0
         self.seconds = 0.0
         self._max_rate = max_rate
@@ -76,6 +80,12 @@ class Replicator:
             if not self._is_running:
                 self._is_running = True
                 begin(self._run, "dtckpt-tier-copies")
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the next save can be sent at once; also if a host keeps this client waiting that takes no copies."""
+        with self._changed:
+            return not self._is_running or bool(self._troubled)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is to be sent any more; return whether that came in time."""
@@ -115,5 +125,5 @@ class Replicator:
             if peer.host in self._troubled:
                 self._troubled.discard(peer.host)
                 logger.warning("host %s takes copies again, from step %d on", peer.host, copy.save.step)
-        if is_complete and (self.protected is None or self.protected < copy.save):
-            self.protected = copy.save
+        if is_complete:
+            self.protected = tuple(sorted({*self.protected, copy.save})[-MAX_PROTECTED:])

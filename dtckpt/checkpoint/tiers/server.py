@@ -18,7 +18,8 @@ import hmac
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -33,7 +34,11 @@ from dtckpt.format.digest import as_bytes
 
 LENGTH_NBYTES = DIGEST_NBYTES = 8
 RECV_NBYTES = 4 << 20
+POLL_S = 0.05
+"""How often the server looks whether it is to end, which `PartServer.close` waits for."""
 MAX_REQUEST_NBYTES = 64 << 20
+MAX_REFUSED = 1024
+"""Refused copies that are remembered."""
 
 
 class PartServer:
@@ -50,8 +55,15 @@ class PartServer:
         """Texts that other clients may ask for, by their digests."""
         self._server = _Server((address, 0), folder, timeout_s, self.texts)
         self.url = f"{_bracketed(address)}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="dtckpt-tier-server")
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_S,), daemon=True, name="dtckpt-tier-server"
+        )
         self._thread.start()
+
+    @property
+    def refused(self) -> Collection[tuple[SaveId, int]]:
+        """The parts, by save and client, of which a copy came last that was not taken."""
+        return tuple(self._server.refused)
 
     def open(self, token: str) -> None:
         """Answer requests that show a token; those that came before wait for this."""
@@ -73,6 +85,7 @@ class _Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.folder, self.timeout_s, self.texts = folder, timeout_s, texts
         self.token = ""
+        self.refused: deque[tuple[SaveId, int]] = deque(maxlen=MAX_REFUSED)
         self.is_open = threading.Event()
         self._part: tuple[tuple[SaveId, int], OpenPart] | None = None
         super().__init__(address, _Handler)
@@ -112,7 +125,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _handle(self) -> None:
         try:
             # The first of the clients to learn the token may ask before the others have learned it.
-            self.server.is_open.wait(self.server.timeout_s)
+            if not self.server.is_open.wait(self.server.timeout_s):
+                raise _RefusedError(503, "the clients of this job have not met yet")
             shown = self.headers.get("Authorization", "")
             if not hmac.compare_digest(shown.encode(), f"Bearer {self.server.token}".encode()):
                 raise _RefusedError(403, "the token is not that of this attempt of the job")
@@ -188,6 +202,14 @@ class _Handler(BaseHTTPRequestHandler):
         index = PartIndex.from_bytes(index_file)
         if (index.save, index.client) != (save, client) or length != LENGTH_NBYTES + len(index_file) + index.nbytes:
             raise _RefusedError(400, "the part is not the one that the request names")
+        try:
+            self._keep(index, index_file)
+        except BaseException:
+            self.server.refused.append((save, client))
+            raise
+        self._answer([], 204)
+
+    def _keep(self, index: PartIndex, index_file: bytes) -> None:
         file = self.server.folder.take(index.nbytes)
         try:
             self._receive(file, index)
@@ -196,7 +218,6 @@ class _Handler(BaseHTTPRequestHandler):
         except BaseException:
             self.server.folder.give_back(file)
             raise
-        self._answer([], 204)
 
     def _receive(self, file: PartFile, index: PartIndex) -> None:
         at = 0

@@ -45,7 +45,7 @@ from dtckpt.checkpoint.tiers.replicator import Copy, Replicator
 from dtckpt.checkpoint.tiers.server import PartServer
 from dtckpt.checkpoint.tiers.tier_files import Holder, TierCheckpoint, TierFiles
 from dtckpt.coordination.api import Coordination
-from dtckpt.errors import CheckpointCorruptError, ConfigError, DtckptError, StorageError, capped
+from dtckpt.errors import CheckpointCorruptError, ConfigError, DtckptError, capped
 from dtckpt.format.digest import bytes_digest
 from dtckpt.format.dtypes import DTYPES
 
@@ -89,7 +89,8 @@ class Begun:
         staged: The same, in the tier; or why this client could not copy it after all.
         file: The file that holds it.
         metrics: The metrics of the step, on client 0.
-        protected: By client, the newest save that had all copies of the client's part.
+        protected: By client, the newest saves that had all copies of the client's part.
+        is_copied: Whether it is copied to other hosts: no client was still sending an earlier one.
         has_compared: Whether all clients have digested their replicas.
     """
 
@@ -99,7 +100,8 @@ class Begun:
     staged: State | DtckptError
     file: PartFile | None
     metrics: Mapping[str, float]
-    protected: Mapping[int, SaveId | None]
+    protected: Mapping[int, Sequence[SaveId]]
+    is_copied: bool
     has_compared: bool
 
     @property
@@ -124,20 +126,22 @@ class _Prepared:
 class _BeginVote:
     """The payload of ``local/begin``: the fields of `Begun`, the save from the leader, and the `Summary`."""
 
-    protected: SaveId | None
+    protected: tuple[SaveId, ...]
+    is_free: bool
     compares: bool
     save: SaveId | None
     summary: bytes
 
     def to_bytes(self) -> bytes:
-        names = [save and save.name for save in (self.protected, self.save)]
-        return json.dumps([*names, self.compares, self.summary.decode()], ensure_ascii=False).encode()
+        protected, save = [each.name for each in self.protected], self.save and self.save.name
+        facts = [protected, self.is_free, self.compares, save, self.summary.decode()]
+        return json.dumps(facts, ensure_ascii=False).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> _BeginVote:
-        protected, save, compares, summary = json.loads(data)
-        parsed = [SaveId.parse(name) if name else None for name in (protected, save)]
-        return cls(parsed[0], compares, parsed[1], summary.encode())
+        protected, is_free, compares, save, summary = json.loads(data)
+        saves = tuple(SaveId.parse(name) for name in protected)
+        return cls(saves, is_free, compares, SaveId.parse(save) if save else None, summary.encode())
 
 
 class TierSession:
@@ -180,8 +184,7 @@ class TierSession:
             has_durable: Whether there is a checkpoint in the root; called on client 0.
 
         Raises:
-            ConfigError: Clients pass different options.
-            StorageError: The tier cannot be written.
+            ConfigError: Clients pass different options, or a host cannot listen at its address.
         """
         self._client = collective.client
         asked = has_durable if collective.is_leader else None
@@ -209,11 +212,20 @@ class TierSession:
 
     def _introduce(self, has_durable: Callable[[], bool] | None) -> bytes:
         """Describe this host, and look what it holds; on client 0, also whether there are durable checkpoints."""
-        self.folder.make()
+        try:
+            self.folder.make()
+        except DtckptError as error:
+            # Others may hold what this host lacks; and its own saves will say that they are refused.
+            logger.warning("host %s: %s", self.tier.host_name, error)
         self.folder.remove_spare_of_the_dead()
         address = self.tier.address or own_address()
         if self._server is None:
-            self._server = PartServer(self.folder, address, self.tier.timeout_s)
+            try:
+                self._server = PartServer(self.folder, address, self.tier.timeout_s)
+            except OSError as error:
+                raise ConfigError(
+                    f"LocalTier: host {self.tier.host_name!r} cannot listen at {address!r}: {error}"
+                ) from error
         facts = {
             "host": self.tier.host_name,
             "domain": self.tier.domain_name,
@@ -272,9 +284,10 @@ class TierSession:
         self.hosts = {}
 
     def _has_expected(self) -> bool:
-        """Whether this host has all copies that others send it of the newest save."""
+        """Whether this host has all copies that others send it of the newest save, or has refused them."""
         held = self.folder.parts().voted
-        return all(client in held.get(save, ()) for save, client in self._expected)
+        refused = self._server.refused if self._server is not None else frozenset()
+        return all(client in held.get(save, ()) or (save, client) in refused for save, client in self._expected)
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -282,7 +295,9 @@ class TierSession:
         """Whether a step is saved in the tier."""
         return step % self.tier.every_steps == 0
 
-    def save(self, request: SaveRequest, coordination: Coordination, then: Callable[[Begun], object]) -> SaveHandle:
+    def save(
+        self, request: SaveRequest, coordination: Coordination, then: Callable[[Begun, SaveHandle], object]
+    ) -> SaveHandle:
         """Save a step in the tier; return when it is copied there, and all clients agree on it.
 
         Collective: Over all clients; barriers ``local/begin`` (and ``local/united`` where clients pass different things
@@ -291,7 +306,7 @@ class TierSession:
         Args:
             request: What is saved, and how.
             coordination: The connection to the other clients.
-            then: Called in the background with a save that counts.
+            then: Called in the background when all clients know whether the save counts.
 
         Raises:
             StorageError: A tier cannot be written, or is full; nothing was saved.
@@ -311,13 +326,7 @@ class TierSession:
             self._hold(begun, collective)
             return SaveReport(path, begun.plan.nbytes, collective.phases.costs)
 
-        def after(ended: SaveHandle) -> None:
-            if ended.is_committed:
-                then(begun)
-            else:
-                ended.forgive(StorageError)
-
-        handle.launch(complete, locks, after)
+        handle.launch(complete, locks, lambda ended: then(begun, ended))
         return handle
 
     def _begin(self, request: SaveRequest, collective: Collective) -> Begun:
@@ -341,6 +350,7 @@ class TierSession:
             self._server.texts.update({digest: text, summary.tree: state.tree})
             vote = _BeginVote(
                 self.replicator.protected,
+                self.replicator.is_free,
                 request.compares_copies and _is_on_host(state),
                 self._new_save(request, len(clients)) if collective.is_leader else None,
                 summary.to_bytes(),
@@ -374,6 +384,8 @@ class TierSession:
             file=files[-1] if files else None,
             metrics=request.metrics,
             protected={client: vote.protected for client, vote in votes.items()},
+            # By all clients or by none: if each left out other saves, none would ever have all of its copies.
+            is_copied=all(vote.is_free for vote in votes.values()),
             has_compared=all(vote.compares for vote in votes.values()),
         )
 
@@ -434,11 +446,21 @@ class TierSession:
         try:
             collective.run_round("held", put, phase="digest")
         except BaseException:
-            self.folder.remove(save, client)
+            if file is not None:
+                self.folder.give_back(file)
             raise
         assert file is not None  # noqa: S101  no round passes with a client that could not stage
-        self.folder.note_voted(save, client)
         collective.phases.end()
+        # The save counts, whatever becomes of this host: the other clients go on, and so does this one.
+        with _noted([], self.tier.host_name):
+            self.folder.note_voted(save, client)
+        if begun.is_copied:
+            self._copy(save, data, file)
+        with _noted([], self.tier.host_name):
+            self._remove_old(save, begun.protected)
+
+    def _copy(self, save: SaveId, index: bytes, file: PartFile) -> None:
+        """Begin to send this client's part to the hosts that hold copies of it."""
         self._expected = {
             (save, each)
             for host, info in self.hosts.items()
@@ -447,13 +469,12 @@ class TierSession:
         }
         unpin = self.folder.pin(save)
         peers = [self._peer(host) for host in self.placement.partners(self.tier.host_name)]
-        self.replicator.submit(Copy(save, client, data, file.view, peers, unpin))
-        self._remove_old(save, begun.protected)
+        self.replicator.submit(Copy(save, self._client, index, file.view, peers, unpin))
 
-    def _remove_old(self, save: SaveId, protected: Mapping[int, SaveId | None]) -> None:
+    def _remove_old(self, save: SaveId, protected: Mapping[int, Sequence[SaveId]]) -> None:
         voted = [each for each in self.folder.parts().voted if each <= save]
-        all_copies = None if None in protected.values() else min(each for each in protected.values() if each)
-        kept = saves_to_keep(voted, self.tier.keep, all_copies)
+        by_all = set.intersection(*(set(saves) for saves in protected.values()))
+        kept = saves_to_keep(voted, self.tier.keep, max(by_all, default=None))
         self.folder.remove_all_but(kept, with_others=self._client == self.own_host.clients[0])
 
     # --- restoring ----------------------------------------------------------------------------------------------
@@ -517,7 +538,11 @@ class TierSession:
                 continue
             with _noted([], own.name):
                 index = self.folder.index_file(held.save, client)
-                data = self.folder.open_data(held.save, client)
+                # The file may be longer than the part: it may have held another one.
+                nbytes = PartIndex.from_bytes(index).nbytes
+                data = self.folder.open_data(held.save, client)[:nbytes]
+                if len(data) < nbytes:
+                    raise CheckpointCorruptError(f"the file of client {client} was cut short")
                 copy = Copy(held.save, client, index, data, [self._peer(receiver)], self.folder.pin(held.save))
                 self.replicator.submit(copy, replaces_older=False)
 
@@ -527,7 +552,7 @@ def _noted(failures: list[str], host: str) -> Iterator[None]:
     """Note what cannot be read of a host, and go on: another host may hold the same."""
     try:
         yield
-    except (DtckptError, OSError) as error:
+    except (DtckptError, OSError, ValueError) as error:
         failures.append(f"host {host}: {error}")
         logger.warning("the local tier of host %s: %s", host, error)
 

@@ -106,10 +106,10 @@ def write_status(folder: Folder, session: TierSession, begun: Begun) -> None:
     saves = {begun.save, *(save for save in session.folder.parts().voted if save <= begun.save)}
     for host, info in session.hosts.items():
         for client in info.clients:
-            done = begun.protected.get(client)
+            protected = begun.protected.get(client, ())
             for save in saves:
-                # Copies of all saves up to the newest that is protected were acknowledged.
-                holders = (host, *session.placement.partners(host)) if done is not None and save <= done else (host,)
+                # The other hosts have acknowledged the copies of what is protected.
+                holders = (host, *session.placement.partners(host)) if save in protected else (host,)
                 for holder in holders:
                     voted[holder].setdefault(save, set()).add(client)
     parts = {host: HostParts({s: frozenset(c) for s, c in of_host.items()}, {}) for host, of_host in voted.items()}

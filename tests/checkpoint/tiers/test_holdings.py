@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.shares import amount
 
-from dtckpt.checkpoint.tiers.holdings import copies_to_make, held_saves, restorable, saves_to_keep
+from dtckpt.checkpoint.tiers.holdings import copies_to_make, held_saves, saves_to_keep
 from dtckpt.checkpoint.tiers.placement import Placement
 from dtckpt.checkpoint.tiers.records import HostParts, SaveId
 
@@ -87,7 +87,7 @@ class World:
                     held[save].discard(self.chance.choice([*held[save], 0]))
 
     def restore(self):
-        found = restorable(held_saves(self.view()))
+        found = [held for held in held_saves(self.view()) if held.is_restorable]
 
         # By the model, not by the rules: the newest complete save all of whose parts are still somewhere.
         def parts_of(save):

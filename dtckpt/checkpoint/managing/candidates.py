@@ -1,0 +1,70 @@
+"""Order what can be restored, in the root and in the local tier, from the newest to the oldest; pure.
+
+Saves are compared by their numbers, not by their steps, since a run may go back. A save whose run went back to an
+older step is abandoned: it is restored by its step only::
+
+    local saves, by number    1: step 4    2: step 5    3: step 6    4: step 5       newest: step 5 of number 4
+                                           abandoned    abandoned                    the one before it: step 4
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from dtckpt.checkpoint.managing.lineage import Saved, current_steps
+from dtckpt.checkpoint.tiers.holdings import HeldSave
+from dtckpt.checkpoint.tiers.records import SaveId
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A step that can be restored, and where from.
+
+    Args:
+        step: The step.
+        local: The name of the save in the local tier; empty: the checkpoint in the root.
+        is_abandoned: Whether its run went back to an older step.
+    """
+
+    step: int
+    local: str = ""
+    is_abandoned: bool = field(default=False, compare=False)
+
+    @property
+    def number(self) -> int:
+        """The number of the save in the local tier."""
+        return SaveId.parse(self.local).number
+
+    def __str__(self) -> str:
+        return f"step {self.step} of the local tier" if self.local else f"step {self.step}"
+
+
+def newest_first(saved: Saved, held: Collection[HeldSave]) -> list[Candidate]:
+    """Return what can be restored, the newest first, a step of the tier before the same step of the root.
+
+    Args:
+        saved: The steps of the root.
+        held: What the hosts hold.
+    """
+    local = deque(sorted((each for each in held if each.is_voted), key=lambda each: each.save, reverse=True))
+    found: list[Candidate] = []
+    smallest: int | None = None
+
+    def add(step: int, save: HeldSave | None) -> None:
+        nonlocal smallest
+        is_abandoned = smallest is not None and step >= smallest and (save is not None or step > smallest)
+        smallest = step if smallest is None else min(step, smallest)
+        # A save that is lost says all the same that its run went back.
+        if save is None or save.is_restorable:
+            found.append(Candidate(step, save.save.name if save else "", is_abandoned))
+
+    for step in sorted(current_steps(saved), reverse=True):
+        number = saved[step].number
+        while local and (local[0].save.number >= number if number else local[0].save.step >= step):
+            add(local[0].save.step, local.popleft())
+        add(step, None)
+    while local:
+        add(local[0].save.step, local.popleft())
+    return found

@@ -1,0 +1,128 @@
+"""Hosts that take no copies: saves go on with fewer copies, no step waits, and one warning names the host."""
+
+import socket
+import threading
+import time
+
+import pytest
+from support import tier_faults
+
+from dtckpt.checkpoint.tiers.peers import Peer
+from dtckpt.checkpoint.tiers.records import SaveId
+from dtckpt.checkpoint.tiers.replicator import Copy, Replicator
+from dtckpt.errors import StorageError
+
+HOSTS = ["host0", "host1"]
+
+
+@pytest.mark.share(1)
+@pytest.mark.parametrize("fault", sorted(tier_faults.PARTNERS))
+def test_a_partner_that_takes_no_copies(pool, tmp_path, fault):
+    """Situation 19, and its end."""
+    by_client = {0: ("",), 1: ("host1",)}
+    answers = pool.values(
+        tier_faults.save_with_partner, tmp_path / "root", tmp_path / "tier", HOSTS, fault, [2, 3, 4],
+        clients=2, group=True, by_client=by_client,
+    )  # fmt: skip
+    assert max(max(answer["blocked"]) for answer in answers) < 1, "a save waits for no copy"
+    assert max(answer["seconds"] for answer in answers) < 10
+    trouble, end = answers[0]["told"]
+    assert "host1 takes no copies" in trouble
+    assert "step 2" in trouble
+    assert "host1 takes copies again" in end
+    assert answers[1]["told"] == []
+    assert answers[1]["held"][6] == [0, 1]
+
+
+def test_nobody_waits_at_the_end_for_copies_that_do_not_come(pool, tmp_path):
+    by_client = {0: ("",), 1: ("host1",)}
+    answers = pool.values(
+        tier_faults.save_with_partner, tmp_path / "root", tmp_path / "tier", HOSTS, "full", [4, 5, 6],
+        clients=2, group=True, by_client=by_client,
+    )  # fmt: skip
+    assert max(answer["seconds"] for answer in answers) < 5
+    assert answers[1]["held"][6] == [1]
+    # The newest one with all copies is kept beside those that lack some.
+    assert answers[1]["held"][3] == [0, 1]
+    assert sorted(answers[0]["held"]) == [3, 5, 6]
+
+
+class SlowPeer(Peer):
+    """A host that takes a copy when it is told to."""
+
+    def __init__(self, host):
+        super().__init__("127.0.0.1:1", host, "", 1.0)
+        self.is_asked, self.may_take = threading.Event(), threading.Semaphore(0)
+        self.taken, self.fails = [], False
+
+    def put(self, save, client, index, data, max_rate):
+        self.is_asked.set()
+        assert self.may_take.acquire(timeout=10)
+        if self.fails:
+            raise StorageError(f"host {self.host}: it does not answer")
+        self.taken.append(save.step)
+
+
+def submit(replicator, step, *peers):
+    ended = threading.Event()
+    replicator.submit(Copy(SaveId(step, step, 1, False, "00000000"), 0, b"", memoryview(b"12"), peers, ended.set))
+    return ended
+
+
+def test_a_late_copy_is_left_out():
+    """Situation 19: of the saves that wait, only the newest is sent; every one of them lets go of its memory."""
+    peer, replicator = SlowPeer("slow"), Replicator(None)
+    assert replicator.is_free
+    ended = [submit(replicator, 1, peer)]
+    assert peer.is_asked.wait(10)
+    ended += [submit(replicator, step, peer) for step in (2, 3, 4)]
+    assert not replicator.is_free
+    assert ended[1].wait(10)
+    assert ended[2].wait(10)
+    assert not ended[0].is_set()
+    peer.may_take.release()
+    peer.may_take.release()
+    assert replicator.wait(10)
+    assert peer.taken == [1, 4]
+    assert [save.step for save in replicator.protected] == [1, 4]
+    assert all(each.wait(10) for each in ended)
+    assert replicator.nbytes_sent == 4
+
+
+def test_one_host_of_two_in_trouble(caplog):
+    """The other one gets its copies; a step is protected when both have them."""
+    good, bad, replicator = SlowPeer("good"), SlowPeer("bad"), Replicator(None)
+    bad.fails = True
+    for step in range(1, 6):
+        bad.fails = step < 4
+        good.may_take.release()
+        bad.may_take.release()
+        submit(replicator, step, good, bad)
+        assert replicator.wait(10)
+        assert replicator.is_free, "who waits for a host in trouble holds up nobody else"
+    assert good.taken == [1, 2, 3, 4, 5]
+    assert bad.taken == [4, 5]
+    assert [save.step for save in replicator.protected] == [4, 5]
+    assert ["bad takes no copies" in record.getMessage() for record in caplog.records] == [True, False]
+
+
+def test_a_host_that_never_answers():
+    """A server that accepts and says nothing costs the time that the options allow, and no more."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peer = Peer(f"127.0.0.1:{silent.getsockname()[1]}", "silent", "token", 0.2)
+        save = SaveId(1, 1, 1, False, "00000000")
+        for call in (
+            lambda: peer.put(save, 0, b"", memoryview(bytes(64 << 20)), None),
+            lambda: peer.read(save, 0, [], 0),
+            lambda: peer.indexes(save),
+        ):
+            start = time.monotonic()
+            with pytest.raises(StorageError, match="host silent"):
+                call()
+            assert time.monotonic() - start < 5
+
+
+def test_a_host_that_is_gone():
+    peer = Peer("127.0.0.1:1", "gone", "token", 5.0)
+    with pytest.raises(StorageError, match=r"host gone.*refused"):
+        peer.indexes(SaveId(1, 1, 1, False, "00000000"))
