@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import shutil
@@ -26,6 +27,8 @@ from examples.launch import DemoError, command, coordinator, torchrun, wait_unti
 STEPS, SAVE_EVERY = 48, 12
 COMMITTED, KILLED = "step_24", "step_36"
 VICTIM = 2
+LOST_AT, LAST = 13, 16
+"""The step in which a host is lost, and the last step, of the training that saves in memory."""
 TOLERANCE = 1e-4
 """Relative difference of losses: gradients of 2 clients are added in another order than those of 4."""
 ERROR = r"dtckpt\.errors\.(.+)"
@@ -105,6 +108,46 @@ def train_until_killed(job: str, address: str, out: Path) -> Facts:
     is_named = all(re.search(rf"(client |task:){VICTIM}\b", message) for message in errors.values())
     check(f"the error on every other client names client {VICTIM}", is_named and set(errors) == {0, 1, 2, 3} - {VICTIM})
     return read_facts(out / f"{job}.jsonl")
+
+
+def lose_a_host(out: Path, address: str) -> None:
+    """Train with checkpoints in memory; lose a host, with its memory; check that the others bring its state back."""
+    file, memory = (
+        out / "in-memory.jsonl",
+        Path("/dev/shm" if Path("/dev/shm").is_dir() else out) / f"dtckpt-demo-{os.getpid()}",
+    )
+    training = [
+        f"--checkpoints={out / 'in-memory'}",
+        f"--memory={memory}",
+        f"--steps={LAST}",
+        f"--lose={VICTIM}",
+        f"--at={LOST_AT}",
+    ]
+    arguments = ["--nproc-per-node=4", "--max-restarts=1", "-m", "examples.train_in_memory", *training]
+    detail(f"$ torchrun {shlex.join(arguments)}")
+    try:
+        with torchrun(arguments, job="in-memory", coordinator=address, out=out) as (run, log):
+            wait_until(lambda: run.poll() == 0, run, log)
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
+    facts = [json.loads(line) for line in file.read_text().splitlines()]
+    (restored,) = [each for each in facts if "restored" in each]
+    losses = [
+        {each["step"]: each["loss"] for each in facts if each["attempt"] == attempt and "loss" in each}
+        for attempt in (0, 1)
+    ]
+    again = sorted(losses[0].keys() & losses[1].keys())
+    seconds, nbytes = restored["seconds"], restored["received_nbytes"]
+    check(f"host {VICTIM} was lost in step {LOST_AT}, with its process and its memory", max(losses[0]) == LOST_AT)
+    check(
+        f"all went on from step {restored['restored']}: {nbytes:,} bytes from other hosts, in {seconds:.2f} s",
+        nbytes > 0,
+    )
+    check("nothing was read from the durable checkpoints", not restored["from_root"])
+    check(
+        f"steps {again[0]} to {again[-1]} have the same losses again, bit for bit",
+        all(losses[0][each] == losses[1][each] for each in again),
+    )
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -200,6 +243,8 @@ def demo(out: Path) -> None:
         say("Two clients resume from it")
         go_on = [f"--resume={resharded}", f"--save-every={SAVE_EVERY}", *TWO_CLIENTS]
         resumed = train("resumed", 2, address, out, *go_on)
+        say("Four hosts save in their memory; one is lost with it, and the others bring its state back")
+        lose_a_host(out, address)
     say("What they learned, step by step")
     compare(reference, interrupted, resumed)
     picture(committed, resharded, out / "layouts.svg")

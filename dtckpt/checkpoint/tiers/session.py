@@ -97,7 +97,7 @@ class Begun:
     save: SaveId
     plan: SavePlan
     state: State
-    staged: State | DtckptError
+    staged: State | Exception
     file: PartFile | None
     metrics: Mapping[str, float]
     protected: Mapping[int, Sequence[SaveId]]
@@ -107,7 +107,7 @@ class Begun:
     @property
     def staged_state(self) -> State:
         """The state in the tier. Raises: DtckptError: This client could not copy it."""
-        if isinstance(self.staged, DtckptError):
+        if isinstance(self.staged, Exception):
             raise self.staged
         return self.staged
 
@@ -362,12 +362,13 @@ class TierSession:
             votes = {client: _BeginVote.from_bytes(data) for client, data in payloads.items()}
             agreement = Agreement.of({client: vote.summary for client, vote in votes.items()})
             plan = self._agreed_plan(agreement, prepared, collective, options)
-            staged: State | DtckptError = prepared.staged
+            staged: State | Exception = prepared.staged
             if plan is not prepared.plan:
                 try:
                     self.folder.give_back(files.pop())
-                    staged = stage(prepared.state, plan)
-                except DtckptError as error:
+                    with collective.phases.measure("stage"):
+                        staged = stage(prepared.state, plan)
+                except Exception as error:
                     staged = error  # the others are past the round; they learn of it in the next one
         except BaseException:
             for file in files:
