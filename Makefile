@@ -62,6 +62,8 @@ bench: install
 	$(RUN) 2 -m benchmarks.compiled_step
 	$(BIN)/python -m benchmarks.randomness
 	$(BIN)/python -m benchmarks.coordinator
+	$(RUN) 4 -m benchmarks.tiers
+	$(BIN)/python -m benchmarks.tiers_simulation
 
 # For machines with a card and no network: benchmarks/card.sh installs them there. See docs/benchmarks.md.
 CARD_PYTHON    := 3.12
