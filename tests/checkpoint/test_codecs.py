@@ -62,6 +62,7 @@ def test_a_part_of_a_chunk_takes_all_of_it(tmp_path, codec, capsys):
     assert {each["codec"] for each in json.loads(capsys.readouterr().out)["tensors"]} == {codec}
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("codec", COMPRESSED)
 def test_damage_is_noticed_and_named(tmp_path, codec):
     whole = tensor_of("w", (40, 30), "int16")

@@ -20,7 +20,7 @@ SAMPLE = 12
 """How many faults are tried per key-value store and number of clients."""
 
 
-@pytest.mark.share(2, of="crashes")
+@pytest.mark.share(1, of="crashes")
 @pytest.mark.parametrize(("clients", "has_own"), [(1, False), (2, True)])
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_any_operation_may_be_the_last(nursery, tmp_path, kvstore, clients, has_own):

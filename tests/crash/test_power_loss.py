@@ -39,7 +39,7 @@ def losses(draw):
         yield "some is lost", lambda count: draw.choice((0, count, draw.randint(0, count)))
 
 
-@pytest.mark.share(2, of="crashes")
+@pytest.mark.share(1, of="crashes")
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_old_or_new_survives(nursery, tmp_path, kvstore, history):
@@ -103,7 +103,7 @@ def lose_power(nursery, folder, has_old, death, **options):
     print(f"{options}, killed before {death}: {len(tried)} of {count} operations, {len(found)} different states")
 
 
-@pytest.mark.share(2, of="crashes")
+@pytest.mark.share(1, of="crashes")
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_workers_complete_what_survives(nursery, tmp_path, kvstore):
     """Parts that were finished may be of processes that ended long ago; what is marked as finished must be there."""

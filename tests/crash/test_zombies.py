@@ -25,7 +25,7 @@ FEWEST_OPERATIONS = 90
 """File operations that a save has at least."""
 
 
-@pytest.mark.share(2, of="crashes")
+@pytest.mark.share(1, of="crashes")
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["nobody else saved", "a later attempt saved"])
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_a_frozen_client_comes_back_too_late(nursery, tmp_path, kvstore, is_replaced):
@@ -85,7 +85,7 @@ def frozen_save(nursery, folder, fault, *, is_replaced, **options):
     assert os.listdir(folder) == ["s"], where
 
 
-@pytest.mark.share(2, of="crashes")
+@pytest.mark.share(1, of="crashes")
 def test_frozen_clients_come_back_amid_later_saves(nursery, tmp_path):
     counts = run_each_in_a_folder(tmp_path, ROWS, lambda folder, seed: frozen_saves(nursery, folder, seed))
     print(f"{len(ROWS)} rows of {FROZEN_SAVES} saves: clients frozen, came back amid a later save, errors: {counts}")
@@ -149,7 +149,7 @@ def frozen_saves(nursery, folder, seed):
     return num_frozen, num_amid, dict(found)
 
 
-@pytest.mark.share(2, of="crashes")
+@pytest.mark.share(1, of="crashes")
 def test_saves_under_random_kills(nursery, tmp_path):
     killed = run_each_in_a_folder(tmp_path, ROWS, lambda folder, seed: killed_saves(nursery, folder, seed))
     print(f"{len(ROWS)} rows of {SAVES} saves lost {killed} clients")

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.processes
 PROGRAMS = dtensor_programs.PROGRAMS + gradient_programs.PROGRAMS
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("clients", [2, 4])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_programs_see_the_same(pool, program, clients):

@@ -87,6 +87,7 @@ KINDS = {
 }
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(64, 48), (1, 3072), (32, 32, 3)])
 def test_what_changes_places_shows(kind, shape):
@@ -140,6 +141,7 @@ def test_many_runs_and_few_long_ones_and_short(rows, width):
     assert share_of(whole, cuts) == share_of(whole)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("width", [1, 2, 2000])
 def test_copies_that_are_made_are_bounded(width):
     """Of runs that are taken with what lies between them, that are not, and of a transposed tensor."""

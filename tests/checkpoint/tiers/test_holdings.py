@@ -118,7 +118,7 @@ class World:
 @pytest.mark.parametrize("part", range(10))
 def test_random_histories(part):
     """Saves that die at any point, lost hosts, lost files, new hosts, renumbered clients, restores."""
-    for number in range(amount(100, 1000)):
+    for number in range(amount(20, 1000)):
         chance = random.Random(f"{part} {number}")
         world = World(chance)
         for _ in range(30):

@@ -69,6 +69,7 @@ def with_numbers(tensor):
     return tensor * tensor.max().item()
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("function", [by_value, by_shape, in_place, beside_plain, with_numbers])
 def test_functions(function, backend):
@@ -114,7 +115,7 @@ def test_a_break_of_the_graph_has_a_reason():
         torch.compile(gathered, backend="eager", fullgraph=True)(tensor)
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(3)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", PROGRAMS)

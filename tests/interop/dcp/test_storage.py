@@ -25,7 +25,7 @@ def saved(request, pool, tmp_path_factory):
     return path
 
 
-@pytest.mark.share(5)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "axes", LOADED, ids=lambda axes: "+".join(f"{name}{size}" for name, size in axes.items()) or "1"
 )
