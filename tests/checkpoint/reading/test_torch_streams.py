@@ -185,7 +185,7 @@ def test_verify_compares_the_checksums_of_pytorch(tmp_path):
             assert checkpoint.format == form
             report = checkpoint.verify()
             assert (report.is_sound, report.num_unverified, report.num_tensors) == (True, 0, 4)
-            tensor = checkpoint._files._index.tensors["w"]
+            tensor = checkpoint.files._index.tensors["w"]
         (piece,) = tensor.pieces
         place = locate_piece(LocalFolder(file.parent), tensor, piece)
         data = bytearray(file.read_bytes())
