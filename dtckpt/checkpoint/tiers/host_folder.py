@@ -143,9 +143,13 @@ class HostFolder:
                 return file.read(MAX_INDEX_NBYTES)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / f"{client}{VOTED}"))
 
+    def data_path(self, save: SaveId, client: int) -> Path:
+        """Return the file of a part's elements."""
+        return self.path / save.name / f"{client}{DATA}"
+
     def open_data(self, save: SaveId, client: int) -> memoryview:
         """Map the file of a part, for reading. Raises: OSError, ValueError: It is missing, or empty."""
-        with (self.path / save.name / f"{client}{DATA}").open("rb") as file:
+        with self.data_path(save, client).open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
     def used_nbytes(self) -> int:

@@ -14,11 +14,18 @@ from dtckpt.format.digest import buffer_of
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
 
+SPAN_NBYTES = 1 << 20
+"""Bytes that are copied and digested at a time: small enough to be in the processor's cache both times."""
+
+
+def piece_seed(name: str, region: Region) -> int:
+    """Return the seed of a piece's digest. It binds the digest to tensor and box: two that change places differ."""
+    return xxhash.xxh3_64_intdigest(f"{name}\0{region.offset}{region.shape}".encode())
+
 
 def piece_digest(name: str, region: Region, elements: np.ndarray[Any, Any]) -> int:
-    """Return the digest of a box's elements, bound to the tensor and the box: two that change places differ."""
-    seed = xxhash.xxh3_64_intdigest(f"{name}\0{region.offset}{region.shape}".encode())
-    return xxhash.xxh3_64_intdigest(buffer_of(elements), seed=seed)
+    """Return the digest of a box's elements."""
+    return xxhash.xxh3_64_intdigest(buffer_of(elements), seed=piece_seed(name, region))
 
 
 def elements_of(data: memoryview, piece: PartPiece, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -75,7 +82,27 @@ class OpenPart:
             raise
         except (OSError, ValueError) as error:  # an empty file cannot be mapped
             raise CheckpointCorruptError(f"the part of client {client} cannot be read: {error}") from error
+        self.path = folder.data_path(save, client)
         self._verified: dict[int, np.ndarray[Any, Any]] = {}
+
+    def copy_whole(self, number: int, into: memoryview) -> None:
+        """Copy a dense piece to memory of its size, and verify what was copied. Raises: as `verified_elements`."""
+        piece = self.index.pieces[number]
+        name = self.index.tensors[piece.tensor].name
+        digest = xxhash.xxh3_64(seed=piece_seed(name, piece.region))
+        source = self._data[piece.offset : piece.offset + len(into)]
+        if len(source) < len(into):
+            raise CheckpointCorruptError(
+                f"the part of client {self.index.client} is cut short at {name!r} {piece.region}"
+            )
+        for start in range(0, len(into), SPAN_NBYTES):
+            span = into[start : start + SPAN_NBYTES]
+            span[:] = source[start : start + SPAN_NBYTES]
+            digest.update(span)
+        if digest.intdigest() != piece.digest:
+            raise CheckpointCorruptError(
+                f"the part of client {self.index.client} is damaged at {name!r} {piece.region}"
+            )
 
     def elements(self, number: int) -> np.ndarray[Any, Any]:
         """Return the elements of a piece. Raises: as `verified_elements`."""

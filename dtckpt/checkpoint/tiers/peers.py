@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from urllib.parse import urlsplit
 
@@ -17,10 +18,29 @@ from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.checkpoint.tiers.server import DIGEST_NBYTES, LENGTH_NBYTES
 from dtckpt.errors import CheckpointCorruptError, StorageError, StorageFullError
 from dtckpt.format.digest import bytes_digest
+from dtckpt.layout.region import Region
 
 SEND_NBYTES = 4 << 20
-Box = tuple[int, Sequence[int], Sequence[int]]
-"""Number of a piece in its part, then offset and shape of a box in the piece."""
+RECV_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxRequest:
+    """A box of a piece that is to be read.
+
+    Args:
+        number: Number of the piece in its part.
+        box: The box, in elements of the piece.
+        buffer: Memory of its size.
+        seed: If the box is a whole piece: the seed of the piece's digest, and
+        digest: the digest.
+    """
+
+    number: int
+    box: Region
+    buffer: memoryview
+    seed: int | None = None
+    digest: int = 0
 
 
 class Peer:
@@ -78,25 +98,29 @@ class Peer:
             data = data[stop:]
         return files
 
-    def read(self, save: SaveId, client: int, boxes: Sequence[Box], buffers: Sequence[memoryview]) -> None:
-        """Read the elements of boxes of a client's part, each into a buffer of its size.
+    def read(self, save: SaveId, client: int, boxes: Sequence[BoxRequest]) -> None:
+        """Read boxes of a client's part into their buffers, and verify them.
 
         Raises:
             CheckpointCorruptError: The host's copy is damaged, or the answer is.
             StorageError: The host does not answer, or refuses.
         """
+        asked = json.dumps([(each.number, each.box.offset, each.box.shape) for each in boxes])
         with self._errors_named("read a part") as connection:
-            connection.request("POST", f"/v1/read/{save.name}/{client}", json.dumps(boxes), self._headers)
-            response, digest = self._answer_to(connection), xxhash.xxh3_64()
-            for buffer in buffers:
+            connection.request("POST", f"/v1/read/{save.name}/{client}", asked, self._headers)
+            response, of_parts = self._answer_to(connection), xxhash.xxh3_64()
+            for each in boxes:
+                digest = of_parts if each.seed is None else xxhash.xxh3_64(seed=each.seed)
                 at = 0
-                while at < len(buffer):
-                    count = response.readinto(buffer[at:])
+                while at < len(each.buffer):
+                    count = response.readinto(each.buffer[at : at + RECV_NBYTES])
                     if not count:
                         raise CheckpointCorruptError(f"host {self.host}: the answer ended before its length")
+                    digest.update(each.buffer[at : at + count])
                     at += count
-                digest.update(buffer)
-            if response.read() != digest.intdigest().to_bytes(DIGEST_NBYTES, "big"):
+                if each.seed is not None and digest.intdigest() != each.digest:
+                    raise CheckpointCorruptError(f"host {self.host}: a piece of the part of client {client} is damaged")
+            if response.read() != of_parts.intdigest().to_bytes(DIGEST_NBYTES, "big"):
                 raise CheckpointCorruptError(f"host {self.host}: the answer was damaged on its way")
 
     def put(self, save: SaveId, client: int, index: bytes, data: memoryview, max_rate: float | None) -> None:

@@ -90,6 +90,11 @@ class PartPiece:
     strides: tuple[int, ...]
     digest: int
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements lie in the file in C order, without gaps."""
+        return self.strides == c_strides(self.region.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class PartIndex:

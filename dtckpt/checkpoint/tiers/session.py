@@ -19,7 +19,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -97,7 +97,7 @@ class Begun:
     save: SaveId
     plan: SavePlan
     state: State
-    staged: State | Exception
+    staged: State | Exception | None
     file: PartFile | None
     metrics: Mapping[str, float]
     protected: Mapping[int, Sequence[SaveId]]
@@ -109,6 +109,7 @@ class Begun:
         """The state in the tier. Raises: DtckptError: This client could not copy it."""
         if isinstance(self.staged, Exception):
             raise self.staged
+        assert self.staged is not None  # noqa: S101  one or the other
         return self.staged
 
 
@@ -118,8 +119,8 @@ class _Prepared:
 
     state: State
     plan: SavePlan
-    staged: State
     digest: int
+    staged: State | Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,16 +336,25 @@ class TierSession:
         collective.phases.begin(self.folder.path, is_shown=False)
         files: list[PartFile] = []
 
-        def stage(state: State, plan: SavePlan) -> State:
-            files.append(self.folder.take(_part_nbytes(plan, collective.client)))
-            with_copies, count = request.compares_copies and _is_on_host(state), collective.phases.count
-            return files[-1].staging.stage(state, plan, collective.client, with_copies=with_copies, count=count)
+        def stage(prepared: _Prepared) -> _Prepared:
+            """Copy the state while the others are waited for; they learn of a failure in their next round."""
+            with_copies, count = request.compares_copies and _is_on_host(prepared.state), collective.phases.count
+            try:
+                with collective.phases.measure("stage"):
+                    staged = files[-1].staging.stage(
+                        prepared.state, prepared.plan, collective.client, with_copies=with_copies, count=count
+                    )
+            except Exception as error:
+                return replace(prepared, staged=error)
+            return replace(prepared, staged=staged)
 
         def prepare() -> tuple[_Prepared, bytes]:
             state = request.collect()
             text, digest = described(state.specs, state.values) if len(clients) > 1 else (b"", 0)
             plan = exchange.latest_union(digest) or kept_plan(passed_by_all(state.specs, clients), options.chunk_nbytes)
-            prepared = _Prepared(state, plan, stage(state, plan), digest)
+            # Here, so that a tier that is full is this client's vote.
+            files.append(self.folder.take(_part_nbytes(plan, collective.client)))
+            prepared = _Prepared(state, plan, digest)
             summary = Summary.of("", "", digest, state.tree, options, unions=exchange.kept_unions())
             assert self._server is not None  # noqa: S101  joined
             self._server.texts.update({digest: text, summary.tree: state.tree})
@@ -358,18 +368,20 @@ class TierSession:
             return prepared, vote.to_bytes()
 
         try:
-            prepared, payloads = collective.run_first_round("begin", prepare, step=request.step, phase="stage")
+            prepared, payloads = collective.run_first_round(
+                "begin", prepare, step=request.step, phase="plan", meanwhile=stage
+            )
             votes = {client: _BeginVote.from_bytes(data) for client, data in payloads.items()}
             agreement = Agreement.of({client: vote.summary for client, vote in votes.items()})
             plan = self._agreed_plan(agreement, prepared, collective, options)
-            staged: State | Exception = prepared.staged
             if plan is not prepared.plan:
+                prepared = replace(prepared, plan=plan, staged=None)
                 try:
                     self.folder.give_back(files.pop())
-                    with collective.phases.measure("stage"):
-                        staged = stage(prepared.state, plan)
-                except Exception as error:
-                    staged = error  # the others are past the round; they learn of it in the next one
+                    files.append(self.folder.take(_part_nbytes(plan, collective.client)))
+                except DtckptError as error:
+                    prepared = replace(prepared, staged=error)
+                prepared = stage(prepared) if prepared.staged is None else prepared
         except BaseException:
             for file in files:
                 self.folder.give_back(file)
@@ -381,7 +393,7 @@ class TierSession:
             save=save,
             plan=plan,
             state=prepared.state,
-            staged=staged,
+            staged=prepared.staged,
             file=files[-1] if files else None,
             metrics=request.metrics,
             protected={client: vote.protected for client, vote in votes.items()},

@@ -26,8 +26,8 @@ from dtckpt.checkpoint.reading.read_chunks import convert, cut, validate_convert
 from dtckpt.checkpoint.reading.read_regions import spare_threads
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
 from dtckpt.checkpoint.tiers.host_folder import HostFolder
-from dtckpt.checkpoint.tiers.open_part import OpenPart
-from dtckpt.checkpoint.tiers.peers import Peer
+from dtckpt.checkpoint.tiers.open_part import OpenPart, piece_seed
+from dtckpt.checkpoint.tiers.peers import BoxRequest, Peer
 from dtckpt.checkpoint.tiers.records import PartIndex, SaveId
 from dtckpt.errors import CheckpointCorruptError, CheckpointError, DtckptError, RegionNotFoundError, StorageError
 from dtckpt.format import tree as trees
@@ -93,10 +93,15 @@ class _BoxRead:
     def nbytes(self) -> int:
         return self.box.numel * self.dtype.itemsize
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether bytes go to the target as they are."""
+        return self.target.dtype == self.dtype and self.target.flags.c_contiguous
+
     @contextmanager
     def buffer(self) -> Iterator[memoryview]:
         """Yield memory for the box: the target's own where it fits; else what is there is converted at the end."""
-        if self.target.dtype == self.dtype and self.target.flags.c_contiguous:
+        if self.is_direct:
             yield as_bytes(self.target).data
             return
         elements = np.empty(self.box.shape, self.dtype)
@@ -247,12 +252,15 @@ class TierFiles:
         nbytes = 0
         for read in batch:
             try:
-                elements = self._own_part(read.client).elements(read.number)
+                part, piece = self._own_part(read.client), self.indexes[read.client].pieces[read.number]
+                if read.is_direct and piece.is_dense and read.box.shape == piece.region.shape:
+                    part.copy_whole(read.number, as_bytes(read.target).data)
+                else:
+                    convert(cut(part.elements(read.number), read.box.slices()), read.target)
             except CheckpointCorruptError as error:
                 self._pass_over("this host", error)
                 nbytes += self._read_from_peers([read], error)
                 continue
-            convert(cut(elements, read.box.slices()), read.target)
             self.traffic.local += read.nbytes
             nbytes += read.nbytes
         return nbytes
@@ -271,14 +279,13 @@ class TierFiles:
         """Read boxes of one client's part from the first host that holds it undamaged."""
         client = batch[0].client
         nbytes = sum(read.nbytes for read in batch)
-        boxes = [(read.number, read.box.offset, read.box.shape) for read in batch]
         for holder in self._holders[client]:
             if holder.peer is None:
                 continue
             try:
                 with ExitStack() as delivery:
-                    buffers = [delivery.enter_context(read.buffer()) for read in batch]
-                    holder.peer.read(self.save, client, boxes, buffers)
+                    boxes = [self._request(read, delivery.enter_context(read.buffer())) for read in batch]
+                    holder.peer.read(self.save, client, boxes)
             except (CheckpointCorruptError, StorageError) as error:
                 self._pass_over(f"host {holder.name}", error)
                 failure = error
@@ -288,6 +295,13 @@ class TierFiles:
         raise CheckpointCorruptError(
             f"no host holds the part of client {client} of step {self.save.step} undamaged: {failure}"
         ) from failure
+
+    def _request(self, read: _BoxRead, buffer: memoryview) -> BoxRequest:
+        index = self.indexes[read.client]
+        piece = index.pieces[read.number]
+        is_whole = piece.is_dense and read.box.shape == piece.region.shape
+        seed = piece_seed(index.tensors[piece.tensor].name, piece.region) if is_whole else None
+        return BoxRequest(read.number, read.box, buffer, seed, piece.digest)
 
     def _pass_over(self, where: str, error: DtckptError) -> None:
         text = f"{where}: {error}"

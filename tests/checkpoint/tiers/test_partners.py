@@ -113,7 +113,7 @@ def test_a_host_that_never_answers():
         save = SaveId(1, 1, 1, False, "00000000")
         for call in (
             lambda: peer.put(save, 0, b"", memoryview(bytes(64 << 20)), None),
-            lambda: peer.read(save, 0, [], 0),
+            lambda: peer.read(save, 0, []),
             lambda: peer.indexes(save),
         ):
             start = time.monotonic()
