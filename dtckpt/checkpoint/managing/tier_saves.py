@@ -25,9 +25,10 @@ from dtckpt.checkpoint.saving.state import State
 from dtckpt.checkpoint.tiers.durable import DurableWriter, state_of_save
 from dtckpt.checkpoint.tiers.holdings import HeldSave
 from dtckpt.checkpoint.tiers.local_restore import LocalRestore
+from dtckpt.checkpoint.tiers.local_save import Begun, SaveRequest
 from dtckpt.checkpoint.tiers.options import LocalTier
 from dtckpt.checkpoint.tiers.records import SaveId
-from dtckpt.checkpoint.tiers.session import Begun, SaveRequest, TierSession
+from dtckpt.checkpoint.tiers.session import TierSession
 from dtckpt.checkpoint.tiers.status import write_status
 from dtckpt.checkpoint.tiers.tier_files import TierCheckpoint
 from dtckpt.comm.background_threads import begin
@@ -53,7 +54,7 @@ class TierSaves:
 
     def __init__(self, tier: LocalTier, folders: StepFolders, folder: Folder, options: SaveOptions) -> None:
         self.session = TierSession(tier, str(folders.root))
-        self.writer = DurableWriter()
+        self.writer = DurableWriter(tier.max_root_rate)
         self._root_folder = folder
         self._has_durable = lambda: bool(folders.saved())
         self._options = options

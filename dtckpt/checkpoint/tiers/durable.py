@@ -8,9 +8,11 @@ each local save whether one begins.
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State
 from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
+from dtckpt.checkpoint.saving.write import Source
 from dtckpt.checkpoint.tiers.holdings import HeldSave
 from dtckpt.checkpoint.tiers.records import HostInfo
 from dtckpt.checkpoint.tiers.tier_files import TierCheckpoint
@@ -38,9 +41,14 @@ JOB_SUFFIX = ".durable"
 
 
 class DurableWriter:
-    """Writes one step after the other to the root."""
+    """Writes one step after the other to the root.
 
-    def __init__(self) -> None:
+    Args:
+        max_rate: Bound on the bytes per second of this client.
+    """
+
+    def __init__(self, max_rate: float | None) -> None:
+        self._max_rate = max_rate
         self.handle: SaveHandle | None = None
         """The latest write."""
         self.is_busy = False
@@ -76,7 +84,16 @@ class DurableWriter:
         with self._lock:
             if self._coordination is None:
                 self._coordination = connect_beside(JOB_SUFFIX)
-        attempt = SaveAttempt(path, collect, options, self._coordination, extra_files=extra_files, step=step)
+
+        def collect_at_rate() -> State:
+            state = collect()
+            return (
+                state
+                if self._max_rate is None
+                else replace(state, source=RateLimitedSource(state.source, self._max_rate))
+            )
+
+        attempt = SaveAttempt(path, collect_at_rate, options, self._coordination, extra_files=extra_files, step=step)
 
         def write() -> SaveReport:
             with attempt.collective.process_lock():
@@ -101,6 +118,45 @@ class DurableWriter:
             coordination, self._coordination = self._coordination, None
         if coordination is not None:
             coordination.leave()
+
+
+class RateLimitedSource:
+    """Elements that are fetched no faster than at a rate.
+
+    Args:
+        source: Where they come from.
+        max_rate: Bytes per second.
+        clock: Returns seconds.
+        sleep: Waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        max_rate: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.max_pending_nbytes = source.max_pending_nbytes
+        self._source, self._max_rate, self._clock, self._sleep = source, max_rate, clock, sleep
+        self._free_at: float | None = None
+
+    def expect(self, regions: Iterator[tuple[TensorPlan, Region]]) -> None:
+        """As `Source.expect`."""
+        self._source.expect(regions)
+
+    def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
+        """As `Source.fetch`. Blocks: until the bytes before these could have been written at the rate."""
+        now = self._clock()
+        self._free_at = now if self._free_at is None else max(now, self._free_at)
+        self._sleep(self._free_at - now)
+        elements = self._source.fetch(plan, region)
+        self._free_at += elements.nbytes / self._max_rate
+        return elements
+
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
+        """As `Source.copies`."""
+        return self._source.copies(plan, region)
 
 
 class TierSource:

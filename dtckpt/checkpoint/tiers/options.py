@@ -27,6 +27,7 @@ class LocalTier:
         max_nbytes: Bound on the bytes below ``path`` that the clients of one host take together, copies for other hosts
             included. A save that would exceed it is skipped. Default: no bound but the space that there is.
         max_rate: Bound on the bytes per second that a client sends to other hosts. Default: none.
+        max_root_rate: Bound on the bytes per second that a client writes to the root. Default: none.
         host: Name of this host. Default: the variable ``DTCKPT_HOST``, else its host name.
         domain: The part of the cluster that fails as one, as a rack or a power supply; copies lie in other domains
             where there are others. Default: the variable ``DTCKPT_DOMAIN``, else each host is a domain of its own.
@@ -44,6 +45,7 @@ class LocalTier:
     keep: int = 2
     max_nbytes: int | None = None
     max_rate: float | None = None
+    max_root_rate: float | None = None
     host: str | None = None
     domain: str | None = None
     address: str | None = None
@@ -54,7 +56,7 @@ class LocalTier:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"LocalTier: {name} must be a whole number from 1 on; got {value!r}")
-        for name in ("max_nbytes", "max_rate", "timeout_s"):
+        for name in ("max_nbytes", "max_rate", "max_root_rate", "timeout_s"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value > 0):
                 raise ConfigError(f"LocalTier: {name} must be positive; got {value!r}")

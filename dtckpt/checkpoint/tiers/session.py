@@ -19,8 +19,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any
 
 from dtckpt.checkpoint.collective import Collective
@@ -30,12 +29,11 @@ from dtckpt.checkpoint.saving.description import described
 from dtckpt.checkpoint.saving.plan import SavePlan, kept_plan
 from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
-from dtckpt.checkpoint.saving.staging import ALIGNMENT, written_regions
-from dtckpt.checkpoint.saving.state import MemorySource, State
 from dtckpt.checkpoint.saving.union import passed_by_all
 from dtckpt.checkpoint.saving.votes import Agreement, Summary
 from dtckpt.checkpoint.tiers.holdings import HeldSave, copies_to_make, held_saves, saves_to_keep
 from dtckpt.checkpoint.tiers.host_folder import HostFolder, PartFile
+from dtckpt.checkpoint.tiers.local_save import BeginVote, Begun, Prepared, SaveRequest, is_on_host, part_nbytes
 from dtckpt.checkpoint.tiers.options import LocalTier
 from dtckpt.checkpoint.tiers.part_writer import described_pieces
 from dtckpt.checkpoint.tiers.peers import Peer, own_address
@@ -47,7 +45,6 @@ from dtckpt.checkpoint.tiers.tier_files import Holder, TierCheckpoint, TierFiles
 from dtckpt.coordination.api import Coordination
 from dtckpt.errors import CheckpointCorruptError, ConfigError, DtckptError, capped
 from dtckpt.format.digest import bytes_digest
-from dtckpt.format.dtypes import DTYPES
 
 logger = logging.getLogger("dtckpt.tiers")
 
@@ -55,94 +52,6 @@ CLOSE_S = 10.0
 """Longest wait at the end for copies under way. A copy that its sender has given up never comes."""
 MAX_PARTS_CHARS = 3000
 """Bound on what a client says of its host's parts: a vote has room for 4096 bytes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest:
-    """A step that is to be saved in the tier.
-
-    Args:
-        step: The step.
-        collect: Returns this client's description of the state.
-        options: How checkpoints are written.
-        metrics: The step's metrics, on client 0.
-        is_durable: Whether the step is written to the root, too; called on client 0, whose answer counts.
-        compares_copies: Whether replicas are digested, to be compared when the step is written to the root.
-    """
-
-    step: int
-    collect: Callable[[], State]
-    options: SaveOptions
-    metrics: Mapping[str, float]
-    is_durable: Callable[[], bool]
-    compares_copies: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """A local save whose elements are in the tier; nobody has voted on the parts yet.
-
-    Args:
-        save: Its identity.
-        plan: What all clients write.
-        state: This client's state, in the tensors' own memory.
-        staged: The same, in the tier; or why this client could not copy it after all.
-        file: The file that holds it.
-        metrics: The metrics of the step, on client 0.
-        protected: By client, the newest saves that had all copies of the client's part.
-        is_copied: Whether it is copied to other hosts: no client was still sending an earlier one.
-        has_compared: Whether all clients have digested their replicas.
-    """
-
-    save: SaveId
-    plan: SavePlan
-    state: State
-    staged: State | Exception | None
-    file: PartFile | None
-    metrics: Mapping[str, float]
-    protected: Mapping[int, Sequence[SaveId]]
-    is_copied: bool
-    has_compared: bool
-
-    @property
-    def staged_state(self) -> State:
-        """The state in the tier. Raises: DtckptError: This client could not copy it."""
-        if isinstance(self.staged, Exception):
-            raise self.staged
-        assert self.staged is not None  # noqa: S101  one or the other
-        return self.staged
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prepared:
-    """A client's part of ``local/begin``: its state, the plan that it expects, the staged state, its description."""
-
-    state: State
-    plan: SavePlan
-    digest: int
-    staged: State | Exception | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _BeginVote:
-    """The payload of ``local/begin``: the fields of `Begun`, the save from the leader, and the `Summary`."""
-
-    protected: tuple[SaveId, ...]
-    is_free: bool
-    compares: bool
-    save: SaveId | None
-    summary: bytes
-
-    def to_bytes(self) -> bytes:
-        protected, save = [each.name for each in self.protected], self.save and self.save.name
-        facts = [protected, self.is_free, self.compares, save, self.summary.decode()]
-        return json.dumps(facts, ensure_ascii=False).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> _BeginVote:
-        protected, is_free, compares, save, summary = json.loads(data)
-        saves = tuple(SaveId.parse(name) for name in protected)
-        return cls(saves, is_free, compares, SaveId.parse(save) if save else None, summary.encode())
 
 
 class TierSession:
@@ -336,9 +245,9 @@ class TierSession:
         collective.phases.begin(self.folder.path, is_shown=False)
         files: list[PartFile] = []
 
-        def stage(prepared: _Prepared) -> _Prepared:
+        def stage(prepared: Prepared) -> Prepared:
             """Copy the state while the others are waited for; they learn of a failure in their next round."""
-            with_copies, count = request.compares_copies and _is_on_host(prepared.state), collective.phases.count
+            with_copies, count = request.compares_copies and is_on_host(prepared.state), collective.phases.count
             try:
                 with collective.phases.measure("stage"):
                     staged = files[-1].staging.stage(
@@ -348,20 +257,20 @@ class TierSession:
                 return replace(prepared, staged=error)
             return replace(prepared, staged=staged)
 
-        def prepare() -> tuple[_Prepared, bytes]:
+        def prepare() -> tuple[Prepared, bytes]:
             state = request.collect()
             text, digest = described(state.specs, state.values) if len(clients) > 1 else (b"", 0)
             plan = exchange.latest_union(digest) or kept_plan(passed_by_all(state.specs, clients), options.chunk_nbytes)
             # Here, so that a tier that is full is this client's vote.
-            files.append(self.folder.take(_part_nbytes(plan, collective.client)))
-            prepared = _Prepared(state, plan, digest)
+            files.append(self.folder.take(part_nbytes(plan, collective.client)))
+            prepared = Prepared(state, plan, digest)
             summary = Summary.of("", "", digest, state.tree, options, unions=exchange.kept_unions())
             assert self._server is not None  # noqa: S101  joined
             self._server.texts.update({digest: text, summary.tree: state.tree})
-            vote = _BeginVote(
+            vote = BeginVote(
                 self.replicator.protected,
                 self.replicator.is_free,
-                request.compares_copies and _is_on_host(state),
+                request.compares_copies and is_on_host(state),
                 self._new_save(request, len(clients)) if collective.is_leader else None,
                 summary.to_bytes(),
             )
@@ -371,14 +280,14 @@ class TierSession:
             prepared, payloads = collective.run_first_round(
                 "begin", prepare, step=request.step, phase="plan", meanwhile=stage
             )
-            votes = {client: _BeginVote.from_bytes(data) for client, data in payloads.items()}
+            votes = {client: BeginVote.from_bytes(data) for client, data in payloads.items()}
             agreement = Agreement.of({client: vote.summary for client, vote in votes.items()})
             plan = self._agreed_plan(agreement, prepared, collective, options)
             if plan is not prepared.plan:
                 prepared = replace(prepared, plan=plan, staged=None)
                 try:
                     self.folder.give_back(files.pop())
-                    files.append(self.folder.take(_part_nbytes(plan, collective.client)))
+                    files.append(self.folder.take(part_nbytes(plan, collective.client)))
                 except DtckptError as error:
                     prepared = replace(prepared, staged=error)
                 prepared = stage(prepared) if prepared.staged is None else prepared
@@ -407,7 +316,7 @@ class TierSession:
         return SaveId(number, request.step, num_clients, request.is_durable(), secrets.token_hex(4))
 
     def _agreed_plan(
-        self, agreement: Agreement, prepared: _Prepared, collective: Collective, options: SaveOptions
+        self, agreement: Agreement, prepared: Prepared, collective: Collective, options: SaveOptions
     ) -> SavePlan:
         """Return the plan of what all clients pass; they read each other's descriptions if it is new."""
         if agreement.is_same:
@@ -568,22 +477,6 @@ def _noted(failures: list[str], host: str) -> Iterator[None]:
     except (DtckptError, OSError, ValueError) as error:
         failures.append(f"host {host}: {error}")
         logger.warning("the local tier of host %s: %s", host, error)
-
-
-def _is_on_host(state: State) -> bool:
-    """Whether all elements are in host memory: only there replicas are digested where they are."""
-    source = state.source
-    return isinstance(source, MemorySource) and not source.is_elsewhere
-
-
-@lru_cache(maxsize=4)
-def _part_nbytes(plan: SavePlan, client: int) -> int:
-    """Return the bytes that a client's part takes at most, with every box aligned."""
-    return sum(
-        -(-region.numel * DTYPES[tensor.dtype].itemsize // ALIGNMENT) * ALIGNMENT
-        for tensor in plan.tensors
-        for region in written_regions(tensor, client)
-    )
 
 
 def _explain(placement: Placement, wanted: int) -> None:

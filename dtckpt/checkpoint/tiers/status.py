@@ -19,7 +19,8 @@ from dtckpt.errors import CheckpointCorruptError
 from dtckpt.storage.folder import Folder
 
 if TYPE_CHECKING:
-    from dtckpt.checkpoint.tiers.session import Begun, TierSession
+    from dtckpt.checkpoint.tiers.local_save import Begun
+    from dtckpt.checkpoint.tiers.session import TierSession
 
 STATUS_NAME = ".dtckpt-tiers.json"
 MAX_STATUS_NBYTES = 64 << 20

@@ -3,12 +3,16 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support import tier_cases
 
 import dtckpt
 from dtckpt import CheckpointManager, LocalTier
+from dtckpt.checkpoint.tiers.durable import RateLimitedSource
 from dtckpt.checkpoint.tiers.records import SaveId
 
 pytestmark = pytest.mark.processes
@@ -161,3 +165,25 @@ def test_training_goes_on_while_the_tier_copies(tmp_path):
 def test_bad_options(name):
     with pytest.raises(dtckpt.errors.ConfigError, match=name):
         LocalTier(path="/x", **{name: -1})
+
+
+@given(st.lists(st.integers(1, 10_000), max_size=20), st.floats(1, 1e6))
+def test_the_rate_of_writes_to_the_root(sizes, rate):
+    """However the elements are cut, and however long a fetch takes, the bytes so far never exceed time times rate."""
+    now, done = 0.0, 0
+
+    class Elements:
+        max_pending_nbytes = None
+
+        def fetch(self, plan, region):
+            return np.empty(plan, np.uint8)
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+
+    source = RateLimitedSource(Elements(), rate, lambda: now, sleep)
+    for size in sizes:
+        source.fetch(size, None)
+        assert done <= rate * now * (1 + 1e-9)
+        done += size
