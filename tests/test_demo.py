@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,20 @@ def test_its_training_goes_on_with_fewer_clients(pool, tmp_path: Path) -> None:
     resumed = [json.loads(line)["loss"] for line in losses.read_text().splitlines()]
     assert len(whole) == 4
     assert resumed == pytest.approx(whole[2:], rel=1e-4)
+
+
+def test_its_training_in_memory_goes_on_from_there(pool, tmp_path: Path) -> None:
+    """Four hosts, of which the second one comes back empty, and then three."""
+    checkpoints, memory = tmp_path / "run", tmp_path / "memory"
+    arguments = ["--checkpoints", str(checkpoints), "--memory", str(memory), "--dropout", "0"]
+    pool.values(run_loop, "train_in_memory", [*arguments, "--steps", "11"], clients=4)
+    shutil.rmtree(memory / "host1")
+    for clients, steps in ((4, 16), (3, 17)):
+        pool.values(run_loop, "train_in_memory", [*arguments, "--steps", str(steps)], clients=clients)
+    facts = [json.loads(line) for line in Path(f"{checkpoints}.jsonl").read_text().splitlines()]
+    restores = [
+        (each["restored"], each["from_root"], each["received_nbytes"] > 0) for each in facts if "restored" in each
+    ]
+    assert restores == [(10, False, True), (15, False, True)]
+    losses = [(each["step"], each["loss"]) for each in facts if "step" in each]
+    assert losses[10] == losses[11] == (11, losses[10][1]), "the step that is done again has the same loss"
