@@ -13,6 +13,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from dtckpt.errors import CheckpointCorruptError
@@ -120,16 +121,13 @@ class PartIndex:
 
     def to_bytes(self) -> bytes:
         """Return the index file."""
-        meshes: dict[Mesh, int] = {}
-        tensors = [(each.name, each.shape, each.dtype, _layout_to_json(each.layout, meshes)) for each in self.tensors]
         facts = {
             "format": FORMAT,
             "save": self.save.name,
             "client": self.client,
             "nbytes": self.nbytes,
             "tree": self.tree.decode(),
-            "meshes": [mesh.portable().to_string() for mesh in meshes],
-            "tensors": tensors,
+            "tensors": _tensors_to_text(self.tensors),
             "pieces": [
                 (
                     piece.tensor,
@@ -158,16 +156,12 @@ class PartIndex:
             facts = json.loads(text)
             if facts["format"] != FORMAT:
                 raise ValueError(f"its format is {facts['format']!r}")
-            meshes = [Mesh.from_string(each) for each in facts["meshes"]]
             index = cls(
                 save=SaveId.parse(facts["save"]),
                 client=int(facts["client"]),
                 nbytes=int(facts["nbytes"]),
                 tree=facts["tree"].encode(),
-                tensors=tuple(
-                    PartTensor(name, tuple(shape), dtype, _layout_of_json(layout, meshes))
-                    for name, shape, dtype, layout in facts["tensors"]
-                ),
+                tensors=_tensors_of_text(facts["tensors"]),
                 pieces=tuple(_piece_of_json(piece) for piece in facts["pieces"]),
                 metrics={str(name): float(value) for name, value in facts["metrics"].items()},
             )
@@ -180,15 +174,31 @@ class PartIndex:
         """Check that each piece lies in its tensor and in the file. Raises: ValueError: One does not."""
         if not 0 <= self.client < self.save.num_clients or self.nbytes < 0:
             raise ValueError(f"it is of client {self.client}, with {self.nbytes} bytes")
+        wholes = [(Region.full(tensor.shape), DTYPES[tensor.dtype].itemsize) for tensor in self.tensors]
         for piece in self.pieces:
-            tensor = self.tensors[piece.tensor]
-            last = sum((size - 1) * step for size, step in zip(piece.region.shape, piece.strides, strict=True))
-            stop = piece.offset + (last + 1) * DTYPES[tensor.dtype].itemsize
-            is_inside = Region.full(tensor.shape).contains(piece.region) and not piece.region.is_empty
+            tensor, (whole, itemsize) = self.tensors[piece.tensor], wholes[piece.tensor]
+            is_inside = whole.contains(piece.region) and not piece.region.is_empty
             if not is_inside or piece.tensor < 0 or piece.offset < 0 or min(piece.strides, default=0) < 0:
                 raise ValueError(f"{piece.region} is not in {tensor.name[:200]!r}")
-            if stop > self.nbytes:
+            last = sum((size - 1) * step for size, step in zip(piece.region.shape, piece.strides, strict=True))
+            if piece.offset + (last + 1) * itemsize > self.nbytes:
                 raise ValueError(f"{piece.region} of {tensor.name[:200]!r} would end behind the file")
+
+
+def _tensors_to_text(tensors: tuple[PartTensor, ...]) -> str:
+    meshes: dict[Mesh, int] = {}
+    rows = [(each.name, each.shape, each.dtype, _layout_to_json(each.layout, meshes)) for each in tensors]
+    return json.dumps([[mesh.portable().to_string() for mesh in meshes], rows], separators=(",", ":"))
+
+
+# Most clients of a job pass the same tensors, and a restore reads the indexes of all.
+@lru_cache(maxsize=16)
+def _tensors_of_text(text: str) -> tuple[PartTensor, ...]:
+    names, rows = json.loads(text)
+    meshes = [Mesh.from_string(name) for name in names]
+    return tuple(
+        PartTensor(name, tuple(shape), dtype, _layout_of_json(layout, meshes)) for name, shape, dtype, layout in rows
+    )
 
 
 def _layout_to_json(layout: Layout | None, meshes: dict[Mesh, int]) -> Any:
