@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 import dtckpt
 from dtckpt import CheckpointManager, Layout, LocalTier
+from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.config import Config
 
 SHAPES = {"w": (12, 10), "moment": (25, 3), "norm": (7,), "scalar": ()}
@@ -89,8 +89,14 @@ def remove_host(folder: Path, host: str) -> None:
     shutil.rmtree(folder / host, ignore_errors=True)
 
 
-def pid() -> int:
-    return os.getpid()
+def parts_of(folder: Path, step: int, kind: str) -> list[Path]:
+    """Return the files of a kind (``data``, ``index``, ``voted``) of a step's parts below a folder."""
+    found = [file for file in folder.rglob(f"*.{kind}") if file.parent.name != "spare"]
+    return sorted(file for file in found if SaveId.parse(file.parent.name).step == step)
 
 
-Case = Callable[..., Any]
+def bits_flipped(file: Path) -> None:
+    """Flip a bit of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 64] ^= 4
+    file.write_bytes(data)

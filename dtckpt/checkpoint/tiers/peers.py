@@ -16,7 +16,7 @@ import xxhash
 
 from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.checkpoint.tiers.server import DIGEST_NBYTES, LENGTH_NBYTES
-from dtckpt.errors import CheckpointCorruptError, StorageError, StorageFullError
+from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageError, StorageFullError
 from dtckpt.format.digest import bytes_digest
 from dtckpt.layout.region import Region
 
@@ -64,6 +64,8 @@ class Peer:
         connection = HTTPConnection(str(self._url.hostname), self._url.port, timeout=self._timeout_s)
         try:
             yield connection
+        except DtckptError:
+            raise
         except (OSError, HTTPException) as error:
             raise StorageError(f"host {self.host}: {what}: {type(error).__name__}: {error}") from error
         finally:

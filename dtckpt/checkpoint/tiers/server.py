@@ -225,7 +225,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _take(self, save: SaveId, client: int) -> None:
         length = self._length()
-        index_file = self.rfile.read(int.from_bytes(self.rfile.read(LENGTH_NBYTES), "big") % (MAX_INDEX_NBYTES + 1))
+        size = int.from_bytes(self.rfile.read(min(length, LENGTH_NBYTES)), "big")
+        if size > min(length - LENGTH_NBYTES, MAX_INDEX_NBYTES):
+            raise _RefusedError(400, "the index is longer than the request, or than any index")
+        index_file = self.rfile.read(size)
         index = PartIndex.from_bytes(index_file)
         if (index.save, index.client) != (save, client) or length != LENGTH_NBYTES + len(index_file) + index.nbytes:
             raise _RefusedError(400, "the part is not the one that the request names")

@@ -1,0 +1,308 @@
+"""The server of parts refuses what it must not take, and lives on: hostile peers, and writers of earlier attempts."""
+
+import itertools
+import json
+import math
+import socket
+import threading
+from http.client import HTTPConnection, HTTPException
+
+import pytest
+import torch
+
+from dtckpt import LocalTier
+from dtckpt.checkpoint.tiers.host_folder import HostFolder
+from dtckpt.checkpoint.tiers.part_writer import piece_digest
+from dtckpt.checkpoint.tiers.peers import Peer
+from dtckpt.checkpoint.tiers.records import PartIndex, PartPiece, PartTensor, SaveId
+from dtckpt.checkpoint.tiers.server import LENGTH_NBYTES, PartServer
+from dtckpt.errors import CheckpointCorruptError, StorageError, StorageFullError
+from dtckpt.format.stored_pieces import c_strides
+from dtckpt.layout.region import Region
+
+TOKEN = "token of this attempt"
+SAVE = SaveId(7, 10, 2, False, "0a1b2c3d")
+ELEMENTS = torch.arange(60.0).reshape(12, 5)
+DATA = memoryview(ELEMENTS.numpy()).cast("B")
+
+
+def index_of(*, save=SAVE, client=1, nbytes=len(DATA), digest=None, offset=0, region=None, dtype="float32"):
+    region = region or Region((0, 0), (12, 5))
+    digest = piece_digest("w", region, ELEMENTS.numpy()) if digest is None else digest
+    piece = PartPiece(0, region, offset, c_strides(region.shape), digest)
+    return PartIndex(save, client, nbytes, b"{}", (PartTensor("w", (12, 5), dtype, None),), (piece,), {})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = HostFolder(LocalTier(path=tmp_path / "tier", max_nbytes=1 << 20), "root")
+    made.make()
+    return made
+
+
+@pytest.fixture
+def server(folder):
+    started = PartServer(folder, "127.0.0.1", 2.0)
+    started.open(TOKEN)
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def peer(server):
+    return Peer(server.url, "here", TOKEN, 5.0)
+
+
+def request(server, method, path, body=b"", token=TOKEN, headers=()):
+    """Send a request as anybody could; return the status, 0 if the server hangs up without one."""
+    connection = HTTPConnection(server.url, timeout=5)
+    try:
+        connection.putrequest(method, path, skip_host=True)
+        for name, value in {"Authorization": f"Bearer {token}", "Content-Length": str(len(body)), **dict(headers)}.items():
+            connection.putheader(name, value)
+        connection.endheaders(body)
+        return connection.getresponse().status
+    except (HTTPException, ConnectionError):
+        return 0
+    finally:
+        connection.close()
+
+
+def body_of(index, data=DATA):
+    file = index if isinstance(index, bytes) else index.to_bytes()
+    return len(file).to_bytes(LENGTH_NBYTES, "big") + file + bytes(data)
+
+
+def read(peer, *boxes):
+    """Return the elements of boxes, one after the other."""
+    data = bytearray(sum(4 * math.prod(shape) for _, _, shape in boxes))
+    ends = list(itertools.accumulate(4 * math.prod(shape) for _, _, shape in boxes))
+    peer.read(SAVE, 1, boxes, [memoryview(data)[start:end] for start, end in zip([0, *ends], ends, strict=False)])
+    return bytes(data)
+
+
+def files_in(folder):
+    return sorted(str(file.relative_to(folder.path)) for file in folder.path.rglob("*") if file.parent.name != "spare")
+
+
+def test_a_copy_and_its_elements(peer, folder):
+    peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)
+    assert folder.parts().voted == {SAVE: frozenset({1})}
+    (file,) = peer.indexes(SAVE)
+    assert PartIndex.from_bytes(file) == index_of()
+    assert read(peer, (0, [1, 2], [3, 2])) == ELEMENTS[1:4, 2:4].contiguous().numpy().tobytes()
+
+
+def test_a_copy_again(peer, folder):
+    """The same copy may come twice; there is one part then."""
+    for _ in range(3):
+        peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)
+    assert folder.parts().voted == {SAVE: frozenset({1})}
+    assert bytes(folder.open_data(SAVE, 1)[: len(DATA)]) == bytes(DATA)
+
+
+def test_a_writer_of_an_earlier_attempt(server, folder):
+    """Situation 11: its token is refused, whatever it asks for."""
+    late = Peer(server.url, "here", "token of an earlier attempt", 5.0)
+    for call in (
+        lambda: late.put(SAVE, 1, index_of().to_bytes(), DATA, None),
+        lambda: read(late),
+        lambda: late.indexes(SAVE),
+        lambda: late.text(1),
+    ):
+        with pytest.raises(StorageError, match="token is not that of this attempt"):
+            call()
+    assert folder.parts().voted == {}
+
+
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_nobody_is_served_before_the_clients_have_met(folder, token):
+    """Not even by the empty token that the server has then; and the wait is bounded."""
+    server = PartServer(folder, "127.0.0.1", 0.1)
+    try:
+        assert request(server, "PUT", f"/v1/parts/{SAVE.name}/1", body_of(index_of()), token=token) in (0, 503)
+        assert folder.parts().voted == {}
+    finally:
+        server.close()
+
+
+def test_who_comes_early_waits(folder):
+    server = PartServer(folder, "127.0.0.1", 5.0)
+    try:
+        answers = []
+        early = threading.Thread(target=lambda: answers.append(Peer(server.url, "here", TOKEN, 5.0).indexes(SAVE)))
+        early.start()
+        server.open(TOKEN)
+        early.join(10)
+        assert answers == [[]]
+    finally:
+        server.close()
+
+
+NAME = SAVE.name
+PATHS = [
+    "/v1/parts/../../../../etc/1",
+    "/v1/parts/..%2f..%2fetc/1",
+    f"/v1/parts/{NAME}/../1",
+    f"/v1/parts/{NAME}%00/1",
+    f"/v1/parts/{NAME}/-1",
+    f"/v1/parts/{NAME}/2",
+    f"/v1/parts/{NAME}/x",
+    f"/v1/parts/{NAME}/99999999999999999999",
+    "/v1/parts/spare/1",
+    f"/v1/parts/{NAME}",
+    "/v1/parts//1",
+    "/",
+    "*",
+    f"/v1/parts/{SaveId(8, 10, 2, False, '0a1b2c3d').name}/1",
+    f"/v1/parts/{NAME}/0",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_copy_for_another_place(server, folder, peer, path):
+    """Situation 30: a name that leads out of the directory, or is not that of the part."""
+    assert request(server, "PUT", path, body_of(index_of())) in (0, 400, 404, 409)
+    assert files_in(folder) == ["job.json", "spare"]
+    peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)
+
+
+LATE = index_of().to_bytes()
+BODIES = {
+    "nothing": b"",
+    "half a length": b"\0\0\0",
+    "a length over all": b"\xff" * 8 + LATE,
+    "a length of 0": bytes(8) + LATE,
+    "garbage": body_of(b"garbage, and no index of anything"),
+    "a digest that differs": body_of(bytes([LATE[0] ^ 1]) + LATE[1:]),
+    "a pickle": body_of(b"\x80\x04cos\nsystem\n(S'true'\ntR."),
+    "too few elements": body_of(index_of(), DATA[:-4]),
+    "too many elements": body_of(index_of(), bytes(DATA) + b"1234"),
+    "a flipped bit": body_of(index_of(), bytes([DATA[0] ^ 1]) + bytes(DATA[1:])),
+    "another digest": body_of(index_of(digest=1)),
+    "a piece behind the file": body_of(index_of(offset=8)),
+    "a negative offset": body_of(index_of(offset=-4)),
+    "a piece outside the tensor": body_of(index_of(region=Region((5, 0), (12, 5)), digest=1)),
+    "another client": body_of(index_of(client=0)),
+    "a client that there is not": body_of(index_of(client=2)),
+    "another save": body_of(index_of(save=SaveId(7, 11, 2, False, "0a1b2c3d"))),
+    "a dtype that there is not": body_of(index_of(dtype="object")),
+    "more bytes than there are": body_of(index_of(nbytes=1 << 60)),
+    "a negative number of bytes": body_of(index_of(nbytes=-1)),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_hostile_copy(server, folder, peer, kind):
+    """Situations 14 and 30: nothing of it counts, nothing is left, and the server takes the next one."""
+    before = folder.used_nbytes()
+    assert request(server, "PUT", f"/v1/parts/{NAME}/1", BODIES[kind]) in (0, 400, 409, 507)
+    assert folder.parts().voted == {}
+    assert folder.used_nbytes() <= before + 8192, "one file at most waits to be used again"
+    peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)
+    assert folder.parts().voted == {SAVE: frozenset({1})}
+
+
+@pytest.mark.parametrize("length", ["", "-1", "x", "99999999999999999999999", "1e9", "\u00b2"])
+def test_a_hostile_length(server, folder, peer, length):
+    answer = request(server, "PUT", f"/v1/parts/{NAME}/1", body_of(index_of()), headers={"Content-Length": length})
+    assert answer in (0, 400, 409)
+    assert folder.parts().voted == {}
+    peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)
+
+
+QUESTIONS = [b"", b"garbage", b"[1]", b"[[0]]", b"[[9, [0, 0], [1, 1]]]", b"[[-9, [0, 0], [1, 1]]]"]
+QUESTIONS += [b'[["0", [0, 0], [1, 1]]]', b"[" * 100_000, b"[[0, null, null]]", b"null", b"\xff"]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_hostile_question(server, peer, question):
+    peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)
+    assert request(server, "POST", f"/v1/read/{NAME}/1", question) in (0, 400, 404, 409)
+    assert read(peer, (0, [0, 0], [12, 5])) == bytes(DATA)
+
+
+@pytest.mark.parametrize("box", [(0, [0, 0], [13, 5]), (0, [-1, 0], [2, 5]), (0, [11, 4], [2, 2])])
+def test_a_box_outside_its_piece(peer, box):
+    peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)
+    with pytest.raises((CheckpointCorruptError, StorageError)):
+        read(peer, box)
+
+
+def test_what_is_not_here(peer):
+    for call in (lambda: read(peer), lambda: peer.text(5)):
+        with pytest.raises(StorageError, match="not on this host"):
+            call()
+    assert peer.indexes(SAVE) == []
+
+
+def test_a_damaged_part_is_not_given_away(peer, folder):
+    """Situation 15: the holder looks at each piece before it answers."""
+    peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)
+    (file,) = folder.path.rglob("1.data")
+    with file.open("r+b") as opened:
+        opened.seek(200)
+        opened.write(b"\xff")
+    with pytest.raises(CheckpointCorruptError, match="host here.*damaged at 'w'"):
+        read(peer, (0, [0, 0], [1, 1]))
+
+
+def test_a_request_that_ends_amid_its_body(server, folder, peer):
+    """Situation 10: the sender dies; what came is no part, and its memory is used again."""
+    for _ in range(5):
+        connection = HTTPConnection(server.url, timeout=5)
+        connection.putrequest("PUT", f"/v1/parts/{NAME}/1")
+        connection.putheader("Authorization", f"Bearer {TOKEN}")
+        body = body_of(index_of())
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body[:-40])
+        connection.close()
+    peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)
+    assert folder.parts().voted == {SAVE: frozenset({1})}
+    assert len(list(folder.path.rglob("*.data"))) <= 6
+
+
+def test_no_space_is_said_with_numbers(peer, folder):
+    big = index_of(nbytes=2 << 20)
+    with pytest.raises(StorageFullError, match=r"host here.*1\.0 MiB.*2\.0 MiB more are needed"):
+        peer.put(SAVE, 1, big.to_bytes(), memoryview(bytes(2 << 20)), None)
+
+
+def test_a_text_that_is_another_one(server, peer):
+    server.texts[5] = b"not of digest 5"
+    with pytest.raises(CheckpointCorruptError, match="not what its client announced"):
+        peer.text(5)
+
+
+def test_an_answer_that_is_cut_short(folder):
+    """What comes is as long as what was asked for, and has its digest, or it is refused."""
+    def serve(answer):
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(answer), answer))
+
+    for answer in (b"", b"1234", b"12345678", b"1234" + b"12345678"):
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            thread = threading.Thread(target=serve, args=(answer,))
+            thread.start()
+            with pytest.raises(CheckpointCorruptError, match="damaged on its way|ended before its length"):
+                read(Peer(f"127.0.0.1:{listening.getsockname()[1]}", "there", "", 5.0), (0, [0], [1]))
+            thread.join(10)
+
+
+def test_indexes_that_lie_about_their_lengths():
+    def serve():
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            body = (1 << 62).to_bytes(8, "big") + json.dumps({}).encode()
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        (file,) = Peer(f"127.0.0.1:{listening.getsockname()[1]}", "there", "", 5.0).indexes(SAVE)
+        thread.join(10)
+    with pytest.raises(CheckpointCorruptError):
+        PartIndex.from_bytes(file)
