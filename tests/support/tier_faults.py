@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import dtckpt
 from dtckpt import CheckpointManager
+from dtckpt.checkpoint.saving.write import ClientWriter
 from dtckpt.checkpoint.tiers import peers
 from dtckpt.checkpoint.tiers.host_folder import HostFolder
 from dtckpt.checkpoint.tiers.peers import Peer
@@ -232,3 +233,73 @@ def save_with_partner(
         seconds = time.monotonic() - start
     held = {save.step: sorted(clients) for save, clients in parts.voted.items()}
     return {"told": told, "blocked": blocked, "held": held, "seconds": seconds}
+
+
+# --- writes to the root that are cut off ----------------------------------------------------------------------------
+
+
+def save_and_die_writing(
+    root: Path, folder: Path, hosts: Sequence[str], durable: int, after: int, victims: Sequence[int]
+) -> dict[str, Any]:
+    """Save steps from 1 on; clients die while a step is written to the root, when some more were saved in the tier."""
+    mesh = mesh_of_all()
+    error, may_die, real = "", threading.Event(), ClientWriter.write
+    is_cut = threading.Event()
+
+    def write(self: ClientWriter) -> int:
+        if is_cut.is_set():
+            assert may_die.wait(60)
+            if dtckpt.client_id() in victims:
+                _die()
+        return real(self)
+
+    with mock.patch.object(ClientWriter, "write", write):
+        try:
+            local = tier(folder, hosts, timeout_s=TIMEOUT_S)
+            with CheckpointManager(root, local=local, save_interval_steps=durable, options=OPTIONS) as manager:
+                for step in range(1, durable + after + 1):
+                    if step == durable:
+                        is_cut.set()
+                    manager.save(step, state(step, mesh), metrics={"step": step}).result()
+                    manager._tier.session.replicator.wait(TIMEOUT_S)
+                    if step < durable:
+                        manager.wait()
+                dist.barrier()
+                may_die.set()
+                manager.wait()
+        except Exception as failure:
+            error = type(failure).__name__
+    return {"error": error}
+
+
+def go_on(root: Path, folder: Path, hosts: Sequence[str]) -> dict[str, Any]:
+    """Restore the newest step, wait until what was cut off is written, and say what the root has then."""
+    mesh = mesh_of_all()
+    most, now, real, lock = 0, 0, ClientWriter.write, threading.Lock()
+
+    def write(self: ClientWriter) -> int:
+        nonlocal most, now
+        with lock:
+            now += 1
+            most = max(most, now)
+        try:
+            return real(self)
+        finally:
+            with lock:
+                now -= 1
+
+    with (
+        mock.patch.object(ClientWriter, "write", write),
+        CheckpointManager(root, local=tier(folder, hosts), save_interval_steps=10**6, options=OPTIONS) as manager,
+    ):
+        restored = manager.restore(target=state(0, mesh))
+        manager.wait()
+        steps = manager.all_steps()
+        metrics = manager.metrics(steps[-1])
+    return {
+        "step": restored.step,
+        "is_local": restored.local is not None,
+        "steps": steps,
+        "metrics": metrics,
+        "most": most,
+    }

@@ -58,7 +58,11 @@ def request(server, method, path, body=b"", token=TOKEN, headers=()):
     connection = HTTPConnection(server.url, timeout=5)
     try:
         connection.putrequest(method, path, skip_host=True)
-        for name, value in {"Authorization": f"Bearer {token}", "Content-Length": str(len(body)), **dict(headers)}.items():
+        for name, value in {
+            "Authorization": f"Bearer {token}",
+            "Content-Length": str(len(body)),
+            **dict(headers),
+        }.items():
             connection.putheader(name, value)
         connection.endheaders(body)
         return connection.getresponse().status
@@ -276,6 +280,7 @@ def test_a_text_that_is_another_one(server, peer):
 
 def test_an_answer_that_is_cut_short(folder):
     """What comes is as long as what was asked for, and has its digest, or it is refused."""
+
     def serve(answer):
         connection, _ = listening.accept()
         with connection:
