@@ -76,7 +76,9 @@ def restore_kinds(root: Path, folder: Path, hosts: Sequence[str]) -> list[str]:
         plain = {**whole_tensors(), **{f"odd {name}": tensor.resolve_conj() for name, tensor in odd_tensors().items()}}
         found = {**tree["plain"], **{f"odd {name}": tensor for name, tensor in tree["odd"].items()}}
         wrong += [name for name, tensor in plain.items() if bits_of(found[name]) != bits_of(tensor)]
-        wrong += [f"sharded {name}" for name, t in whole_tensors().items() if bits_of(tree["sharded"][name]) != bits_of(t)]
+        wrong += [
+            f"sharded {name}" for name, t in whole_tensors().items() if bits_of(tree["sharded"][name]) != bits_of(t)
+        ]
         if (restored.local is None, tree["step"], tree["values"]["a"], tree["values"]["b"], tree["empty"]) != (
             False, 2, [1, "two", None], (3.5, True), {},
         ):  # fmt: skip
@@ -107,7 +109,9 @@ def save_own_keys(root: Path, folder: Path, hosts: Sequence[str], steps: Sequenc
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
     with CheckpointManager(root, local=tier(folder, hosts), save_interval_steps=10**6) as manager:
         for step in steps:
-            layers = {f"layer {client + clients * n}": torch.full((5, 3), float(client + 10 * step)) for n in range(step)}
+            layers = {
+                f"layer {client + clients * n}": torch.full((5, 3), float(client + 10 * step)) for n in range(step)
+            }
             manager.save(step, {"layers": layers, "step": step, "shared": torch.full((4,), float(step))})
             manager.wait()
         dist.barrier()
@@ -176,7 +180,7 @@ def restore_more(root: Path, folder: Path, hosts: Sequence[str], kind: str) -> l
         if kind == "shape":
             target["w"] = torch.zeros(5)
         if kind == "dtype":
-            target["w"] = torch.zeros(4, dtype=torch.float64)
+            target["w"] = torch.zeros(4, dtype=torch.int32)
         try:
             restored = manager.restore(target=target, options=options)
             return [restored.step, restored.tree["w"].tolist(), target.get("new", torch.zeros(0)).tolist()]

@@ -49,7 +49,7 @@ class Begun:
         file: The file that holds it.
         metrics: The metrics of the step, on client 0.
         protected: By client, the newest saves that had all copies of the client's part.
-        is_copied: Whether it is copied to other hosts: no client was still sending an earlier one.
+        is_agreed: Whether all clients send copies of it; see `dtckpt.checkpoint.tiers.replicator`.
         has_compared: Whether all clients have digested their replicas.
     """
 
@@ -60,7 +60,7 @@ class Begun:
     file: PartFile | None
     metrics: Mapping[str, float]
     protected: Mapping[int, Sequence[SaveId]]
-    is_copied: bool
+    is_agreed: bool
     has_compared: bool
 
     @property

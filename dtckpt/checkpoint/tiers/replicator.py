@@ -1,7 +1,15 @@
 """`Replicator`: send the parts of this client to the hosts that hold copies of them, in the background.
 
-A copy that is late does not hold up the next save: of the saves that wait, only the newest is sent. A host that does
-not take copies gets the next save's all the same; the first failure is logged, and then the end of the trouble.
+A copy that is late does not hold up the next save: of the saves that wait, only the newest is sent. But if each client
+left out other saves, none would ever have all of its copies. So the clients agree, when a save begins: if nobody has
+still to send one that was agreed on, all send this one, and no newer one takes its place::
+
+    saves       1        2        3        4        5        6        7
+    client 0    agreed   waits    (left out)        agreed            ...
+    client 1    agreed   sends    waits    (left out) agreed          ...
+
+A host that does not take copies gets the next save's all the same; the first failure is logged, and then the end of the
+trouble.
 """
 
 from __future__ import annotations
@@ -36,6 +44,7 @@ class Copy:
         data: The elements.
         peers: The servers of the hosts that get it.
         done: Called when the part is sent, or given up.
+        is_agreed: Whether all clients send their parts of this save, so that a newer one does not take its place.
     """
 
     save: SaveId
@@ -44,6 +53,12 @@ class Copy:
     data: memoryview
     peers: Sequence[Peer]
     done: Callable[[], None]
+    is_agreed: bool = True
+
+    def is_same(self, other: Copy) -> bool:
+        """Whether another copy brings the same part to the same hosts."""
+        own, others = ((each.save, each.client, [peer.host for peer in each.peers]) for each in (self, other))
+        return own == others
 
 
 class Replicator:
@@ -61,31 +76,33 @@ class Replicator:
         self._max_rate = max_rate
         self._waiting: deque[Copy] = deque()
         self._changed = threading.Condition()
+        self._sending: Copy | None = None
         self._is_running = False
         self._troubled: set[str] = set()
 
-    def submit(self, copy: Copy, *, replaces_older: bool = True) -> None:
-        """Send a part when it is its turn.
-
-        Args:
-            copy: The part.
-            replaces_older: Whether saves that still wait need not be sent any more.
-        """
+    def submit(self, copy: Copy) -> None:
+        """Send a part when it is its turn; it takes the place of older saves that wait, but for agreed ones."""
         with self._changed:
-            if replaces_older:
-                for older in self._waiting:
+            under_way = [*self._waiting, *([self._sending] if self._sending else [])]
+            if any(each.is_same(copy) for each in under_way):
+                copy.done()
+                return
+            # While a host takes none, each copy may take as long as a timeout, and memory would fill with them.
+            kept = [each for each in self._waiting if (each.is_agreed and not self._troubled) or each.save == copy.save]
+            for older in self._waiting:
+                if older not in kept:
                     older.done()
-                self._waiting.clear()
-            self._waiting.append(copy)
+            self._waiting = deque([*kept, copy])
             if not self._is_running:
                 self._is_running = True
                 begin(self._run, "dtckpt-tier-copies")
 
     @property
     def is_free(self) -> bool:
-        """Whether the next save can be sent at once; also if a host keeps this client waiting that takes no copies."""
+        """Whether all agreed copies have been sent; also if a host keeps this client waiting that takes no copies."""
         with self._changed:
-            return not self._is_running or bool(self._troubled)
+            under_way = [*self._waiting, *([self._sending] if self._sending else [])]
+            return not any(copy.is_agreed for copy in under_way) or bool(self._troubled)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is to be sent any more; return whether that came in time."""
@@ -99,10 +116,12 @@ class Replicator:
                     self._is_running = False
                     self._changed.notify_all()
                     return
-                copy = self._waiting.popleft()
+                copy = self._sending = self._waiting.popleft()
             try:
                 self._send(copy)
             finally:
+                with self._changed:
+                    self._sending = None
                 copy.done()
 
     def _send(self, copy: Copy) -> None:

@@ -159,12 +159,8 @@ class _Handler(BaseHTTPRequestHandler):
                     raise _RefusedError(404, "there is no such path")
         except _RefusedError as refusal:
             self._refuse(refusal.status, str(refusal))
-        except (FileNotFoundError, KeyError) as error:
-            self._refuse(404, f"not on this host: {error}")
-        except StorageFullError as error:
-            self._refuse(507, str(error))
-        except (DtckptError, ValueError) as error:
-            self._refuse(409, str(error))
+        except Exception as error:
+            self._refuse(*_refusal_of(error))
 
     do_GET = do_POST = do_PUT = _handle  # noqa: N815  names of the base class
 
@@ -256,6 +252,19 @@ class _Handler(BaseHTTPRequestHandler):
             if not count:
                 raise _RefusedError(400, "the part ended before its length")
             at += count
+
+
+def _refusal_of(error: Exception) -> tuple[int, str]:
+    """Return the status and the text that an error is answered by."""
+    match error:
+        case FileNotFoundError() | KeyError():
+            return 404, f"not on this host: {error}"
+        case StorageFullError():
+            return 507, str(error)
+        case DtckptError() | ValueError():
+            return 409, str(error)
+        case _:
+            return 500, f"{type(error).__name__}: {error}"
 
 
 def _bracketed(address: str) -> str:

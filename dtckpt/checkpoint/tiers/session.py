@@ -307,7 +307,7 @@ class TierSession:
             metrics=request.metrics,
             protected={client: vote.protected for client, vote in votes.items()},
             # By all clients or by none: if each left out other saves, none would ever have all of its copies.
-            is_copied=all(vote.is_free for vote in votes.values()),
+            is_agreed=all(vote.is_free for vote in votes.values()),
             has_compared=all(vote.compares for vote in votes.values()),
         )
 
@@ -376,12 +376,11 @@ class TierSession:
         # The save counts, whatever becomes of this host: the other clients go on, and so does this one.
         with _noted([], self.tier.host_name):
             self.folder.note_voted(save, client)
-        if begun.is_copied:
-            self._copy(save, data, file)
+        self._copy(save, data, file, is_agreed=begun.is_agreed)
         with _noted([], self.tier.host_name):
             self._remove_old(save, begun.protected)
 
-    def _copy(self, save: SaveId, index: bytes, file: PartFile) -> None:
+    def _copy(self, save: SaveId, index: bytes, file: PartFile, *, is_agreed: bool) -> None:
         """Begin to send this client's part to the hosts that hold copies of it."""
         self._expected = {
             (save, each)
@@ -391,7 +390,7 @@ class TierSession:
         }
         unpin = self.folder.pin(save)
         peers = [self._peer(host) for host in self.placement.partners(self.tier.host_name)]
-        self.replicator.submit(Copy(save, self._client, index, file.view, peers, unpin))
+        self.replicator.submit(Copy(save, self._client, index, file.view, peers, unpin, is_agreed))
 
     def _remove_old(self, save: SaveId, protected: Mapping[int, Sequence[SaveId]]) -> None:
         voted = [each for each in self.folder.parts().voted if each <= save]
@@ -466,7 +465,7 @@ class TierSession:
                 if len(data) < nbytes:
                     raise CheckpointCorruptError(f"the file of client {client} was cut short")
                 copy = Copy(held.save, client, index, data, [self._peer(receiver)], self.folder.pin(held.save))
-                self.replicator.submit(copy, replaces_older=False)
+                self.replicator.submit(copy)
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def save(manager_, steps):
     longest = 0.0
     for step in steps:
         start = time.monotonic()
-        manager_.save(step, state(step)).result()
+        manager_.save(step, state(step)).wait()  # with what follows it: then the write has begun
         longest = max(longest, time.monotonic() - start)
     return longest
 

@@ -63,9 +63,10 @@ class SlowPeer(Peer):
         self.taken.append(save.step)
 
 
-def submit(replicator, step, *peers):
+def submit(replicator, step, *peers, is_agreed=True):
     ended = threading.Event()
-    replicator.submit(Copy(SaveId(step, step, 1, False, "00000000"), 0, b"", memoryview(b"12"), peers, ended.set))
+    save = SaveId(step, step, 1, False, "00000000")
+    replicator.submit(Copy(save, 0, b"", memoryview(b"12"), peers, ended.set, is_agreed))
     return ended
 
 
@@ -75,7 +76,7 @@ def test_a_late_copy_is_left_out():
     assert replicator.is_free
     ended = [submit(replicator, 1, peer)]
     assert peer.is_asked.wait(10)
-    ended += [submit(replicator, step, peer) for step in (2, 3, 4)]
+    ended += [submit(replicator, step, peer, is_agreed=False) for step in (2, 3, 4)]
     assert not replicator.is_free
     assert ended[1].wait(10)
     assert ended[2].wait(10)
@@ -87,6 +88,43 @@ def test_a_late_copy_is_left_out():
     assert [save.step for save in replicator.protected] == [1, 4]
     assert all(each.wait(10) for each in ended)
     assert replicator.nbytes_sent == 4
+
+
+def test_what_all_send_is_sent():
+    """A newer save takes the place of an older one, but not of one on which the clients agreed."""
+    peer, replicator = SlowPeer("slow"), Replicator(None)
+    submit(replicator, 1, peer, is_agreed=False)
+    assert peer.is_asked.wait(10)
+    assert replicator.is_free, "what is sent is nothing that the others wait for"
+    submit(replicator, 2, peer)
+    assert not replicator.is_free
+    for step in (3, 4, 5):
+        submit(replicator, step, peer, is_agreed=False)
+    for _ in range(3):
+        peer.may_take.release()
+    assert replicator.wait(10)
+    assert peer.taken == [1, 2, 5]
+    assert replicator.is_free
+
+
+def test_memory_while_a_host_takes_none():
+    """Then agreed copies are left out, too: each keeps its memory for as long as a host does not answer."""
+    peer, replicator = SlowPeer("slow"), Replicator(None)
+    peer.fails = True
+    peer.may_take.release()
+    submit(replicator, 1, peer)
+    assert replicator.wait(10)
+    peer.is_asked.clear()
+    first = submit(replicator, 2, peer)
+    assert peer.is_asked.wait(10)
+    ended = [submit(replicator, step, peer) for step in range(3, 20)]
+    assert all(each.is_set() for each in ended[:-1])
+    assert not first.is_set()
+    peer.fails = False
+    peer.may_take.release()
+    peer.may_take.release()
+    assert replicator.wait(10)
+    assert peer.taken == [2, 19]
 
 
 def test_one_host_of_two_in_trouble(caplog):
