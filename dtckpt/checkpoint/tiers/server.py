@@ -32,7 +32,7 @@ import xxhash
 from dtckpt.checkpoint.tiers.host_folder import HostFolder, PartFile
 from dtckpt.checkpoint.tiers.open_part import OpenPart, validate_part
 from dtckpt.checkpoint.tiers.records import MAX_INDEX_NBYTES, PartIndex, SaveId
-from dtckpt.errors import DtckptError, StorageFullError
+from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageFullError
 from dtckpt.format.digest import as_bytes
 from dtckpt.format.dtypes import DTYPES
 
@@ -139,6 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _handle(self) -> None:
+        self._has_begun_answer = False
         try:
             # The first of the clients to learn the token may ask before the others have learned it.
             if not self.server.is_open.wait(self.server.timeout_s):
@@ -165,8 +166,10 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = _handle  # noqa: N815  names of the base class
 
     def _refuse(self, status: int, reason: str) -> None:
-        # The rest of the request is still on its way: this connection cannot take another one.
+        # The rest of the request is still on its way, or half of an answer: this connection cannot take another one.
         self.close_connection = True
+        if self._has_begun_answer:
+            return
         with suppress(OSError):
             data = reason.encode("utf-8", "backslashreplace")[:4000]
             self.send_response(status)
@@ -180,10 +183,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(sum(len(part) for part in parts)))
         self.end_headers()
         self.wfile.flush()
+        self._has_begun_answer = True
         for part in parts:
             if isinstance(part, _FileRange):
                 with part.path.open("rb") as file:
-                    self.connection.sendfile(file, part.offset, part.nbytes)
+                    if self.connection.sendfile(file, part.offset, part.nbytes) < part.nbytes:
+                        raise CheckpointCorruptError(f"{part.path} was cut short")
             else:
                 self.connection.sendall(part)
 

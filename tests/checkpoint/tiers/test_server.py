@@ -4,6 +4,7 @@ import json
 import math
 import socket
 import threading
+import time
 from http.client import HTTPConnection, HTTPException
 
 import pytest
@@ -313,3 +314,27 @@ def test_indexes_that_lie_about_their_lengths():
         thread.join(10)
     with pytest.raises(CheckpointCorruptError):
         PartIndex.from_bytes(file)
+
+
+@pytest.mark.parametrize("left", [0, 100, 239])
+def test_a_file_that_was_cut_short(peer, folder, left):
+    """Situation 16: who asks hears of it at once, and does not wait for the bytes that are missing."""
+    peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)
+    (file,) = folder.path.rglob("1.data")
+    with file.open("r+b") as opened:
+        opened.truncate(left)
+    for box in [((0, 0), (12, 5)), ((11, 0), (1, 5))]:
+        start = time.monotonic()
+        with pytest.raises((CheckpointCorruptError, StorageError)):
+            read(peer, 0, *box)
+        assert time.monotonic() - start < 2
+
+
+def test_a_file_that_is_gone(peer, folder):
+    peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)
+    (file,) = folder.path.rglob("1.data")
+    file.unlink()
+    start = time.monotonic()
+    with pytest.raises((CheckpointCorruptError, StorageError)):
+        read(peer, 0, (0, 0), (12, 5))
+    assert time.monotonic() - start < 2
