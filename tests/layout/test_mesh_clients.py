@@ -30,7 +30,8 @@ def test_groups_are_made_once(pool):
 
 def test_adopted_meshes_do_not_keep_earlier_default_groups(pool):
     (seen,) = pool.values(mesh_cases.threads_after_default_groups, clients=1)
-    assert len(set(seen)) == 1, seen
+    # Groups that were kept would have a thread each; the thread of one that has just ended may still be there.
+    assert seen[-1] - seen[0] <= 1, seen
 
 
 def test_groups_end_with_the_default_group(pool):
