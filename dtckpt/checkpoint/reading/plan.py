@@ -89,9 +89,9 @@ class ChunkPart:
     is_whole: bool
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it is a whole chunk of one block that is wanted whole, once, and as it is stored."""
-        return self.is_whole and self.rows.count <= self.rows.block and self.rows.wanted == (0, self.rows.count)
+    def is_dense(self) -> bool:
+        """Whether it is a whole chunk of one block, stored as its elements without padding between them."""
+        return self.is_whole and self.rows.count <= self.rows.block and self.rows.nbytes == self.nbytes
 
 
 def plan_reads(grid: ChunkGrid, itemsize: int, regions: tuple[Region, ...], *, by_blocks: bool) -> Iterable[ChunkPart]:

@@ -24,6 +24,7 @@ from dtckpt.format.digest import as_bytes, bytes_digest, digest_of_blocks, diges
 from dtckpt.format.dtypes import DTYPES, UNCONVERTED
 from dtckpt.format.manifest import ArrayEntry
 from dtckpt.storage.local_values import StoredValue
+from dtckpt.storage.zarr_tensorstore import allocate_elements
 
 SPAN_NBYTES = 1 << 20
 """Bytes of a chunk that are read at a time, in whole blocks: few calls, and still cached when they are digested."""
@@ -62,15 +63,23 @@ class ChunkRead:
 
 
 def is_small(read: ChunkRead) -> bool:
-    """Whether a read is of a small whole chunk whose bytes are wanted as they are stored, in contiguous memory."""
+    """Whether a read is of a small whole chunk whose stored bytes are its elements."""
+    return read.part.nbytes <= SMALL_NBYTES and read.part.is_dense and read.entry.has_readable_blocks
+
+
+def small_memory(read: ChunkRead) -> np.ndarray[Any, Any]:
+    """Return the memory that a small chunk is read to: its only target, if it wants the bytes as they are, or new."""
     entry, part, target = read.entry, read.part, read.targets[0]
-    return (
-        part.is_plain
-        and part.nbytes <= SMALL_NBYTES
-        and target.dtype == DTYPES[entry.stored_dtype]
-        and target.flags.c_contiguous
-        and entry.has_readable_blocks
-    )
+    is_wanted = part.rows.wanted == (0, part.rows.count) and target.flags.c_contiguous
+    if is_wanted and target.dtype == DTYPES[entry.stored_dtype]:
+        return target
+    return allocate_elements(entry.stored_dtype, part.box.shape)
+
+
+def deliver(read: ChunkRead, elements: np.ndarray[Any, Any]) -> None:
+    """Copy a part's elements to all its targets."""
+    for (_, of_box, _), target in zip(read.part.uses, read.targets, strict=True):
+        convert(cut(elements, of_box), target)
 
 
 class Scratch(threading.local):

@@ -2,7 +2,7 @@
 
 `RegionReader.read` takes requests and turns them into reads of parts of chunks (`dtckpt.checkpoint.reading.plan`):
 
-    requests --plan--> parts --small ones in one file--> read_run, 4096 together          in this thread
+    requests --plan--> parts --small ones in one file--> read_run, 128 together           in this thread
                          |
                          +--all others--> start, queue, finish: oldest first
                                             in a file here: BlockReader        large ones in a pool of threads
@@ -29,10 +29,11 @@ from dtckpt.checkpoint.reading.read_chunks import (
     BlockReader,
     ChunkRead,
     Scratch,
-    convert,
     cut,
+    deliver,
     from_span,
     is_small,
+    small_memory,
     validate_convertible,
 )
 from dtckpt.config import Config
@@ -212,7 +213,7 @@ class RegionReader:
         yield from self._read_small(small, count)
 
     def _read_small(self, reads: Sequence[ChunkRead], count: Callable[[int], object]) -> Iterator[ChunkRead]:
-        """Read small chunks that share a file to their destinations, a run of neighbours per call; yield the others."""
+        """Read and deliver small chunks that share a file, a run of neighbours per call; yield the others."""
         located: list[tuple[ChunkRead, StoredValue]] = []
         values = self._reader.locate_small([(read.entry.path, read.part.index) for read in reads])
         for read, value in zip(reads, values, strict=True):
@@ -222,13 +223,15 @@ class RegionReader:
                 located.append((read, value))
         for run in contiguous_runs([value for _, value in located], [read.part.nbytes for read, _ in located]):
             reads, values = zip(*(located[position] for position in run), strict=True)
-            arrays = [read.targets[0] for read in reads]
+            arrays = [small_memory(read) for read in reads]
             with translate_errors(
                 "read {} chunks, of array {!r} first", self._root, len(run), reads[0].entry.path, is_read=True
             ):
                 read_run(values, arrays)
             for read, array in zip(reads, arrays, strict=True):
                 self._validate(read, digest_of_data(read.entry.name, read.part.index, buffer_of(array)), [])
+                if array is not read.targets[0]:
+                    deliver(read, array)
             count(sum([read.part.nbytes for read in reads]))
 
     def _start(self, read: ChunkRead) -> None:
@@ -275,8 +278,7 @@ class RegionReader:
         self._validate(read, digest, digests)
         # Only now: what is converted or copied has been verified. (A direct read has filled the destination already.)
         if read.handle is not None and not read.is_direct:
-            for (_, of_box, _), target in zip(part.uses, read.targets, strict=True):
-                convert(cut(memory, of_box), target)
+            deliver(read, memory)
         read.value = None  # a file of its own closes then
         return part.nbytes
 

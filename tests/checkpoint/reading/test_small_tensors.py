@@ -76,6 +76,21 @@ def test_a_few_calls_read_many(tmp_path, calls):
     assert len(calls) <= 1000 // local_values.MAX_RUN_VALUES + 8
 
 
+def test_a_few_calls_read_many_that_several_want_in_parts_and_converted(tmp_path, calls):
+    tree = {f"t{number}": torch.randn(64, 32) for number in range(1000)}
+    dtckpt.save(tmp_path / "s", tree)
+    halves = [Region((0, 0), (64, 20)), Region((10, 15), (54, 17))]
+    buffers = {name: [np.zeros(half.shape, np.float64) for half in halves] for name in tree}
+    calls.clear()
+    with dtckpt.open_checkpoint(tmp_path / "s") as checkpoint:
+        checkpoint.read_all((name, list(zip(halves, arrays, strict=True))) for name, arrays in buffers.items())
+    for name, tensor in tree.items():
+        for half, array in zip(halves, buffers[name], strict=True):
+            np.testing.assert_array_equal(array, tensor.numpy()[half.slices()])
+    assert sum(calls) == 1000
+    assert len(calls) <= 1000 // local_values.MAX_RUN_VALUES + 8
+
+
 def test_what_a_call_leaves_out_is_read_once_more(tmp_path, monkeypatch):
     """The system may fill less than was asked for."""
     tree = {f"t{number}": torch.randn(64, 32) for number in range(100)}
