@@ -67,20 +67,18 @@ def content_share(elements: np.ndarray[Any, Any], shape: tuple[int, ...], region
     if region.is_empty:
         return 0
     runs = _Runs.of(shape, region, elements.itemsize)
-    is_copied = runs.is_filled or runs.nbytes < _RUN_NBYTES or not elements.flags.c_contiguous
+    is_copied = runs.filled is not None or runs.nbytes < _RUN_NBYTES or not elements.flags.c_contiguous
     # Too much to copy at once: the shares of two halves make up that of the region.
     if is_copied and elements.nbytes // runs.nbytes * runs.copied_nbytes > _PART_NBYTES and elements.size > 1:
         halves = ((elements[half.relative_to(region).slices()], shape, half) for half in _halves(region))
         first, second = itertools.starmap(content_share, halves)
         return first ^ second
     # Small gaps: fill them with zeros, so that there are fewer and longer runs.
-    if runs.is_filled:
-        inner = len(runs.lattice)
-        offset = (*region.offset[:inner], *[0] * (len(shape) - inner))
-        whole = Region(offset, (*region.shape[:inner], *shape[inner:]))
-        filled = np.zeros(whole.shape, elements.dtype)
-        filled[region.relative_to(whole).slices()] = elements
-        return content_share(filled, shape, whole)
+    if runs.filled is not None:
+        whole, inside = runs.filled
+        padded = np.zeros(whole.shape, elements.dtype)
+        padded[inside] = elements
+        return content_share(padded, shape, whole)
     # One run: a call of the library.
     if not runs.lattice:
         return _shifted(crc64nvme(buffer_of(elements), _ONES) ^ _ONES, runs.behind_last)
@@ -121,20 +119,20 @@ class _Runs:
         lattice: Per dim that numbers the runs: how many there are, and the bytes from one to the next.
         behind_last: Bytes of the tensor behind the last run.
         behind: Bytes of the tensor behind each run, in the order of the runs; empty if there are more than `_FEW_RUNS`.
-        is_filled: Whether the gaps between the runs are so small that it is fastest to fill them with zeros, which add
-            nothing to the share.
+        filled: If the gaps between the runs are so small that it is fastest to fill them with zeros, which add nothing
+            to the share: the region with its gaps, and the slices of the region in it.
     """
 
     nbytes: int
     lattice: tuple[tuple[int, int], ...]
     behind_last: int
     behind: tuple[int, ...]
-    is_filled: bool
+    filled: tuple[Region, tuple[slice, ...]] | None
 
     @property
     def copied_nbytes(self) -> int:
         """Bytes that a run takes where the runs are copied."""
-        return self.lattice[-1][1] if self.is_filled else max(8, self.nbytes)
+        return self.lattice[-1][1] if self.filled is not None else max(8, self.nbytes)
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
@@ -151,8 +149,13 @@ class _Runs:
         for size, stride in lattice:
             behind = [nbytes + stride * position for nbytes in behind for position in reversed(range(size))]
         nbytes, distance = itemsize * region.numel // num_runs, lattice[-1][1] if lattice else 0
-        is_filled = num_runs > 1 and distance - nbytes <= _GAP_NBYTES
-        return cls(nbytes, lattice, behind_last, tuple(behind), is_filled)
+        filled = None
+        if num_runs > 1 and distance - nbytes <= _GAP_NBYTES:
+            whole = Region(
+                (*region.offset[:inner], *[0] * (len(shape) - inner)), (*region.shape[:inner], *shape[inner:])
+            )
+            filled = whole, region.relative_to(whole).slices()
+        return cls(nbytes, lattice, behind_last, tuple(behind), filled)
 
 
 def _halves(region: Region) -> Iterator[Region]:
