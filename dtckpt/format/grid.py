@@ -81,6 +81,11 @@ class ChunkGrid:
         )
         return Region.unchecked(offset, shape)
 
+    def padded(self) -> ChunkGrid:
+        """Return the grid of the same chunks, in a tensor that ends where they end."""
+        shape = tuple(count * size for count, size in zip(self.counts, self.chunk_shape, strict=True))
+        return ChunkGrid(shape, self.chunk_shape)
+
     def meeting(self, region: Region) -> Iterator[tuple[int, ...]]:
         """Yield, row-major, the index of every chunk that shares an element with ``region``."""
         if region.is_empty:

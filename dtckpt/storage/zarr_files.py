@@ -20,7 +20,7 @@ from dtckpt.format.grid import ChunkGrid
 from dtckpt.layout.region import Region
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.zarr_tensorstore import StoredArray, TensorStoreWriter, chunk_key
+from dtckpt.storage.zarr_tensorstore import StoredArray, TensorStoreWriter, chunk_key, pad
 
 NUM_THREADS = 16
 
@@ -90,11 +90,7 @@ class ChunkFileWriter:
             self._wait(self._max_pending_nbytes)
 
     def _write(self, key: str, grid: ChunkGrid, elements: np.ndarray[Any, Any]) -> None:
-        if elements.shape != grid.chunk_shape:
-            padded = np.zeros(grid.chunk_shape, elements.dtype)
-            padded[tuple(slice(size) for size in elements.shape)] = elements
-            elements = padded
-        self._root.write(key, elements.tobytes())
+        self._root.write(key, pad(elements, grid.chunk_shape).tobytes())
 
     def _wait(self, max_nbytes: int) -> None:
         """Wait for the oldest writes until no more bytes than ``max_nbytes`` are under way."""

@@ -110,11 +110,19 @@ def key_of(path: str, index: Sequence[int]) -> str:
 def _small_key(array: StoredArray, region: Region, nbytes: int) -> str | None:
     """Return the key of a chunk whose stored value is just its elements (Zarr v3, codec ``bytes``), if it is small.
 
-    None for the others, which are left to TensorStore: large chunks, compressed ones, and those that the grid cuts
-    short at its edge, which are stored padded.
+    None for the others, which are left to TensorStore: large chunks and compressed ones.
     """
-    is_small = array.codec == NO_CODEC and nbytes <= SMALL_NBYTES and region.shape == array.grid.chunk_shape
+    is_small = array.codec == NO_CODEC and nbytes <= SMALL_NBYTES
     return chunk_key(array.path, array.grid, region) if is_small else None
+
+
+def pad(elements: np.ndarray[Any, Any], chunk_shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return the elements of a chunk at the grid's edge as they are stored: a whole chunk, with zeros behind them."""
+    if elements.shape == chunk_shape:
+        return elements
+    padded = np.zeros(chunk_shape, elements.dtype)
+    padded[tuple(slice(size) for size in elements.shape)] = elements
+    return padded
 
 
 class TensorStoreWriter:
@@ -167,10 +175,13 @@ class TensorStoreWriter:
 
         Args:
             array: The array.
-            region: The chunk's box.
-            elements: The chunk's elements.
+            region: The chunk's box inside the tensor.
+            elements: The chunk's elements, of the shape of the box.
             is_kept: Whether the elements stay in memory anyway, so that only copies of them count as waiting.
         """
+        if elements.shape != array.grid.chunk_shape:
+            # TensorStore would read the chunk before it writes a part of it, and copy it more than once.
+            elements, is_kept = pad(elements, array.grid.chunk_shape), False
         key, codec = _small_key(array, region, elements.nbytes), array.codec
         # TensorStore refers to a chunk's elements if they are contiguous, and copies them if not.
         is_copied = key is not None or codec != NO_CODEC or not elements.flags.c_contiguous
@@ -186,7 +197,7 @@ class TensorStoreWriter:
             if not self._is_database:
                 self._keys.append(chunk_key(array.path, array.grid, region))
             opened = self._open(array).with_transaction(self._batch.transaction)
-            target = opened[region.slices()] if region.ndim else opened
+            target = opened[Region(region.offset, elements.shape).slices()] if region.ndim else opened
             # Large chunks are not copied: the elements must stay as they are until they are on storage.
             write = target.write(elements, can_reference_source_data_indefinitely=True)
             self._batch.writes.append(write.copy if self._batch.transaction else write)
@@ -309,9 +320,11 @@ def open_array(store: Any, array: StoredArray, context: Any, *, to_write: bool =
         store: The key-value store that holds the array.
         array: The array.
         context: A TensorStore context.
-        to_write: Whether chunks of zeros are to be written; else whether a missing chunk is an error.
+        to_write: Whether whole chunks are to be written, at the grid's edge too, and those of zeros; else a missing
+            chunk is an error.
     """
-    spec = _array_spec(array.grid, array.stored_dtype, array.codec, to_write=to_write)
+    grid = array.grid.padded() if to_write else array.grid
+    spec = _array_spec(grid, array.stored_dtype, array.codec, to_write=to_write)
     place = store / f"{array.path}/"
     return tensorstore().open(spec, kvstore=place, open=True, assume_metadata=True, context=context).result()
 

@@ -41,7 +41,7 @@ from dtckpt.storage import commit_by_rename, fsync
 from dtckpt.storage.commit_by_rename import DirectoryAttempt
 from dtckpt.storage.directory_lock import lock_directory
 from dtckpt.storage.failures import translate_errors
-from dtckpt.storage.zarr_tensorstore import DATA_FOLDER, DATABASE_NAME, chunk_key, client_folder
+from dtckpt.storage.zarr_tensorstore import DATA_FOLDER, DATABASE_NAME, client_folder
 
 MAX_WORKERS = 10_000
 MARK_NAME = "part.done"
@@ -180,7 +180,6 @@ class SharedAttempt:
                 # Leftovers of an earlier process of this worker, which is dead: the lock was free.
                 for entry in own.iterdir():
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-                self._remove_edge_chunks()
             written = 0
 
             def count(nbytes: int) -> None:
@@ -199,18 +198,6 @@ class SharedAttempt:
             writer.write()
             self._leave_mark((own / CHUNKS_NAME).read_bytes())
             return written
-
-    def _remove_edge_chunks(self) -> None:
-        """Remove this worker's chunk files that the edge of the grid cuts short.
-
-        TensorStore reads such a file before it writes it, and after a power loss the file may be incomplete.
-        """
-        if self._options.kvstore != "zarr":
-            return  # the chunks are in the worker's own folder
-        for _, tensor, number in self._plan.owned_by(self._worker.index):
-            _, region = tensor.grid.chunk(number)
-            if region.shape != tensor.grid.chunk_shape:
-                (self._path / chunk_key(tensor.path, tensor.grid, region)).unlink(missing_ok=True)
 
     def _leave_mark(self, chunk_list: bytes) -> None:
         """Mark the part as finished. The mark is written last, and appears whole or not at all."""
