@@ -159,7 +159,6 @@ def test_damaged_marks_are_not_trusted(source, tmp_path):
 
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_chunks_that_a_power_loss_left_incomplete_are_written_again(tmp_path, kvstore):
-    """Also chunks that the edge of the grid cuts short, which TensorStore reads before it writes them."""
     tensors, mesh = {"w": torch.arange(101.0 * 3).reshape(101, 3)}, abstract_mesh({"x": 3})
     dtckpt.save(tmp_path / "old", tensors)
 

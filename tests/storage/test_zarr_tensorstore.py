@@ -38,6 +38,32 @@ def test_copies_of_chunks_count_as_waiting(tmp_path, is_contiguous, times):
     assert writer._batch.writes == []
 
 
+@pytest.mark.parametrize("shape", [(1000, 1000), (6, 1000)], ids=["large", "small"])
+def test_a_chunk_at_the_edge_is_stored_whole_whatever_was_there(tmp_path, shape):
+    """TensorStore merges a part of a chunk with what it reads; a file that a power loss cut short cannot be read."""
+    array = Array("w", ChunkGrid(shape, (shape[0] // 2 + 1, 700)), "float32", NO_CODEC)
+    region = array.grid.region((1, 1))
+    elements = np.random.default_rng(0).random(region.shape, "f4")
+    file = tmp_path / "w/c/1/1"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"cut short")
+    writer = TensorStoreWriter("zarr", LocalFolder(tmp_path), 0, max_pending_nbytes=1 << 30)
+    writer.write(array, region, elements, is_kept=True)
+    writer.commit()
+    stored = np.fromfile(file, "f4").reshape(array.grid.chunk_shape)
+    np.testing.assert_array_equal(stored[: region.shape[0], : region.shape[1]], elements)
+    assert np.count_nonzero(stored) == np.count_nonzero(elements)
+
+
+def test_padded_chunks_count_as_waiting_and_are_not_copied(tmp_path):
+    array = Array("w", ChunkGrid((1000, 1000), (700, 700)), "float32", NO_CODEC)
+    region = array.grid.region((1, 1))
+    writer = TensorStoreWriter("ocdbt", LocalFolder(tmp_path), 0, is_durable=False, max_pending_nbytes=1 << 30)
+    writer.write(array, region, np.ones(region.shape, "f4"), is_kept=True)
+    assert writer._batch.nbytes == 4 * 700 * 700
+    writer.commit()
+
+
 def test_files_of_a_batch_are_settled_after_the_next_one(tmp_path):
     settled = []
 
