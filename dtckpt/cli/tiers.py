@@ -159,7 +159,7 @@ def _lines(status: TierStatus, lost: frozenset[str], back: _Return) -> Iterator[
         left = held.without(lost)
         copies = "1 copy" if left.num_copies == 1 else f"{left.num_copies} copies"
         state = copies if left.is_restorable else _missing(status, left)
-        rows.append((str(held.save.step), format_age(time.time() - held.save.number / 1e9), state))
+        rows.append((str(held.save.step), format_age(max(0.0, time.time() - held.save.number / 1e9)), state))
     yield from table_lines(("STEP", "AGE", "PROTECTED BY"), rows)
     yield ""
     hosts = format_count(len(status.domains), "host")
