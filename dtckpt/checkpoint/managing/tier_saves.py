@@ -32,11 +32,14 @@ from dtckpt.checkpoint.tiers.session import TierSession
 from dtckpt.checkpoint.tiers.status import write_status
 from dtckpt.checkpoint.tiers.tier_files import TierCheckpoint
 from dtckpt.comm.background_threads import begin
-from dtckpt.coordination.api import Coordination
+from dtckpt.coordination.api import Coordination, Progress
 from dtckpt.errors import CheckpointNotFoundError, DtckptError, StorageError, capped
 from dtckpt.storage.folder import Folder
 
 logger = logging.getLogger("dtckpt.tiers")
+
+HELD = "local step held"
+"""Phase of a client's progress between local saves; the progress has the step."""
 
 WriteDurable = Callable[[SaveId, Callable[[], State], Mapping[str, float], SaveOptions], SaveHandle]
 """Begins to write a step to the root: the save, a description of its state, its metrics, and how it is written."""
@@ -135,6 +138,8 @@ class TierSaves:
             if not ended.is_committed:
                 return
             self._note_taken(step, is_told=is_leader)
+            # For the coordinator's status page, until the client does something else.
+            coordination.heartbeat(Progress(HELD, step))
             save, staged, noted = begun.save, begun.staged_state, begun.metrics
             options = replace(self._options, check_replicas=begun.has_compared)
             self._write_last = lambda: write_durable(save, lambda: staged, noted, options)

@@ -146,6 +146,14 @@ def test_one_client_alone(tmp_path):
             manager.restore(3)
 
 
+def test_the_status_says_which_step_is_held(tmp_path):
+    with CheckpointManager(tmp_path / "root", local=LocalTier(path=tmp_path / "tier", every_steps=1)) as manager:
+        manager.save(7, {"step": 7})
+        manager.wait()
+        (task,) = dtckpt.job_status().tasks
+        assert (task.progress.phase, task.progress.step) == ("local step held", 7)
+
+
 def test_training_goes_on_while_the_tier_copies(tmp_path):
     """The saved values are those of the call, whatever is written to the tensors right after it."""
     weight = torch.zeros(1 << 20)
