@@ -70,7 +70,7 @@ class Folder(Protocol):
         ...
 
     def settle(self, names: Iterable[str]) -> None:
-        """As `sync`, for large files that nobody reads soon: they need not stay in this machine's memory."""
+        """Write out large files that nobody reads soon: `sync` has less to do, and they leave this machine's memory."""
         ...
 
     def names(self, prefix: str = "") -> list[str]:

@@ -40,18 +40,19 @@ def sync(path: Path) -> None:
 
 
 def settle(paths: Iterable[Path]) -> None:
-    """Sync files, and let the kernel use the memory that caches them for other files. Blocks: on the disk.
+    """Write files out, and let the kernel use the memory that caches them for other files. Blocks: on the disk.
 
     Such files should not push files that are read often out of the cache. And memory that is used again at once costs
-    less than memory that has been free for long. Where there is no such call (posix_fadvise), files are only synced.
+    less than memory that has been free for long. Nothing is durable before an fsync, which would make a journal's
+    commit wait for what other processes write.
+
+    Raises:
+        OSError: The disk refused. A later fsync need not say so once more.
     """
-    forget = getattr(os, "posix_fadvise", None)
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
-            if forget is not None:
-                forget(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            TrailingWriteback(descriptor, 0).add(0, 0)  # all of it
         finally:
             os.close(descriptor)
 
@@ -92,6 +93,10 @@ class TrailingWriteback:
 
     def add(self, offset: int, nbytes: int) -> None:
         """Begin to write out a range that was written. Blocks: on the disk, if too many ranges are under way.
+
+        Args:
+            offset: Its first byte.
+            nbytes: Its length; 0 is all that follows.
 
         Raises:
             OSError: The disk refused an earlier range. A later fsync need not say so once more.

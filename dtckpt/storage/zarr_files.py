@@ -90,7 +90,9 @@ class ChunkFileWriter:
             self._wait(self._max_pending_nbytes)
 
     def _write(self, key: str, grid: ChunkGrid, elements: np.ndarray[Any, Any]) -> None:
-        self._root.write(key, pad(elements, grid.chunk_shape).tobytes())
+        if elements.shape != grid.chunk_shape:
+            elements = pad(elements, np.empty(grid.chunk_shape, elements.dtype))
+        self._root.write(key, elements.tobytes())
 
     def _wait(self, max_nbytes: int) -> None:
         """Wait for the oldest writes until no more bytes than ``max_nbytes`` are under way."""

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dtckpt.comm.background_threads import begin
+from dtckpt.comm.recycled_memory import RecycledMemory
 from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.dtypes import DTYPES
@@ -116,13 +117,14 @@ def _small_key(array: StoredArray, region: Region, nbytes: int) -> str | None:
     return chunk_key(array.path, array.grid, region) if is_small else None
 
 
-def pad(elements: np.ndarray[Any, Any], chunk_shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return the elements of a chunk at the grid's edge as they are stored: a whole chunk, with zeros behind them."""
-    if elements.shape == chunk_shape:
-        return elements
-    padded = np.zeros(chunk_shape, elements.dtype)
-    padded[tuple(slice(size) for size in elements.shape)] = elements
-    return padded
+def pad(elements: np.ndarray[Any, Any], into: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Fill a whole chunk with the elements of a chunk at the grid's edge, and zeros behind them; return it."""
+    inside: tuple[slice, ...] = ()
+    for size in elements.shape:
+        into[(*inside, slice(size, None))] = 0
+        inside = (*inside, slice(size))
+    into[inside] = elements
+    return into
 
 
 class TensorStoreWriter:
@@ -161,6 +163,7 @@ class TensorStoreWriter:
         self._arrays: dict[str, Any] = {}
         # Half of the bound for the batch that grows, half for the batch before it, which a thread writes out.
         self._max_batch_nbytes = math.inf if max_pending_nbytes is None else max_pending_nbytes / 2
+        self._memory = RecycledMemory(math.inf)
         self._batch = self._new_batch()
         self._earlier: tuple[_Batch, Future[None]] | None = None
 
@@ -181,7 +184,7 @@ class TensorStoreWriter:
         """
         if elements.shape != array.grid.chunk_shape:
             # TensorStore would read the chunk before it writes a part of it, and copy it more than once.
-            elements, is_kept = pad(elements, array.grid.chunk_shape), False
+            elements, is_kept = self._padded(elements, array.grid.chunk_shape), False
         key, codec = _small_key(array, region, elements.nbytes), array.codec
         # TensorStore refers to a chunk's elements if they are contiguous, and copies them if not.
         is_copied = key is not None or codec != NO_CODEC or not elements.flags.c_contiguous
@@ -202,6 +205,10 @@ class TensorStoreWriter:
             write = target.write(elements, can_reference_source_data_indefinitely=True)
             self._batch.writes.append(write.copy if self._batch.transaction else write)
         self._note(held_nbytes)
+
+    def _padded(self, elements: np.ndarray[Any, Any], chunk_shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        memory = self._memory.take(math.prod(chunk_shape) * elements.itemsize)
+        return pad(elements, memory.view(elements.dtype).reshape(chunk_shape))
 
     def write_document(self, key: str, document: bytes) -> None:
         """Start writing a ``zarr.json`` to its key."""

@@ -76,33 +76,23 @@ def test_where_there_is_no_such_call(tmp_path, monkeypatch):
         assert not [thread for thread in threading.enumerate() if thread.name == "dtckpt-writeback"]
 
 
-def test_settled_files_are_synced_and_then_forgotten(tmp_path, monkeypatch):
-    asked = []
-    for name in "ab":
-        (tmp_path / name).write_bytes(name.encode())
-    monkeypatch.setattr(os, "fsync", lambda descriptor: asked.append(("sync", os.pread(descriptor, 1, 0))))
-    monkeypatch.setattr(
-        os,
-        "posix_fadvise",
-        lambda descriptor, start, nbytes, advice: asked.append((advice, os.pread(descriptor, 1, 0))),
-    )
-    settle(tmp_path / name for name in "ab")
-    forgotten = os.POSIX_FADV_DONTNEED
-    assert asked == [("sync", b"a"), (forgotten, b"a"), ("sync", b"b"), (forgotten, b"b")]
-    monkeypatch.delattr(os, "posix_fadvise")
-    settle([tmp_path / "a"])
-    assert asked[4:] == [("sync", b"a")]
-
-
 class Ranges:
-    """Calls of sync_file_range and posix_fadvise for one file; `errors` has the error of each of the first."""
+    """Calls of sync_file_range and posix_fadvise.
 
-    def __init__(self, monkeypatch):
-        self.calls, self.errors = [], iter([0] * 100)
+    Args:
+        monkeypatch: Puts them in place.
+        facts: Of the file, to be noted with each call.
+
+    Attributes:
+        calls: What was called, the range, and the facts.
+        errors: The error number of each of the next calls.
+    """
+
+    def __init__(self, monkeypatch, facts=lambda _: ()):
+        self.calls, self.errors, self.facts = [], iter([0] * 100), facts
 
         def sync_file_range(descriptor, offset, nbytes, flags):
-            assert descriptor == 5
-            self.calls.append(({2: "begin", 7: "wait"}[flags], offset, nbytes))
+            self.note({2: "begin", 7: "wait"}[flags], descriptor, offset, nbytes)
             ctypes.set_errno(error := next(self.errors))
             return -1 if error else 0
 
@@ -111,8 +101,12 @@ class Ranges:
         monkeypatch.setattr(os, "posix_fadvise", self.advise)
 
     def advise(self, descriptor, offset, nbytes, advice):
-        assert (descriptor, advice) == (5, os.POSIX_FADV_DONTNEED)
-        self.calls.append(("forget", offset, nbytes))
+        assert advice == os.POSIX_FADV_DONTNEED
+        self.note("forget", descriptor, offset, nbytes)
+
+    def note(self, name, descriptor, offset, nbytes):
+        facts = self.facts(descriptor)
+        self.calls.append((name, offset, nbytes, facts) if facts else (name, offset, nbytes))
 
 
 def test_a_file_is_written_out_behind_its_writer_who_waits_for_the_oldest_range(monkeypatch):
@@ -151,3 +145,11 @@ def test_a_kernel_without_the_call_writes_out_at_the_sync(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name, **_: object())
     TrailingWriteback(5, num_ranges=0).add(0, 10)
     assert ranges.calls == [("begin", 0, 10)] * 2
+
+
+def test_settled_files_are_written_out_as_a_whole_and_then_forgotten(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / name).write_bytes(name.encode())
+    calls = Ranges(monkeypatch, lambda descriptor: os.pread(descriptor, 1, 0)).calls
+    settle(tmp_path / name for name in "ab")
+    assert calls == [(call, 0, 0, name) for name in (b"a", b"b") for call in ("begin", "wait", "forget")]

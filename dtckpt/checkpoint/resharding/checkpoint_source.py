@@ -13,7 +13,6 @@ A thread reads the next window while the chunks of this one are digested, and th
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
@@ -31,16 +29,14 @@ from dtckpt.checkpoint.resharding.source_plan import NUM_WINDOWS, Budget, window
 from dtckpt.checkpoint.resharding.windows import WINDOW_NBYTES
 from dtckpt.checkpoint.saving.plan import TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Copy
-from dtckpt.comm import host_memory
 from dtckpt.comm.background_threads import begin
+from dtckpt.comm.recycled_memory import RecycledMemory
 from dtckpt.format.content import content_digest, content_share
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
 
 BATCH_NBYTES = 64 << 20
 """Bound on the bytes that are written at one time; more would only take memory."""
-RECYCLED_NBYTES = 1 << 20
-"""The C library uses the memory of smaller arrays again, and at less cost."""
 
 Progress = Callable[[str, int], None]
 """Called with the tensor's name and the bytes of its new chunks that were handed to storage since the last call."""
@@ -85,7 +81,7 @@ class CheckpointSource:
         self._progress = progress
         self._old_names = old_names
         self._contents: dict[str, int] = {}
-        self._memory = _RecycledMemory(NUM_WINDOWS * budget.window)
+        self._memory = RecycledMemory(NUM_WINDOWS * budget.window)
         # Two batches of writes: the one that grows, and the one that is being written.
         self.max_pending_nbytes = 2 * min(budget.window, BATCH_NBYTES)
         self._window = _Window({}, {})
@@ -195,42 +191,3 @@ def _number(plan: TensorPlan, region: Region) -> int:
     """Return the row-major number of the chunk that begins where a region does."""
     steps = zip(region.offset, plan.grid.chunk_shape, strict=True)
     return plan.grid.number(tuple(start // step for start, step in steps))
-
-
-class _RecycledMemory:
-    """Memory of chunks, used again when the last view of a chunk is gone: new memory costs a page fault per page.
-
-    Args:
-        max_nbytes: Bound on the bytes that are lent or free, if no more than these are lent.
-    """
-
-    def __init__(self, max_nbytes: int) -> None:
-        self._max_nbytes = max_nbytes
-        self._nbytes = 0
-        self._free: dict[int, list[torch.Tensor]] = {}
-
-    def take(self, nbytes: int) -> np.ndarray[Any, Any]:
-        """Return uninitialized bytes. Their memory comes back when no array refers to it any more."""
-        if nbytes < RECYCLED_NBYTES:
-            return np.empty(nbytes, np.uint8)
-        # Rounded up by a quarter at most, so that chunks of nearly the same size use the same memory.
-        step = 1 << max(0, nbytes.bit_length() - 3)
-        size = -(-nbytes // step) * step
-        free = self._free.setdefault(size, [])
-        memory = free.pop() if free else self._allocate(size)
-        loan = _Loan(memory.numpy())
-        weakref.finalize(loan, free.append, memory).atexit = False
-        return np.asarray(loan)[:nbytes]
-
-    def _allocate(self, nbytes: int) -> torch.Tensor:
-        while self._nbytes + nbytes > self._max_nbytes and (other := next(filter(None, self._free.values()), None)):
-            self._nbytes -= other.pop().numel()
-        self._nbytes += nbytes
-        return host_memory.allocate((nbytes,), torch.uint8)
-
-
-class _Loan:
-    """What arrays of lent memory refer to as their base: it lives as long as one of them."""
-
-    def __init__(self, memory: np.ndarray[Any, Any]) -> None:
-        self.__array_interface__ = memory.__array_interface__
