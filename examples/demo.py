@@ -123,7 +123,7 @@ def lose_a_host(out: Path, address: str) -> None:
         f"--lose={VICTIM}",
         f"--at={LOST_AT}",
     ]
-    arguments = ["--nproc-per-node=4", "--max-restarts=1", "-m", "examples.train_in_memory", *training]
+    arguments = ["--nproc-per-node=3", "--max-restarts=1", "-m", "examples.train_in_memory", *training]
     detail(f"$ torchrun {shlex.join(arguments)}")
     try:
         with torchrun(arguments, job="in-memory", coordinator=address, out=out) as (run, log):
@@ -243,7 +243,7 @@ def demo(out: Path) -> None:
         say("Two clients resume from it")
         go_on = [f"--resume={resharded}", f"--save-every={SAVE_EVERY}", *TWO_CLIENTS]
         resumed = train("resumed", 2, address, out, *go_on)
-        say("Four hosts save in their memory; one is lost with it, and the others bring its state back")
+        say("Three hosts save in their memory; one is lost with it, and the others bring its state back")
         lose_a_host(out, address)
     say("What they learned, step by step")
     compare(reference, interrupted, resumed)
