@@ -1,5 +1,4 @@
 import os
-import pty
 import shlex
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from dtckpt import UNSHARDED, Layout, abstract_mesh, errors
 from dtckpt.cli import commands
 from dtckpt.cli.exit_codes import EXIT_CODES, MEANINGS, ExitCode, exit_code_of
 
-from .conftest import COMMAND, run_process
+from .conftest import COMMAND, run_on_terminal, run_process
 
 
 def test_help_and_version_import_nothing_heavy(run):
@@ -96,14 +95,9 @@ def test_a_whole_run(run, source, tmp_path):
 
 
 def test_a_bar_only_on_a_terminal(run, source, tmp_path):
-    main_end, terminal = pty.openpty()
-    args = [*COMMAND, "reshard", str(source), str(tmp_path / "a"), "--mesh", "x=4"]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
-    with subprocess.Popen(args, stdout=terminal, stderr=terminal, env=environment) as process:
-        assert process.wait(60) == 0
-    os.close(terminal)
-    shown = os.read(main_end, 1 << 16).decode()
-    os.close(main_end)
+    on_terminal = run_on_terminal("reshard", source, tmp_path / "a", "--mesh", "x=4")
+    assert on_terminal.code == 0
+    shown = on_terminal.out
     assert "━" in shown
     assert "resharded" in shown
     result = run("reshard", source, tmp_path / "b", "--mesh", "x=4")
