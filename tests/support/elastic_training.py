@@ -40,12 +40,30 @@ def advance(state: dict[str, object], step: int) -> None:
     state["step"] = step
 
 
-def train(folder: Path, steps: int, log: Path, pace_s: float = 0.0) -> None:
-    """Go on from the newest checkpoint up to a step; note each step that is done in a log of all clients."""
+def host_tier(tier: Path) -> dtckpt.LocalTier:
+    """Return the local tier of this client, which is a host of its own."""
+    host = f"host{dtckpt.client_id()}"
+    return dtckpt.LocalTier(path=tier / host, host=host, every_steps=1, timeout_s=10.0)
+
+
+def train(folder: Path, steps: int, log: Path, pace_s: float = 0.0, tier: Path | None = None) -> None:
+    """Go on from the newest checkpoint up to a step; note each step that is done in a log of all clients.
+
+    With a tier, each step is saved there, and the root gets the first and the last one only; beside the log stands
+    what was restored from where.
+    """
     state = new_state()
     line = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    with dtckpt.CheckpointManager(folder, keep=2, save_interval_steps=3) as manager:
-        start = manager.restore(target=state).step + 1 if manager.latest_step() is not None else 0
+    local, interval = (None, 3) if tier is None else (host_tier(tier), 10**6)
+    with dtckpt.CheckpointManager(folder, keep=2, save_interval_steps=interval, local=local) as manager:
+        start = 0
+        if manager.latest_step() is not None:
+            restored = manager.restore(target=state)
+            start = restored.step + 1
+            if tier is not None:
+                (log.parent / f"restored_{dtckpt.client_id()}_{os.getpid()}").write_text(
+                    f"{restored.step} {int(restored.local is not None)}"
+                )
         for step in range(start, steps):
             advance(state, step)
             manager.save(step, state, force=step == steps - 1)
@@ -56,10 +74,10 @@ def train(folder: Path, steps: int, log: Path, pace_s: float = 0.0) -> None:
 
 
 def main() -> None:
-    folder, steps, log = sys.argv[1:]
+    folder, steps, log, *tier = sys.argv[1:]
     torch.set_num_threads(1)
     dtckpt.init_process_group("gloo")
-    train(Path(folder), int(steps), Path(log), PACE_S)
+    train(Path(folder), int(steps), Path(log), PACE_S, *map(Path, tier))
     dtckpt.shutdown_multi_client()
     dist.destroy_process_group()
 
