@@ -41,13 +41,9 @@ from dtckpt.storage.failures import translate_errors
 DATA, WRITTEN, VOTED = ".data", ".index", ".voted"
 _SPARE = "spare"
 _PART_FILE = re.compile(r"(\d{1,9})(\.data|\.index|\.voted)")
-_LIFE = secrets.token_hex(4)
-"""Tells this process from an earlier one with its number: in a container that starts again, they are often the same."""
-
-
-def _owner() -> str:
-    """Return what the names of this process's files in ``spare`` begin with."""
-    return f"{os.getpid()}-{_LIFE}"
+_in_use: set[str] = set()
+"""What the names of files in ``spare`` begin with, for this process's open folders. The number of the process is not
+enough: in a container that starts again processes get the same ones, and one process may open a folder again."""
 
 
 def job_name(root: str) -> str:
@@ -96,6 +92,7 @@ class HostFolder:
         self._tier = tier
         self._root = root
         self._where = f"{self.path} on host {tier.host_name}"
+        self._owner = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._lock = threading.Lock()
         self._spare: list[PartFile] = []
         self._filled: dict[tuple[SaveId, int], PartFile] = {}
@@ -104,6 +101,7 @@ class HostFolder:
 
     def make(self) -> None:
         """Make the directory. Raises: StorageError: The tier cannot be written."""
+        _in_use.add(self._owner)
         with translate_errors("make the directory of the local tier", self._where):
             (self.path / _SPARE).mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError), (self.path / "job.json").open("x") as file:
@@ -183,7 +181,7 @@ class HostFolder:
                 file.path.unlink(missing_ok=True)
             self._spare.clear()
             self._num_files += 1
-            path = self.path / _SPARE / f"{_owner()}-{self._num_files}{DATA}"
+            path = self.path / _SPARE / f"{self._owner}-{self._num_files}{DATA}"
         self.make()  # again, if somebody has removed it
         self.validate_space(nbytes)
         with translate_errors("make a file in the local tier", self._where):
@@ -234,7 +232,7 @@ class HostFolder:
             with self._lock:
                 file.move(folder / f"{index.client}{DATA}")
                 self._filled[index.save, index.client] = file
-            draft = self.path / _SPARE / f"{_owner()}-{index.client}-{index.save.name}"
+            draft = self.path / _SPARE / f"{self._owner}-{index.client}-{index.save.name}"
             draft.write_bytes(data)
             draft.rename(folder / f"{index.client}{VOTED if is_voted else WRITTEN}")
 
@@ -268,7 +266,7 @@ class HostFolder:
                 (folder / f"{client}{suffix}").unlink(missing_ok=True)
             self._num_files += 1
             with suppress(FileNotFoundError):
-                file.move(self.path / _SPARE / f"{_owner()}-{self._num_files}{DATA}")
+                file.move(self.path / _SPARE / f"{self._owner}-{self._num_files}{DATA}")
                 self._spare.append(file)
         with suppress(OSError):
             folder.rmdir()
@@ -299,8 +297,17 @@ class HostFolder:
         """Remove the files that processes left in ``spare`` which do not live any more."""
         with suppress(OSError):
             for path in (self.path / _SPARE).iterdir():
-                pid, _, rest = path.name.partition("-")
+                pid, token, *_ = *path.name.split("-"), ""
                 is_own_number = pid == str(os.getpid())
-                is_dead = not rest.startswith(f"{_LIFE}-") if is_own_number else not Path(f"/proc/{pid}").exists()
+                is_dead = f"{pid}-{token}" not in _in_use if is_own_number else not Path(f"/proc/{pid}").exists()
                 if pid.isdigit() and is_dead:
                     path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Give the memory back that waits to be used again."""
+        with self._lock:
+            spare, self._spare = self._spare, []
+        for file in spare:
+            with suppress(OSError):
+                file.path.unlink(missing_ok=True)
+        _in_use.discard(self._owner)

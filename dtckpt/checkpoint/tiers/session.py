@@ -191,6 +191,7 @@ class TierSession:
         if self._server is not None:
             self._server.close()
             self._server = None
+        self.folder.close()
         self.hosts = {}
 
     def _has_expected(self) -> bool:

@@ -163,6 +163,21 @@ def test_the_same_root_in_other_words(pool, tmp_path):
         assert restored(pool, (root, tier))[0]["local"] is not None, root
 
 
+def test_a_process_that_opens_the_tier_again(tmp_path):
+    """What a closed manager has left is no hindrance to the next one, nor are they to each other."""
+    local = LocalTier(path=tmp_path / "tier", every_steps=1, copies=1)
+    beside = CheckpointManager(tmp_path / "root", local=local, save_interval_steps=100)
+    for step in range(1, 5):
+        with CheckpointManager(tmp_path / "root", local=local, save_interval_steps=100) as manager:
+            for each in (10 * step, 10 * step + 1, 10 * step + 2):
+                assert manager.save(each, {"w": torch.full((100 * step,), float(each))}) is not None
+                manager.wait()
+            assert list(tmp_path.glob("tier/*/spare/*")) != []
+        assert list(tmp_path.glob("tier/*/spare/*")) == [], "memory that nobody fills again is given back"
+        assert beside.restore().tree["w"].unique().tolist() == [10.0 * step + 2]
+    beside.close()
+
+
 def test_spare_files_of_a_process_with_the_same_number(saved):
     """In a container that starts again, processes get the same numbers; what the dead ones left is no hindrance."""
     local = LocalTier(path=saved[1] / "alone", every_steps=1, copies=1)
