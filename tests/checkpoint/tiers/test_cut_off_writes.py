@@ -11,7 +11,7 @@ HOSTS = ["host0", "host1", "host2"]
 
 @pytest.mark.parametrize("victims", [[0], [1], [0, 1, 2]])
 @pytest.mark.parametrize("after", [0, 2])
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 def test_a_write_that_is_cut_off(pool, tmp_path, victims, after):
     """Situation 24. With ``after``, local saves went on meanwhile, and the newest of them is written."""
     root, tier = tmp_path / "root", tmp_path / "tier"
