@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 import dtckpt
 from dtckpt import CheckpointManager
+from dtckpt.checkpoint.saving import save_handle
 from dtckpt.checkpoint.saving.write import ClientWriter
 from dtckpt.checkpoint.tiers import peers
 from dtckpt.checkpoint.tiers.host_folder import HostFolder
@@ -151,8 +153,6 @@ def save_beside(
 
 def save_on_small_disk(root: str, folder: str, nbytes: int, steps: int, pipe: Any) -> None:
     """Run a job of one client whose tier is a file system of a bounded size; send what became of it."""
-    import torch
-
     mounts.mount_small(folder, nbytes)
     with warnings_told() as told:
         local = dtckpt.LocalTier(path=folder, every_steps=1, copies=1)
@@ -303,3 +303,20 @@ def go_on(root: Path, folder: Path, hosts: Sequence[str]) -> dict[str, Any]:
         "metrics": metrics,
         "most": most,
     }
+
+
+def save_and_leave(folder: str) -> None:
+    """Save a step that is due in the root, which takes its time, and return to the end of the process."""
+    real = ClientWriter.write
+
+    def write(self: ClientWriter) -> int:
+        time.sleep(0.3)  # storage is slow
+        return real(self)
+
+    local = dtckpt.LocalTier(path=f"{folder}/tier", every_steps=1, copies=1)
+    with mock.patch.object(ClientWriter, "write", write):
+        manager = CheckpointManager(f"{folder}/root", local=local, save_interval_steps=4)
+        for step in (1, 2, 3):
+            manager.save(step, {"weight": torch.full((100,), float(step)), "step": step})
+        # What `threading` does at the end of a process, which one that was forked leaves out.
+        save_handle._wait_at_exit()

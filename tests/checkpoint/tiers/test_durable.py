@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from support import forkserver, tier_faults
 
 import dtckpt
 from dtckpt import CheckpointManager, LocalTier
@@ -320,3 +321,11 @@ def test_a_failure_that_is_no_refusal_is_raised_by_the_next_save(tmp_path, monke
         manager_._tier.wait_for_local()
         with pytest.raises(ValueError, match="an error of the program"):
             manager_.save(2, state(2))
+
+
+def test_a_process_that_ends_without_closing(tmp_path):
+    """Both the save of the tier and the write to the root that follows it end before the process does."""
+    process = forkserver.start(tier_faults.save_and_leave, str(tmp_path))
+    process.join(60)
+    assert process.exitcode == 0
+    assert restored(tmp_path, 1) == [1.0]
