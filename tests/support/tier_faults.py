@@ -25,8 +25,9 @@ from dtckpt.checkpoint.tiers import peers
 from dtckpt.checkpoint.tiers.host_folder import HostFolder
 from dtckpt.checkpoint.tiers.peers import Peer
 from dtckpt.checkpoint.tiers.server import _Handler
+from dtckpt.checkpoint.tiers.tier_files import TierFiles
 from dtckpt.errors import StorageFullError
-from support import mounts
+from support import mounts, tier_cases
 from support.tier_cases import mesh_of_all, state, tier
 
 TIMEOUT_S = 20.0
@@ -124,6 +125,19 @@ def save_and_die(
                     manager.save(step, state(step, mesh))
                     manager.wait()
                 dist.barrier()
+        except Exception as failure:
+            error = type(failure).__name__
+    return {"error": error, "seconds": time.monotonic() - start}
+
+
+def restore_and_die(root: Path, folder: Path, hosts: Sequence[str], victims: Sequence[int]) -> dict[str, Any]:
+    """Restore; clients die when they begin to read. Return how the others learn of it."""
+    start, error = time.monotonic(), ""
+    with ExitStack() as stack:
+        if dtckpt.client_id() in victims:
+            stack.enter_context(_before(TierFiles, "read", _die, lambda: True))
+        try:
+            tier_cases.restore(root, folder, hosts, timeout_s=TIMEOUT_S)
         except Exception as failure:
             error = type(failure).__name__
     return {"error": error, "seconds": time.monotonic() - start}

@@ -73,3 +73,21 @@ def test_one_host_dies(pool, folders, point):
     else:
         assert step == (3 if point in HAS_COPIES else 2)
     go_on(pool, folders, step)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.share(1)
+def test_a_host_dies_in_a_restore(pool, folders, victim):
+    """Situation 20: the others hear of it within a heartbeat's timeout, and the next attempt has another host."""
+    pool.values(tier_cases.save_steps, *folders, HOSTS, [1, 2, 3], clients=2, group=True)
+    answers = pool.run(
+        tier_faults.restore_and_die, *folders, HOSTS, [victim], clients=2, group=True, heartbeat_timeout_s=1.5
+    )
+    assert answers[victim].has_died
+    other = answers[1 - victim].value
+    assert other["error"]
+    assert other["seconds"] < 15
+    tier_cases.remove_host(folders[1], HOSTS[victim])
+    step = restored_step(pool, folders, [HOSTS[1 - victim], "new"])
+    assert step == 3
+    go_on(pool, folders, step)
