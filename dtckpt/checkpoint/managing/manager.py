@@ -42,6 +42,7 @@ from dtckpt.dtensor.tensorflow_names import MeshLike
 from dtckpt.errors import (
     ConfigError,
     DtckptError,
+    StorageError,
 )
 from dtckpt.storage.location import Location, location_of
 
@@ -478,12 +479,25 @@ class CheckpointManager:
         return RestoredStep(chosen.step, tree, skipped, local)
 
     def _candidates(self) -> list[Candidate]:
-        """Return what can be restored, the newest first."""
-        return newest_first(self._folders.saved(), self._tier.session.held if self._tier is not None else ())
+        """Return what can be restored, the newest first. If the root cannot be listed, the tier has to do."""
+        held = self._tier.session.held if self._tier is not None else ()
+        saved: Saved = {}
+        try:
+            saved = self._folders.saved()
+        except StorageError as error:
+            if not any(each.is_restorable for each in held):
+                raise
+            logger.warning("the steps of %s cannot be listed, so only the local tier is restored: %s", self.root, error)
+        return newest_first(saved, held)
 
-    def _run_at(self, chosen: Candidate) -> Run:
-        """Return the run that a restored state descends from."""
-        saved = self._folders.saved()
+    def _run_at(self, chosen: Candidate) -> Run | None:
+        """Return the run that a restored state descends from; None if the root cannot be listed now."""
+        try:
+            saved = self._folders.saved()
+        except StorageError:
+            if chosen.local:
+                return None
+            raise
         if not chosen.local:
             return Run.at(saved, ancestry(saved, chosen.step))
         number = chosen.number
@@ -492,8 +506,10 @@ class CheckpointManager:
 
     def _is_in_root(self, save: SaveId) -> bool:
         """Whether the root has a local save, or one after it."""
-        saved = self._folders.saved()
-        return any(lineage.number >= save.number for lineage in saved.values())
+        try:
+            return any(lineage.number >= save.number for lineage in self._folders.saved().values())
+        except StorageError:
+            return False  # a write will say what is wrong with storage, and be tried again
 
     @contextmanager
     def _pin(self, step: int) -> Iterator[None]:

@@ -59,7 +59,7 @@ class TierSaves:
         self.session = TierSession(tier, str(folders.root))
         self.writer = DurableWriter(tier.max_root_rate)
         self._root_folder = folder
-        self._has_durable = lambda: bool(folders.saved())
+        self._folders = folders
         self._options = options
         self._handle: SaveHandle | None = None
         self._debt = 0
@@ -69,6 +69,14 @@ class TierSaves:
         self._is_refused = False
         self._status = _StatusWriter()
         self._opened: dict[str, TierCheckpoint] = {}
+
+    def _has_durable(self) -> bool:
+        """Whether there is a checkpoint in the root; also if storage does not say so now."""
+        try:
+            return bool(self._folders.saved())
+        except StorageError as error:
+            logger.warning("the steps of the root cannot be listed: %s", error)
+            return True
 
     def is_due(self, step: int) -> bool:
         """Whether a step is saved in the tier."""

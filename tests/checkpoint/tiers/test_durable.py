@@ -11,6 +11,7 @@ from support import forkserver, tier_faults
 import dtckpt
 from dtckpt import CheckpointManager, LocalTier
 from dtckpt.checkpoint.managing import tier_saves
+from dtckpt.checkpoint.managing.step_folders import StepFolders
 from dtckpt.checkpoint.saving import attempt
 from dtckpt.checkpoint.tiers import session
 from dtckpt.errors import StorageError
@@ -321,6 +322,42 @@ def test_a_failure_that_is_no_refusal_is_raised_by_the_next_save(tmp_path, monke
         manager_._tier.wait_for_local()
         with pytest.raises(ValueError, match="an error of the program"):
             manager_.save(2, state(2))
+
+
+def test_storage_that_does_not_answer_at_a_restart(tmp_path, monkeypatch, caplog):
+    """The job goes on from its tier, and says so; the root is written when storage is back."""
+    with manager(tmp_path) as manager_:
+        save(manager_, [1, 2, 3])
+    real, is_down = StepFolders.saved, [True]
+
+    def saved(self):
+        if is_down[0]:
+            raise StorageError("the bucket does not answer")
+        return real(self)
+
+    monkeypatch.setattr(StepFolders, "saved", saved)
+    with manager(tmp_path) as manager_:
+        restored_ = manager_.restore()
+        assert (restored_.step, restored_.tree["step"]) == (3, 3)
+        assert restored_.local is not None
+        save(manager_, [4])
+        manager_._tier.writer.wait()
+        is_down[0] = False
+        assert manager_.all_steps() == [1]
+        save(manager_, [5])
+        manager_.wait()
+        assert manager_.all_steps() == [1, 5]
+        assert manager_.abandoned_steps() == []
+    assert any("so only the local tier is restored" in record.getMessage() for record in caplog.records)
+
+
+def test_storage_that_does_not_answer_and_an_empty_tier(tmp_path, monkeypatch):
+    def saved(_):
+        raise StorageError("the bucket does not answer")
+
+    monkeypatch.setattr(StepFolders, "saved", saved)
+    with manager(tmp_path) as manager_, pytest.raises(StorageError, match="the bucket does not answer"):
+        manager_.restore()
 
 
 def test_a_process_that_ends_without_closing(tmp_path):
