@@ -185,6 +185,7 @@ class World:
         files = sorted(
             file for kind in ("data", "voted", "index") for file in self.folder.glob(f"*/*/*-*-*-*-*/*.{kind}")
         )
+        files = [file for file in files if not self._is_damaged(file)]  # to damage one twice might mend it
         if not files:
             return
         file = chance.choice(files)
