@@ -34,7 +34,7 @@ class Script:
 
     Args:
         number: Of the attempt; no other one saves the same values.
-        changes: By save, how many steps it is after the one before; not always 1, for a run may go back.
+        changes: By save, how many steps it is after the one before; the first may go back.
         waits: By save, whether everything under way ends before the next.
         point: Where clients die in the last save; empty: nobody does.
         victims: Who dies.
@@ -124,15 +124,9 @@ class World:
 
     def note_saves(self, script: Script, start: int) -> None:
         """Note the values of the saves that an attempt has begun."""
-        steps = script.steps(start)
-        last = {step: save for save, step in enumerate(steps)}
-        new = sorted(self.saves() - self.uids.keys())
-        for name in new:
-            step = SaveId.parse(name).step
-            # A step that the attempt saved twice: the later directory is the later save.
-            times = [save for save, each in enumerate(steps) if each == step]
-            same = [other for other in new if SaveId.parse(other).step == step]
-            self.uids[name] = script.uid(times[same.index(name)] if len(same) == len(times) else last[step])
+        saves = {step: save for save, step in enumerate(script.steps(start))}
+        for name in self.saves() - self.uids.keys():
+            self.uids[name] = script.uid(saves[SaveId.parse(name).step])
 
     def _sound(self, host: str, name: str, client: int) -> str:
         """Return ``voted`` or ``index`` if a host has a sound part, else nothing."""
@@ -205,7 +199,8 @@ class World:
 
 def script_of(number: int, clients: int, chance: random.Random) -> Script:
     saves = chance.randint(1, 4)
-    changes = tuple(chance.choice([1, 1, 1, 1, 2, -1]) for _ in range(saves))
+    # A run goes back at its first save only: no attempt saves a step twice, so steps tell its saves apart.
+    changes = (chance.choice([1, 1, 1, 2, 0, -1, -2]), *(chance.choice([1, 1, 1, 2]) for _ in range(saves - 1)))
     waits = tuple(chance.random() < 0.5 for _ in range(saves))
     if chance.random() < 0.5:
         return Script(number, changes, waits, "", ())
