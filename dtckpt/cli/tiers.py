@@ -1,4 +1,4 @@
-"""``dtckpt tiers``: which steps the hosts of a job hold, how well they are protected, and what would come back."""
+"""``dtckpt tiers``: the steps that the hosts of a job hold, their copies, and the step that would come back."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _hosts(status: TierStatus, text: str | None) -> frozenset[str]:
 
 
 def _what_comes_back(status: TierStatus, lost: frozenset[str], durable: dict[int, int]) -> _Return:
-    """Return what would be restored: the newest step that the other hosts have, or the newest of the root."""
+    """Return the step that would be restored: the newest that the other hosts have, or the newest of the root."""
     newest = status.saves[0].save.number if status.saves else 0
     local = status.newest_without(lost)
     in_root = max(durable, default=None)

@@ -1,4 +1,4 @@
-"""Order what can be restored, in the root and in the local tier, from the newest to the oldest; pure.
+"""Order the steps that can be restored, of the root and of the local tier, the newest first; pure.
 
 Saves are compared by their numbers, not by their steps, since a run may go back. A save whose run went back to an
 older step is abandoned: it is restored by its step only::
@@ -42,7 +42,7 @@ class Candidate:
 
 
 def newest_first(saved: Saved, held: Collection[HeldSave]) -> list[Candidate]:
-    """Return what can be restored, the newest first, a step of the tier before the same step of the root.
+    """Return the steps that can be restored, the newest first, a step of the tier before the same step of the root.
 
     Args:
         saved: The steps of the root.

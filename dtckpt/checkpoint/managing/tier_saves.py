@@ -83,7 +83,7 @@ class TierSaves:
         return self.session.is_due(step)
 
     def join(self, collective: Collective) -> None:
-        """Let the clients tell each other what their hosts hold. Collective: As `TierSession.join`."""
+        """Let the clients tell each other which parts their hosts hold. Collective: As `TierSession.join`."""
         self.session.join(collective, self._has_durable)
         # The first step of a job is written to the root: a job that has steps in its tier alone would look new.
         if not self.session.has_durable:
@@ -151,7 +151,7 @@ class TierSaves:
             save, staged, noted = begun.save, begun.staged_state, begun.metrics
             options = replace(self._options, check_replicas=begun.has_compared)
             self._write_last = lambda: write_durable(save, lambda: staged, noted, options)
-            # All clients hear from the save's name what client 0 decided.
+            # The save's name tells all clients the decision of client 0.
             if save.is_durable:
                 self._write_last()
             if is_leader:
@@ -234,7 +234,7 @@ class TierSaves:
                 handle.raise_unseen_failure()
 
     def close(self, *, has_failed: bool) -> None:
-        """Write to the root what is owed to it, and end the background work; see `TierSession.close`.
+        """Write the step that is owed to the root, and end the background work; see `TierSession.close`.
 
         Collective: Over all clients, if a step is owed to the root.
 

@@ -52,7 +52,7 @@ class DurableWriter:
         self.handle: SaveHandle | None = None
         """The latest write."""
         self.is_busy = False
-        """Whether a write is under way, or what follows it."""
+        """Whether a write is under way, or the removals that follow it."""
         self._coordination: Coordination | None = None
         self._lock = threading.Lock()
 
@@ -190,7 +190,7 @@ def state_of_save(
 ) -> State:
     """Describe a local save as the state that a save writes; the same on all clients but for the source.
 
-    Each piece is written by a client of a host that holds it, whoever saved it.
+    Each piece is written by a client of a host that holds it, which need not be the client that saved it.
     """
     files = checkpoint.parts
     writers: dict[int, int] = {}

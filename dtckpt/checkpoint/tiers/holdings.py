@@ -1,4 +1,4 @@
-"""Which local saves can be restored from what the hosts hold, and what must be copied again; pure.
+"""Decide which local saves can be restored from the parts that hosts hold, and which parts lack copies; pure.
 
 A save *counts* if some host knows that all clients voted it complete. It is *whole* if each of its parts is on some
 host. Nothing here asks which client had which number, or on which host it ran: parts name the save that they belong to,
@@ -20,7 +20,7 @@ from dtckpt.checkpoint.tiers.records import HostParts, SaveId
 
 @dataclass(frozen=True, slots=True)
 class HeldSave:
-    """A local save, and who holds its parts.
+    """A local save, and the hosts that hold its parts.
 
     Args:
         save: The save.
@@ -48,7 +48,7 @@ class HeldSave:
         return min((len(self.holders.get(client, ())) for client in range(self.save.num_clients)), default=0)
 
     def without(self, lost: Collection[str]) -> HeldSave:
-        """Return what is left of it when hosts are lost."""
+        """Return the save as the other hosts hold it, when some are lost."""
         left = {client: tuple(host for host in hosts if host not in lost) for client, hosts in self.holders.items()}
         return HeldSave(self.save, {client: hosts for client, hosts in left.items() if hosts}, self.is_voted)
 

@@ -10,7 +10,7 @@
 
 A file is filled in ``spare`` and renamed when it is whole, so a process that dies leaves no torn part. Files are used
 again: to fill new memory costs a page fault per page, more than the copy. Nothing is synced: the tier outlives
-processes, not a host. After a host that lost its power comes back with a local disk, digests tell what was torn.
+processes, not a host. If a host with a local disk lost its power, digests tell which parts were torn.
 
 Files of other jobs are never touched.
 """
@@ -276,7 +276,7 @@ class HostFolder:
 
         Args:
             kept: The saves that are kept.
-            with_others: Whether to remove what former processes left, too; one process of a host does.
+            with_others: Whether to remove the parts of former processes, too; one process of a host does.
         """
         with self._lock:
             stay = {*kept, *self._pinned}

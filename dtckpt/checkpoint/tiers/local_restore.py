@@ -1,4 +1,4 @@
-"""`LocalRestore`: what a restore from the local tier took from where."""
+"""`LocalRestore`: the bytes that a restore took from the local tier, by host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LocalRestore:
-    """What this client took from where, when a step was restored from the local tier.
+    """The bytes that this client took from each host, when a step was restored from the local tier.
 
     Args:
         age_s: Seconds since the step was saved.
@@ -16,7 +16,7 @@ class LocalRestore:
         nbytes_by_host: Bytes from other hosts.
         copies: How many hosts hold the part of the step that the fewest hold.
         passed_over: Copies that were damaged or did not come, and the reason.
-        lost_steps: Newer steps of the tier that cannot be put together any more, and what is missing.
+        lost_steps: Newer steps of the tier that cannot be put together any more, and the parts that are missing.
     """
 
     age_s: float

@@ -38,7 +38,7 @@ def elements_of(data: memoryview, piece: PartPiece, dtype: np.dtype[Any]) -> np.
 
 
 def validate_part(data: memoryview, index: PartIndex) -> None:
-    """Check every piece of a part. Raises: CheckpointCorruptError: One is not what was saved."""
+    """Check every piece of a part. Raises: CheckpointCorruptError: One has changed."""
     for number in range(len(index.pieces)):
         verified_elements(data, index, number)
 
@@ -47,7 +47,7 @@ def verified_elements(data: memoryview, index: PartIndex, number: int) -> np.nda
     """Return a view of a piece's elements.
 
     Raises:
-        CheckpointCorruptError: They are not what was saved.
+        CheckpointCorruptError: They have changed since the save.
     """
     piece = index.pieces[number]
     tensor = index.tensors[piece.tensor]
@@ -86,7 +86,7 @@ class OpenPart:
         self._verified: dict[int, np.ndarray[Any, Any]] = {}
 
     def copy_whole(self, number: int, into: memoryview) -> None:
-        """Copy a dense piece to memory of its size, and verify what was copied. Raises: as `verified_elements`."""
+        """Copy a dense piece to memory of its size, and verify the copy. Raises: as `verified_elements`."""
         piece = self.index.pieces[number]
         name = self.index.tensors[piece.tensor].name
         digest = xxhash.xxh3_64(seed=piece_seed(name, piece.region))

@@ -77,5 +77,5 @@ class LocalTier:
 
     @property
     def domain_name(self) -> str:
-        """The name of what fails with this host."""
+        """The name of this host's failure domain."""
         return self.domain or os.environ.get("DTCKPT_DOMAIN") or self.host_name

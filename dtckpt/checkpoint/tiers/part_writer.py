@@ -59,7 +59,7 @@ def described_pieces(
 
 
 def _staged_boxes(staged: State, plan: SavePlan, client: int) -> Iterator[tuple[str, Region, np.ndarray[Any, Any]]]:
-    """Yield what a client gives to a save, chunk by chunk: views of its staged elements."""
+    """Yield the boxes that a client gives to a save, chunk by chunk, with views of their staged elements."""
     source = staged.source
     if not isinstance(source, MemorySource):
         raise CheckpointError("a local save needs its elements in memory")

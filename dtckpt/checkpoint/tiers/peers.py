@@ -87,7 +87,7 @@ class Peer:
         """Return a text that the client keeps. Raises: CheckpointCorruptError: It is another one."""
         data = self._get(f"/v1/texts/{digest}", "read a description")
         if bytes_digest(data) != digest:
-            raise CheckpointCorruptError(f"host {self.host}: a description is not what its client announced")
+            raise CheckpointCorruptError(f"host {self.host}: a description is not the one that its client announced")
         return data
 
     def indexes(self, save: SaveId) -> list[bytes]:
@@ -144,7 +144,7 @@ class Peer:
             try:
                 _send(connection.sock, data, max_rate, time.monotonic, time.sleep)
             except OSError:
-                # The host may have answered before it took all; what it says is worth more than a broken pipe.
+                # The host may have answered before it took all; its answer tells more than a broken pipe.
                 self._answer_to(connection)
                 raise
             self._answer_to(connection)

@@ -1,4 +1,4 @@
-"""`TierSession`: this client's side of the local tier: who the hosts are, what they hold, and saves to the tier.
+"""`TierSession`: this client's side of the local tier: the hosts, the parts that they hold, and saves.
 
 A local save has two rounds. In ``local/begin`` every client copies its share into a file of its host's tier, and says
 so; training waits for no more than that. In the background it takes digests, and in ``local/held`` all learn whether
@@ -8,7 +8,7 @@ all parts are whole. From then on the save counts, and the parts are copied to o
     background                  | digests | held: all parts are whole | copies to partners |  (durable: written to root)
 
 Before the first save, and in every restore, the clients tell each other in the round ``tiers`` which host they are on
-and what that host holds.
+and which parts that host holds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger("dtckpt.tiers")
 CLOSE_S = 10.0
 """Longest wait at the end for copies under way. A copy that its sender has given up never comes."""
 MAX_PARTS_CHARS = 3000
-"""Bound on what a client says of its host's parts: a vote has room for 4096 bytes."""
+"""Bound on the text in which a client lists its host's parts: a vote has room for 4096 bytes."""
 
 
 class TierSession:
@@ -85,7 +85,7 @@ class TierSession:
         return bool(self.hosts)
 
     def join(self, collective: Collective, has_durable: Callable[[], bool]) -> None:
-        """Tell the others what this host holds, and learn what theirs hold.
+        """Tell the others which parts this host holds, and learn which parts theirs hold.
 
         Collective: Over all clients of the job; round ``tiers`` of the operation.
 
@@ -121,7 +121,7 @@ class TierSession:
         self._newest = max((held.save.number for held in self.held), default=0)
 
     def _introduce(self, has_durable: Callable[[], bool] | None) -> bytes:
-        """Describe this host, and look what it holds; on client 0, also whether there are durable checkpoints."""
+        """Describe this host, and list its parts; on client 0, also whether there are durable checkpoints."""
         try:
             self.folder.make()
         except DtckptError as error:
@@ -471,7 +471,7 @@ class TierSession:
 
 @contextmanager
 def _noted(failures: list[str], host: str) -> Iterator[None]:
-    """Note what cannot be read of a host, and go on: another host may hold the same."""
+    """Note that a part of a host cannot be read, and go on: another host may hold the same."""
     try:
         yield
     except (DtckptError, OSError, ValueError) as error:

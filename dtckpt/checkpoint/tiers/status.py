@@ -109,7 +109,7 @@ def write_status(folder: Folder, session: TierSession, begun: Begun) -> None:
         for client in info.clients:
             protected = begun.protected.get(client, ())
             for save in saves:
-                # The other hosts have acknowledged the copies of what is protected.
+                # The other hosts have acknowledged the copies of protected saves.
                 holders = (host, *session.placement.partners(host)) if save in protected else (host,)
                 for holder in holders:
                     voted[holder].setdefault(save, set()).add(client)

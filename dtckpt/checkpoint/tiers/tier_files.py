@@ -100,7 +100,7 @@ class _BoxRead:
 
     @contextmanager
     def buffer(self) -> Iterator[memoryview]:
-        """Yield memory for the box: the target's own where it fits; else what is there is converted at the end."""
+        """Yield memory for the box: the target's own, or memory whose elements are converted at the end."""
         if self.is_direct:
             yield as_bytes(self.target).data
             return
@@ -248,7 +248,7 @@ class TierFiles:
         return any(holder.peer is None for holder in self._holders[client])
 
     def _read_here(self, batch: Sequence[_BoxRead]) -> int:
-        """Read boxes of this host's parts; what is damaged here comes from another host."""
+        """Read boxes of this host's parts; boxes that are damaged here come from another host."""
         nbytes = 0
         for read in batch:
             try:
