@@ -130,6 +130,20 @@ class PieceChunks:
         return sum(span.nbytes for span in spans)
 
 
+def info_of(tensor: ForeignTensor, stored: PieceChunks) -> TensorInfo:
+    """Return the facts about a tensor that is made of pieces."""
+    return TensorInfo(
+        name=tensor.name,
+        shape=tensor.shape,
+        dtype_name=tensor.dtype,
+        stored_dtype_name=tensor.dtype,
+        layout=tensor.layout,
+        nbytes=tensor.nbytes,
+        content_digest=tensor.content,
+        _stored=stored,
+    )
+
+
 class PieceFiles:
     """The files of a checkpoint with an index; see `dtckpt.checkpoint.reading.checkpoint_files.CheckpointFiles`.
 
@@ -188,16 +202,7 @@ class PieceFiles:
 
     def _describe(self, name: str) -> TensorInfo:
         tensor = self._index.tensors[name]
-        return TensorInfo(
-            name=name,
-            shape=tensor.shape,
-            dtype_name=tensor.dtype,
-            stored_dtype_name=tensor.dtype,
-            layout=tensor.layout,
-            nbytes=tensor.nbytes,
-            content_digest=tensor.content,
-            _stored=PieceChunks(tensor, self._max_gap, self._max_nbytes),
-        )
+        return info_of(tensor, PieceChunks(tensor, self._max_gap, self._max_nbytes))
 
     @cached_property
     def tree(self) -> bytes:

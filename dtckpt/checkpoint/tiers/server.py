@@ -20,7 +20,7 @@ import json
 import socket
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -55,9 +55,9 @@ class PartServer:
     """
 
     def __init__(self, folder: HostFolder, address: str, timeout_s: float) -> None:
-        self.texts: dict[int, bytes] = {}
+        self.texts: Mapping[int, bytes] = {}
         """Texts that other clients may ask for, by their digests."""
-        self._server = _Server((address, 0), folder, timeout_s, self.texts)
+        self._server = _Server((address, 0), folder, timeout_s)
         self.url = f"{_bracketed(address)}:{self._server.server_address[1]}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(POLL_S,), daemon=True, name="dtckpt-tier-server"
@@ -68,6 +68,10 @@ class PartServer:
     def refused(self) -> Collection[tuple[SaveId, int]]:
         """The parts, by save and client, of which a copy came last that was not taken."""
         return tuple(self._server.refused)
+
+    def keep_texts(self, texts: Mapping[int, bytes]) -> None:
+        """Keep texts for the other clients, by their digests, and forget the former ones."""
+        self.texts = self._server.texts = texts
 
     def open(self, token: str) -> None:
         """Answer requests that show a token; those that came before wait for this."""
@@ -85,9 +89,10 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 256
     block_on_close = False
 
-    def __init__(self, address: tuple[str, int], folder: HostFolder, timeout_s: float, texts: dict[int, bytes]) -> None:
+    def __init__(self, address: tuple[str, int], folder: HostFolder, timeout_s: float) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.folder, self.timeout_s, self.texts = folder, timeout_s, texts
+        self.folder, self.timeout_s = folder, timeout_s
+        self.texts: Mapping[int, bytes] = {}
         self.token = ""
         self.refused: deque[tuple[SaveId, int]] = deque(maxlen=MAX_REFUSED)
         self.is_open = threading.Event()

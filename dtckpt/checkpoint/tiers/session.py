@@ -125,7 +125,7 @@ class TierSession:
         try:
             self.folder.make()
         except DtckptError as error:
-            # Others may hold what this host lacks; and its own saves will say that they are refused.
+            # Other hosts may hold the parts that this one lacks. Its own saves will be refused, with the reason.
             logger.warning("host %s: %s", self.tier.host_name, error)
         self.folder.remove_spare_of_the_dead()
         address = self.tier.address or own_address()
@@ -267,7 +267,8 @@ class TierSession:
             prepared = Prepared(state, plan, digest)
             summary = Summary.of("", "", digest, state.tree, options, unions=exchange.kept_unions())
             assert self._server is not None  # noqa: S101  joined
-            self._server.texts.update({digest: text, summary.tree: state.tree})
+            # Those of this save alone: the text of a tree has its plain values, so each step has another one.
+            self._server.keep_texts({digest: text, summary.tree: state.tree})
             vote = BeginVote(
                 self.replicator.protected,
                 self.replicator.is_free,
@@ -319,7 +320,7 @@ class TierSession:
     def _agreed_plan(
         self, agreement: Agreement, prepared: Prepared, collective: Collective, options: SaveOptions
     ) -> SavePlan:
-        """Return the plan of what all clients pass; they read each other's descriptions if it is new."""
+        """Return the plan of the tensors that all clients pass; they read each other's descriptions if it is new."""
         if agreement.is_same:
             return kept_plan(passed_by_all(prepared.state.specs, collective.participants), options.chunk_nbytes)
         if not agreement.needs_exchange:

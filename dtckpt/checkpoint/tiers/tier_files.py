@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ import numpy as np
 
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
-from dtckpt.checkpoint.reading.piece_files import PieceChunks
+from dtckpt.checkpoint.reading.piece_files import PieceChunks, info_of
 from dtckpt.checkpoint.reading.read_chunks import convert, cut, validate_convertible
 from dtckpt.checkpoint.reading.read_regions import spare_threads
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
@@ -140,6 +141,7 @@ class TierFiles:
         self.save = save
         self.indexes = indexes
         self.traffic = TierTraffic()
+        self._lock = threading.Lock()
         self.identity = save.name
         self._holders = holders
         self._folder = folder
@@ -170,16 +172,7 @@ class TierFiles:
 
     def _describe(self, name: str) -> TensorInfo:
         tensor = self.index.tensors[name]
-        return TensorInfo(
-            name=name,
-            shape=tensor.shape,
-            dtype_name=tensor.dtype,
-            stored_dtype_name=tensor.dtype,
-            layout=tensor.layout,
-            nbytes=tensor.nbytes,
-            content_digest=None,
-            _stored=_PartChunks(tensor, max_gap=0, max_nbytes=REQUEST_NBYTES),
-        )
+        return info_of(tensor, _PartChunks(tensor, max_gap=0, max_nbytes=REQUEST_NBYTES))
 
     @property
     def tree(self) -> bytes:
@@ -261,7 +254,7 @@ class TierFiles:
                 self._pass_over("this host", error)
                 nbytes += self._read_from_peers([read], error)
                 continue
-            self.traffic.local += read.nbytes
+            self._count(None, read.nbytes)
             nbytes += read.nbytes
         return nbytes
 
@@ -290,11 +283,19 @@ class TierFiles:
                 self._pass_over(f"host {holder.name}", error)
                 failure = error
                 continue
-            self.traffic.by_host[holder.name] = self.traffic.by_host.get(holder.name, 0) + nbytes
+            self._count(holder.name, nbytes)
             return nbytes
         raise CheckpointCorruptError(
             f"no host holds the part of client {client} of step {self.save.step} undamaged: {failure}"
         ) from failure
+
+    def _count(self, host: str | None, nbytes: int) -> None:
+        """Count bytes from another host, or from this one."""
+        with self._lock:  # reads run in several threads
+            if host is None:
+                self.traffic.local += nbytes
+            else:
+                self.traffic.by_host[host] = self.traffic.by_host.get(host, 0) + nbytes
 
     def _request(self, read: _BoxRead, buffer: memoryview) -> BoxRequest:
         index = self.indexes[read.client]

@@ -1,4 +1,4 @@
-"""The server of parts refuses what it must not take, and lives on: hostile peers, and writers of earlier attempts."""
+"""The server of parts refuses bad requests, and lives on: hostile peers, and writers of earlier attempts."""
 
 import json
 import math
@@ -276,13 +276,13 @@ def test_no_space_is_said_with_numbers(peer, folder):
 
 
 def test_a_text_that_is_another_one(server, peer):
-    server.texts[5] = b"not of digest 5"
+    server.keep_texts({5: b"not of digest 5"})
     with pytest.raises(CheckpointCorruptError, match="not the one that its client announced"):
         peer.text(5)
 
 
 def test_an_answer_that_is_cut_short(folder):
-    """What comes is as long as what was asked for, and has its digest, or it is refused."""
+    """An answer is as long as the question asks, and has its digest, or it is refused."""
 
     def serve(answer):
         connection, _ = listening.accept()
@@ -318,7 +318,7 @@ def test_indexes_that_lie_about_their_lengths():
 
 @pytest.mark.parametrize("left", [0, 100, 239])
 def test_a_file_that_was_cut_short(peer, folder, left):
-    """Situation 16: who asks hears of it at once, and does not wait for the bytes that are missing."""
+    """Situation 16: the asking client hears of it at once, and does not wait for the missing bytes."""
     peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)
     (file,) = folder.path.rglob("1.data")
     with file.open("r+b") as opened:

@@ -42,7 +42,7 @@ def flip_a_bit(file):
 
 
 def restore_all(pool, folders, on, **options):
-    """Restore on some hosts; check that all clients have the values of one step, and return what each says."""
+    """Restore on some hosts; check that all clients have the values of one step, and return the facts of each."""
     restored = pool.values(tier_cases.restore, *folders, on, **options, clients=len(on), group=True)
     assert all(each["is_equal"] and each["step"] == each["noted"] for each in restored)
     assert len({each["step"] for each in restored}) == 1
@@ -72,7 +72,7 @@ def test_the_same_hosts_read_no_byte_of_each_other(pool, folders):
 
 
 def test_any_number_of_hosts_in_turn(pool, folders):
-    """Each time a host is lost, and the job goes on with another number of hosts from what the others have."""
+    """Each time a host is lost, and the job goes on with another number of hosts, from the parts of the others."""
     counts = [2, 3, 4, 1, 2]
     for step, (count, after) in enumerate(itertools.pairwise(counts), 1):
         copies = count if after == 1 else 2  # one host alone needs all parts
@@ -152,6 +152,17 @@ def test_the_status_says_which_step_is_held(tmp_path):
         manager.wait()
         (task,) = dtckpt.job_status().tasks
         assert (task.progress.phase, task.progress.step) == ("local step held", 7)
+
+
+def test_descriptions_of_earlier_steps_are_not_kept(tmp_path):
+    """Each step has a description of its own, because its plain values differ."""
+    local = LocalTier(path=tmp_path / "tier", every_steps=1)
+    with CheckpointManager(tmp_path / "root", local=local, save_interval_steps=1000) as manager:
+        counts = []
+        for step in range(1, 6):
+            manager.save(step, {"step": step})
+            counts.append(len(manager._tier.session._server.texts))
+    assert len(set(counts)) == 1, counts
 
 
 def test_training_goes_on_while_the_tier_copies(tmp_path):
