@@ -132,7 +132,7 @@ def measured(target: Path, *works: tuple[str, Sequence[Any]]) -> Result:
 
 
 def warm(path: Path) -> None:
-    """Read all files once: whoever comes first would else read them from the disk for all who come after."""
+    """Read all files once: else the first subject alone would read them from the disk."""
     memory = bytearray(8 << 20)
     for file in path.rglob("*"):
         if file.is_file():

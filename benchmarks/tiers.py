@@ -1,4 +1,4 @@
-"""The local tier: how long its saves block, what they cost training, and how fast a lost host's state is back.
+"""The local tier: the time that saves block, their cost for training, and the time of a restore after a loss.
 
 Run: ``torchrun --standalone --nproc-per-node 4 -m benchmarks.tiers [--mib 512] [--tensors 64] [--rounds 5]``.
 Each client is a host of its own, with a directory in ``/dev/shm`` for a tier. Each holds a quarter of every tensor.
@@ -145,7 +145,7 @@ def show(arguments: argparse.Namespace, size: int, seconds: dict[str, list[float
     Args:
         arguments: Those of the command.
         size: Number of hosts.
-        seconds: Of each round, by what was done.
+        seconds: Of each round, by the name of the measurement.
         nbytes: Bytes that a client sent for a save, that came to the lost host in a restore, and of a part.
     """
     median = {name: statistics.median(values) for name, values in seconds.items()}

@@ -27,7 +27,7 @@ from dtckpt.cli.svg import Picture
 NUM_HOSTS, HOSTS_PER_RACK, RACKS_PER_ROW = 2048, 8, 32
 MTBF_S = 54 * 86400 / 419
 DAY_S = 86400.0
-# Shares of the causes in the table of that report, by what they take.
+# Shares of the causes in the table of that report, by the machines that they take.
 KINDS = {"processes": 0.15, "host": 0.74, "rack": 0.10, "row": 0.01}
 
 

@@ -1,4 +1,4 @@
-"""docs/errors.md says of every error class what it means and what to do."""
+"""docs/errors.md has the meaning and the cure of every error class."""
 
 import re
 from pathlib import Path

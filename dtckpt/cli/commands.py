@@ -406,7 +406,7 @@ Examples:
 @cli.command(epilog=_TIERS_HELP)
 @click.argument("root", type=LOCATION)
 @click.option("--without", metavar="HOST,...", help="Hosts that are taken to be lost.")
-@json_option("Print one JSON line per host and local step, then one with what would come back.")
+@json_option("Print one JSON line per host and local step, then one with the step that would come back.")
 @debug_option
 def tiers(**options: Any) -> None:
     """Show which steps the hosts of a job hold, and which would come back if hosts were lost now.

@@ -72,7 +72,7 @@ def walk_folders(folder: Path) -> Iterator[Path]:
 
 
 class TrailingWriteback:
-    """Writes out a file behind the one who writes it, and lets the kernel use the memory that cached it again.
+    """Writes out a file behind its writer, and lets the kernel use the memory that cached it again.
 
     So the writer is never faster than the disk for long, a later fsync finds little to do, and a large file takes the
     same few pages of the page cache from end to end. Memory that was free for long costs more than the write itself

@@ -31,7 +31,7 @@ def values(step: int) -> dict[str, torch.Tensor]:
 
 
 def state(step: int, mesh: dtckpt.Mesh, *, small: bool = True) -> dict[str, Any]:
-    """Return the state of a step, sharded over all clients but for what is small, of which each has a copy."""
+    """Return the state of a step, sharded over all clients; each has a copy of the small tensors."""
     whole = {name: tensor for name, tensor in values(step).items() if small or tensor.ndim == 2}
     sharded = Layout(["x", dtckpt.UNSHARDED], mesh)
     tensors = {
@@ -48,7 +48,7 @@ def mesh_of_all() -> dtckpt.Mesh:
 def save_steps(
     root: Path, folder: Path, hosts: Sequence[str], steps: Sequence[int], *, small: bool = True, **options: Any
 ) -> list[Any]:
-    """Save steps in the tier; return what this host holds then, as steps with the clients whose parts it has."""
+    """Save steps in the tier; return the parts of this host then, as steps with clients."""
     mesh = mesh_of_all()
     tier_options = {key: options.pop(key) for key in list(options) if key in LocalTier.__dataclass_fields__}
     local = tier(folder, hosts, **tier_options)

@@ -287,7 +287,7 @@ def save_and_die_writing(
 
 
 def go_on(root: Path, folder: Path, hosts: Sequence[str]) -> dict[str, Any]:
-    """Restore the newest step, wait until what was cut off is written, and say what the root has then."""
+    """Restore the newest step, wait for the write that was cut off, and list the steps of the root."""
     mesh = mesh_of_all()
     most, now, real, lock = 0, 0, ClientWriter.write, threading.Lock()
 

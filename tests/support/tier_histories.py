@@ -1,4 +1,4 @@
-"""Random histories of a job with a local tier: what its clients do, and a model that says what they must restore."""
+"""Random histories of a job with a local tier: its clients' actions, and a model of the step that they must restore."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Script:
 
 
 def play(root: Path, folder: Path, hosts: Sequence[str], script: Script, told: Path) -> str:
-    """Restore, save, and perhaps die; leave beside what was restored. Return the error, if there was one."""
+    """Restore, save, and perhaps die; note the restored step in a file. Return the error, if there was one."""
     mesh, is_last = mesh_of_all(), threading.Event()
     client = dtckpt.client_id()
     with ExitStack() as stack:
@@ -163,7 +163,7 @@ class World:
             for step, path in steps.items()
             if newest is not None and (step == newest or (step < newest and step not in numbers[newest]["aside"]))
         ]
-        # Newest first; who saved a smaller step has abandoned the greater ones.
+        # Newest first; a run that saved a smaller step has abandoned the greater ones.
         smallest = None
         for _, is_local, step, is_whole, what in sorted(
             [*tier_saves, *in_root], key=lambda each: each[:2], reverse=True
@@ -209,7 +209,7 @@ def script_of(number: int, clients: int, chance: random.Random) -> Script:
 
 
 def told_by(folder: Path, number: int) -> Mapping[str, Any] | None:
-    """Return what the clients of an attempt said of what they restored: all the same."""
+    """Return the step that the clients of an attempt noted as restored, the same for all."""
     texts = {path.read_text() for path in folder.glob(f"{number}_*")}
     assert len(texts) <= 1, texts
     return json.loads(texts.pop()) if texts else None

@@ -57,7 +57,7 @@ def mesh_of_all() -> dtckpt.Mesh:
 
 
 def save_kinds(root: Path, folder: Path, hosts: Sequence[str]) -> None:
-    """Save tensors of all kinds, sharded and not; the second save shows what the first has left in the files."""
+    """Save tensors of all kinds, sharded and not; the second save fills the files of the first."""
     values = {"a": [1, "two", None], "b": (3.5, True)}
     with CheckpointManager(root, local=tier(folder, hosts), save_interval_steps=10**6) as manager:
         for step in (1, 2):
@@ -68,7 +68,7 @@ def save_kinds(root: Path, folder: Path, hosts: Sequence[str]) -> None:
 
 
 def restore_kinds(root: Path, folder: Path, hosts: Sequence[str]) -> list[str]:
-    """Restore without a target and into one; return what is wrong."""
+    """Restore without a target and into one; return the tensors that differ."""
     wrong = []
     with CheckpointManager(root, local=tier(folder, hosts)) as manager:
         restored = manager.restore()
@@ -168,7 +168,7 @@ def _are_expected(state: Any, name: str = "") -> bool:
 
 
 def restore_more(root: Path, folder: Path, hosts: Sequence[str], kind: str) -> list[Any]:
-    """Restore into a target that asks for other things than what was saved; return the error, or the values."""
+    """Restore into a target that asks for other things than the saved ones; return the error, or the values."""
     with CheckpointManager(root, local=tier(folder, hosts)) as manager:
         target: dict[str, Any] = {"w": torch.zeros(4), "step": 0}
         options = dtckpt.RestoreOptions()

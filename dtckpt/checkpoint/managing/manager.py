@@ -479,7 +479,7 @@ class CheckpointManager:
         return RestoredStep(chosen.step, tree, skipped, local)
 
     def _candidates(self) -> list[Candidate]:
-        """Return what can be restored, the newest first. If the root cannot be listed, the tier has to do."""
+        """Return the steps that can be restored, the newest first. If the root cannot be listed, those of the tier."""
         held = self._tier.session.held if self._tier is not None else ()
         saved: Saved = {}
         try:
@@ -509,7 +509,7 @@ class CheckpointManager:
         try:
             return any(lineage.number >= save.number for lineage in self._folders.saved().values())
         except StorageError:
-            return False  # a write will say what is wrong with storage, and be tried again
+            return False  # the write will fail with storage's reason, and be tried again
 
     @contextmanager
     def _pin(self, step: int) -> Iterator[None]:

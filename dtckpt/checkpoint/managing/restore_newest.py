@@ -84,12 +84,12 @@ def restore_newest_valid(
     *,
     folders: StepFolders,
 ) -> tuple[Candidate, Any, dict[int, str]]:
-    """Restore a step, or the newest that is not damaged; return it, the tree, and what was passed over.
+    """Restore a step, or the newest that is not damaged; return it, the tree, and the steps that were passed over.
 
     Collective: Over the participants; barriers ``<operation>/chosen``, ``<operation>/restored``, and those of ``read``.
 
     Args:
-        candidates: Returns what can be restored, the newest first; called on client 0.
+        candidates: Returns the steps that can be restored, the newest first; called on client 0.
         collective: The operation that the rounds belong to.
         step: The step; default the newest. A step that is named is not replaced by another.
         read: Restores a candidate.

@@ -145,7 +145,7 @@ def test_files_that_are_none_of_the_tier(pool, saved, name):
 
 
 def test_two_jobs_on_one_path(pool, tmp_path):
-    """Situation 12: neither sees, counts or removes what the other has, whatever its steps are."""
+    """Situation 12: neither job sees, counts or removes the parts of the other, whatever its steps are."""
     tier = tmp_path / "tier"
     roots = [tmp_path / "one", tmp_path / "other"]
     for _ in range(2):
@@ -158,8 +158,8 @@ def test_two_jobs_on_one_path(pool, tmp_path):
 
 def test_the_same_root_in_other_words(pool, tmp_path):
     tier = tmp_path / "tier"
-    pool.values(tier_cases.save_steps, f"{tmp_path}/root", tier, HOSTS, [1, 2], clients=2, group=True)
-    for root in (f"{tmp_path}/root/", f"{tmp_path}/./root", f"{tmp_path}/other/../root"):
+    pool.values(tier_cases.save_steps, f"{tmp_path}/run", tier, HOSTS, [1, 2], clients=2, group=True)
+    for root in (f"{tmp_path}/run/", f"{tmp_path}/./run", f"{tmp_path}/other/../run"):
         assert restored(pool, (root, tier))[0]["local"] is not None, root
 
 
@@ -179,7 +179,7 @@ def test_a_process_that_opens_the_tier_again(tmp_path):
 
 
 def test_spare_files_of_a_process_with_the_same_number(saved):
-    """In a container that starts again, processes get the same numbers; what the dead ones left is no hindrance."""
+    """In a container that starts again, processes get the same numbers; the files of dead ones are no hindrance."""
     local = LocalTier(path=saved[1] / "alone", every_steps=1, copies=1)
     with CheckpointManager(saved[0], local=local, save_interval_steps=100) as manager:
         spare = manager._tier.session.folder.path / "spare"

@@ -294,7 +294,7 @@ def test_the_newest_of_a_run_that_went_back_is_lost(tmp_path):
 
 
 def test_as_often_as_it_pays(tmp_path):
-    """``every="auto"`` decides what is written to the root; the tier saves as it is told."""
+    """``every="auto"`` decides which steps are written to the root; the tier saves as it is told."""
     auto = dtckpt.AutoInterval(min_s=0.0001, max_s=0.0001, mtbf_s=1000.0)
     with manager(tmp_path, every=auto, save_interval_steps=None) as manager_:
         for step in range(1, 6):

@@ -31,7 +31,7 @@ def warnings_of(caplog):
 
 
 def test_more_than_max_nbytes(tmp_path, caplog):
-    """Situation 17: training goes on, one warning has the numbers, and what is due in the root is written there."""
+    """Situation 17: training goes on with one warning with numbers; steps due in the root are written there."""
     with manager(tmp_path, durable=2, max_nbytes=STEP_NBYTES // 2) as manager_:
         for step in range(1, 6):
             handle = manager_.save(step, state(step))
@@ -48,7 +48,7 @@ def test_more_than_max_nbytes(tmp_path, caplog):
 
 
 def test_room_for_the_first_saves_only(tmp_path, caplog):
-    """Files are used again, so a tier that holds what it keeps, and one more, is never full."""
+    """Files are used again, so a tier with space for one step more than it keeps is never full."""
     with manager(tmp_path, max_nbytes=3 * STEP_NBYTES + (1 << 20)) as manager_:
         for step in range(1, 8):
             assert manager_.save(step, state(step)) is not None
@@ -83,7 +83,7 @@ def test_the_path_is_a_file(tmp_path, caplog):
 
 
 def test_a_full_file_system(tmp_path):
-    """Situation 17: what is due in the root is written there directly, and the tier comes back when there is space."""
+    """Situation 17: steps due in the root are written there directly; the tier comes back when there is space."""
     folder = tmp_path / "tier"
     folder.mkdir()
     if reason := mounts.reason_unsupported(str(folder)):
@@ -121,7 +121,7 @@ def test_one_host_of_two_is_full(pool, tmp_path):
 
 
 def test_one_host_of_two_has_no_tier(pool, tmp_path):
-    """A host whose path cannot be written keeps no other from restoring what is elsewhere."""
+    """A host whose path cannot be written keeps no other host from restoring the parts elsewhere."""
     folders = tmp_path / "root", tmp_path / "tier"
     pool.values(tier_cases.save_steps, *folders, HOSTS, [1, 2], clients=2, group=True)
     tier_cases.remove_host(folders[1], "host1")

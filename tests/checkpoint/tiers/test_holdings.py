@@ -1,4 +1,4 @@
-"""Which saves can be put together from what is left: random histories against a model that keeps every fact."""
+"""Saves that can be put together from the parts left: random histories against a model that keeps every fact."""
 
 import random
 
@@ -15,7 +15,7 @@ KEEP = 2
 
 
 class World:
-    """Hosts with parts, and what each save was. The rules under test never see ``complete``."""
+    """Hosts with parts, and the outcome of each save. The rules under test never see ``complete``."""
 
     def __init__(self, chance):
         self.chance = chance

@@ -1,4 +1,4 @@
-"""A host of a job under torchrun is lost with its memory; the job goes on from what the others hold."""
+"""A host of a job under torchrun is lost with its memory; the job goes on from the parts of the others."""
 
 import os
 import random
@@ -24,7 +24,7 @@ LOST_STEPS = 10
 
 
 def spoil(root):
-    """Make the root's checkpoints unreadable: who reads their elements finds out."""
+    """Make the root's checkpoints unreadable: a read of their elements would fail."""
     spoilt = 0
     for file in root.glob("step_*/**/*"):
         if file.is_file() and file.suffix not in (".json", ".pb") and file.stat().st_size:

@@ -65,7 +65,7 @@ def test_all_clients_die(pool, folders, point):
 @pytest.mark.share(2, of="torn parts")
 @pytest.mark.parametrize("point", tier_faults.POINTS)
 def test_one_host_dies(pool, folders, point):
-    """Situations 2 and 10: with the host goes what it holds; a copy counts when it is whole."""
+    """Situations 2 and 10: the host's parts go with it; a copy counts when it is whole."""
     die_at(pool, folders, point, [1])
     tier_cases.remove_host(folders[1], "host1")
     step = restored_step(pool, folders)
