@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.saving.report import SaveReport
     from dtckpt.checkpoint.saving.save import save
     from dtckpt.checkpoint.saving.save_async import SaveHandle, save_async
+    from dtckpt.checkpoint.simulating.machine import Machine
+    from dtckpt.checkpoint.simulating.report import Simulation
+    from dtckpt.checkpoint.simulating.simulate import simulate
     from dtckpt.checkpoint.tensorflow.dtensor_checkpoint import DTensorCheckpoint
     from dtckpt.checkpoint.tensorflow.named_tensors import name_based_restore, name_based_save, sharded_save
     from dtckpt.checkpoint.tiers.local_restore import LocalRestore
@@ -136,6 +139,9 @@ _MODULES = {
     "layout.region": ("Region",),
     "comm.rendezvous": ("init_process_group",),
     "checkpoint.resharding.reshard": ("reshard",),
+    "checkpoint.simulating.machine": ("Machine",),
+    "checkpoint.simulating.report": ("Simulation",),
+    "checkpoint.simulating.simulate": ("simulate",),
 }
 _SUBMODULES = ("dtensor", "errors", "interop")
 _MODULE_OF = {name: f"dtckpt.{module}" for module, names in _MODULES.items() for name in names}
@@ -157,6 +163,7 @@ __all__ = [
     "Layout",
     "LocalRestore",
     "LocalTier",
+    "Machine",
     "Mesh",
     "Partial",
     "PerClient",
@@ -172,6 +179,7 @@ __all__ = [
     "SaveOptions",
     "SaveReport",
     "Shard",
+    "Simulation",
     "TensorInfo",
     "TensorParts",
     "VerifyReport",
@@ -216,6 +224,7 @@ __all__ = [
     "sharded_save",
     "shutdown_multi_client",
     "shutdown_tpu_system",
+    "simulate",
     "unpack",
     "zarr_store",
 ]

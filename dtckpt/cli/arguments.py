@@ -30,11 +30,16 @@ _COUNT = re.compile(r"[1-9]\d{0,17}", re.ASCII)
 _COMMENT = re.compile(r"(^|\s)#.*")
 
 
-def parse_mesh(text: str) -> Mesh:
+def parse_mesh(text: str, devices_per_client: int | None = None) -> Mesh:
     """Parse a mesh such as ``data=2,model=4``: axes with sizes, major first. Its devices need not exist.
 
+    Args:
+        text: The mesh.
+        devices_per_client: As for `dtckpt.abstract_mesh`.
+
     Raises:
-        MeshError: The text is malformed, an axis cannot have such a name, or the mesh is too large.
+        MeshError: The text is malformed, an axis cannot have such a name, the mesh is too large, or its devices cannot
+            be divided evenly among clients.
     """
     axes: dict[str, int] = {}
     for item in text.split(","):
@@ -47,7 +52,7 @@ def parse_mesh(text: str) -> Mesh:
         raise MeshError(
             f"mesh {text!r} is too large; got {math.prod(axes.values())} devices, expected at most {MAX_DEVICES}"
         )
-    return abstract_mesh(axes)
+    return abstract_mesh(axes, devices_per_client=devices_per_client)
 
 
 def parse_dtype(text: str) -> torch.dtype:

@@ -508,6 +508,96 @@ def plot(**options: Any) -> None:
     run_plot(PlotRequest(**options))
 
 
+_SIMULATE_HELP = """\b
+Models:
+  llama-3-8b, llama-3-70b, llama-3-405b, deepseek-v3, or a JSON file (see docs/simulate.md). They are laid out over the
+  axes dp (data), tp (tensor) and ep (experts), as far as the mesh has them; over any other axis they are replicated.
+
+\b
+Layouts:
+  As for dtckpt reshard. Names are those of the state and of the parameter: model/layers.0.attention.wq.weight.
+
+\b
+Speeds:
+  Bytes a second: 25GB, 512MiB. Pass what you have measured; the defaults are guesses.
+
+\b
+Examples:
+  dtckpt simulate llama-3-8b --mesh dp=8,tp=8
+  dtckpt simulate llama-3-70b --mesh dp=64,tp=8 --to-mesh dp=32,tp=8 --storage 50GB -o simulation.svg
+  dtckpt simulate deepseek-v3 --mesh replica=2,dp=4,ep=32 --state model=bfloat16 --json
+  dtckpt simulate llama-3-8b --mesh x=16 --layout 'model/*norm*=unsharded' --layout '*norm*=x' --mtbf 4
+
+"""
+
+
+@cli.command(epilog=_SIMULATE_HELP)
+@click.argument("model", metavar="MODEL")
+@mesh_options(is_required=True)
+@click.option("--to-mesh", "target_mesh", metavar="AXIS=SIZE,...", help="Mesh that restores [default: the same].")
+@click.option("--to-layout", "target_layouts", multiple=True, metavar="PATTERN=SPEC", help="Layouts on that mesh.")
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    metavar="NAME=DTYPE",
+    help="A tensor that is kept of each parameter [default: those of the model: weights in bfloat16, and three tensors "
+    "of AdamW in float32].",
+)
+@click.option("--devices-per-client", type=click.IntRange(min=1), default=1, show_default=True, metavar="N")
+@click.option("--devices-per-host", type=click.IntRange(min=1), default=8, show_default=True, metavar="N")
+@click.option(
+    "--device-link", metavar="SPEED", default="25GB", show_default=True, help="From a device to its host's memory."
+)
+@click.option("--network", metavar="SPEED", default="50GB", show_default=True, help="Of one host, each way.")
+@click.option("--host-storage", metavar="SPEED", default="5GB", show_default=True, help="From one host to storage.")
+@click.option("--storage", metavar="SPEED", default="200GB", show_default=True, help="From all hosts to storage.")
+@click.option(
+    "--arrival",
+    "arrival_ms",
+    type=click.FloatRange(min=0, min_open=True),
+    default=0.18,
+    show_default=True,
+    metavar="MS",
+    help="What one client's arrival takes at a barrier.",
+)
+@click.option(
+    "--mtbf",
+    "mtbf_h",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="HOURS",
+    help="Mean time between failures of the job [default: one failure per host in 6335 h].",
+)
+@click.option("--chunk-size", metavar="SIZE", default="16MiB", show_default=True, help="Bound on the bytes of a chunk.")
+@click.option(
+    "--check-replicas/--no-check-replicas", default=True, help="Whether the save compares all copies of a value."
+)
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes of the reshard, one a host."
+)
+@click.option(
+    "--clients",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="Plan the restores of so many clients, if there are more.",
+)
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Charts: a file .svg, .html or .png.")
+@json_option("Print one JSON line per operation, then one with the totals.")
+@quiet_option
+@debug_option
+def simulate(**options: Any) -> None:
+    """Show what saves and restores of MODEL would take on a mesh that need not exist.
+
+    Bytes are those of the plans that real saves, restores and reshards follow. Seconds are these bytes at the speeds
+    that you give; the time for planning is measured here.
+    """
+    from dtckpt.cli.simulate import SimulateRequest, run_simulate
+
+    run_simulate(SimulateRequest(**options))
+
+
 # --- about the commands themselves ------------------------------------------------------------------------------------
 
 

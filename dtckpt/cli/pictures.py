@@ -5,15 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dtckpt.cli.svg import MUTED, Picture
-from dtckpt.dtensor.debug.visualize import OKABE_ITO
 from dtckpt.errors import format_nbytes
 from dtckpt.format.manifest import Costs
+from dtckpt.svg import MUTED, PALETTE, WAIT, Picture
 
 MAX_CELLS = 64
 """Rows and columns of a matrix, at most; of more devices, a cell stands for a block of them."""
-PALETTE = tuple("#" + bytes(colour).hex() for colour in OKABE_ITO)
-WAIT = "#c5ccd3"
 _LIGHT, _DARK = np.array([0xDE, 0xEB, 0xF7]), np.array([0x08, 0x30, 0x6B])
 _EDGE, _LEFT, _TOP = 24.0, 84.0, 112.0
 

@@ -18,8 +18,7 @@ from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.cli.arguments import LayoutRules, parse_mesh, read_rules
 from dtckpt.cli.output import format_count, write_event, write_summary
 from dtckpt.cli.pictures import timeline_picture, traffic_picture
-from dtckpt.cli.svg import Picture, svg_size, validate_output, write_picture
-from dtckpt.dtensor.debug.visualize import sharding_grid, sharding_svg
+from dtckpt.cli.svg import svg_size, validate_output, write_picture
 from dtckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -28,6 +27,8 @@ from dtckpt.errors import (
     printable,
 )
 from dtckpt.layout.layout import Layout
+from dtckpt.layout.sharding_drawing import Subject, sharding_grid, subject_svg
+from dtckpt.svg import Picture
 
 _GAP = 24
 
@@ -92,7 +93,7 @@ def _regions(checkpoint: Checkpoint, request: PlotRequest) -> tuple[str, dict[st
     if rules is not None:
         layouts["after the reshard"] = rules(info.name, info)
         rules.validate_all_used()
-    drawn = [sharding_svg(layout, info.shape, f"{info.name} {when}") for when, layout in layouts.items()]
+    drawn = [subject_svg(Subject(layout, info.shape), f"{info.name} {when}") for when, layout in layouts.items()]
     facts = {
         when.replace(" ", "_"): [
             {"offset": region.offset, "shape": region.shape, "devices": devices}

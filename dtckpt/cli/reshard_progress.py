@@ -6,7 +6,8 @@ import time
 from types import TracebackType
 from typing import Self
 
-from dtckpt.checkpoint.resharding.reshard import ReshardedTensor, ReshardReport
+from dtckpt.checkpoint.resharding.reshard import ReshardReport
+from dtckpt.checkpoint.resharding.reshard_plan import ReshardedTensor
 from dtckpt.checkpoint.resharding.workers import PartReport
 from dtckpt.cli.output import (
     format_count,

@@ -1,81 +1,19 @@
-"""Build pictures as SVG text, and write them as SVG, as a page of HTML, or as PNG (with matplotlib)."""
+"""Write pictures as SVG, as a page of HTML, or as PNG (with matplotlib)."""
 
 from __future__ import annotations
 
-import html
 import os
 import re
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dtckpt.errors import ConfigError, StorageError
+from dtckpt.svg import TEXT_CLASSES, escape
 
 SUFFIXES = (".svg", ".html", ".png")
-FONT = "12px system-ui,'Segoe UI',Helvetica,Arial,sans-serif"
-INK, MUTED = "#1f2933", "#616e7c"
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _DOTS_PER_PIXEL = 2
 _PX_PER_INCH = 96
-_CLASSES = {"h": (15.0, INK), "s": (12.0, MUTED), "t": (11.0, MUTED), "r": (10.5, INK), "": (12.0, INK)}
-"""Size and colour of the texts of a class, here and in `dtckpt.dtensor.debug.visualize`."""
-
-
-def escape(text: str) -> str:
-    """Return a text as XML and HTML write it; characters that XML cannot hold are replaced."""
-    return html.escape(_NOT_XML.sub("\ufffd", text))
-
-
-@dataclass(slots=True)
-class Picture:
-    """A picture that is drawn from shapes; lengths are pixels.
-
-    Args:
-        title: Its title.
-        width: Its width.
-        height: Its height.
-    """
-
-    title: str
-    width: float
-    height: float
-    body: list[str] = field(default_factory=list)
-
-    def rect(  # noqa: PLR0917  (in the order of SVG)
-        self, x: float, y: float, width: float, height: float, fill: str, tooltip: str = ""
-    ) -> None:
-        """Draw a rectangle."""
-        inner = f"<title>{escape(tooltip)}</title>" if tooltip else ""
-        self.body.append(
-            f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}">{inner}</rect>\n'
-        )
-
-    def text(self, x: float, y: float, text: str, kind: str = "", *, anchor: str = "start", fill: str = "") -> None:
-        """Write a text; ``kind`` is its class: ``h`` heading, ``s`` subtitle, ``t`` tick."""
-        colour = f' fill="{fill}"' if fill else ""
-        self.body.append(
-            f'<text x="{x:.2f}" y="{y:.2f}" class="{kind}" text-anchor="{anchor}"{colour}>{escape(text)}</text>\n'
-        )
-
-    def place(self, svg: str, x: float, y: float) -> None:
-        """Place another picture inside this one."""
-        self.body.append(svg.replace("<svg ", f'<svg x="{x:.2f}" y="{y:.2f}" ', 1))
-
-    def svg(self) -> str:
-        """Return the picture."""
-        width, height = round(self.width), round(self.height)
-        rules = "".join(
-            f".dtckpt-plot .{kind}{{font-size:{size}px;fill:{colour}}}"
-            for kind, (size, colour) in _CLASSES.items()
-            if kind
-        )
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="dtckpt-plot" width="{width}" height="{height}" '
-            f'viewBox="0 0 {width} {height}" role="img">\n<title>{escape(self.title)}</title>\n'
-            f"<style>.dtckpt-plot text{{font:{FONT}}}{rules}</style>\n"
-            f'<rect width="{width}" height="{height}" fill="#fff"/>\n{"".join(self.body)}</svg>'
-        )
 
 
 def svg_size(svg: str) -> tuple[float, float]:
@@ -174,7 +112,7 @@ def _draw(axes: Any, element: ET.Element, x: float, y: float) -> None:
 
 def _draw_text(axes: Any, element: ET.Element, x: float, y: float, *, is_centred: bool) -> None:
     kind = element.get("class", "")
-    size, colour = _CLASSES.get(kind, _CLASSES[""])
+    size, colour = TEXT_CLASSES.get(kind, TEXT_CLASSES[""])
     anchor = "middle" if is_centred else element.get("text-anchor", "start")
     is_turned = "rotate(-90" in element.get("transform", "")
     axes.text(

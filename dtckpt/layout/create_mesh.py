@@ -90,15 +90,22 @@ def create_distributed_mesh(
     return _make_mesh(axes, mesh_name, own, client, count, all_devices=all_devices, use_xla_spmd=use_xla_spmd)
 
 
-def abstract_mesh(axes: Mapping[str, int], name: str = "") -> Mesh:
+def abstract_mesh(axes: Mapping[str, int], name: str = "", *, devices_per_client: int | None = None) -> Mesh:
     """Return a mesh of CPU devices that need not exist, for planning and offline work.
 
     Args:
         axes: Axes and sizes, major first.
         name: Name of the mesh.
+        devices_per_client: How many consecutive devices a client owns; default: one client owns all. The mesh is that
+            which client 0 sees.
+
+    Raises:
+        MeshError: The devices cannot be divided evenly among clients.
     """
-    own = [DeviceSpec("localhost", 0, 0, "CPU", index) for index in range(math.prod(axes.values()))]
-    return _make_mesh(_parse_axes(axes), name, own)
+    total = math.prod(axes.values())
+    each = total if devices_per_client is None else devices_per_client
+    own = [DeviceSpec("localhost", 0, 0, "CPU", index) for index in range(each)]
+    return _make_mesh(_parse_axes(axes), name, own, count=max(1, total // max(1, each)))
 
 
 def _make_mesh(

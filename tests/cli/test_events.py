@@ -60,6 +60,7 @@ def lines(root):
     yield "reshard", step, root / "new", "--mesh", "x=2"
     yield "reshard", step, root / "newer", "--mesh", "x=2", "--workers", "1"
     yield "convert", root / "model.safetensors", root / "converted"
+    yield "simulate", "llama-3-8b", "--mesh", "dp=2,tp=2", "--to-mesh", "x=2"
     yield "cat", root / "nothing", "w"
 
 

@@ -52,6 +52,7 @@ sys.exit(code)
         (["cat", "--stats", "{}", "b"], ["tensorstore"]),
         (["ls", "{}/.."], []),
         (["gc", "{}/..", "--keep", "1"], []),
+        (["simulate", "llama-3-8b", "--mesh", "x=2", "-o", "{}.svg"], []),
         (["reshard", "{}", "{}_new", "--mesh", "x=2", "--dry-run"], []),
         (["reshard", "{}", "{}_new", "--mesh", "x=2", "--dry-run", "--json", "--workers", "2", "--worker", "0"], []),
     ],

@@ -11,6 +11,7 @@ import torch
 import dtckpt
 from dtckpt import Layout, RestoreOptions, RestoreReport
 from dtckpt.checkpoint.restoring import read_once as reading_once
+from dtckpt.checkpoint.restoring import read_once_plan
 from support.states import differences, packed, tensor_of
 
 from .checkpoint_cases import mesh_over_all
@@ -43,8 +44,8 @@ def restore(
         target["plain"] = torch.zeros(3)
     reports: list[RestoreReport] = []
     options = RestoreOptions(read_once=read_once, report=reports.append, allow_unexpected=True, timeout_s=20)
-    small = mock.patch.multiple(reading_once, MIN_NBYTES=min_nbytes, BATCH_NBYTES=3000)
-    with small:
+    small = mock.patch.object(read_once_plan, "MIN_NBYTES", min_nbytes)
+    with small, mock.patch.object(reading_once, "BATCH_NBYTES", 3000):
         dtckpt.restore(path, target, options=options)
     found = [
         f"{name}: {text}"

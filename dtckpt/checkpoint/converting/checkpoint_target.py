@@ -67,7 +67,7 @@ class CheckpointConversion:
         self._checkpoint = checkpoint
         self._export = export
         self._target = commit_target_of(where)
-        self._budget = Budget.of(checkpoint, max_memory)
+        self._budget = Budget.of(checkpoint.tensors.values(), max_memory)
         # A chunk must fit a window, as a window is made of whole chunks.
         chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, self._budget.window))
         if options.raw_bits is None:

@@ -96,6 +96,18 @@ def optimal_interval(blocking_s: float, mtbf_s: float, *, lag_s: float = 0.0) ->
     return max(interval, lag_s)
 
 
+def lost_share(interval_s: float, blocking_s: float, mtbf_s: float, *, lag_s: float = 0.0) -> float:
+    """Return the part of the time that is lost with an interval between saves, as the module's formula has it.
+
+    Args:
+        interval_s: Seconds between the begins of two saves; positive.
+        blocking_s: As for `optimal_interval`, as are the others.
+        mtbf_s: Mean seconds between failures.
+        lag_s: Seconds until a save is complete.
+    """
+    return blocking_s / interval_s + (interval_s / 2 + lag_s) / mtbf_s
+
+
 def estimate_mtbf(past: Sequence[PastRun], uptime_s: float, num_hosts: int) -> float:
     """Return the mean seconds between failures, from the runs before and from what hosts fail like in general.
 

@@ -5,35 +5,30 @@ It is a save whose elements come from a checkpoint (`CheckpointSource`) and not 
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
-from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.resharding.source_plan import (
-    MIN_CHUNK_NBYTES,
-    Budget,
-    saved_only,
-    validate_memory,
-    windows_of,
+from dtckpt.checkpoint.resharding.reshard_plan import (
+    DEFAULT_MAX_MEMORY,
+    ReshardedTensor,
+    ReshardTarget,
+    plan_reshard,
 )
 from dtckpt.checkpoint.resharding.windows import share_out
 from dtckpt.checkpoint.resharding.workers import PartReport, SharedAttempt, Worker
-from dtckpt.checkpoint.restoring.layout_choice import Layouts, choose_layout
-from dtckpt.checkpoint.saving.plan import Holding, TensorPlan, TensorSpec, holdings_of, plan_save
+from dtckpt.checkpoint.restoring.layout_choice import Layouts
+from dtckpt.checkpoint.saving.plan import TensorSpec
 from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.single_client import SingleClientCoordination
-from dtckpt.errors import ConfigError, MeshError, MeshTypeError
-from dtckpt.format.dtypes import DTYPES, is_floating
-from dtckpt.layout.layout import Layout
+from dtckpt.errors import ConfigError, MeshTypeError
+from dtckpt.format.dtypes import is_floating
 from dtckpt.layout.mesh import Mesh
 from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.commit_by_rename import DirectoryTarget
@@ -44,26 +39,6 @@ if TYPE_CHECKING:
     import torch
 
     from dtckpt.checkpoint.resharding.checkpoint_source import CheckpointSource, Progress
-
-DEFAULT_MAX_MEMORY = 1 << 30
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReshardedTensor:
-    """One tensor before and after resharding; bytes are those of its elements on storage."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    new_dtype: str
-    layout: Layout | None
-    new_layout: Layout
-    num_chunks: int
-    new_num_chunks: int
-    nbytes: int
-    new_nbytes: int
-    content_digest: int | None
-    """The old tensor's, which the new one has, too; None if the old one has none, or if the stored dtype changes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,23 +121,13 @@ def reshard(
         checkpoint.validate_readable()
         if options.raw_bits is None:
             options = replace(options, raw_bits=checkpoint.format == KIND and checkpoint.manifest.raw_bits)
-        budget = Budget.of(checkpoint, max_memory)
-        # A chunk must fit a window, as a window is made of whole chunks.
-        chunk_nbytes = min(options.chunk_nbytes, max(MIN_CHUNK_NBYTES, budget.window))
-        target = _Target(mesh, new_dtype, options.codec)
         infos = dict(checkpoint.tensors)
-        specs = [_spec(info, choose_layout(name, info, mesh, layouts), target) for name, info in infos.items()]
+        specs = ReshardTarget(mesh, layouts, new_dtype, options.codec).specs(infos)
         validate_kind(options.kvstore, place.folder, (spec.codec for spec in specs))
-        plan = plan_save(specs, chunk_nbytes)
-        tensors = [_describe(infos[item.name], item) for item in plan.tensors]
-        validate_memory(plan, budget, max_memory)
-        windows = [windows_of(item, infos[item.name], budget) for item in plan.tensors]
-        read_nbytes = sum(
-            round(tensor.nbytes * each.amplification) for tensor, each in zip(tensors, windows, strict=True)
-        )
+        plan = plan_reshard(infos, specs, max_memory=max_memory, chunk_nbytes=options.chunk_nbytes)
         shared = None
         if worker is not None and isinstance(place, DirectoryTarget):
-            parts = share_out(plan, windows, worker.count)
+            parts = share_out(plan.save, plan.windows, worker.count)
             # Workers that read another source build in another directory.
             shared = SharedAttempt(place.where, parts, checkpoint.fingerprint(), worker, options)
             shared.check_target()
@@ -171,14 +136,16 @@ def reshard(
             # Here, because it imports PyTorch, which takes seconds: a dry run does without it.
             from dtckpt.checkpoint.resharding.checkpoint_source import CheckpointSource
 
-            with closing(CheckpointSource(checkpoint, budget, progress)) as source:
+            with closing(CheckpointSource(checkpoint, plan.budget, progress)) as source:
                 if shared is not None:
                     part = shared.write(source, checkpoint.tree)
                 else:
                     # Replicas are not compared: a source has one copy of everything, and would read all of it again.
-                    options = replace(options, chunk_nbytes=chunk_nbytes, check_replicas=False)
+                    options = replace(options, chunk_nbytes=plan.chunk_nbytes, check_replicas=False)
                     saved = _save(place.where, specs, source, checkpoint.tree, options)
-        return ReshardReport(checkpoint.path, place.where, mesh, tensors, max_memory, read_nbytes, saved, part)
+        return ReshardReport(
+            checkpoint.path, place.where, mesh, plan.tensors, max_memory, plan.read_nbytes, saved, part
+        )
 
 
 def _validate_arguments(mesh: Mesh, dtype: torch.dtype | None, max_memory: int, options: SaveOptions) -> str | None:
@@ -211,57 +178,3 @@ def _save(
     state = State(tuple(specs), source, tree, contents=source.contents)
     alone = SingleClientCoordination(Member(job="reshard", client=0, num_clients=1, incarnation=secrets.randbits(63)))
     return save_state(where, lambda: state, options=options, coordination=alone)
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The part of the request that is the same for all tensors.
-
-    Args:
-        mesh: The new mesh.
-        dtype: The new dtype of floating-point tensors; None: they keep theirs.
-        codec: The new codec; None: tensors keep theirs.
-    """
-
-    mesh: Mesh
-    dtype: str | None
-    codec: str | None
-
-
-def _spec(info: TensorInfo, layout: Layout | None, target: _Target) -> TensorSpec:
-    """Describe the new tensor for the plan."""
-    mesh, new_dtype = target.mesh, target.dtype
-    if layout is None or layout.mesh != mesh:
-        raise MeshError(f"layout for tensor {info.name!r} is on another mesh; expected {mesh.to_string()}")
-    dtype, stored = info.dtype_name, info.stored_dtype_name
-    if new_dtype is not None and is_floating(dtype):
-        dtype = stored = new_dtype
-    # One process writes all shards, whichever clients will read them; several share them out (`share_out`).
-    boxes = _boxes(layout, info.shape)
-    # A tensor that keeps its stored dtype must keep its content digest; the merge refuses any other.
-    content = info.content_digest if stored == info.stored_dtype_name else None
-    codec = target.codec or info.codec
-    return TensorSpec(info.name, info.shape, dtype, stored, saved_only(boxes, info), layout, content, codec)
-
-
-@lru_cache(maxsize=4096)
-def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[Holding, ...]:
-    """Return the boxes of a layout as those of one writer; one object for equal arguments, as `plan_save` likes it."""
-    return tuple(Holding(holding.region, (0,)) for holding in holdings_of(layout, shape))
-
-
-def _describe(info: TensorInfo, plan: TensorPlan) -> ReshardedTensor:
-    assert plan.spec.layout is not None  # noqa: S101  (_spec gives every tensor one)
-    return ReshardedTensor(
-        name=info.name,
-        shape=info.shape,
-        dtype=info.dtype_name,
-        new_dtype=plan.spec.dtype,
-        layout=info.layout,
-        new_layout=plan.spec.layout,
-        num_chunks=info.num_chunks,
-        new_num_chunks=plan.grid.num_chunks - len(plan.missing),
-        nbytes=info.nbytes,
-        new_nbytes=math.prod(info.shape) * DTYPES[plan.spec.stored_dtype].itemsize,
-        content_digest=plan.spec.content,
-    )

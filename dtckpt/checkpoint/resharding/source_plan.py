@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.resharding.windows import Units, Windows
 from dtckpt.checkpoint.saving.plan import Holding, SavePlan, TensorPlan
@@ -36,9 +36,9 @@ class Budget:
     window: int
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, max_memory: int) -> Budget:
-        """Divide ``max_memory`` bytes."""
-        largest = max((info.max_chunk_nbytes for info in checkpoint.tensors.values()), default=0)
+    def of(cls, infos: Iterable[TensorInfo], max_memory: int) -> Budget:
+        """Divide ``max_memory`` bytes for a source with these tensors."""
+        largest = max((info.max_chunk_nbytes for info in infos), default=0)
         # At least the largest stored chunk; `validate_memory` refuses a bound that leaves too little for the rest.
         reads = max(largest, max_memory // 8)
         return cls(largest, reads, max(1, (max_memory - reads) // NUM_WINDOWS))

@@ -18,7 +18,6 @@ restore's first round, and shares the tensors of a mesh only if all clients of t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,7 +26,7 @@ import torch
 
 from dtckpt.checkpoint.leaves import Leaf, host_array, torch_dtype
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
-from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.checkpoint.restoring.read_once_plan import pays, rows_layout, rows_nbytes
 from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf
 from dtckpt.checkpoint.timing import Phases
 from dtckpt.comm import host_memory
@@ -35,18 +34,12 @@ from dtckpt.comm.process_groups import is_connected
 from dtckpt.comm.torch_device import device_of
 from dtckpt.errors import CheckpointError, DtckptError
 from dtckpt.format.digest import bytes_digest
-from dtckpt.layout.layout import UNSHARDED, Layout
+from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.redistribution.execute import plan_redistribution, redistribute_into, report_error
 
-MIN_NBYTES = 1 << 20
-"""Smaller tensors are read by each client: they take one request to storage, or one message, all the same."""
-MIN_READS = 1.5
-"""How often each byte would be read, over all clients, at least, for sharing to pay."""
 BATCH_NBYTES = 64 << 20
 """Bytes that a client reads at a time; they are redistributed before it reads more."""
-MAX_NBYTES = 192 << 20
-"""Bound on the bytes of a client's rows of one tensor: they lie in memory beside the destination."""
 _MAX_MESHES = 16
 """Bound on the meshes whose tensors are shared: their digests must fit a barrier's payload."""
 
@@ -70,10 +63,7 @@ class SharedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes that a client reads: those of the client that reads most, so that all clients batch alike."""
-        # Rounded up to the largest shard: a client with fewer rows must not put one tensor more into its batch.
-        mesh = self.rows.mesh
-        rows = (-(-size // shards) for size, shards in zip(self.leaf.shape, self.rows.shard_grid, strict=True))
-        return math.prod(rows) * torch_dtype(self.leaf.dtype).itemsize * (mesh.size() // mesh.num_clients)
+        return rows_nbytes(self.rows, self.leaf.shape, torch_dtype(self.leaf.dtype).itemsize)
 
 
 def shareable_tensors(checkpoint: Checkpoint, leaves: Sequence[NamedLeaf]) -> list[SharedTensor]:
@@ -81,35 +71,13 @@ def shareable_tensors(checkpoint: Checkpoint, leaves: Sequence[NamedLeaf]) -> li
     tensors: list[SharedTensor] = []
     for name, leaf in leaves:
         info, layout = checkpoint.info(name), leaf.layout
-        if layout is None or layout.mesh.num_clients == 1 or not leaf.shape or info.nbytes < MIN_NBYTES:
-            continue
         # Without a process group over the mesh's clients nothing can be redistributed; each client reads for itself.
-        if not layout.mesh.local_device_ids() or not is_connected(layout.mesh.clients):
+        if layout is None or not layout.mesh.local_device_ids() or not is_connected(layout.mesh.clients):
             continue
-        tensor = SharedTensor(name, leaf, layout, rows_layout(layout, info.row_dim))
-        if tensor.nbytes <= MAX_NBYTES and reads_per_byte(info, layout) >= MIN_READS:
-            tensors.append(tensor)
+        if pays(info, layout, torch_dtype(leaf.dtype).itemsize):
+            tensors.append(SharedTensor(name, leaf, layout, rows_layout(layout, info.row_dim)))
     # By facts that all clients of a mesh share: the order of the target's tensors may differ by client.
     return sorted(tensors, key=lambda tensor: (_key(tensor.layout.mesh), tensor.name))
-
-
-def rows_layout(layout: Layout, dim: int) -> Layout:
-    """Return a layout in which every device has rows of its own, along ``dim``.
-
-    The axes that split ``dim`` already come first, so that a device reads rows that it keeps, where there are such.
-    """
-    axes = [*layout.split_axes[dim], *(axis for axis in layout.mesh.dim_names if axis not in layout.split_axes[dim])]
-    specs: list[str | tuple[str, ...]] = [UNSHARDED] * layout.rank
-    specs[dim] = tuple(axes)
-    return Layout(specs, layout.mesh)
-
-
-def reads_per_byte(info: TensorInfo, layout: Layout) -> float:
-    """Return how often each byte is read if every client reads for itself, taking the first client as typical."""
-    mesh = layout.mesh
-    regions = {layout.region(device, info.shape) for device in mesh.devices_of(mesh.clients[0])}
-    nbytes = sum(info.read_nbytes(region) for region in regions if not region.is_empty)
-    return nbytes * mesh.num_clients / info.nbytes
 
 
 def digests_by_mesh(shared: Sequence[SharedTensor]) -> dict[str, str]:

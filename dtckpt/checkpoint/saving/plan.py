@@ -9,6 +9,7 @@ and the other holders send it their pieces.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -262,9 +263,11 @@ def plan_save(
         # its own.
         key = id(spec.holdings), spec.shape, spec.stored_dtype
         draft = drafts_by_kind[key] = drafts_by_kind.get(key) or _draft(spec, max_chunk_nbytes, assembler)
-        for client, nbytes in draft.loads.items():
-            loads[client] = loads.get(client, 0) + nbytes
         drafts.append(draft)
+    # Draft by draft, not tensor by tensor: there may be thousands of tensors, each with a load on thousands of clients.
+    for draft, count in Counter(drafts).items():
+        for client, nbytes in draft.loads.items():
+            loads[client] = loads.get(client, 0) + count * nbytes
     owners = _joined_owners(drafts)
     starts = np.cumsum([0, *(draft.owners.size for draft in drafts)]).tolist()
     shared = [
