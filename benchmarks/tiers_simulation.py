@@ -22,7 +22,7 @@ from rich.table import Table
 
 import dtckpt
 from dtckpt.checkpoint.tiers.placement import Placement
-from dtckpt.svg import Picture
+from dtckpt.layout.svg import Picture
 
 NUM_HOSTS, HOSTS_PER_RACK, RACKS_PER_ROW = 2048, 8, 32
 MTBF_S = 54 * 86400 / 419

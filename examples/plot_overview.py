@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from dtckpt.svg import Picture
+from dtckpt.layout.svg import Picture
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
 """Of Okabe and Ito, which people of all kinds of sight tell apart."""

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from dtckpt.errors import format_nbytes
 from dtckpt.format.manifest import Costs
-from dtckpt.svg import MUTED, PALETTE, WAIT, Picture
+from dtckpt.layout.svg import MUTED, PALETTE, WAIT, Picture
 
 MAX_CELLS = 64
 """Rows and columns of a matrix, at most; of more devices, a cell stands for a block of them."""

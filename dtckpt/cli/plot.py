@@ -17,8 +17,8 @@ from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.cli.arguments import LayoutRules, parse_mesh, read_rules
 from dtckpt.cli.output import format_count, write_event, write_summary
+from dtckpt.cli.picture_files import svg_size, validate_output, write_picture
 from dtckpt.cli.pictures import timeline_picture, traffic_picture
-from dtckpt.cli.svg import svg_size, validate_output, write_picture
 from dtckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -28,7 +28,7 @@ from dtckpt.errors import (
 )
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.sharding_drawing import Subject, sharding_grid, subject_svg
-from dtckpt.svg import Picture
+from dtckpt.layout.svg import Picture
 
 _GAP = 24
 

@@ -13,9 +13,9 @@ from dtckpt.checkpoint.simulating.report import Operation, Simulation
 from dtckpt.checkpoint.simulating.simulate import simulate
 from dtckpt.cli.arguments import LayoutRules, parse_mesh, read_rules
 from dtckpt.cli.output import format_age, write_event, write_line, write_summary, write_table
+from dtckpt.cli.picture_files import validate_output, write_picture
 from dtckpt.cli.plain_arguments import parse_pairs, parse_size
 from dtckpt.cli.simulation_picture import simulation_picture
-from dtckpt.cli.svg import validate_output, write_picture
 from dtckpt.errors import ConfigError, format_nbytes, printable
 
 

@@ -22,7 +22,7 @@ from dtckpt.layout.sharding_drawing import (
     sharding_grid,
     subject_svg,
 )
-from dtckpt.svg import escape
+from dtckpt.layout.svg import escape
 
 __all__ = ["sharding_grid", "sharding_html", "sharding_svg", "visualize_sharding"]
 
