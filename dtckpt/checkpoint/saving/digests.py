@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import deque
@@ -18,11 +19,15 @@ from dtckpt.comm.background_threads import Pool
 from dtckpt.format.content import content_share
 from dtckpt.format.digest import Blocks, digest_chunk
 from dtckpt.format.dtypes import DTYPES
+from dtckpt.layout.region import Region
 
 MIN_NBYTES = 1 << 20
 """Smaller chunks are digested in the writing thread: to hand them to another one would cost more."""
 WAITING_NBYTES = 32 << 20
 """Bound on the bytes of elements made for a save that wait to be digested."""
+GATHERED_NBYTES = 128 << 10
+"""The chunks of a tensor of at most so many bytes are put together before their content is digested, where their rows
+are shorter than the tensor's: the call for each chunk would take longer than its elements."""
 _NICENESS = 5
 """Of the digests' thread: writing goes first, so that storage gets the chunks early, and digests fill its waits."""
 
@@ -54,6 +59,19 @@ class TensorDigests:
         self.content ^= content
 
 
+@dataclass(slots=True, eq=False)
+class _Gathered:
+    """A small tensor whose chunks are put together; elements that did not come are zero, which adds nothing."""
+
+    position: int
+    elements: np.ndarray[Any, Any]
+
+    @property
+    def content(self) -> int:
+        """The share of the elements that came in the tensor's content digest."""
+        return content_share(self.elements, self.elements.shape, Region.full(self.elements.shape))
+
+
 _ChunkResult = tuple[int, list[int], int]
 _Result = TypeVar("_Result")
 
@@ -73,6 +91,7 @@ class ChunkDigester:
         self._pending: list[tuple[TensorDigests, int, Future[_ChunkResult]]] = []
         self._waiting: deque[tuple[Future[_ChunkResult], int]] = deque()
         self._waiting_nbytes = 0
+        self._gathered: _Gathered | None = None
         self._lock = threading.Lock()
 
     def add(
@@ -91,10 +110,13 @@ class ChunkDigester:
         """
         result = self._results.get(position) or self._results.setdefault(position, TensorDigests())
         if self._thread is None or elements.nbytes < MIN_NBYTES:
-            result.put(number, self._digest(plan, number, elements))
+            is_gathered = self._with_content and _is_gathered(plan)
+            result.put(number, self._digest(plan, number, elements, with_content=not is_gathered))
+            if is_gathered:
+                self._gather(position, plan, number, elements)
             return
         result.chunks[number] = 0  # chunks stay in their order, whatever the order of the results
-        future = self._thread.submit(self._digest, plan, number, elements)
+        future = self._thread.submit(self._digest, plan, number, elements, with_content=self._with_content)
         self._pending.append((result, number, future))
         if not is_kept:
             self._bound(future, elements.nbytes)
@@ -108,10 +130,23 @@ class ChunkDigester:
             oldest.result()
             self._waiting_nbytes -= nbytes
 
-    def _digest(self, plan: TensorPlan, number: int, elements: np.ndarray[Any, Any]) -> _ChunkResult:
+    def _gather(self, position: int, plan: TensorPlan, number: int, elements: np.ndarray[Any, Any]) -> None:
+        if self._gathered is None or self._gathered.position != position:
+            self._digest_gathered()
+            self._gathered = _Gathered(position, np.zeros(plan.grid.shape, elements.dtype))
+        self._gathered.elements[plan.grid.chunk(number)[1].slices()] = elements
+
+    def _digest_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None:
+            self._results[gathered.position].content ^= gathered.content
+
+    def _digest(
+        self, plan: TensorPlan, number: int, elements: np.ndarray[Any, Any], *, with_content: bool
+    ) -> _ChunkResult:
         (index, region), itemsize = plan.grid.chunk(number), DTYPES[plan.spec.stored_dtype].itemsize
         digest, blocks = digest_chunk(plan.spec.name, index, elements, Blocks.of(plan.grid, itemsize))
-        return digest, blocks, content_share(elements, plan.grid.shape, region) if self._with_content else 0
+        return digest, blocks, content_share(elements, plan.grid.shape, region) if with_content else 0
 
     def then(self, work: Callable[[], _Result]) -> Callable[[], _Result]:
         """Run work after all chunks that were added so far; return a function that waits for its result."""
@@ -123,7 +158,15 @@ class ChunkDigester:
             for result, number, future in self._pending:
                 result.put(number, future.result())
             self._pending.clear()
+            self._digest_gathered()
         return self._results
+
+
+def _is_gathered(plan: TensorPlan) -> bool:
+    """Whether a tensor's content is digested once for all its chunks; see `GATHERED_NBYTES`."""
+    grid = plan.grid
+    is_cut = grid.chunk_shape[1:] != grid.shape[1:]
+    return is_cut and math.prod(grid.shape) * DTYPES[plan.spec.stored_dtype].itemsize <= GATHERED_NBYTES
 
 
 @contextmanager
