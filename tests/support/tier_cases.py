@@ -85,6 +85,24 @@ def restore(
         }
 
 
+def save_different_copies(root: Path, folder: Path, hosts: Sequence[str]) -> None:
+    """Save values of which each client has another copy, although they should be alike."""
+    client = Config.from_environ().client_id
+    options = dtckpt.SaveOptions(check_replicas=False)
+    with CheckpointManager(root, local=tier(folder, hosts), save_interval_steps=10**6, options=options) as manager:
+        for step in (1, 2):
+            manager.save(step, {f"w{number}": torch.full((3,), client + 10.0 * number) for number in range(4)})
+        manager.wait()
+
+
+def restore_values(root: Path, folder: Path, hosts: Sequence[str]) -> dict[str, list[float]]:
+    """Restore and return the values."""
+    with CheckpointManager(root, local=tier(folder, hosts)) as manager:
+        restored = manager.restore()
+        assert restored.local is not None
+        return {name: tensor.tolist() for name, tensor in restored.tree.items()}
+
+
 def remove_host(folder: Path, host: str) -> None:
     shutil.rmtree(folder / host, ignore_errors=True)
 

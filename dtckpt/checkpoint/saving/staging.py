@@ -11,9 +11,10 @@ own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -45,7 +46,14 @@ class StagingMemory:
         self._pieces: list[torch.Tensor] = []
 
     def stage(
-        self, state: State, plan: SavePlan, client: int, *, with_copies: bool, count: Callable[[int], object]
+        self,
+        state: State,
+        plan: SavePlan,
+        client: int,
+        *,
+        with_copies: bool,
+        count: Callable[[int], object],
+        beside: Mapping[str, Sequence[Region]] = MappingProxyType({}),
     ) -> State:
         """Copy the elements that a client will write; with ``with_copies``, digest every copy of a value that it holds.
 
@@ -59,6 +67,8 @@ class StagingMemory:
             client: This client.
             with_copies: Whether the save compares replicas.
             count: Called with the bytes that were copied.
+            beside: By tensor, further regions to copy, each inside a box that this client holds. They come behind the
+                others.
 
         Returns:
             The state in staging memory; the given one if its elements do not come from memory.
@@ -80,6 +90,9 @@ class StagingMemory:
                     boxes += [
                         (name, region, [view]) for region, view in _views_to_stage(box, copies[0].detach(), written)
                     ]
+        for name, regions in beside.items():
+            for box, copies in state.source.parts(name):
+                boxes += [(name, region, [view]) for region, view in _views_to_stage(box, copies[0].detach(), regions)]
         sources = [view for _, _, views in boxes for view in views]
         targets = self._carve(sources)
         with torch.no_grad():

@@ -198,7 +198,8 @@ def state_of_save(
     for client, holders in sorted(held.holders.items()):
         candidates = [each for host in holders if host in hosts for each in hosts[host].clients] or [0]
         writers[client] = min(candidates, key=lambda each: (loads[each], each))
-        loads[writers[client]] += files.indexes[client].nbytes
+        # Without near copies, of which only one host knows: all clients choose the same writers.
+        loads[writers[client]] += files.indexes[client].without_copies().nbytes
     rules = StoredDtypes(options)
     specs = tuple(
         TensorSpec(

@@ -12,6 +12,7 @@ from dtckpt.checkpoint.saving.plan import SavePlan
 from dtckpt.checkpoint.saving.staging import ALIGNMENT, written_regions
 from dtckpt.checkpoint.saving.state import MemorySource, State
 from dtckpt.checkpoint.tiers.host_folder import PartFile
+from dtckpt.checkpoint.tiers.near_copies import near_copies
 from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.format.dtypes import DTYPES
 
@@ -113,10 +114,11 @@ def is_on_host(state: State) -> bool:
 
 
 @lru_cache(maxsize=4)
-def part_nbytes(plan: SavePlan, client: int) -> int:
-    """Return the bytes that a client's part takes at most, with every box aligned."""
+def part_nbytes(plan: SavePlan, client: int, neighbours: tuple[int, ...]) -> int:
+    """Return the bytes that a client's part and its near copies take at most, with every box aligned."""
+    copies = near_copies(plan, client, neighbours)
     return sum(
         -(-region.numel * DTYPES[tensor.dtype].itemsize // ALIGNMENT) * ALIGNMENT
         for tensor in plan.tensors
-        for region in written_regions(tensor, client)
+        for region in (*written_regions(tensor, client), *copies.get(tensor.name, ()))
     )

@@ -49,7 +49,7 @@ def verified_elements(data: memoryview, index: PartIndex, number: int) -> np.nda
     Raises:
         CheckpointCorruptError: They have changed since the save.
     """
-    piece = index.pieces[number]
+    piece = index.piece(number)
     tensor = index.tensors[piece.tensor]
     try:
         elements = elements_of(data, piece, DTYPES[tensor.dtype])
@@ -87,7 +87,7 @@ class OpenPart:
 
     def copy_whole(self, number: int, into: memoryview) -> None:
         """Copy a dense piece to memory of its size, and verify the copy. Raises: as `verified_elements`."""
-        piece = self.index.pieces[number]
+        piece = self.index.piece(number)
         name = self.index.tensors[piece.tensor].name
         digest = xxhash.xxh3_64(seed=piece_seed(name, piece.region))
         source = self._data[piece.offset : piece.offset + len(into)]

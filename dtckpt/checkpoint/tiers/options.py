@@ -24,6 +24,9 @@ class LocalTier:
         copies: How many hosts hold each part of a step, the one that saved it among them.
         keep: How many steps the tier keeps. While copies of the newest ones are missing, it also keeps the newest step
             that has all of its copies.
+        near_copies: Whether a host keeps a copy of each value that its clients have and clients of other hosts save, as
+            the weights of norms, and most values under HSDP and DDP. Hosts that come back then read nothing from each
+            other. A save copies these values, too, and the tier has to have memory for them.
         max_nbytes: Bound on the bytes below ``path`` that the clients of one host take together, copies for other hosts
             included. A save that would exceed it is skipped. Default: no bound but the space that there is.
         max_rate: Bound on the bytes per second that a client sends to other hosts. Default: none.
@@ -43,6 +46,7 @@ class LocalTier:
     every_steps: int = 10
     copies: int = 2
     keep: int = 2
+    near_copies: bool = True
     max_nbytes: int | None = None
     max_rate: float | None = None
     max_root_rate: float | None = None
@@ -56,6 +60,8 @@ class LocalTier:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"LocalTier: {name} must be a whole number from 1 on; got {value!r}")
+        if type(self.near_copies) is not bool:
+            raise ConfigError(f"LocalTier: near_copies must be True or False; got {self.near_copies!r}")
         for name in ("max_nbytes", "max_rate", "max_root_rate", "timeout_s"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value > 0):

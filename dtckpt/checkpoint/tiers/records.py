@@ -12,7 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -109,6 +109,8 @@ class PartIndex:
         tensors: The tensors that the client passed.
         pieces: The boxes that the file holds.
         metrics: The metrics that client 0 passed.
+        copies: Near copies behind them in the file, if it lies on the host of the client; see
+            `dtckpt.checkpoint.tiers.near_copies`.
     """
 
     save: SaveId
@@ -118,6 +120,17 @@ class PartIndex:
     tensors: tuple[PartTensor, ...]
     pieces: tuple[PartPiece, ...]
     metrics: Mapping[str, float]
+    copies: tuple[PartPiece, ...] = ()
+
+    def piece(self, number: int) -> PartPiece:
+        """Return a piece; the near copies are numbered behind the others."""
+        return self.pieces[number] if number < len(self.pieces) else self.copies[number - len(self.pieces)]
+
+    def without_copies(self) -> PartIndex:
+        """Return the index of the part as it is sent to other hosts: of the file, what lies before the near copies."""
+        if not self.copies:
+            return self
+        return replace(self, copies=(), nbytes=min(piece.offset for piece in self.copies))
 
     def to_bytes(self) -> bytes:
         """Return the index file."""
@@ -128,17 +141,8 @@ class PartIndex:
             "nbytes": self.nbytes,
             "tree": self.tree.decode(),
             "tensors": _tensors_to_text(self.tensors),
-            "pieces": [
-                (
-                    piece.tensor,
-                    piece.region.offset,
-                    piece.region.shape,
-                    piece.offset,
-                    None if piece.strides == c_strides(piece.region.shape) else piece.strides,
-                    piece.digest,
-                )
-                for piece in self.pieces
-            ],
+            "pieces": [_piece_to_json(piece) for piece in self.pieces],
+            "copies": [_piece_to_json(piece) for piece in self.copies],
             "metrics": dict(self.metrics),
         }
         data = zlib.compress(json.dumps(facts, separators=(",", ":")).encode(), 1)
@@ -164,6 +168,7 @@ class PartIndex:
                 tensors=_tensors_of_text(facts["tensors"]),
                 pieces=tuple(_piece_of_json(piece) for piece in facts["pieces"]),
                 metrics={str(name): float(value) for name, value in facts["metrics"].items()},
+                copies=tuple(_piece_of_json(piece) for piece in facts["copies"]),
             )
             index._validate()
             return index
@@ -175,7 +180,7 @@ class PartIndex:
         if not 0 <= self.client < self.save.num_clients or self.nbytes < 0:
             raise ValueError(f"it is of client {self.client}, with {self.nbytes} bytes")
         wholes = [(Region.full(tensor.shape), DTYPES[tensor.dtype].itemsize) for tensor in self.tensors]
-        for piece in self.pieces:
+        for piece in (*self.pieces, *self.copies):
             tensor, (whole, itemsize) = self.tensors[piece.tensor], wholes[piece.tensor]
             is_inside = whole.contains(piece.region) and not piece.region.is_empty
             if not is_inside or piece.tensor < 0 or piece.offset < 0 or min(piece.strides, default=0) < 0:
@@ -210,6 +215,11 @@ def _layout_of_json(facts: Any, meshes: Sequence[Mesh]) -> Layout | None:
         return None
     mesh, specs = facts
     return Layout([tuple(spec) if isinstance(spec, list) else spec for spec in specs], meshes[mesh])
+
+
+def _piece_to_json(piece: PartPiece) -> tuple[Any, ...]:
+    strides = None if piece.strides == c_strides(piece.region.shape) else piece.strides
+    return piece.tensor, piece.region.offset, piece.region.shape, piece.offset, strides, piece.digest
 
 
 def _piece_of_json(facts: Sequence[Any]) -> PartPiece:

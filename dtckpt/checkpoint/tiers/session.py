@@ -34,6 +34,7 @@ from dtckpt.checkpoint.saving.votes import Agreement, Summary
 from dtckpt.checkpoint.tiers.holdings import HeldSave, copies_to_make, held_saves, saves_to_keep
 from dtckpt.checkpoint.tiers.host_folder import HostFolder, PartFile
 from dtckpt.checkpoint.tiers.local_save import BeginVote, Begun, Prepared, SaveRequest, is_on_host, part_nbytes
+from dtckpt.checkpoint.tiers.near_copies import near_copies
 from dtckpt.checkpoint.tiers.options import LocalTier
 from dtckpt.checkpoint.tiers.part_writer import described_pieces
 from dtckpt.checkpoint.tiers.peers import Peer, own_address
@@ -169,6 +170,12 @@ class TierSession:
         """The host of this client."""
         return self.hosts[self.tier.host_name]
 
+    @property
+    def _neighbours(self) -> tuple[int, ...]:
+        """The clients among which near copies are shared out; all, if there shall be none."""
+        hosts = [self.own_host] if self.tier.near_copies else self.hosts.values()
+        return tuple(sorted(client for host in hosts for client in host.clients))
+
     def _peer(self, host: str, client: int | None = None) -> Peer:
         """Return the server of a client on a host; by default of the one in this client's place there."""
         info = self.hosts[host]
@@ -252,7 +259,12 @@ class TierSession:
             try:
                 with collective.phases.measure("stage"):
                     staged = files[-1].staging.stage(
-                        prepared.state, prepared.plan, collective.client, with_copies=with_copies, count=count
+                        prepared.state,
+                        prepared.plan,
+                        collective.client,
+                        with_copies=with_copies,
+                        count=count,
+                        beside=near_copies(prepared.plan, collective.client, self._neighbours),
                     )
             except Exception as error:
                 return replace(prepared, staged=error)
@@ -263,7 +275,7 @@ class TierSession:
             text, digest = described(state.specs, state.values) if len(clients) > 1 else (b"", 0)
             plan = exchange.latest_union(digest) or kept_plan(passed_by_all(state.specs, clients), options.chunk_nbytes)
             # Here, so that a tier that is full is this client's vote.
-            files.append(self.folder.take(part_nbytes(plan, collective.client)))
+            files.append(self.folder.take(part_nbytes(plan, collective.client, self._neighbours)))
             prepared = Prepared(state, plan, digest)
             summary = Summary.of("", "", digest, state.tree, options, unions=exchange.kept_unions())
             assert self._server is not None  # noqa: S101  joined
@@ -289,7 +301,7 @@ class TierSession:
                 prepared = replace(prepared, plan=plan, staged=None)
                 try:
                     self.folder.give_back(files.pop())
-                    files.append(self.folder.take(part_nbytes(plan, collective.client)))
+                    files.append(self.folder.take(part_nbytes(plan, collective.client, self._neighbours)))
                 except DtckptError as error:
                     prepared = replace(prepared, staged=error)
                 prepared = stage(prepared) if prepared.staged is None else prepared
@@ -350,22 +362,17 @@ class TierSession:
     def _hold(self, begun: Begun, collective: Collective) -> None:
         """Take digests, make the part whole, vote, and begin to copy. Collective: barrier ``local/held``."""
         save, client = begun.save, collective.client
-        file, data = begun.file, b""
+        file, sent = begun.file, None
 
         def put() -> None:
-            nonlocal data
+            nonlocal sent
             staged = begun.staged_state
             assert file is not None  # noqa: S101  else the state could not be staged
-            index = PartIndex(
-                save,
-                client,
-                file.nbytes,
-                begun.state.tree,
-                *described_pieces(staged, begun.plan, file, client),
-                begun.metrics,
-            )
-            data = index.to_bytes()
-            self.folder.put(file, index, data, is_voted=False)
+            near = near_copies(begun.plan, client, self._neighbours)
+            tensors, pieces, copies = described_pieces(staged, begun.plan, file, client, near)
+            index = PartIndex(save, client, file.nbytes, begun.state.tree, tensors, pieces, begun.metrics, copies)
+            self.folder.put(file, index, index.to_bytes(), is_voted=False)
+            sent = index.without_copies()
 
         try:
             collective.run_round("held", put, phase="digest")
@@ -374,16 +381,18 @@ class TierSession:
                 self.folder.give_back(file)
             raise
         assert file is not None  # noqa: S101  no round passes with a client that could not stage
+        assert sent is not None  # noqa: S101  set before the round
         collective.phases.end()
         # The save counts, whatever becomes of this host: the other clients go on, and so does this one.
         with _noted([], self.tier.host_name):
             self.folder.note_voted(save, client)
-        self._copy(save, data, file, is_agreed=begun.is_agreed)
+        self._copy(sent, file, is_agreed=begun.is_agreed)
         with _noted([], self.tier.host_name):
             self._remove_old(save, begun.protected)
 
-    def _copy(self, save: SaveId, index: bytes, file: PartFile, *, is_agreed: bool) -> None:
+    def _copy(self, index: PartIndex, file: PartFile, *, is_agreed: bool) -> None:
         """Begin to send this client's part to the hosts that hold copies of it."""
+        save = index.save
         self._expected = {
             (save, each)
             for host, info in self.hosts.items()
@@ -392,7 +401,8 @@ class TierSession:
         }
         unpin = self.folder.pin(save)
         peers = [self._peer(host) for host in self.placement.partners(self.tier.host_name)]
-        self.replicator.submit(Copy(save, self._client, index, file.view, peers, unpin, is_agreed))
+        data = file.view[: index.nbytes]
+        self.replicator.submit(Copy(save, self._client, index.to_bytes(), data, peers, unpin, is_agreed))
 
     def _remove_old(self, save: SaveId, protected: Mapping[int, Sequence[SaveId]]) -> None:
         voted = [each for each in self.folder.parts().voted if each <= save]
@@ -421,7 +431,8 @@ class TierSession:
                     index = PartIndex.from_bytes(file)
                     if index.save != held.save or (client is not None and index.client != client):
                         raise CheckpointCorruptError("an index is that of another part")
-                    indexes.setdefault(index.client, index)
+                    # Near copies of other hosts are not asked for: what they are copies of is asked for itself.
+                    indexes.setdefault(index.client, index if host == here else index.without_copies())
         if lost := sorted(held.holders.keys() - indexes.keys()):
             raise CheckpointCorruptError(
                 f"step {held.save.step} of the local tier: no index is left of the parts of clients {capped(lost)}: "
@@ -429,7 +440,11 @@ class TierSession:
             )
         holders = {client: self._holders(hosts, client) for client, hosts in held.holders.items()}
         files = TierFiles(held.save, indexes, holders, self.folder)
-        is_remote = any(here not in hosts for hosts in held.holders.values())
+        # With near copies, clients that are where they were find everything on their host.
+        is_where_it_was = self.tier.near_copies and all(
+            here in held.holders.get(each, ()) for each in self.own_host.clients
+        )
+        is_remote = not is_where_it_was and any(here not in hosts for hosts in held.holders.values())
         return TierCheckpoint(files, self.folder.path / held.save.name, is_remote=is_remote)
 
     def _index_files(
@@ -460,13 +475,13 @@ class TierSession:
             if sender != own.name or own.clients[number % len(own.clients)] != self._client:
                 continue
             with _noted([], own.name):
-                index = self.folder.index_file(held.save, client)
-                # The file may be longer than the part: it may have held another one.
-                nbytes = PartIndex.from_bytes(index).nbytes
-                data = self.folder.open_data(held.save, client)[:nbytes]
-                if len(data) < nbytes:
+                index = PartIndex.from_bytes(self.folder.index_file(held.save, client)).without_copies()
+                # The file may be longer than the part: it may have held another one, and near copies lie behind it.
+                data = self.folder.open_data(held.save, client)[: index.nbytes]
+                if len(data) < index.nbytes:
                     raise CheckpointCorruptError(f"the file of client {client} was cut short")
-                copy = Copy(held.save, client, index, data, [self._peer(receiver)], self.folder.pin(held.save))
+                unpin = self.folder.pin(held.save)
+                copy = Copy(held.save, client, index.to_bytes(), data, [self._peer(receiver)], unpin)
                 self.replicator.submit(copy)
 
 

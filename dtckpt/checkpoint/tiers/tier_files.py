@@ -82,10 +82,20 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BoxRead:
-    """A box of a piece that some memory needs."""
+    """A box of a piece that some memory needs.
+
+    Args:
+        client: The client whose part has the piece.
+        number: Its number there.
+        here: Where it lies on this host: the client whose part has it, or a near copy of it, and its number there.
+        box: The box, relative to the piece.
+        target: The memory.
+        dtype: The stored dtype.
+    """
 
     client: int
     number: int
+    here: tuple[int, int] | None
     box: Region
     target: np.ndarray[Any, Any]
     dtype: np.dtype[Any]
@@ -147,6 +157,7 @@ class TierFiles:
         self._folder = folder
         self._parts: dict[int, OpenPart] = {}
         self._numbers: dict[tuple[str, Region], tuple[int, int]] = {}
+        self._near: dict[tuple[str, Region], tuple[int, int]] = {}
         self.structure = _united_tree(indexes)
         self.index = ForeignIndex(KIND, self._tensors(), self.structure)
         self.tensors = TensorInfos(self.index.tensors, self._describe)
@@ -165,6 +176,8 @@ class TierFiles:
                 name = index.tensors[piece.tensor].name
                 pieces[name].append(Piece(piece.region, str(client), piece.offset, piece.strides))
                 self._numbers[name, piece.region] = client, number
+            for number, piece in enumerate(index.copies, len(index.pieces)):
+                self._near[index.tensors[piece.tensor].name, piece.region] = client, number
         return {
             name: ForeignTensor(name, shape, dtype, tuple(pieces[name]), layout)
             for name, (shape, dtype, layout) in facts.items()
@@ -200,7 +213,7 @@ class TierFiles:
         local: list[_BoxRead] = []
         remote: dict[int, list[_BoxRead]] = defaultdict(list)
         for read in self._reads(requests):
-            (local if self._is_here(read.client) else remote[read.client]).append(read)
+            (remote[read.client] if read.here is None else local).append(read)
         total = 0
         with ThreadPoolExecutor(max(REQUESTS, spare_threads()), thread_name_prefix="dtckpt-tier") as pool:
             batches = [batch for reads in remote.values() for batch in _batches(reads)]
@@ -231,25 +244,36 @@ class TierFiles:
                     target = cut(buffer, common.relative_to(region).slices())
                     box = common.relative_to(piece.region)
                     found += box.numel
-                    yield _BoxRead(client, number, box, target, DTYPES[tensor.dtype])
+                    here = self._place_here(name, piece.region)
+                    yield _BoxRead(client, number, here, box, target, DTYPES[tensor.dtype])
                 if found != region.numel:
                     raise RegionNotFoundError(
                         f"{region} of tensor {name!r} was not saved whole in step {self.save.step}"
                     )
 
-    def _is_here(self, client: int) -> bool:
-        return any(holder.peer is None for holder in self._holders[client])
+    def _place_here(self, name: str, region: Region) -> tuple[int, int] | None:
+        """Return where this host has a piece: the client whose part or near copy it is, and its number there."""
+        client, number = self._numbers[name, region]
+        if any(holder.peer is None for holder in self._holders[client]):
+            return client, number
+        near = self._near.get((name, region))
+        if near is None or self.indexes[near[0]].piece(near[1]).digest != self.indexes[client].piece(number).digest:
+            # Copies that differed when they were saved: the part's counts, on every host.
+            return None
+        return near
 
     def _read_here(self, batch: Sequence[_BoxRead]) -> int:
         """Read boxes of this host's parts; boxes that are damaged here come from another host."""
         nbytes = 0
         for read in batch:
+            assert read.here is not None  # noqa: S101  else it is not read here
+            client, number = read.here
             try:
-                part, piece = self._own_part(read.client), self.indexes[read.client].pieces[read.number]
+                part, piece = self._own_part(client), self.indexes[client].piece(number)
                 if read.is_direct and piece.is_dense and read.box.shape == piece.region.shape:
-                    part.copy_whole(read.number, as_bytes(read.target).data)
+                    part.copy_whole(number, as_bytes(read.target).data)
                 else:
-                    convert(cut(part.elements(read.number), read.box.slices()), read.target)
+                    convert(cut(part.elements(number), read.box.slices()), read.target)
             except CheckpointCorruptError as error:
                 self._pass_over("this host", error)
                 nbytes += self._read_from_peers([read], error)

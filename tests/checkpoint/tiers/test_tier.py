@@ -13,7 +13,7 @@ from support import tier_cases
 import dtckpt
 from dtckpt import CheckpointManager, LocalTier
 from dtckpt.checkpoint.tiers.durable import RateLimitedSource
-from dtckpt.checkpoint.tiers.records import SaveId
+from dtckpt.checkpoint.tiers.records import PartIndex, SaveId
 
 pytestmark = pytest.mark.processes
 
@@ -65,10 +65,40 @@ def test_a_lost_host_and_renumbered_clients(pool, folders):
 
 
 def test_the_same_hosts_read_no_byte_of_each_other(pool, folders):
-    pool.values(tier_cases.save_steps, *folders, hosts(3), [5], clients=3, group=True, small=False)
-    restored = restore_all(pool, folders, hosts(3), small=False)
-    assert all(each["local"].received_nbytes == 0 < each["local"].local_nbytes for each in restored)
-    assert all(each["local"].copies == 2 for each in restored)
+    """Also of what all of them have, which one client has saved."""
+    pool.values(tier_cases.save_steps, *folders, hosts(3), [5], clients=3, group=True)
+    for _ in range(2):
+        restored = restore_all(pool, folders, hosts(3))
+        assert all(each["local"].received_nbytes == 0 < each["local"].local_nbytes for each in restored)
+        assert all(each["local"].copies == 2 for each in restored)
+
+
+def test_without_near_copies_they_read_what_all_have(pool, folders):
+    pool.values(tier_cases.save_steps, *folders, hosts(3), [5], clients=3, group=True, near_copies=False)
+    restored = restore_all(pool, folders, hosts(3), near_copies=False)
+    assert sum(each["local"].received_nbytes for each in restored) > 0
+
+
+def test_a_damaged_near_copy(pool, folders):
+    """It is passed over, and said; the part that it is a copy of is read."""
+    pool.values(tier_cases.save_steps, *folders, hosts(2), [5], clients=2, group=True, copies=1)
+    (file,) = files_of(folders[1], "host1")
+    index = PartIndex.from_bytes(file.with_suffix(".voted").read_bytes())
+    data = bytearray(file.read_bytes())
+    data[index.copies[0].offset] ^= 4
+    file.write_bytes(data)
+    restored = restore_all(pool, folders, hosts(2), copies=1)
+    assert restored[0]["local"].passed_over == ()
+    assert any("damaged" in text for text in restored[1]["local"].passed_over)
+    assert restored[1]["local"].received_nbytes > 0
+
+
+def test_copies_that_differed_when_they_were_saved(pool, folders):
+    """Every host restores the value that the part has."""
+    args = (tier_cases.save_different_copies, *folders, hosts(2))
+    pool.values(*args, clients=2, group=True)
+    first, second = pool.values(tier_cases.restore_values, *folders, hosts(2), clients=2, group=True)
+    assert first == second
 
 
 def test_any_number_of_hosts_in_turn(pool, folders):

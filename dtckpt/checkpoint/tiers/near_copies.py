@@ -1,0 +1,76 @@
+"""Choose what a host keeps of the values that clients of other hosts save, too; pure.
+
+Of a value that several hosts have, as the weights of a norm, or every value under HSDP and DDP, one client saves each
+chunk, and its part is copied to partners as all parts are. If the host of that client were the only one to keep the
+chunk, the others would have to ask it when the job comes back. So each host that has the value keeps a *near copy* of
+the chunk, in the file of one of its clients, behind that client's part::
+
+    host a    client 0   | part: w[0:4]  norm |                         norm is in the part of client 0
+              client 1   | part: w[4:8]       |
+    host b    client 2   | part: w[8:12]      |  near copies: norm |
+              client 3   | part: w[12:16]     |
+
+No host counts on the near copies of another one: they are not sent to partners, and a step is whole without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from types import MappingProxyType
+
+from dtckpt.checkpoint.saving.plan import NO_CLIENT, SavePlan, TensorPlan
+from dtckpt.layout.region import Region
+
+NearCopies = Mapping[str, tuple[Region, ...]]
+"""By tensor, the regions of which a client keeps near copies."""
+NO_COPIES: NearCopies = MappingProxyType({})
+
+
+@lru_cache(maxsize=4)
+def near_copies(plan: SavePlan, client: int, neighbours: tuple[int, ...]) -> NearCopies:
+    """Return the regions of which a client keeps near copies; each is given to the save by a client of another host.
+
+    Args:
+        plan: What all clients write.
+        client: The client.
+        neighbours: The clients of its host, ascending, with itself. They take turns.
+    """
+    on_host = frozenset(neighbours)
+    # Tensors of the same layout and shape have the same holdings, as one object.
+    boxes_of: dict[int, list[tuple[Region, tuple[int, ...]]]] = {}
+    found: dict[str, tuple[Region, ...]] = {}
+    for tensor in plan.tensors:
+        holdings = tensor.spec.holdings
+        boxes = boxes_of.get(id(holdings))
+        if boxes is None:
+            boxes = boxes_of[id(holdings)] = []
+            for holding in holdings:
+                own = tuple(each for each in holding.clients if each in on_host)
+                if 0 < len(own) < len(holding.clients):
+                    boxes.append((holding.region, own))
+        regions = [
+            region
+            for box, own in boxes
+            for number, region in _given_elsewhere(tensor, box, on_host)
+            if own[number % len(own)] == client
+        ]
+        if regions:
+            found[tensor.name] = tuple(regions)
+    return found
+
+
+def _given_elsewhere(tensor: TensorPlan, box: Region, on_host: frozenset[int]) -> Iterator[tuple[int, Region]]:
+    """Yield the regions inside a box that clients of other hosts give to the save, each with its chunk's number."""
+    for index in tensor.grid.meeting(box):
+        number = tensor.grid.number(index)
+        owner = int(tensor.owners[number])
+        if number in tensor.pieces:
+            given = [(piece.region, piece.client) for piece in tensor.pieces[number]]
+        else:
+            given = [(tensor.grid.region(index), owner)]
+        yield from (
+            (number, region)
+            for region, giver in given
+            if giver != NO_CLIENT and giver not in on_host and box.contains(region)
+        )
