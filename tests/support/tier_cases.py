@@ -103,6 +103,16 @@ def restore_values(root: Path, folder: Path, hosts: Sequence[str]) -> dict[str, 
         return {name: tensor.tolist() for name, tensor in restored.tree.items()}
 
 
+def error_of_restore(root: Path, folder: Path, hosts: Sequence[str]) -> str:
+    """Return the class of the error of a restore."""
+    with CheckpointManager(root, local=tier(folder, hosts)) as manager:
+        try:
+            manager.restore()
+        except dtckpt.errors.DtckptError as error:
+            return type(error).__name__
+    return "none"
+
+
 def remove_host(folder: Path, host: str) -> None:
     shutil.rmtree(folder / host, ignore_errors=True)
 

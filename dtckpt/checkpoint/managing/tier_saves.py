@@ -27,7 +27,8 @@ from dtckpt.checkpoint.tiers.holdings import HeldSave
 from dtckpt.checkpoint.tiers.local_restore import LocalRestore
 from dtckpt.checkpoint.tiers.local_save import Begun, SaveRequest
 from dtckpt.checkpoint.tiers.options import LocalTier
-from dtckpt.checkpoint.tiers.records import SaveId
+from dtckpt.checkpoint.tiers.records import UNKNOWN_ROOT, SaveId
+from dtckpt.checkpoint.tiers.root_identity import root_identity
 from dtckpt.checkpoint.tiers.session import TierSession
 from dtckpt.checkpoint.tiers.status import write_status
 from dtckpt.checkpoint.tiers.tier_files import TierCheckpoint
@@ -70,13 +71,14 @@ class TierSaves:
         self._status = _StatusWriter()
         self._opened: dict[str, TierCheckpoint] = {}
 
-    def _has_durable(self) -> bool:
-        """Whether there is a checkpoint in the root; also if storage does not say so now."""
+    def _ask_root(self) -> tuple[bool, str]:
+        """Return whether there is a checkpoint in the root, also if storage does not say so now, and its identity."""
         try:
-            return bool(self._folders.saved())
+            has_steps = bool(self._folders.saved())
         except StorageError as error:
             logger.warning("the steps of the root cannot be listed: %s", error)
-            return True
+            return True, UNKNOWN_ROOT
+        return has_steps, root_identity(self._root_folder)
 
     def is_due(self, step: int) -> bool:
         """Whether a step is saved in the tier."""
@@ -84,7 +86,7 @@ class TierSaves:
 
     def join(self, collective: Collective) -> None:
         """Let the clients tell each other which parts their hosts hold. Collective: As `TierSession.join`."""
-        self.session.join(collective, self._has_durable)
+        self.session.join(collective, self._ask_root)
         # The first step of a job is written to the root: a job that has steps in its tier alone would look new.
         if not self.session.has_durable:
             self._debt = max(self._debt, 1)

@@ -287,10 +287,13 @@ class HostFolder:
         if not with_others:
             return
         own = {save for save, _ in mine}
-        # Newer ones than all that are kept are being written by processes of this host.
+        # Newer ones than all that are kept are being written by processes of this host; those of a job with another
+        # root are not this job's.
         newest = max(kept, default=None)
         for save, folder in list(self._saves()):
-            if save not in stay and save not in own and newest is not None and save < newest:
+            if newest is None or not save.belongs_to(newest.root):
+                continue
+            if save not in stay and save not in own and save < newest:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def remove_spare_of_the_dead(self) -> None:

@@ -26,7 +26,9 @@ from dtckpt.layout.region import Region
 
 FORMAT = 1
 MAX_INDEX_NBYTES = 1 << 30
-_SAVE_NAME = re.compile(r"(\d{20})-(\d{1,18})-(\d{1,9})-([01])-([0-9a-f]{8})")
+UNKNOWN_ROOT = "00000000"
+"""Stands for the identity of a root that storage did not say."""
+_SAVE_NAME = re.compile(r"(\d{20})-(\d{1,18})-(\d{1,9})-([01])-([0-9a-f]{8})-([0-9a-f]{8})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,6 +42,7 @@ class SaveId:
         num_clients: The clients that saved it, each of which has one part.
         is_durable: Whether the step is to be written to the root, too.
         token: Random, so that two attempts of one number are told apart.
+        root: The identity of the root; see `dtckpt.checkpoint.tiers.root_identity`.
     """
 
     number: int
@@ -47,11 +50,16 @@ class SaveId:
     num_clients: int
     is_durable: bool
     token: str
+    root: str = UNKNOWN_ROOT
+
+    def belongs_to(self, root: str) -> bool:
+        """Whether a root may be that of the save."""
+        return self.root == root or UNKNOWN_ROOT in (self.root, root)
 
     @property
     def name(self) -> str:
         """The name of its directory."""
-        return f"{self.number:020d}-{self.step}-{self.num_clients}-{int(self.is_durable)}-{self.token}"
+        return f"{self.number:020d}-{self.step}-{self.num_clients}-{int(self.is_durable)}-{self.token}-{self.root}"
 
     @classmethod
     def parse(cls, name: str) -> SaveId:
@@ -59,8 +67,8 @@ class SaveId:
         match = _SAVE_NAME.fullmatch(name)
         if match is None:
             raise ValueError(f"{name[:100]!r} is no name of a local save")
-        number, step, num_clients, is_durable, token = match.groups()
-        return cls(int(number), int(step), int(num_clients), is_durable == "1", token)
+        number, step, num_clients, is_durable, token, root = match.groups()
+        return cls(int(number), int(step), int(num_clients), is_durable == "1", token, root)
 
 
 @dataclass(frozen=True, slots=True)

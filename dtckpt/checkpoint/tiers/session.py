@@ -39,8 +39,9 @@ from dtckpt.checkpoint.tiers.options import LocalTier
 from dtckpt.checkpoint.tiers.part_writer import described_pieces
 from dtckpt.checkpoint.tiers.peers import Peer, own_address
 from dtckpt.checkpoint.tiers.placement import Placement
-from dtckpt.checkpoint.tiers.records import HostInfo, HostParts, PartIndex, SaveId
+from dtckpt.checkpoint.tiers.records import UNKNOWN_ROOT, HostInfo, HostParts, PartIndex, SaveId
 from dtckpt.checkpoint.tiers.replicator import Copy, Replicator
+from dtckpt.checkpoint.tiers.root_identity import IDENTITY_NAME
 from dtckpt.checkpoint.tiers.server import PartServer
 from dtckpt.checkpoint.tiers.tier_files import Holder, TierCheckpoint, TierFiles
 from dtckpt.coordination.api import Coordination
@@ -72,6 +73,8 @@ class TierSession:
         self.held: list[HeldSave] = []
         """What the hosts held when the clients joined last, the newest save first."""
         self.has_durable = True
+        self.root = UNKNOWN_ROOT
+        """The identity of the root; if storage does not say it, that of the newest save."""
         self._server: PartServer | None = None
         self._token = ""
         self._newest = 0
@@ -85,20 +88,20 @@ class TierSession:
         """Whether the clients know each other's hosts."""
         return bool(self.hosts)
 
-    def join(self, collective: Collective, has_durable: Callable[[], bool]) -> None:
+    def join(self, collective: Collective, ask_root: Callable[[], tuple[bool, str]]) -> None:
         """Tell the others which parts this host holds, and learn which parts theirs hold.
 
         Collective: Over all clients of the job; round ``tiers`` of the operation.
 
         Args:
             collective: The operation.
-            has_durable: Whether there is a checkpoint in the root; called on client 0.
+            ask_root: Whether there is a checkpoint in the root, and its identity; called on client 0.
 
         Raises:
             ConfigError: Clients pass different options, or a host cannot listen at its address.
         """
         self._client = collective.client
-        asked = has_durable if collective.is_leader else None
+        asked = ask_root if collective.is_leader else None
         payloads = collective.run_round("tiers", lambda: self._introduce(asked), phase="plan")
         facts = {client: json.loads(data) for client, data in sorted(payloads.items())}
         self._validate_same(facts)
@@ -109,19 +112,31 @@ class TierSession:
             host: HostInfo(host, facts[clients[0]]["domain"], tuple(clients), {c: facts[c]["server"] for c in clients})
             for host, clients in hosts.items()
         }
-        self._token, self.has_durable = facts[min(facts)]["token"], facts[min(facts)]["has_durable"]
+        self._token, (self.has_durable, self.root) = facts[min(facts)]["token"], facts[min(facts)]["root"]
         assert self._server is not None  # noqa: S101  `_introduce` has started it
         self._server.open(self._token)
         placement = Placement.of({host: info.domain for host, info in self.hosts.items()}, self.tier.copies)
         if placement != self.placement and collective.is_leader:
             _explain(placement, self.tier.copies)
         self.placement = placement
-        self.held = held_saves(
-            {host: HostParts.from_text(facts[clients[0]]["parts"]) for host, clients in hosts.items()}
-        )
-        self._newest = max((held.save.number for held in self.held), default=0)
+        found = held_saves({host: HostParts.from_text(facts[clients[0]]["parts"]) for host, clients in hosts.items()})
+        self._newest = max((held.save.number for held in found), default=0)
+        if self.root == UNKNOWN_ROOT:
+            self.root = next((held.save.root for held in found if held.save.root != UNKNOWN_ROOT), UNKNOWN_ROOT)
+        self.held = [held for held in found if held.save.belongs_to(self.root)]
+        if len(self.held) < len(found) and collective.is_leader:
+            self._explain_strangers([held.save for held in found if not held.save.belongs_to(self.root)])
 
-    def _introduce(self, has_durable: Callable[[], bool] | None) -> bytes:
+    def _explain_strangers(self, saves: Sequence[SaveId]) -> None:
+        """Log that the tier has saves of a job whose root was at the same path before."""
+        logger.warning(
+            "the local tier has %d step(s) of another job, up to step %d, whose root was at the same path before; they "
+            "are neither restored nor removed: remove %s on all hosts to free their memory, or write %s to the file %s "
+            "of the root and restore them",
+            len(saves), max(save.step for save in saves), self.folder.path, max(saves).root, IDENTITY_NAME,
+        )  # fmt: skip
+
+    def _introduce(self, ask_root: Callable[[], tuple[bool, str]] | None) -> bytes:
         """Describe this host, and list its parts; on client 0, also whether there are durable checkpoints."""
         try:
             self.folder.make()
@@ -142,8 +157,8 @@ class TierSession:
             "domain": self.tier.domain_name,
             "server": self._server.url,
             "path": bytes_digest(str(self.folder.path).encode("utf-8", "backslashreplace")),
-            "token": (self._token or secrets.token_hex(16)) if has_durable else "",
-            "has_durable": has_durable is not None and has_durable(),
+            "token": (self._token or secrets.token_hex(16)) if ask_root else "",
+            "root": ask_root() if ask_root else None,
             "options": [self.tier.every_steps, self.tier.copies, self.tier.keep],
             "parts": self.folder.parts().to_text(MAX_PARTS_CHARS),
         }
@@ -327,7 +342,7 @@ class TierSession:
 
     def _new_save(self, request: SaveRequest, num_clients: int) -> SaveId:
         number = max(time.time_ns(), self._newest + 1)
-        return SaveId(number, request.step, num_clients, request.is_durable(), secrets.token_hex(4))
+        return SaveId(number, request.step, num_clients, request.is_durable(), secrets.token_hex(4), self.root)
 
     def _agreed_plan(
         self, agreement: Agreement, prepared: Prepared, collective: Collective, options: SaveOptions
@@ -405,7 +420,7 @@ class TierSession:
         self.replicator.submit(Copy(save, self._client, index.to_bytes(), data, peers, unpin, is_agreed))
 
     def _remove_old(self, save: SaveId, protected: Mapping[int, Sequence[SaveId]]) -> None:
-        voted = [each for each in self.folder.parts().voted if each <= save]
+        voted = [each for each in self.folder.parts().voted if each <= save and each.belongs_to(save.root)]
         by_all = set.intersection(*(set(saves) for saves in protected.values()))
         kept = saves_to_keep(voted, self.tier.keep, max(by_all, default=None))
         self.folder.remove_all_but(kept, with_others=self._client == self.own_host.clients[0])

@@ -104,7 +104,8 @@ def read_status(folder: Folder) -> TierStatus | None:
 def write_status(folder: Folder, session: TierSession, begun: Begun) -> None:
     """Write the status after a save. On client 0, in the background. Raises: OSError: Storage refused."""
     voted: dict[str, dict[SaveId, set[int]]] = {host: {} for host in session.hosts}
-    saves = {begun.save, *(save for save in session.folder.parts().voted if save <= begun.save)}
+    voted_here = session.folder.parts().voted
+    saves = {begun.save, *(save for save in voted_here if save <= begun.save and save.belongs_to(session.root))}
     for host, info in session.hosts.items():
         for client in info.clients:
             protected = begun.protected.get(client, ())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import shutil
 
 import numpy as np
 import pytest
@@ -144,6 +145,27 @@ def test_every_copy_of_the_newest_is_damaged(pool, folders):
     assert restored[0]["step"] == 3
     assert restored[0]["local"] is None
     assert restored[0]["skipped"] == {}
+
+
+def test_a_root_that_was_deleted_and_is_used_again(pool, folders):
+    """Situation 12: the steps of the former job are neither restored nor removed, nor do they count as kept ones."""
+    pool.values(tier_cases.save_steps, *folders, hosts(2), [1, 2, 3], clients=2, group=True)
+    shutil.rmtree(folders[0])
+    assert set(pool.values(tier_cases.error_of_restore, *folders, hosts(2), clients=2, group=True)) == {
+        "CheckpointNotFoundError"
+    }
+    held = pool.values(tier_cases.save_steps, *folders, hosts(2), [1, 2, 3], clients=2, group=True)
+    assert [[step for step, _ in each] for each in held] == [[2, 2, 3, 3]] * 2
+    restored = restore_all(pool, folders, hosts(2))
+    assert restored[0]["step"] == 3
+    assert restored[0]["local"].age_s < 60
+
+
+def test_a_root_whose_identity_is_damaged(pool, folders):
+    """The tier is taken for its own."""
+    pool.values(tier_cases.save_steps, *folders, hosts(2), [1, 2], clients=2, group=True)
+    (folders[0] / ".dtckpt-root").write_bytes(b"\xff" * 8)
+    assert restore_all(pool, folders, hosts(2))[0]["local"] is not None
 
 
 def test_all_hosts_are_lost(pool, folders):
