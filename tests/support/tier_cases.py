@@ -113,6 +113,53 @@ def error_of_restore(root: Path, folder: Path, hosts: Sequence[str]) -> str:
     return "none"
 
 
+def files_over_many_saves(root: Path, folder: Path, hosts: Sequence[str], count: int) -> list[tuple[int, int]]:
+    """Save many steps; return how many files of elements this host's tier has after each, and their bytes."""
+    mesh, used = mesh_of_all(), []
+    with CheckpointManager(root, local=tier(folder, hosts), save_interval_steps=10**6) as manager:
+        for step in range(count):
+            manager.save(step, state(step, mesh))
+            manager.wait()
+            dist.barrier()  # the copies of other clients have come, too
+            files = list(manager._tier.session.folder.path.rglob("*.data"))
+            used.append((len(files), sum(file.stat().st_size for file in files)))
+            dist.barrier()
+    return used
+
+
+def save_and_leave(root: Path, folder: Path, hosts: Sequence[str], step: int, nbytes: int, **options: Any) -> None:
+    """Save a step of so many bytes per client, and close the manager at once."""
+    mesh = mesh_of_all()
+    sharded = Layout(["x"], mesh)
+    tensor = dtckpt.dtensor.distribute_tensor(torch.ones(mesh.size() * nbytes // 4), mesh, sharded.placements)
+    with CheckpointManager(root, local=tier(folder, hosts, **options), save_interval_steps=10**6) as manager:
+        manager.save(step, {"w": tensor})
+
+
+def go_back(root: Path, folder: Path, hosts: Sequence[str]) -> list[tuple[int, float]]:
+    """Save steps 1 to 4, go on from step 2 with other values; return the steps that are restored, with their values."""
+    found = []
+
+    def restored(manager: CheckpointManager, step: int | None) -> None:
+        answer = manager.restore(step)
+        assert answer.local is not None
+        found.append((answer.step, float(answer.tree["w"][0])))
+
+    with CheckpointManager(root, local=tier(folder, hosts, keep=4), save_interval_steps=10**6) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, {"w": torch.full((3,), float(step))})
+        manager.wait()
+        restored(manager, None)
+        restored(manager, 2)
+        manager.save(3, {"w": torch.full((3,), 30.0)})
+        manager.wait()
+        restored(manager, None)
+    with CheckpointManager(root, local=tier(folder, hosts, keep=4)) as manager:
+        restored(manager, None)
+        restored(manager, 3)
+    return found
+
+
 def remove_host(folder: Path, host: str) -> None:
     shutil.rmtree(folder / host, ignore_errors=True)
 

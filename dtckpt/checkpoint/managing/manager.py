@@ -468,7 +468,7 @@ class CheckpointManager:
             if tier is not None:
                 tier.join(collective)
             chosen, restored, skipped = restore_newest_valid(
-                self._candidates, collective, step, read, pin, folders=self._folders
+                lambda: self._candidates(is_named=step is not None), collective, step, read, pin, folders=self._folders
             )
         tree, local, self._run = restored
         self._saved = None
@@ -478,9 +478,9 @@ class CheckpointManager:
             tier.go_on_from(chosen, self._is_in_root, self._write_durable)
         return RestoredStep(chosen.step, tree, skipped, local)
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self, *, is_named: bool) -> list[Candidate]:
         """Return the steps that can be restored, the newest first. If the root cannot be listed, those of the tier."""
-        held = self._tier.session.held if self._tier is not None else ()
+        held = self._tier.restorable(is_named=is_named) if self._tier is not None else ()
         saved: Saved = {}
         try:
             saved = self._folders.saved()

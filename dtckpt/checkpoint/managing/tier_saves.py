@@ -257,6 +257,16 @@ class TierSaves:
 
     # --- restoring ----------------------------------------------------------------------------------------------
 
+    def restorable(self, *, is_named: bool) -> list[HeldSave]:
+        """Return what the hosts hold, without the saves that were restored too often, unless the step is named."""
+        worn_out = frozenset() if is_named else self.session.worn_out
+        for save in worn_out:
+            logger.warning(
+                "step %d of the local tier is passed over: it was restored %d times, and no newer step was saved",
+                save.step, self.session.tier.max_restores,
+            )  # fmt: skip
+        return [held for held in self.session.held if held.save not in worn_out]
+
     def held(self, name: str) -> HeldSave:
         """Return a save by its name."""
         for held in self.session.held:
@@ -278,6 +288,7 @@ class TierSaves:
         where = self.session.folder.path / held.save.name
         tree = restore_opened(where, open_, target, options=options, **others)
         self._opened = {chosen.local: opened[-1]}
+        self.session.note_restore(held)
         traffic = opened[-1].parts.traffic
         lost = {
             each.save.step: f"no host holds the parts of clients {capped(each.missing)}"

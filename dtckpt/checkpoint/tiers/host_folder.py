@@ -2,6 +2,7 @@
 
     <path>/<job>/                                   the job: a digest of its root
         job.json                                    the root, for people
+        restores.json                               by save, how often it was restored (`LocalTier.max_restores`)
         spare/4711-8f3a09c2-0.data                  files that are being filled, or wait to be used again
         <save>/                                     a local save; see `SaveId.name`
             3.data                                  the elements of client 3's part
@@ -40,6 +41,7 @@ from dtckpt.storage.failures import translate_errors
 
 DATA, WRITTEN, VOTED = ".data", ".index", ".voted"
 _SPARE = "spare"
+_RESTORES = "restores.json"
 _PART_FILE = re.compile(r"(\d{1,9})(\.data|\.index|\.voted)")
 _in_use: set[str] = set()
 """What the names of files in ``spare`` begin with, for this process's open folders. The number of the process is not
@@ -149,6 +151,23 @@ class HostFolder:
         """Map the file of a part, for reading. Raises: OSError, ValueError: It is missing, or empty."""
         with self.data_path(save, client).open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+
+    def restores(self) -> dict[str, int]:
+        """Return how often each save was restored, by its name; those that are gone are left out."""
+        try:
+            facts = json.loads((self.path / _RESTORES).read_bytes())
+            return {str(name): int(count) for name, count in facts.items() if (self.path / name).is_dir()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}  # nobody depends on the count
+
+    def note_restore(self, save: SaveId) -> None:
+        """Count a restore of a save; one process of a host does."""
+        counts = self.restores()
+        counts[save.name] = counts.get(save.name, 0) + 1
+        with translate_errors("count a restore in the local tier", self._where):
+            draft = self.path / _SPARE / f"{self._owner}-{_RESTORES}"
+            draft.write_text(json.dumps(counts))
+            draft.rename(self.path / _RESTORES)
 
     def used_nbytes(self) -> int:
         """Return the bytes that the files of this job take."""

@@ -31,6 +31,10 @@ class LocalTier:
             included. A save that would exceed it is skipped. Default: no bound but the space that there is.
         max_rate: Bound on the bytes per second that a client sends to other hosts. Default: none.
         max_root_rate: Bound on the bytes per second that a client writes to the root. Default: none.
+        link_rate: Bytes per second that hosts are expected to send to each other. Below a quarter of it a warning names
+            the host: copies may take another network than they should; see ``address``. Default: no warning.
+        max_restores: How often a step is restored from the tier without a newer one being saved after it. Then it is
+            passed over: a state that fails soon after its restore, as by NaN, is not tried for ever. Default: no bound.
         host: Name of this host. Default: the variable ``DTCKPT_HOST``, else its host name.
         domain: The part of the cluster that fails as one, as a rack or a power supply; copies lie in other domains
             where there are others. Default: the variable ``DTCKPT_DOMAIN``, else each host is a domain of its own.
@@ -50,19 +54,23 @@ class LocalTier:
     max_nbytes: int | None = None
     max_rate: float | None = None
     max_root_rate: float | None = None
+    link_rate: float | None = None
+    max_restores: int | None = None
     host: str | None = None
     domain: str | None = None
     address: str | None = None
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "copies", "keep"):
+        for name in ("every_steps", "copies", "keep", "max_restores"):
             value = getattr(self, name)
+            if value is None and name == "max_restores":
+                continue
             if type(value) is not int or value < 1:
                 raise ConfigError(f"LocalTier: {name} must be a whole number from 1 on; got {value!r}")
         if type(self.near_copies) is not bool:
             raise ConfigError(f"LocalTier: near_copies must be True or False; got {self.near_copies!r}")
-        for name in ("max_nbytes", "max_rate", "max_root_rate", "timeout_s"):
+        for name in ("max_nbytes", "max_rate", "max_root_rate", "link_rate", "timeout_s"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value > 0):
                 raise ConfigError(f"LocalTier: {name} must be positive; got {value!r}")

@@ -24,11 +24,15 @@ from dataclasses import dataclass
 from dtckpt.checkpoint.tiers.peers import Peer
 from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.comm.background_threads import begin
-from dtckpt.errors import DtckptError
+from dtckpt.errors import DtckptError, format_nbytes
 
 logger = logging.getLogger("dtckpt.tiers")
 
 
+MIN_MEASURED_NBYTES = 16 << 20
+"""The rate of smaller copies says little of the network."""
+SLOW = 4
+"""A host is slow if it takes copies at less than this part of the rate that is expected."""
 MAX_PROTECTED = 8
 """Saves that a client tells the others of as protected."""
 
@@ -66,14 +70,17 @@ class Replicator:
 
     Args:
         max_rate: Bound on the bytes per second.
+        link_rate: Bytes per second that are expected; None: nothing is.
     """
 
-    def __init__(self, max_rate: float | None) -> None:
+    def __init__(self, max_rate: float | None, link_rate: float | None = None) -> None:
         self.protected: tuple[SaveId, ...] = ()
         """The newest saves of which the hosts have acknowledged all copies of this client's part, ascending."""
         self.nbytes_sent = 0
         self.seconds = 0.0
         self._max_rate = max_rate
+        self._link_rate = link_rate
+        self._measured: set[str] = set()
         self._waiting: deque[Copy] = deque()
         self._changed = threading.Condition()
         self._sending: Copy | None = None
@@ -139,10 +146,27 @@ class Replicator:
                         peer.host, copy.save.step, error,
                     )  # fmt: skip
                 continue
+            seconds = time.monotonic() - start
             self.nbytes_sent += len(copy.data)
-            self.seconds += time.monotonic() - start
+            self.seconds += seconds
+            self._note_rate(peer.host, len(copy.data), seconds)
             if peer.host in self._troubled:
                 self._troubled.discard(peer.host)
                 logger.warning("host %s takes copies again, from step %d on", peer.host, copy.save.step)
         if is_complete:
             self.protected = tuple(sorted({*self.protected, copy.save})[-MAX_PROTECTED:])
+
+    def _note_rate(self, host: str, nbytes: int, seconds: float) -> None:
+        """Log the rate at which a host took its first large copy; warn if it is far below what is expected."""
+        if host in self._measured or nbytes < MIN_MEASURED_NBYTES:
+            return
+        self._measured.add(host)
+        rate = nbytes / max(seconds, 1e-9)
+        logger.info("host %s takes copies at %s/s", host, format_nbytes(int(rate)))
+        expected = min(self._link_rate or 0.0, self._max_rate or float("inf"))
+        if rate < expected / SLOW:
+            logger.warning(
+                "host %s takes copies at %s/s, where %s/s are expected; see whether LocalTier(address=...) names the "
+                "fast network on all hosts",
+                host, format_nbytes(int(rate)), format_nbytes(int(expected)),
+            )  # fmt: skip

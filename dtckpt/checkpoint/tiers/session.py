@@ -69,9 +69,11 @@ class TierSession:
         self.folder = HostFolder(tier, root)
         self.hosts: dict[str, HostInfo] = {}
         self.placement = Placement({}, 1, (), ())
-        self.replicator = Replicator(tier.max_rate)
+        self.replicator = Replicator(tier.max_rate, tier.link_rate)
         self.held: list[HeldSave] = []
         """What the hosts held when the clients joined last, the newest save first."""
+        self.worn_out: frozenset[SaveId] = frozenset()
+        """The saves that were restored `LocalTier.max_restores` times, without a newer one being saved."""
         self.has_durable = True
         self.root = UNKNOWN_ROOT
         """The identity of the root; if storage does not say it, that of the newest save."""
@@ -124,6 +126,13 @@ class TierSession:
         if self.root == UNKNOWN_ROOT:
             self.root = next((held.save.root for held in found if held.save.root != UNKNOWN_ROOT), UNKNOWN_ROOT)
         self.held = [held for held in found if held.save.belongs_to(self.root)]
+        counts = [facts[clients[0]]["restores"] for clients in hosts.values()]
+        self.worn_out = frozenset(
+            held.save
+            for held in self.held
+            if self.tier.max_restores is not None
+            and max(count.get(held.save.name, 0) for count in counts) >= self.tier.max_restores
+        )
         if len(self.held) < len(found) and collective.is_leader:
             self._explain_strangers([held.save for held in found if not held.save.belongs_to(self.root)])
 
@@ -160,6 +169,7 @@ class TierSession:
             "token": (self._token or secrets.token_hex(16)) if ask_root else "",
             "root": ask_root() if ask_root else None,
             "options": [self.tier.every_steps, self.tier.copies, self.tier.keep],
+            "restores": self.folder.restores() if self.tier.max_restores is not None else {},
             "parts": self.folder.parts().to_text(MAX_PARTS_CHARS),
         }
         return json.dumps(facts).encode()
@@ -480,6 +490,12 @@ class TierSession:
         turn = (self._client + client) % max(1, len(others))
         own = [Holder(here, None)] if here in hosts else []
         return own + [Holder(host, self._peer(host)) for host in others[turn:] + others[:turn]]
+
+    def note_restore(self, held: HeldSave) -> None:
+        """Count a restore of a save, on the first client of each host, if `LocalTier.max_restores` asks for it."""
+        if self.tier.max_restores is not None and self._client == self.own_host.clients[0]:
+            with _noted([], self.tier.host_name):
+                self.folder.note_restore(held.save)
 
     def copy_anew(self, held: HeldSave) -> None:
         """Begin to make the copies that a save lacks, of the parts that this client's host is to send."""

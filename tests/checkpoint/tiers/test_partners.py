@@ -7,6 +7,7 @@ import time
 import pytest
 from support import tier_faults
 
+from dtckpt.checkpoint.tiers import replicator as replicators
 from dtckpt.checkpoint.tiers.peers import Peer
 from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.checkpoint.tiers.replicator import Copy, Replicator
@@ -88,6 +89,28 @@ def test_a_late_copy_is_left_out():
     assert [save.step for save in replicator.protected] == [1, 4]
     assert all(each.wait(10) for each in ended)
     assert replicator.nbytes_sent == 4
+
+
+@pytest.mark.parametrize(("max_rate", "seconds", "is_told"), [(None, 1, False), (None, 100, True), (1e6, 100, False)])
+def test_a_slow_link(monkeypatch, caplog, max_rate, seconds, is_told):
+    """Situation 29: it is said once, and not if a rate was asked for."""
+    now = 0.0
+
+    class Link(SlowPeer):
+        def put(self, save, client, index, data, max_rate):
+            nonlocal now
+            now += seconds
+
+    monkeypatch.setattr(replicators.time, "monotonic", lambda: now)
+    caplog.set_level("INFO", "dtckpt.tiers")
+    replicator = Replicator(max_rate, link_rate=1e8)
+    data = memoryview(bytes(64 << 20))
+    for step in (1, 2):
+        replicator._send(Copy(SaveId(step, step, 1, False, "00000000"), 0, b"", data, [Link("far")], int))
+    told = [record.message for record in caplog.records]
+    assert len(told) == 1 + is_told
+    assert "host far takes copies at" in told[0]
+    assert not is_told or "LocalTier(address=...)" in told[1]
 
 
 def test_what_all_send_is_sent():

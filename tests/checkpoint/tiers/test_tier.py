@@ -168,6 +168,38 @@ def test_a_root_whose_identity_is_damaged(pool, folders):
     assert restore_all(pool, folders, hosts(2))[0]["local"] is not None
 
 
+def test_the_tier_does_not_grow(pool, folders):
+    """Situation 18: files are used again. Two steps are kept, one is written, and one may lack copies."""
+    for used in pool.values(tier_cases.files_over_many_saves, *folders, hosts(2), 24, clients=2, group=True):
+        assert max(count for count, _ in used) <= 4 * 2
+        assert max(nbytes for _, nbytes in used) <= 4 * used[0][1]
+
+
+def test_copies_are_handed_over_before_a_client_leaves(pool, folders):
+    """Situation 28, over a slow link: a host that is drained after its manager was closed takes nothing with it."""
+    args = (tier_cases.save_and_leave, *folders, hosts(2), 1, 1 << 20)
+    pool.values(*args, clients=2, group=True, max_rate=2 << 20)
+    assert [len(files_of(folders[1], host)) for host in hosts(2)] == [2, 2]
+    assert [len(list((folders[1] / host).rglob("*.voted"))) for host in hosts(2)] == [2, 2]
+
+
+def test_going_back(pool, folders):
+    """Situation 25: the steps that followed the one that was restored count no more."""
+    for found in pool.values(tier_cases.go_back, *folders, hosts(2), clients=2, group=True):
+        assert found == [(4, 4.0), (2, 2.0), (3, 30.0), (3, 30.0), (3, 30.0)]
+
+
+def test_a_step_that_fails_after_each_restore(pool, folders):
+    """Situation 26: after two restores without a newer step, the step before is taken, unless the step is named."""
+    pool.values(tier_cases.save_steps, *folders, hosts(2), [1, 2, 3], clients=2, group=True)
+    steps = [restore_all(pool, folders, hosts(2), max_restores=2)[0]["step"] for _ in range(5)]
+    assert steps == [3, 3, 2, 2, 1], "the first step is in the root"
+    assert restore_all(pool, folders, hosts(2), step=3, max_restores=2)[0]["local"] is not None
+    assert restore_all(pool, folders, hosts(2))[0]["step"] == 3, "who does not ask for it has no bound"
+    pool.values(tier_cases.save_steps, *folders, hosts(2), [4], clients=2, group=True)
+    assert restore_all(pool, folders, hosts(2), max_restores=2)[0]["step"] == 4
+
+
 def test_all_hosts_are_lost(pool, folders):
     pool.values(tier_cases.save_steps, *folders, hosts(3), range(7), clients=3, group=True, durable=2)
     for host in hosts(3):
