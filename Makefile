@@ -15,7 +15,10 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]'
+	@echo "installing PyTorch and what else is needed into $(VENV): about two minutes, 2 GB"
+	@$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plot]' & \
+	pip=$$!; seconds=0; while sleep 5; kill -0 $$pip 2>/dev/null; do seconds=$$((seconds + 5)); \
+	  echo "  $$seconds s: $$(du -sm $(VENV) | cut -f1) MB"; done; wait $$pip
 	touch $@
 
 demo: install

@@ -248,7 +248,12 @@ def demo(out: Path) -> None:
     say("What they learned, step by step")
     compare(reference, interrupted, resumed)
     picture(committed, resharded, out / "layouts.svg")
-    say(f"Done; {out / 'layouts.svg'} shows which device holds what before and after")
+    say(f"Done; in {out}:")
+    detail(f"layouts.svg         which device held what before and after: {(out / 'layouts.svg').absolute().as_uri()}")
+    detail("reference           checkpoints of four clients, without interruption; losses in reference.jsonl")
+    detail(f"interrupted         those until one was killed: dtckpt ls {out / 'interrupted'}")
+    detail(f"resharded           the last of them, laid out anew: dtckpt inspect {out / 'resharded'}")
+    detail("resumed             what two clients made of it; in-memory: what the three hosts wrote to storage")
 
 
 def main() -> int:
