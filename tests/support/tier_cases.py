@@ -103,16 +103,6 @@ def restore_values(root: Path, folder: Path, hosts: Sequence[str]) -> dict[str, 
         return {name: tensor.tolist() for name, tensor in restored.tree.items()}
 
 
-def error_of_restore(root: Path, folder: Path, hosts: Sequence[str]) -> str:
-    """Return the class of the error of a restore."""
-    with CheckpointManager(root, local=tier(folder, hosts)) as manager:
-        try:
-            manager.restore()
-        except dtckpt.errors.DtckptError as error:
-            return type(error).__name__
-    return "none"
-
-
 def files_over_many_saves(root: Path, folder: Path, hosts: Sequence[str], count: int) -> list[tuple[int, int]]:
     """Save many steps; return how many files of elements this host's tier has after each, and their bytes."""
     mesh, used = mesh_of_all(), []

@@ -466,7 +466,7 @@ class CheckpointManager:
 
         with collective.process_lock():
             if tier is not None:
-                tier.join(collective)
+                tier.join(collective, is_save=False)
             chosen, restored, skipped = restore_newest_valid(
                 lambda: self._candidates(is_named=step is not None), collective, step, read, pin, folders=self._folders
             )

@@ -28,7 +28,7 @@ from dtckpt.checkpoint.tiers.local_restore import LocalRestore
 from dtckpt.checkpoint.tiers.local_save import Begun, SaveRequest
 from dtckpt.checkpoint.tiers.options import LocalTier
 from dtckpt.checkpoint.tiers.records import UNKNOWN_ROOT, SaveId
-from dtckpt.checkpoint.tiers.root_identity import root_identity
+from dtckpt.checkpoint.tiers.root_identity import read_identity, write_identity
 from dtckpt.checkpoint.tiers.session import TierSession
 from dtckpt.checkpoint.tiers.status import write_status
 from dtckpt.checkpoint.tiers.tier_files import TierCheckpoint
@@ -78,15 +78,17 @@ class TierSaves:
         except StorageError as error:
             logger.warning("the steps of the root cannot be listed: %s", error)
             return True, UNKNOWN_ROOT
-        return has_steps, root_identity(self._root_folder)
+        return has_steps, read_identity(self._root_folder)
 
     def is_due(self, step: int) -> bool:
         """Whether a step is saved in the tier."""
         return self.session.is_due(step)
 
-    def join(self, collective: Collective) -> None:
+    def join(self, collective: Collective, *, is_save: bool) -> None:
         """Let the clients tell each other which parts their hosts hold. Collective: As `TierSession.join`."""
-        self.session.join(collective, self._ask_root)
+        self.session.join(
+            collective, self._ask_root, lambda name: write_identity(self._root_folder, name), is_save=is_save
+        )
         # The first step of a job is written to the root: a job that has steps in its tier alone would look new.
         if not self.session.has_durable:
             self._debt = max(self._debt, 1)
@@ -129,7 +131,7 @@ class TierSaves:
         if not self.session.has_joined:
             collective = Collective(coordination, "tier", self._options.timeout_s)
             with collective.process_lock():
-                self.join(collective)
+                self.join(collective, is_save=True)
         is_leader, before = coordination.member.client == 0, self._handle
         is_wanted = is_durable or self._debt > 0
 

@@ -41,7 +41,7 @@ from dtckpt.checkpoint.tiers.peers import Peer, own_address
 from dtckpt.checkpoint.tiers.placement import Placement
 from dtckpt.checkpoint.tiers.records import UNKNOWN_ROOT, HostInfo, HostParts, PartIndex, SaveId
 from dtckpt.checkpoint.tiers.replicator import Copy, Replicator
-from dtckpt.checkpoint.tiers.root_identity import IDENTITY_NAME
+from dtckpt.checkpoint.tiers.root_identity import IDENTITY_NAME, NO_IDENTITY
 from dtckpt.checkpoint.tiers.server import PartServer
 from dtckpt.checkpoint.tiers.tier_files import Holder, TierCheckpoint, TierFiles
 from dtckpt.coordination.api import Coordination
@@ -90,7 +90,14 @@ class TierSession:
         """Whether the clients know each other's hosts."""
         return bool(self.hosts)
 
-    def join(self, collective: Collective, ask_root: Callable[[], tuple[bool, str]]) -> None:
+    def join(
+        self,
+        collective: Collective,
+        ask_root: Callable[[], tuple[bool, str]],
+        name_root: Callable[[str], object],
+        *,
+        is_save: bool,
+    ) -> None:
         """Tell the others which parts this host holds, and learn which parts theirs hold.
 
         Collective: Over all clients of the job; round ``tiers`` of the operation.
@@ -98,6 +105,8 @@ class TierSession:
         Args:
             collective: The operation.
             ask_root: Whether there is a checkpoint in the root, and its identity; called on client 0.
+            name_root: Gives the root its identity; called on client 0.
+            is_save: Whether the clients join to save, and not to restore.
 
         Raises:
             ConfigError: Clients pass different options, or a host cannot listen at its address.
@@ -114,7 +123,7 @@ class TierSession:
             host: HostInfo(host, facts[clients[0]]["domain"], tuple(clients), {c: facts[c]["server"] for c in clients})
             for host, clients in hosts.items()
         }
-        self._token, (self.has_durable, self.root) = facts[min(facts)]["token"], facts[min(facts)]["root"]
+        self._token, (self.has_durable, self.root, new) = facts[min(facts)]["token"], facts[min(facts)]["root"]
         assert self._server is not None  # noqa: S101  `_introduce` has started it
         self._server.open(self._token)
         placement = Placement.of({host: info.domain for host, info in self.hosts.items()}, self.tier.copies)
@@ -123,8 +132,16 @@ class TierSession:
         self.placement = placement
         found = held_saves({host: HostParts.from_text(facts[clients[0]]["parts"]) for host, clients in hosts.items()})
         self._newest = max((held.save.number for held in found), default=0)
-        if self.root == UNKNOWN_ROOT:
-            self.root = next((held.save.root for held in found if held.save.root != UNKNOWN_ROOT), UNKNOWN_ROOT)
+        newest = next((held.save.root for held in found if held.save.root != UNKNOWN_ROOT), None)
+        if self.root == NO_IDENTITY:
+            is_new = newest is None or (is_save and not self.has_durable)
+            self.root = new if is_new or newest is None else newest
+            if collective.is_leader:
+                name_root(self.root)
+                if not is_new and not self.has_durable:
+                    logger.warning("the root has no checkpoint; steps of the local tier are restored all the same")
+        elif self.root == UNKNOWN_ROOT:
+            self.root = newest or UNKNOWN_ROOT
         self.held = [held for held in found if held.save.belongs_to(self.root)]
         counts = [facts[clients[0]]["restores"] for clients in hosts.values()]
         self.worn_out = frozenset(
@@ -167,7 +184,7 @@ class TierSession:
             "server": self._server.url,
             "path": bytes_digest(str(self.folder.path).encode("utf-8", "backslashreplace")),
             "token": (self._token or secrets.token_hex(16)) if ask_root else "",
-            "root": ask_root() if ask_root else None,
+            "root": (*ask_root(), secrets.token_hex(4)) if ask_root else None,
             "options": [self.tier.every_steps, self.tier.copies, self.tier.keep],
             "restores": self.folder.restores() if self.tier.max_restores is not None else {},
             "parts": self.folder.parts().to_text(MAX_PARTS_CHARS),
