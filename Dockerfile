@@ -1,6 +1,6 @@
 # Two images: `coordinator` (heartbeats and barriers; without torch) and `dtckpt` (the command; PyTorch for CPUs):
-#   docker build --target coordinator -t dtckpt-coordinator:0.1.0 .
-#   docker build --target dtckpt -t dtckpt:0.1.0 .
+#   docker build --target coordinator -t dtckpt-coordinator:0.2.0 .
+#   docker build --target dtckpt -t dtckpt:0.2.0 .
 # Both run as a user that is only a number, and on a read-only root; they write to no place that they are not given.
 FROM python:3.11.13-slim-bookworm AS base
 ENV PATH=/opt/dtckpt/bin:$PATH \

@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 RUN    := $(BIN)/torchrun --standalone --nproc-per-node
 
-.PHONY: install demo test check pytest pytest-fast bench wheels lint ruff types layers protos clean
+.PHONY: install demo test check pytest pytest-fast docs bench wheels lint ruff types layers protos clean
 
 install: $(STAMP)
 
@@ -37,6 +37,11 @@ pytest: install
 
 pytest-fast: install
 	$(BIN)/python -m pytest --workers=auto -m "not processes and not slow"
+
+# The documentation as a site, from docs/ and the docstrings; it refers to nothing outside.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "built site/index.html; to search, too: $(BIN)/python -m http.server --directory site"
 
 # Tables of docs/benchmarks.md; they mean something on a machine that does nothing else.
 bench: install
@@ -94,4 +99,4 @@ protos:
 	$(VENV)-protos/bin/python protos/generate.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-protos demo-output
+	rm -rf $(VENV) $(VENV)-protos demo-output site

@@ -146,7 +146,7 @@ _MODULES = {
 _SUBMODULES = ("dtensor", "errors", "interop")
 _MODULE_OF = {name: f"dtckpt.{module}" for module, names in _MODULES.items() for name in names}
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "MATCH",

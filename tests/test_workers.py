@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from support import shares
@@ -67,13 +68,14 @@ def run(folder: Path, *options: str, **files: str) -> subprocess.CompletedProces
 
 
 def test_reports_are_those_of_one_process(tmp_path):
-    result = run(tmp_path, test_cases=CASES)
+    result = run(tmp_path, "--junitxml=report.xml", test_cases=CASES)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "1 failed, 40 passed, 1 skipped, 1 error" in result.stdout
     assert "assert (1 + 1) == 3" in result.stdout
     assert "what it printed" in result.stdout
     assert "the reason" in result.stdout
     assert "fixture 'no_such_fixture' not found" in result.stdout
+    assert len(ElementTree.parse(tmp_path / "report.xml").findall(".//testcase")) == 43
     assert 1 <= len((tmp_path / "ended").read_text()) <= 3, "each worker tears the session's fixtures down, once"
 
 

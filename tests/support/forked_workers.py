@@ -17,7 +17,9 @@ import gc
 import multiprocessing
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +145,14 @@ class ForkedWorkers:
             self._start(session, worker.number)
 
 
+@dataclass(eq=False)
+class _Node:
+    """What pytest prints of a worker with a failure, and keeps for itself; ``--junitxml`` needs a hash of it."""
+
+    gateway: SimpleNamespace
+    workerinfo: Mapping[str, Any]
+
+
 class _Worker:
     """What the process that collects knows of one worker."""
 
@@ -152,17 +162,15 @@ class _Worker:
         self.running: int | None = None
         self.is_waiting = False
         self.is_told = False
-
-    @property
-    def node(self) -> SimpleNamespace:
-        """What pytest prints of the worker with a failure, or with each test if it is asked for more words."""
-        facts = {
-            "id": self.process.name,
-            "sysplatform": sys.platform,
-            "version_info": sys.version_info,
-            "executable": sys.executable,
-        }
-        return SimpleNamespace(gateway=SimpleNamespace(id=self.process.name), workerinfo=facts)
+        self.node = _Node(
+            SimpleNamespace(id=process.name),
+            {
+                "id": process.name,
+                "sysplatform": sys.platform,
+                "version_info": sys.version_info,
+                "executable": sys.executable,
+            },
+        )
 
     @property
     def rest(self) -> tuple[int, ...]:

@@ -68,6 +68,7 @@ TESTS = (
     "test_save_and_restore_on_any_meshes",
     "test_slices_that_cover_a_tensor",
     "test_the_entry_points",
+    "test_the_site_is_built_without_a_warning",
     "test_two_leaders_at_once",
     "test_what_changes_afterwards_is_not_saved",
 )

@@ -1,0 +1,258 @@
+"""The Python blocks of README.md and of pages in docs/, run in client processes.
+
+A page is a generator: before each block it prepares the names that the page takes for given, and yields.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dtckpt
+
+Names = dict[str, Any]
+REPLACED = {
+    'dtckpt.init_process_group("gloo")': "pass",  # there is one
+    "torch.distributed.destroy_process_group()": "pass",
+    "10_000": "205",
+    "s3://bucket": "bucket",
+    "abfs://container": "container",
+    "file:///ckpt": "file://FOLDER/ckpt",
+    "/dev/shm/run": "FOLDER/tier",
+    '"cuda", (2, 4)': '"cpu", (2, 1)',
+    '{"dp": 2, "tp": 4}': '{"dp": 1, "tp": 2}',
+    "range(8)": "range(2)",
+    "DVariable(...)": "DVariable(value)",
+}
+
+
+def run_page(page: str, folder: str, blocks: list[str]) -> None:
+    """Run the blocks of a page one after the other, with common names, in a new folder."""
+    if dist.get_rank() == 0:
+        Path(folder).mkdir()
+    dist.barrier()
+    names: Names = {"torch": torch, "dtckpt": dtckpt}
+    with contextlib.chdir(folder):
+        prepared = globals()[page](names)
+        for block in blocks:
+            next(prepared)
+            for written, tried in REPLACED.items():
+                block = block.replace(written, tried.replace("FOLDER", folder))  # noqa: PLW2901
+            exec(compile(block, page, "exec"), names)
+            dist.barrier()
+        assert next(prepared, None) is None, "each block has its names"
+
+
+def remove(path: str) -> None:
+    """Remove a directory, on one client."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+    dist.barrier()
+
+
+def training(names: Names, preempted_at: int | None = None) -> None:
+    """Add a model, its optimizer, their state, and a step that trains them and may send SIGTERM to this process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(step: int, state: Any) -> float:
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == preempted_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return float(loss.detach())
+
+    names |= {"model": model, "optimizer": optimizer, "train": train, "steps": 4}
+    names["state"] = {"model": model, "optimizer": optimizer}
+
+
+def mesh_of_all() -> dtckpt.Mesh:
+    """Return a mesh of all clients."""
+    return dtckpt.create_distributed_mesh([("x", dist.get_world_size())])
+
+
+# --- pages --------------------------------------------------------------------------------------------------------
+
+
+def readme(names: Names) -> Iterator[None]:
+    training(names)
+    yield
+    assert dtckpt.CheckpointManager("ckpt").latest_step() == 200
+    yield
+    names["mesh8"] = mesh_of_all()
+    names["other_dtensor"] = dtckpt.dtensor.ones(1024, 512, device_mesh=names["mesh8"])
+    yield
+    assert names["rows"].shape == (16, 512)
+    training(names, preempted_at=203)
+    names["state"]["rng"] = dtckpt.PerClient(dtckpt.RngState(), on_resize="keep")
+    yield
+    assert names["step"] == 203
+
+
+def checkpointing(names: Names) -> Iterator[None]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    training(names)
+    names["train_on"] = lambda: names["train"](0, None)
+    yield
+    assert names["report"].nbytes > 0
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = get_state_dict(names["model"], names["optimizer"], options=flat)
+    names |= {"StateDictOptions": StateDictOptions, "get_state_dict": get_state_dict}
+    names["other_state"] = {"model": model, "optimizer": optimizer, "step": 0}
+    remove("ckpt/step_10")
+    yield
+    assert names["other_state"]["step"] == 10
+    groups = [dist.new_group([client]) for client in range(dist.get_world_size())]
+    names |= {"my_layers": names["other_state"], "groups": groups, "number": dist.get_rank()}
+    yield
+    training(names)
+    names["loader"] = {"position": dist.get_rank()}
+    remove("ckpt/step_10")
+    yield
+    remove("ckpt/step_10")
+    layer = fully_shard(nn.Linear(4, 5))
+    dtckpt.save("ckpt/step_10", {"model": layer, "optimizer": torch.optim.AdamW(layer.parameters())})
+    names |= {"fully_shard": fully_shard, "Transformer": lambda: nn.Linear(4, 5)}
+    yield
+    assert torch.equal(names["model"].weight.full_tensor(), layer.weight.full_tensor())
+    names["SaveOptions"] = dtckpt.SaveOptions
+    yield
+    training(names)
+    remove("ckpt/step_10")
+    yield
+    training(names, preempted_at=2)
+    remove("ckpt")
+    yield
+    assert dtckpt.CheckpointManager("ckpt").latest_step() == names["step"] == 2
+    names["mesh"] = mesh_of_all()
+    names["value"] = dtckpt.dtensor.ones(4, device_mesh=names["mesh"])
+    saved = dtckpt.DTensorCheckpoint(names["mesh"], weight=dtckpt.DVariable(names["value"]))
+    for _ in range(3):
+        saved.save("ckpt")
+    yield
+
+
+def concepts(names: Names) -> Iterator[None]:
+    yield
+    yield
+    names["component"] = torch.ones(2, 3)
+    yield
+    assert names["tensor"].layout == names["rows"]
+
+
+def convert(names: Names) -> Iterator[None]:
+    weights = {"model.embed_tokens.weight": torch.rand(128, 4096), "norm.weight": torch.rand(8, 2)}
+    module = nn.Linear(4, 5)
+    dtckpt.save("ckpt", weights)
+    dtckpt.save("module", module.state_dict())
+    for source, target in (("ckpt", "Llama-3-8B"), ("ckpt", "bucket/Llama-3-8B"), ("module", "model.safetensors")):
+        if dist.get_rank() == 0:
+            Path(target).parent.mkdir(exist_ok=True)
+            (Path(target).mkdir() if "." not in target else None)
+            dtckpt.convert(source, target, to="safetensors", overwrite=True)
+        dist.barrier()
+    names["module"] = nn.Linear(4, 5)
+    yield
+    assert torch.equal(names["module"].weight, module.weight)
+    assert names["rows"].shape == (128, 4096)
+    training(names)
+    names["train"](0, None)
+    model, optimizer = (names[name].state_dict() for name in ("model", "optimizer"))
+    from torch.distributed import checkpoint as dcp
+
+    dcp.save({"model": model, "optim": optimizer}, checkpoint_id="runs/dcp/step_100")
+    if dist.get_rank() == 0:
+        torch.save({"norm.weight": torch.rand(8, 2)}, "model.pt")
+    dist.barrier()
+    names |= {"model_state": model, "optimizer_state": optimizer}
+    yield
+    assert [*names["weights"]] == ["norm.weight"]
+
+
+def dcp(names: Names) -> Iterator[None]:
+    yield
+    names["tensor"] = torch.ones(3)
+    yield
+
+
+def formats(names: Names) -> Iterator[None]:
+    import tensorstore
+
+    dtckpt.save("ckpt/step_10", {"model": {"w": torch.ones(3)}})
+    names["tensorstore"] = tensorstore
+    yield
+
+
+def object_stores(names: Names) -> Iterator[None]:
+    names["state"] = {"w": torch.ones(3)}
+    yield
+    assert Path("container/run/step_10/zarr.json").exists()
+
+
+def protocol(names: Names) -> Iterator[None]:
+    names |= {"path": "ckpt", "tree": {"w": torch.ones(3)}, "step": 7}
+    yield
+    yield
+
+
+def simulate(names: Names) -> Iterator[None]:
+    yield
+    assert names["found"].blocking_s > 0
+
+
+def tensor_parallel(names: Names) -> Iterator[None]:
+    from dtckpt.dtensor.parallel import ColwiseParallel, loss_parallel
+
+    def ffn() -> nn.ModuleDict:
+        return nn.ModuleDict({"ffn": nn.ModuleDict({"w1": nn.Linear(4, 8), "w2": nn.Linear(8, 4)})})
+
+    names["model"] = nn.ModuleDict({"layers": nn.ModuleList([ffn(), ffn()])})
+    yield
+    assert isinstance(names["model"]["layers"][1]["ffn"]["w1"].weight, dtckpt.DTensor)
+    names["model"] = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "output": nn.Linear(4, 8, bias=False)})
+    names["model"]["output"].weight = names["model"]["embedding"].weight
+    yield
+    mesh = names["mesh"]["model"]
+    layout = dtckpt.Layout(["unsharded", "unsharded", "model"], mesh)
+    scores = dtckpt.relayout(dtckpt.copy_to_mesh(torch.rand(2, 3, 8), dtckpt.Layout(["unsharded"] * 3, mesh)), layout)
+    names |= {"plan": {}, "scores": scores.requires_grad_(), "loss_parallel": loss_parallel}
+    names |= {"ColwiseParallel": ColwiseParallel, "targets": torch.zeros(2, 3, dtype=torch.long)}
+    yield
+    assert names["scores"].grad is not None
+
+
+def tiers(names: Names) -> Iterator[None]:
+    training(names)
+    names["steps"] = 21
+    yield
+    assert dtckpt.CheckpointManager("bucket/run").latest_step() == 0
+
+
+def start(names: Names) -> Iterator[None]:
+    yield
+    yield
+    assert names["rows"].shape == (16, 64)
+
+
+def train(folder: str, program: str, last: int) -> int:
+    """Run the program of docs/start.md up to a step; return the step at which it began."""
+    names: Names = {}
+    with contextlib.chdir(folder):
+        program, _, _ = program.replace('dtckpt.init_process_group("gloo")', "pass").rpartition("torch.distributed.d")
+        exec(program.replace("range(start, 20)", f"range(start, {last + 1})"), names)
+    return int(names["start"])
