@@ -13,7 +13,9 @@ from dtckpt.errors import DtckptError, LayoutError, LayoutTypeError, OperatorErr
 from dtckpt.layout import text_format
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.notebook_pictures import drawn
 from dtckpt.layout.placement import Placement
+from dtckpt.layout.sharding_drawing import Subject
 from dtckpt.redistribution import execute
 
 if TYPE_CHECKING:
@@ -390,6 +392,9 @@ class DTensor(torch.Tensor):
             for name, component in zip(self.device_mesh.local_devices(), self.components, strict=True)
         )
         return f"{type(self).__name__}({{{parts}}}, shape={tuple(self.shape)}, layout={self._layout.to_string()!r})"
+
+    def _repr_svg_(self) -> str | None:
+        return drawn(Subject(self._layout, tuple(self.shape)), f"{type(self).__name__} of {self.dtype}")
 
 
 def fetch_layout(tensor: object) -> Layout:

@@ -18,6 +18,7 @@ from dtckpt._proto import layout_pb2
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout import text_format
 from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.notebook_pictures import Drawn
 from dtckpt.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard, validate_reduce_op
 from dtckpt.layout.region import Region
 from dtckpt.layout.text_format import Spec
@@ -41,7 +42,7 @@ class LayoutType(enum.Enum):
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class Layout:
+class Layout(Drawn):
     """How a tensor lies on a mesh: one sharding spec per tensor dim, and pending reductions along mesh axes.
 
     Immutable. A dim split by the axes ``("tp", "dp")`` is split by ``tp`` first, and then every piece by ``dp``. An

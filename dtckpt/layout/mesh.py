@@ -19,6 +19,7 @@ from dtckpt.layout import default_mesh, mesh_validation, submesh, text_format
 from dtckpt.layout.device_names import DeviceSpec, full_name, kind_of, task_of
 from dtckpt.layout.device_offsets import DeviceOffsets, unravel
 from dtckpt.layout.mesh_validation import RESERVED_NAMES, dims_of, ids_of, tuple_of
+from dtckpt.layout.notebook_pictures import Drawn
 from dtckpt.layout.torch_callers import validate_caller
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _TORCH_TYPES = {"GPU": "cuda"}
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class Mesh:
+class Mesh(Drawn):
     """An n-d grid of devices with named axes, seen from one client.
 
     Immutable. Two meshes are equal if axes, device ids, devices and name are equal; the client that sees a mesh makes

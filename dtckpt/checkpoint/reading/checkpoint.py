@@ -11,6 +11,7 @@ import numpy as np
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
 from dtckpt.checkpoint.reading.foreign_formats import has_foreign_name, not_understood, open_foreign
 from dtckpt.checkpoint.reading.manifest_files import ManifestFiles
+from dtckpt.checkpoint.reading.notebook_table import checkpoint_html
 from dtckpt.checkpoint.reading.read_regions import UNCHECKED_NBYTES
 from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
@@ -58,6 +59,9 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, {len(self.tensors)} tensors)"
+
+    def _repr_html_(self) -> str:
+        return checkpoint_html(repr(self), self.tensors)
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dtckpt.errors import LayoutError, LayoutTypeError
+from dtckpt.errors import LayoutError, LayoutTypeError, format_nbytes
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.region import Region
+from dtckpt.layout.svg import INK, PALETTE, Picture
 from dtckpt.redistribution.exchange_plan import (
     ExchangePlan,
     Move,
@@ -27,6 +28,9 @@ from dtckpt.redistribution.path_plan import plan_path
 
 MAX_TEXT_DEVICES = 64
 """Devices that the text of an explanation lists."""
+
+_LEFT, _WIDTH, _LINE = 140, 400, 20
+"""Lengths of the picture, in pixels."""
 
 _HEADINGS = ("device", "client", "received", "copied", "lower bound")
 
@@ -116,6 +120,9 @@ class Explanation:
         steps = [f"  {number}. {step}" for number, step in enumerate(self.steps, 1)] or ["  nothing to do"]
         return "\n".join([heading, *steps, *self._table()])
 
+    def _repr_svg_(self) -> str:
+        return received_picture(self)
+
     def _table(self) -> Iterator[str]:
         shown = self.devices[:MAX_TEXT_DEVICES]
         rows = [_HEADINGS, *(_row(device.device, device.client, device) for device in shown)]
@@ -130,6 +137,27 @@ class Explanation:
 
 def _row(name: str, client: int | str, sums: Traffic | Explanation) -> tuple[str, ...]:
     return name, str(client), str(sums.received), str(sums.copied), str(sums.lower_bound)
+
+
+def received_picture(explanation: Explanation) -> str:
+    """Draw the bytes that each device receives; a line marks the fewest that it could."""
+    devices = explanation.devices[:MAX_TEXT_DEVICES]
+    change = f"{_brief(explanation.source)} -> {_brief(explanation.target)}"
+    picture = Picture(f"Bytes received: {change}", _LEFT + _WIDTH + 120, 94 + len(devices) * _LINE)
+    picture.text(20, 28, "Bytes that each device receives", "h")
+    picture.text(20, 48, f"{explanation.shape} of {explanation.dtype}: {change}", "s")
+    total = f"{format_nbytes(explanation.received)} in all, {format_nbytes(explanation.lower_bound)} at least"
+    more = len(explanation.devices) - len(devices)
+    picture.text(20, 66, f"{total}; lines mark the least of each device{f'; {more} more devices' if more else ''}", "s")
+    most = max((max(each.received, each.lower_bound) for each in devices), default=0) or 1
+    for number, each in enumerate(devices):
+        y = 80 + number * _LINE
+        name = f"client {each.client}, {each.device.rpartition('/')[2].removeprefix('device:')}"
+        picture.text(_LEFT - 8, y + 13, name, "t", anchor="end")
+        picture.rect(_LEFT, y + 2, max(1.0, each.received / most * _WIDTH), _LINE - 5, PALETTE[0], each.device)
+        picture.rect(_LEFT + each.lower_bound / most * _WIDTH - 1, y, 2, _LINE - 1, INK)
+        picture.text(_LEFT + _WIDTH + 8, y + 13, format_nbytes(each.received), "t")
+    return picture.svg()
 
 
 def explain(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.dtype) -> Explanation:
