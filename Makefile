@@ -7,8 +7,6 @@ STAMP  := $(VENV)/.installed
 # Python compiles what it imports, once: less than all that is installed, and not again in each process of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-RUN    := $(BIN)/torchrun --standalone --nproc-per-node
-
 .PHONY: install demo test check pytest pytest-fast docs bench wheels lint ruff types layers protos clean
 
 install: $(STAMP)
@@ -43,37 +41,11 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "built site/index.html; to search, too: $(BIN)/python -m http.server --directory site"
 
-# Tables of docs/benchmarks.md; they mean something on a machine that does nothing else.
+# Writes docs/benchmarks.md; figures mean something on a machine that does nothing else. QUICK=1: on less, in three minutes.
 bench: install
-	$(RUN) 2 -m benchmarks.save_restore
-	$(RUN) 2 -m benchmarks.save_restore --tensors 4000 --shape 64x64
-	$(RUN) 2 -m benchmarks.save_restore --keep bench-output
-	$(RUN) 1 -m benchmarks.save_restore --restore bench-output
-	$(RUN) 4 -m benchmarks.save_restore --restore bench-output
-	$(BIN)/python -c "import shutil; shutil.rmtree('bench-output')"
-	$(RUN) 2 -m benchmarks.dcp_plugin
-	$(RUN) 2 -m benchmarks.dcp_plugin --tensors 4000 --shape 64x64
-	$(RUN) 2 -m benchmarks.async_save
-	$(BIN)/python -m benchmarks.manifest
-	$(BIN)/python -m benchmarks.diff
-	$(BIN)/python -m benchmarks.planning
-	$(BIN)/python -m benchmarks.convert
-	$(BIN)/python -m benchmarks.reshard
-	$(RUN) 2 -m benchmarks.redistribute
-	$(RUN) 4 -m benchmarks.redistribute
-	$(BIN)/python -m benchmarks.received_bytes
-	$(BIN)/python -m benchmarks.local_redistribute
-	$(BIN)/python -m benchmarks.dispatch
-	$(RUN) 2 -m benchmarks.local_conversions
-	$(RUN) 2 -m benchmarks.train_step
-	$(RUN) 4 -m benchmarks.train_step --grid
-	$(RUN) 2 -m benchmarks.compiled_step
-	$(BIN)/python -m benchmarks.randomness
-	$(BIN)/python -m benchmarks.coordinator
-	$(RUN) 4 -m benchmarks.tiers
-	$(BIN)/python -m benchmarks.tiers_simulation
+	$(BIN)/python -m benchmarks.run $(if $(QUICK),--quick)
 
-# For machines with a card and no network: benchmarks/card.sh installs them there. See docs/benchmarks.md.
+# For machines with a card and no network: benchmarks/card.sh installs them there. See docs/measuring.md.
 CARD_PYTHON    := 3.12
 CARD_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rich.console import Console
 from rich.table import Table
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,6 +28,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard as TorchShard
 
 import dtckpt
+from benchmarks.results import show
 
 SUBJECTS = {
     "dtckpt.save_async": "ours",
@@ -98,13 +98,13 @@ def main() -> None:
             if rank == 0:
                 shutil.rmtree(path, ignore_errors=True)
     if rank == 0:
-        show(arguments, size, seconds)
+        print_results(arguments, size, seconds)
         shutil.rmtree(folder)
     stager.close()
     dist.destroy_process_group()
 
 
-def show(arguments: argparse.Namespace, size: int, seconds: dict[str, list[list[float]]]) -> None:
+def print_results(arguments: argparse.Namespace, size: int, seconds: dict[str, list[list[float]]]) -> None:
     title = (
         f"{arguments.tensors} tensors, {arguments.mib} MiB, {size} clients, {os.cpu_count()} cores, fsync, "
         f"median of {arguments.rounds}"
@@ -124,7 +124,7 @@ def show(arguments: argparse.Namespace, size: int, seconds: dict[str, list[list[
         copied, blocked, ended = (statistics.median(values) for values in zip(*rounds, strict=True))
         ratio = statistics.median(block / copy for copy, block, _ in rounds)
         table.add_row(label, f"{first[1]:.3f}", f"{copied:.4f}", f"{blocked:.4f}", f"{ratio:.2f}", f"{ended:.3f}")
-    Console(width=120).print(table)
+    show(table, width=120)
 
 
 if __name__ == "__main__":

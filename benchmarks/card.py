@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 import dtckpt
+from benchmarks.results import show
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.saving.plan import plan_save
 from dtckpt.checkpoint.saving.staging import StagingMemory
@@ -60,7 +60,7 @@ def main() -> None:
             found = f"failed: {type(error).__name__}: {error!s:.200}"
             table.add_row(measure.__name__.replace("_", " "), found, "")
         print(f"{measure.__name__}: {time.perf_counter() - start:.1f} s", flush=True)
-    Console(width=150).print(table)
+    show(table, width=150)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------

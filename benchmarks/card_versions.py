@@ -28,7 +28,7 @@ def main() -> None:
     print(f"Python {platform.python_version()}, {platform.platform()}")
     missing = [problem for requirement in wanted if (problem := _problem(requirement))]
     if missing:
-        sys.exit(f"this Python cannot run dtckpt's tests: {'; '.join(missing)}; carry wheels, see docs/benchmarks.md")
+        sys.exit(f"this Python cannot run dtckpt's tests: {'; '.join(missing)}; carry wheels, see docs/measuring.md")
     _print_cards()
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.results import show
 from benchmarks.train_step import BATCH, LENGTH, Block, distributed
 from dtckpt import dtensor
 
@@ -136,7 +136,7 @@ def main() -> None:
                     str(width), name, what, backend, f"{one * 1e3:.2f} ms", f"{other * 1e3:.2f} ms", f"{ratio:.2f}"
                 )
     if dist.get_rank() == 0:
-        Console(width=100).print(table)
+        show(table, width=100)
     dist.destroy_process_group()
 
 

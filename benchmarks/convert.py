@@ -21,8 +21,9 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-from rich.console import Console
 from rich.table import Table
+
+from benchmarks.results import show
 
 WANTED = 0.6
 """Of the speed of ``cp`` and fsync."""
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds, peak = statistics.median(each for each, _ in rounds), max(each for _, each in rounds)
         row = [name, f"{seconds:.2f}", f"{nbytes / seconds / 1e9:.2f}", f"{base / seconds:.2f}"]
         table.add_row(*row, *([str(WANTED), f"{peak:.0f}", str(WANTED_MIB)] if peak else ["", "", ""]))
-    Console(width=110).print(table)
+    show(table, width=110)
 
 
 if __name__ == "__main__":

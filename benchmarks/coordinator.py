@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.results import show
 from benchmarks.rivals import (
     CHANNELS,
     LIMIT_S,
@@ -328,7 +328,7 @@ async def names(count: int) -> list[float]:
     return rss
 
 
-def show_heartbeats(console: Console, options: argparse.Namespace) -> None:
+def heartbeat_table(options: argparse.Namespace) -> Table:
     table = Table(title=f"{options.clients} clients, a heartbeat every {options.interval:g} s each")
     for column in (
         "heartbeats",
@@ -347,10 +347,10 @@ def show_heartbeats(console: Console, options: argparse.Namespace) -> None:
         seconds = options.seconds if streams else min(options.seconds, CALLS_S)
         row = asyncio.run(heartbeats(options.clients, options.interval, seconds, streams=streams))
         table.add_row(*row)
-    console.print(table)
+    return table
 
 
-def show_barriers(console: Console, options: argparse.Namespace) -> None:
+def barrier_table(options: argparse.Namespace) -> Table:
     table = Table(title=f"barrier, ms from the first arrival to the last verdict, median of {options.rounds}")
     for column in ("arrivals", "coordinator", "all get all payloads", "bare calls", "torch's store barrier", "etcd"):
         table.add_column(column, justify="right")
@@ -358,33 +358,33 @@ def show_barriers(console: Console, options: argparse.Namespace) -> None:
         ours, collected = (asyncio.run(barriers(num_clients, options.rounds, collect=each)) for each in (False, True))
         bare = asyncio.run(echo_rounds(num_clients, options.rounds))
         store = store_barriers(num_clients, options.rounds)
-        etcd = f"{1e3 * asyncio.run(etcd_barriers(num_clients, options.rounds)):.0f}" if has_etcd() else "skipped"
+        etcd = f"{1e3 * asyncio.run(etcd_barriers(num_clients, options.rounds)):.0f}" if has_etcd() else "not installed"
         ms = [f"{1e3 * seconds:.0f}" for seconds in (ours, collected, bare, store)]
         table.add_row(str(num_clients), *ms, etcd)
-    console.print(table)
-    if not has_etcd():
-        console.print("etcd is skipped: it is not installed (apt-get install etcd-server)")
+    return table
 
 
-def show_detection(console: Console, options: argparse.Namespace) -> None:
+def detection_table(options: argparse.Namespace) -> Table:
     timeout_s, waiters = 2.0, 256
     known, spread = asyncio.run(detection(waiters, timeout_s, options.rounds))
-    console.print(
-        f"detection: a client falls silent (timeout {timeout_s:g} s); {waiters} waiters know after "
-        f"{min(known):.2f} to {max(known):.2f} s, the last of them {1e3 * max(spread):.0f} ms after the first"
-    )
+    title = f"a client falls silent, timeout {timeout_s:g} s: when {waiters} waiters know"
+    table = Table("", "first s", "last s", "spread ms", title=title)
+    table.add_row("silent client", f"{min(known):.2f}", f"{max(known):.2f}", f"{1e3 * max(spread):.0f}")
+    return table
 
 
-def show_memory(console: Console, options: argparse.Namespace) -> None:  # noqa: ARG001  as the others
+def memory_table(options: argparse.Namespace) -> Table:  # noqa: ARG001  as the others
     rss = asyncio.run(names(10_000))
-    console.print("memory: " + ", ".join(f"{mb:.0f} MB after {10 * n} 000 names" for n, mb in enumerate(rss)))
+    table = Table("names of barriers", *(f"{10 * count} 000" for count in range(len(rss))), title="memory")
+    table.add_row("RSS MB", *(f"{mb:.0f}" for mb in rss))
+    return table
 
 
 PARTS = {
-    "heartbeats": show_heartbeats,
-    "barriers": show_barriers,
-    "detection": show_detection,
-    "memory": show_memory,
+    "heartbeats": heartbeat_table,
+    "barriers": barrier_table,
+    "detection": detection_table,
+    "memory": memory_table,
 }
 
 
@@ -396,9 +396,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=list(PARTS), help="one part; default: all")
     options = parser.parse_args(arguments)
-    console = Console(width=110)
     for part in [options.only] if options.only else PARTS:
-        PARTS[part](console, options)
+        show(PARTS[part](options))
 
 
 if __name__ == "__main__":

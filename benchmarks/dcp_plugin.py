@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dtckpt
+from benchmarks.results import show
 from benchmarks.save_restore import DCP, OURS, Clock, remove
 from dtckpt.interop import DtckptStorageReader, DtckptStorageWriter
 
@@ -111,7 +111,7 @@ def main() -> None:
         title = (
             f"{arguments.tensors} tensors of {arguments.shape}, {mib:g} MiB, {clients} clients, {os.cpu_count()} cores"
         )
-        Console(width=200).print(table_of(clock, title))
+        show(table_of(clock, title), width=200)
         shutil.rmtree(folder)
     dist.destroy_process_group()
 

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import dtckpt
+from benchmarks.results import show
 from dtckpt import Layout, abstract_mesh, pack
 
 WANTED_S = 1.0
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, seconds in results.items():
         wanted = f"< {WANTED_S}" if name.startswith("dtckpt diff,") else ""
         table.add_row(name, f"{statistics.median(seconds):.2f}", wanted)
-    Console(width=100).print(table)
+    show(table, width=100)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
-from rich.console import Console
 from rich.table import Table
 
 import dtckpt
+from benchmarks.results import show
 from dtckpt import dtensor as ours
 from dtckpt.layout.device_mesh import KINDS
 
@@ -49,7 +49,7 @@ def main() -> None:
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     torch.set_num_threads(1)
     for axes in arguments.axes:
-        Console(width=100).print(_table(axes, arguments.rounds, arguments.device))
+        show(_table(axes, arguments.rounds, arguments.device), width=100)
     dist.destroy_process_group()
 
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
 import torch.distributed.tensor.experimental as their_experimental
-from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.results import show
 from dtckpt import dtensor as ours
 from dtckpt.dtensor import experimental as our_experimental
 
@@ -73,7 +73,7 @@ def main() -> None:
         one, other = map(min, zip(*times, strict=True))
         table.add_row(name, f"{one * 1e6:.1f} us", f"{other * 1e6:.1f} us", f"{one / other:.2f}")
     if dist.get_rank() == 0:
-        Console(width=100).print(table)
+        show(table, width=100)
     dist.destroy_process_group()
 
 

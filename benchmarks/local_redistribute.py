@@ -12,10 +12,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import dtckpt
+from benchmarks.results import show
 from dtckpt import Layout, Partial, Replicate, Shard
 
 DEVICES = 8
@@ -55,7 +55,7 @@ def main() -> None:
         touched = 3 * (DEVICES - 1) if layout.partial else 2
         rates = touched * new / ours / 1e9, 2 * new / plain / 1e9
         table.add_row(name, str(arguments.mib), f"{rates[0]:.1f}", f"{rates[1]:.1f}", f"{rates[0] / rates[1]:.2f}")
-    Console(width=100).print(table)
+    show(table, width=100)
 
 
 def _mesh(device: str) -> dtckpt.Mesh:

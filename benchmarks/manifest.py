@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.results import show
 from dtckpt import Layout
 from dtckpt.checkpoint.saving.plan import SavePlan, TensorSpec, holdings_of, plan_save
 from dtckpt.format.content import content_share
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chunks = sum(entry.grid.num_chunks for entry in manifest.arrays.values())
         row = [f"{plan_s:.2f}", f"{write_s:.3f}", f"{open_s:.3f}", f"{len(data) / chunks:.1f}"]
         table.add_row(str(count), str(chunks), *row)
-    Console(width=100).print(table)
+    show(table, width=100)
     for name, speed in speeds(5 * options.rounds):
         print(f"{name}: {speed:.1f} GB/s")
 

@@ -21,9 +21,9 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.results import show
 from dtckpt import Layout, Mesh
 from dtckpt.layout.layout import UNSHARDED, Spec
 from dtckpt.redistribution.exchange_plan import plan_exchange
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     f"{found['growth']:.1f}",
                     f"{found['peak']:.0f}",
                 )
-    Console(width=130).print(table)
+    show(table, width=130)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import dtckpt
+from benchmarks.results import show
 
 FILLS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], object]]] = {
     "uniform_": (torch.float32, lambda tensor: tensor.uniform_()),
@@ -49,7 +49,7 @@ def main() -> None:
                 listed.append(time.perf_counter() - start)
         mine, peer = (statistics.median(listed[2:]) * 1e3 for listed in seconds)
         table.add_row(name, f"{mine:.1f}", f"{peer:.1f}", f"{mine / peer:.2f}")
-    Console(width=100).print(table)
+    show(table, width=100)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch.distributed import tensor as theirs
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtckpt
+from benchmarks.results import show
 from dtckpt.dtensor.debug import explain
 
 CLIENTS = 8
@@ -75,7 +75,7 @@ def main() -> None:
         table.add_column(column)
     for axes in MESHES:
         table.add_row("x".join(map(str, axes)), *map(str, _compare(axes)))
-    Console(width=120).print(table)
+    show(table, width=120)
     dist.destroy_process_group()
 
 

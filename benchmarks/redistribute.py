@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch.distributed import tensor as theirs
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtckpt
+from benchmarks.results import show
 from dtckpt.redistribution.execute import plan_redistribution
 
 CHANGES = {
@@ -61,8 +61,8 @@ def main() -> None:
             table.add_row(name, f"{mib:g}", f"{mine * 1e3:.2f}", f"{peer * 1e3:.2f}", f"{peer / mine:.2f}")
     costs = overheads()
     if dist.get_rank() == 0:
-        Console(width=100).print(table)
-        Console(width=100).print(costs)
+        show(table, width=100)
+        show(costs, width=100)
     dist.destroy_process_group()
 
 

@@ -29,13 +29,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from rich.console import Console
 from rich.table import Table
 
 import dtckpt
 from benchmarks.convert import copy
 from benchmarks.manifest import manifest_of
 from benchmarks.planning import transformer
+from benchmarks.results import show
 from dtckpt import Layout, abstract_mesh, pack
 from dtckpt.checkpoint.resharding.reshard import reshard
 from dtckpt.checkpoint.resharding.workers import Worker
@@ -242,10 +242,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name, work in works.items():
                 results[name].append(work())
         remove(target)
-    show(results, nbytes, options.rounds)
+    print_results(results, nbytes, options.rounds)
 
 
-def show(results: dict[str, list[Result]], nbytes: int, rounds: int) -> None:
+def print_results(results: dict[str, list[Result]], nbytes: int, rounds: int) -> None:
     middle = {
         name: {field: statistics.median(each[field] for each in found) for field in found[0]}
         for name, found in results.items()
@@ -280,7 +280,7 @@ def show(results: dict[str, list[Result]], nbytes: int, rounds: int) -> None:
             bar,
             "" if is_met is None else "yes" if is_met else "no",
         )
-    Console(width=130).print(table)
+    show(table, width=130)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -41,6 +40,7 @@ from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Shard as TorchShard
 
 import dtckpt
+from benchmarks.results import show
 
 OURS, FSDP2, DCP, PLAIN, SAFETENSORS, ORBAX = "dtckpt", "FSDP2", "DCP", "plain", "safetensors", "Orbax"
 HAS_SAFETENSORS, HAS_ORBAX = (importlib.util.find_spec(name) is not None for name in ("safetensors", "orbax"))
@@ -185,7 +185,7 @@ def main() -> None:
                 for who, work in restores[first:] + restores[:first]:
                     clock.time(f"restore, {what}", who, work)
     if dist.get_rank() == 0:
-        Console(width=200).print(clock.table(title))
+        show(clock.table(title), width=200)
         if not arguments.keep and not arguments.restore:
             shutil.rmtree(folder)
     if orbax:
@@ -212,7 +212,7 @@ def compare_fsdp2(folder: Path, source: State, other: State, rounds: int, title:
             for who in (OURS, FSDP2) if number % 2 else (FSDP2, OURS):
                 clock.time(f"restore, {what}", who, functools.partial(dtckpt.restore, folder / who, states[who][index]))
     if dist.get_rank() == 0:
-        Console(width=200).print(clock.table(title))
+        show(clock.table(title), width=200)
         shutil.rmtree(folder)
     dist.destroy_process_group()
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
 import dtckpt
+from benchmarks.results import show
 
 LOST = 1
 STEPS, EVERY = 20, 10
@@ -101,7 +101,7 @@ def main() -> None:
     part = sum(each.nbytes for each in local)
     peers, files, received = restores(arguments.rounds, root, rank, tier, state)
     if rank == 0:
-        show(arguments, size, results | {"peers": peers, "files": files}, [sent / saves, received, part])
+        print_results(arguments, size, results | {"peers": peers, "files": files}, [sent / saves, received, part])
         shutil.rmtree(root)
         shutil.rmtree(tiers)
     dist.destroy_process_group()
@@ -139,7 +139,9 @@ def restores(
     return peers[1:], files[1:], received
 
 
-def show(arguments: argparse.Namespace, size: int, seconds: dict[str, list[float]], nbytes: Sequence[float]) -> None:
+def print_results(
+    arguments: argparse.Namespace, size: int, seconds: dict[str, list[float]], nbytes: Sequence[float]
+) -> None:
     """Print the table.
 
     Args:
@@ -168,7 +170,7 @@ def show(arguments: argparse.Namespace, size: int, seconds: dict[str, list[float
         ("bytes to the lost host", received, "<= 1.05"),
     ):
         table.add_row(what, f"{each / mib:.0f} MiB", f"a part {part / mib:.0f} MiB", f"{each / part:.2f}", wanted)
-    Console(width=120).print(table)
+    show(table, width=120)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 import dtckpt
+from benchmarks.results import show
 from dtckpt.checkpoint.tiers.placement import Placement
 from dtckpt.layout.svg import Picture
 
@@ -170,7 +170,7 @@ def main() -> None:
     for label, each in outcomes:
         hours = [f"{value:.2f}" for value in (each.saves, each.waiting, each.repeated, each.total)]
         table.add_row(label, *hours, f"{100 * each.total / 24:.1f} %", str(each.failures), str(each.from_root))
-    Console(width=120).print(table)
+    show(table, width=120)
     if arguments.output is not None:
         draw(outcomes, arguments.output)
 

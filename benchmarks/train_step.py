@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
+from benchmarks.results import show
 from dtckpt import dtensor as ours
 from dtckpt.dtensor import experimental as our_experimental
 
@@ -132,7 +132,7 @@ def main() -> None:
         if abs(one - other) > TOLERANCE * abs(other):
             raise AssertionError(f"the losses differ; got {one} and {other}, expected a difference below {TOLERANCE:g}")
     if dist.get_rank() == 0:
-        Console(width=100).print(_table(our_steps, their_steps, " x ".join(map(str, shape))))
+        show(_table(our_steps, their_steps, " x ".join(map(str, shape))), width=100)
     dist.destroy_process_group()
 
 

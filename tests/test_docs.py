@@ -1,5 +1,6 @@
 """Every Python block of README.md and docs/ runs; the pages name what exists; the site is built without a warning."""
 
+import json
 import os
 import re
 import shlex
@@ -109,3 +110,8 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
     for page in tmp_path.rglob("*.html"):
         assert not re.search(r"<(script|link|img)[^>]*(src|href)=.?(https?:)?//", page.read_text()), page
+
+
+def test_the_notebook_has_the_outputs_that_its_cells_give(pool):
+    stored = json.loads((ROOT / "examples" / "tour.ipynb").read_text())
+    assert pool.values(docs_cases.tour, clients=1) == [stored]

@@ -15,10 +15,11 @@ from dtckpt.checkpoint.inspecting.traffic import traffic
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.checkpoint.timeline import timeline_picture
 from dtckpt.cli.arguments import LayoutRules, parse_mesh, read_rules
 from dtckpt.cli.output import format_count, write_event, write_summary
 from dtckpt.cli.picture_files import svg_size, validate_output, write_picture
-from dtckpt.cli.pictures import timeline_picture, traffic_picture
+from dtckpt.cli.pictures import traffic_picture
 from dtckpt.errors import (
     CheckpointError,
     ConfigError,

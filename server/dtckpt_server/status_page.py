@@ -15,13 +15,14 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain, islice
 from socketserver import TCPServer
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.exposition import choose_encoder
 
 from dtckpt_server.metrics import Metrics
 from dtckpt_server.rules import Rules
 from dtckpt_server.state import Job
+from dtckpt_server.status_html import STYLE, bar, squares
 from dtckpt_server.tasks import FENCED, LEFT, LOST, REGISTERED, SUSPECT, Task
 
 logger = logging.getLogger("dtckpt_server")
@@ -38,7 +39,7 @@ _WORST_FIRST = (LOST, SUSPECT, FENCED, LEFT, REGISTERED)
 _STYLE = (
     "body{font:14px/1.5 system-ui,sans-serif;margin:2em;max-width:75em}table{border-collapse:collapse;margin:.5em 0}"
     "td,th{text-align:left;padding:.15em .8em;border-bottom:1px solid #8884}.bad{color:#c22;font-weight:bold}"
-    ":root{color-scheme:light dark}"
+    f":root{{color-scheme:light dark}}{STYLE}"
 )
 
 Page = tuple[str, bytes]
@@ -79,7 +80,7 @@ def _job_html(rules: Rules, job: Job, now: float) -> str:
             barrier.name,
             str(barrier.generation),
             f"{now - barrier.opened_at:.1f} s",
-            f"{len(barrier.arrived)}/{len(barrier.participants)}",
+            _Bar(len(barrier.arrived), len(barrier.participants), ""),
             rules.waiting_for(barrier, now),
         )
         for barrier in islice(job.open.values(), MAX_ROWS_SHOWN)
@@ -89,10 +90,11 @@ def _job_html(rules: Rules, job: Job, now: float) -> str:
     return "\n".join(
         [
             f"<h2>{escape(job.name)}</h2><p>{alive}, attempt {job.attempt}",
+            squares(job),
             _table(("barrier", "generation", "open for", "arrived", "missing"), barriers),
             _more(len(job.open), MAX_ROWS_SHOWN, "open barriers"),
             _table(
-                ("task", "state", "heard", "phase", "step", "bytes", "unchanged for", "host"),
+                ("task", "state", "heard", "phase", "step", "done", "unchanged for", "host"),
                 [_task_row(task, now) for task in islice(tasks, MAX_ROWS_SHOWN)],
             ),
             _more(len(job.tasks), MAX_ROWS_SHOWN, "tasks"),
@@ -101,20 +103,30 @@ def _job_html(rules: Rules, job: Job, now: float) -> str:
     )
 
 
-def _task_row(task: Task, now: float) -> Sequence[str]:
+class _Bar(NamedTuple):
+    """A cell with a bar, and the numbers beside it."""
+
+    done: int
+    total: int
+    unit: str
+
+
+def _task_row(task: Task, now: float) -> Sequence[str | _Bar]:
     progress = task.progress
-    nbytes = f"{progress.bytes_done:,} / {progress.bytes_total:,}" if progress.bytes_total else ""
+    nbytes = _Bar(progress.bytes_done, progress.bytes_total, " bytes") if progress.bytes_total else ""
     heard, unchanged = f"{now - task.heard_at:.1f} s ago", f"{now - task.progressed_at:.0f} s"
     return str(task.number), task.state, heard, progress.phase, str(progress.step), nbytes, unchanged, task.host
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(header: Sequence[str], rows: Iterable[Sequence[str | _Bar]]) -> str:
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>\n" for row in rows)
     heads = "".join(f"<th>{head}" for head in header)
     return f"<table><tr>{heads}</tr>\n{body}</table>" if body else ""
 
 
-def _cell(text: str) -> str:
+def _cell(text: str | _Bar) -> str:
+    if isinstance(text, _Bar):
+        return f"<td>{bar(text.done, text.total)}{text.done:,} / {text.total:,}{text.unit}"
     return f"<td{' class=bad' if text in ('SUSPECT', 'LOST', 'FENCED') else ''}>{escape(text[:MAX_CELL_CHARS])}"
 
 

@@ -85,3 +85,12 @@ def test_a_checkpoint_is_a_table_with_its_largest_tensor(tmp_path):
     assert "a&lt;" in html
     assert "a<" not in html
     assert html.count("<svg") == 1
+
+
+def test_reports_show_their_phases(tmp_path):
+    state = {"w": torch.ones(1000)}
+    saved = dtckpt.save(tmp_path / "c", state)
+    assert {"plan", "write", "merge"} <= {*texts(saved._repr_svg_())}
+    reports = []
+    dtckpt.restore(tmp_path / "c", state, options=dtckpt.RestoreOptions(report=reports.append))
+    assert {"plan", "read"} <= {*texts(reports[0]._repr_svg_())}

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -52,8 +53,8 @@ class World:
             self.metrics.note_refused_event(effects.refusal)
         return effects
 
-    def register(self, job="job", num_clients=2, **options):
-        for task in range(num_clients):
+    def register(self, job="job", num_clients=2, *, only=None, **options):
+        for task in range(num_clients if only is None else only):
             self.happen(events.Register(events.Identity(job, task, task + 1), num_clients, **options))
 
     def arrive(self, task, name="save/begin", job="job", **options):
@@ -223,9 +224,9 @@ def test_who_is_worst_is_first():
         world.happen(events.Heartbeat(events.Identity("job", 0, 1)))
         world.happen(events.Tick())
     page = status_page.status_page(world.rules, world.now)
-    assert page.index("<td>1<td class=bad>SUSPECT<td>7.0 s ago<td>write<td>12<td>1,000 / 4,000") < page.index(
-        "<td>0<td>REG"
-    )
+    bar = "<progress max=4000 value=1000></progress> 1,000 / 4,000 bytes"
+    suspect = f"<td>1<td class=bad>SUSPECT<td>7.0 s ago<td>write<td>12<td>{bar}"
+    assert page.index(suspect) < page.index("<td>0<td>REG")
 
 
 def test_other_requests_are_refused(server):
@@ -389,3 +390,47 @@ def test_exit_code_tells_that_the_end_was_not_in_order(monkeypatch, caplog):
     monkeypatch.setattr(Server, "stop", stop)
     assert asyncio.run(run(ServerConfig(port=0))) == 70
     assert "a page does not close" in caplog.text
+
+
+def squares_of(world):
+    page = status_page.status_page(world.rules, world.now)
+    return re.findall(r"<u class='([a-z ]+)' title='([^']*)'>(.*?)</u>", page)
+
+
+def test_each_client_has_a_square_that_tells_its_state():
+    world = World()
+    world.register(num_clients=4, only=3)
+    world.arrive(0, "save")
+    assert squares_of(world) == [
+        ("r", "client 0: alive", ""),
+        ("r w", "client 1: alive, waited for", ""),
+        ("r w", "client 2: alive, waited for", ""),
+        ("n w", "client 3: never registered, waited for", ""),
+    ]
+    world.happen(events.Leave(events.Identity("job", 2, 3)))
+    world.now += 0.7 * TIMEOUT_S
+    world.happen(events.Heartbeat(events.Identity("job", 0, 1)))
+    world.happen(events.Tick())
+    assert [square[::2] for square in squares_of(world)][:3] == [("r", ""), ("s", "?"), ("e", "·")]
+
+
+def test_of_many_clients_a_square_is_a_block_and_shows_the_worst():
+    world = World()
+    world.register(num_clients=2000)
+    squares = squares_of(world)
+    assert len(squares) == 500
+    assert squares[1] == ("r", "clients 4 to 7: alive", "")
+    world.now += 0.7 * TIMEOUT_S
+    for number in range(2000):
+        if number != 5:
+            world.happen(events.Heartbeat(events.Identity("job", number, number + 1)))
+    world.happen(events.Tick())
+    assert [square for square in squares_of(world) if square[0] != "r"] == [
+        ("s", "clients 4 to 7: silent for half of the timeout", "?")
+    ]
+
+
+def test_a_job_that_claims_a_million_clients_has_no_squares():
+    world = World()
+    world.register(num_clients=1_000_000, only=1)
+    assert squares_of(world) == []

@@ -256,3 +256,10 @@ def train(folder: str, program: str, last: int) -> int:
         program, _, _ = program.replace('dtckpt.init_process_group("gloo")', "pass").rpartition("torch.distributed.d")
         exec(program.replace("range(start, 20)", f"range(start, {last + 1})"), names)
     return int(names["start"])
+
+
+def tour() -> dict[str, Any]:
+    """Run the notebook's cells; return it with their outputs."""
+    from examples.make_tour import notebook
+
+    return notebook()

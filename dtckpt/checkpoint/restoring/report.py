@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dtckpt.checkpoint.timeline import report_picture
 from dtckpt.format.manifest import PhaseCost
 from dtckpt.storage.location import Location
 
@@ -61,3 +62,6 @@ class RestoreReport:
     def nbytes_read(self) -> int:
         """Bytes that this client read from storage."""
         return self.phases["read"].nbytes if "read" in self.phases else 0
+
+    def _repr_svg_(self) -> str | None:
+        return report_picture("restore of", self.path, self.phases)

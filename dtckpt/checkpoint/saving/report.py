@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dtckpt.checkpoint.timeline import report_picture
 from dtckpt.format.manifest import PhaseCost
 from dtckpt.storage.location import Location
 
@@ -34,3 +35,6 @@ class SaveReport:
     def total_s(self) -> float:
         """Seconds of all phases."""
         return sum(phase.seconds for phase in self.phases.values())
+
+    def _repr_svg_(self) -> str | None:
+        return report_picture("save of", self.path, self.phases)
