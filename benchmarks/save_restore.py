@@ -137,6 +137,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="where to work; default the system's temporary folder")
     parser.add_argument("--keep", default=None, help="only save, there")
     parser.add_argument("--restore", default=None, help="only restore what was kept there")
+    parser.add_argument("--only-dcp", action="store_true", help="beside DCP and plain files, and nobody else")
     parser.add_argument("--fsdp2", action="store_true", help="beside a state dict of FSDP2, and nothing else")
     arguments = parser.parse_args()
     dtckpt.init_process_group("gloo")
@@ -154,7 +155,8 @@ def main() -> None:
             folder, source, State((rows, columns), 1, torch.zeros, arguments.tensors), arguments.rounds, title
         )
         return
-    orbax = open_orbax(folder)
+    orbax = None if arguments.only_dcp else open_orbax(folder)
+    with_safetensors = HAS_SAFETENSORS and not arguments.only_dcp
     arrays = orbax.arrays(source.parts, (rows, columns)) if orbax else None
     same, other = (State((rows, columns), dim, torch.zeros, arguments.tensors) for dim in (0, 1))
     clock = Clock()
@@ -163,7 +165,7 @@ def main() -> None:
             clock = Clock()  # the first round finds no memory ready
         if not arguments.restore:
             for fsync in (False, True):
-                save_all(clock, folder, source, fsync=fsync)
+                save_all(clock, folder, source, fsync=fsync, with_safetensors=with_safetensors)
             if orbax:
                 remove(folder / ORBAX)
                 clock.time("save, fsync", ORBAX, lambda: orbax.save(arrays))
@@ -179,7 +181,7 @@ def main() -> None:
                 if orbax:
                     work = functools.partial(orbax.restore, source.parts, (rows, columns), dim)
                     restores.append((ORBAX, work))
-                if HAS_SAFETENSORS and not arguments.restore and dim == 0:
+                if with_safetensors and not arguments.restore and dim == 0:
                     restores.append((SAFETENSORS, lambda: load_safetensors(folder, same.parts)))
                 first = number % len(restores)  # nobody always comes after the same other one
                 for who, work in restores[first:] + restores[:first]:
@@ -226,7 +228,7 @@ def open_orbax(folder: Path) -> Any:
     return importlib.import_module("benchmarks.orbax_peer").Orbax(folder / ORBAX) if HAS_ORBAX else None
 
 
-def save_all(clock: Clock, folder: Path, source: State, *, fsync: bool) -> None:
+def save_all(clock: Clock, folder: Path, source: State, *, fsync: bool, with_safetensors: bool) -> None:
     """Save with every system, each after what it has saved before was removed, so that all find the same pages free."""
     label, ours = "save, fsync" if fsync else "save", source.ours
     options = dtckpt.SaveOptions(fsync=fsync)
@@ -238,7 +240,7 @@ def save_all(clock: Clock, folder: Path, source: State, *, fsync: bool) -> None:
         (label, DCP, folder / DCP, lambda: dcp.save(dict(source.theirs), storage_writer=writer)),
         (label, PLAIN, _plain(folder), lambda: write_plain(folder, source.parts, fsync=fsync)),
     ]
-    if HAS_SAFETENSORS:
+    if with_safetensors:
         path = _safetensors(folder)
         saves.append((label, SAFETENSORS, path, lambda: save_safetensors(folder, source.parts, fsync=fsync)))
     for what, who, path, work in saves:
