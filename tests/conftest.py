@@ -22,7 +22,7 @@ from dtckpt.coordination.connect import set_coordination
 from dtckpt.layout import clients
 
 settings.register_profile(
-    "ci", deadline=None, max_examples=100, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "ci", deadline=None, max_examples=50, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("nightly", settings.get_profile("ci"), max_examples=1000)
 settings.load_profile("nightly" if shares.IS_ALL else "ci")

@@ -54,6 +54,7 @@ def test_importing_costs_next_to_nothing():
     assert any(float(run(script)) < MAX_IMPORT_S for _ in range(TRIES))
 
 
+@pytest.mark.share(3, of="processes that start PyTorch")
 def test_the_core_never_loads_torchs_dtensor():
     script = (
         "import sys, tempfile, torch, dtckpt\n"

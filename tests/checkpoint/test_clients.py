@@ -66,7 +66,7 @@ def saved(request, pool, tmp_path_factory):
     return folder, meeting
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(5)
 @pytest.mark.parametrize("which", ["one", "two"])
 @pytest.mark.parametrize("restore", RESTORES)
 def test_any_number_of_clients_restores(pool, saved, which, restore):
@@ -179,7 +179,7 @@ def test_clients_that_disagree_all_get_the_same_error(pool, tmp_path, meeting, k
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
@@ -329,7 +329,7 @@ def test_pending_reductions_over_clients(pool):
 # --- PyTorch's DTensors ---
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     ("clients", "mesh", "placements"), [(2, (2,), [0]), (4, (2, 2), [0, 1]), (4, (4,), [1]), (4, (2, 2), [0, 0])]
 )

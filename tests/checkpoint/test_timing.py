@@ -297,6 +297,7 @@ def test_spans_of_a_save_that_fails(tmp_path, spans):
         assert [event.name for event in span.events] == ["exception"]
 
 
+@pytest.mark.share(3, of="processes that start PyTorch")
 def test_nothing_is_imported_where_there_is_no_opentelemetry(tmp_path):
     script = (
         "import sys\n"

@@ -66,7 +66,7 @@ def coordinator(monkeypatch):
 
 
 # The tests of `status` follow `--watch` until it is interrupted.
-@pytest.mark.share(8)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("run", [run_process, run_on_terminal], ids=["pipe", "terminal"])
 @pytest.mark.parametrize("example", [example for example in EXAMPLES if "--watch" not in example])
 def test_example(folder, example, run, coordinator):

@@ -39,7 +39,7 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
-@pytest.mark.share(6)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("args", "modules"),
     [

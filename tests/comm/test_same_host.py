@@ -92,7 +92,7 @@ def test_any_dtype_and_place_will_do(connection, message):
     assert bits_of(buffer) == bits_of(message)
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(deadline=None, max_examples=examples(30))
 @given(data=st.data())
 def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix(data):
     """Both clients send and receive at once, in any order, small and large."""

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import dtckpt
 from dtckpt.comm import torch_private
 
@@ -106,6 +108,7 @@ def test_a_private_name_is_found():
     assert list(private_names(source)) == ["torch.distributed.group.WORLD._get_backend"]
 
 
+@pytest.mark.share(3, of="processes that start PyTorch")
 def test_an_older_pytorch_is_refused():
     program = "import torch; torch.__version__ = '2.8.0'; import dtckpt; dtckpt.save"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)

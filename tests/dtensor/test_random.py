@@ -251,7 +251,7 @@ CONTINUOUS = {
 }
 
 
-@pytest.mark.share(15)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", CONTINUOUS)
 @pytest.mark.parametrize("key", [1, 2, 2**62])
@@ -278,7 +278,7 @@ def test_geometric(dtype, p):
     assert abs(excess(counts[1:], [SAMPLES * chance for chance in [*chances, 1 - sum(chances)]])) < 4
 
 
-@pytest.mark.share(9)
+@pytest.mark.share(5)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.uint8])
 @pytest.mark.parametrize("p", [0.0, 1e-3, 0.1, 0.5, 0.9, 1.0])
 def test_bernoulli(dtype, p):

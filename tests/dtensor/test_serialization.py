@@ -135,6 +135,7 @@ def test_modules(tmp_path):
     assert_same(again.weight, model.weight)
 
 
+@pytest.mark.share(3, of="processes that start PyTorch")
 def test_loading_needs_no_more_than_the_import(tmp_path):
     torch.save({"w": nn.Parameter(placed(ROWS)), "placements": placed(ROWS).placements}, tmp_path / "w.pt")
     script = (

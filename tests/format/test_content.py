@@ -52,7 +52,7 @@ def cut_up(draw, region):
 
 
 @given(st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.data())
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_regions_add_up_to_the_tensor(shape, dtype, data):
     elements = random_elements(shape, dtype)
     assert share_of(elements, data.draw(cut_up(Region.full(shape)))) == share_of(elements)
@@ -68,7 +68,7 @@ def test_memory_order_and_alignment_do_not_matter():
 
 
 @given(st.sampled_from([shape for shape in SHAPES if math.prod(shape)]), st.sampled_from(DTYPES), st.data())
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_every_flipped_bit_shows(shape, dtype, data):
     elements = random_elements(shape, dtype)
     flipped = elements.copy()

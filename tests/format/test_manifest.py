@@ -131,7 +131,7 @@ def test_no_missing_or_added_end_goes_unseen():
 
 
 @given(st.binary(max_size=60))
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(150))
 def test_any_bytes_are_refused(data):
     with pytest.raises((CheckpointCorruptError, CheckpointVersionError)):
         Manifest.from_bytes(data, "here")

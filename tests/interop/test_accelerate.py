@@ -58,7 +58,7 @@ def test_all_of_it_comes_back(tmp_path):
     assert restored._schedulers[0].last_epoch == 1
 
 
-@pytest.mark.share(3, of="loops")
+@pytest.mark.share(2, of="loops")
 def test_fsdp2_goes_on_with_any_number_of_processes(framework_pool, tmp_path):
     run = partial(framework_pool.values, call, "support.accelerate_cases", "losses_with_fsdp2", str(tmp_path / "s"))
     saved = run(is_saved=True, clients=4, group=True)

@@ -58,7 +58,7 @@ def test_blocks_are_short_python(heading, side, number, block):
     assert ("dtckpt" in block) == (side == "after")
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("heading", "side", "number", "block"), [pytest.param(*each, id="-".join(map(str, each[:3]))) for each in RUNS]
 )

@@ -14,7 +14,7 @@ def fit(pool, folder, kind, epochs, checkpoint=None, clients=2, **options):
     return answers[0]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_run_with_everything(framework_pool, tmp_path, kind, is_async):

@@ -33,7 +33,7 @@ def losses(pool, loop, folder, clients, *options):
     return answers[0]
 
 
-@pytest.mark.share(3, of="loops")
+@pytest.mark.share(2, of="loops")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_goes_on(framework_pool, tmp_path, loop):
     whole = losses(framework_pool, loop, tmp_path / "whole", 4)
@@ -43,7 +43,7 @@ def test_a_loop_goes_on(framework_pool, tmp_path, loop):
     assert losses(framework_pool, loop, tmp_path / "part", 4) == whole[STOP:]
 
 
-@pytest.mark.share(3, of="loops")
+@pytest.mark.share(2, of="loops")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_goes_on_with_another_number_of_processes(framework_pool, tmp_path, loop):
     first = tmp_path / "first"

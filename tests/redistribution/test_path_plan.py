@@ -79,7 +79,7 @@ def gathered_and_sliced(source, target, shape):
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(150))
 def test_a_path_leads_to_the_target_through_no_larger_pieces(seed):
     source, target, shape = drawn(seed, REDUCE_OPS)
     path = plan_path(source, target, shape)

@@ -54,7 +54,7 @@ def path(root):
     return f"{root}/step_1"
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(2)
 def test_what_is_saved_is_restored(path, save):
     report = save(path)
     assert str(report.path) == path
@@ -71,7 +71,7 @@ def test_what_is_saved_is_restored(path, save):
         assert checkpoint.info("large").read_nbytes(region) < checkpoint.info("large").nbytes
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 def test_nothing_is_replaced_without_consent(path, save):
     save(path, 1)
     with pytest.raises(CheckpointExistsError, match="overwrite"):
@@ -98,7 +98,7 @@ STEPS = {
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_save_that_fails_leaves_what_was_there(path, save, monkeypatch, step):
     save(path, 1)
@@ -123,7 +123,7 @@ def test_a_save_that_fails_leaves_what_was_there(path, save, monkeypatch, step):
     assert holds(path, 3)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
     """A client's database that is missing would pass for one that holds nothing."""
     merge = merging.merge
@@ -143,7 +143,7 @@ def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
     assert holds(path, 1)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 def test_who_is_taken_over_amid_a_save_says_so(path, save, monkeypatch):
     commits = {kind: kind.commit for kind in (TensorStoreWriter, ChunkFileWriter)}
 
@@ -276,7 +276,7 @@ def test_removing(target):
 # --- managers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(1)
 def test_a_manager(root, kvstore, caplog):
     options = SaveOptions(kvstore=kvstore)
     weight = torch.zeros(5)

@@ -45,7 +45,7 @@ def pass_all(action, name):
     return None
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_what_is_put_off_is_tried_again(gateway, bucket, kvstore):
     count, refused = itertools.count(), set()
@@ -66,7 +66,7 @@ def test_what_is_put_off_is_tried_again(gateway, bucket, kvstore):
     assert {why for _, why in refused} == {"put off", "too many"}
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_reshard_on_a_store_that_throttles(gateway, bucket, kvstore):
     source, mesh, options = f"{bucket}/run/step", dtckpt.abstract_mesh({"a": 3}), SaveOptions(kvstore=kvstore)
@@ -108,7 +108,7 @@ def refused_reads(scheme, why):
     return refused(why)
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @pytest.mark.parametrize("why", REFUSALS)
 def test_refusals_are_explained(gateway, scheme, bucket, why):
     path = f"{bucket}/run/step"
@@ -139,7 +139,7 @@ REFUSED_COMMITS = [
 ]
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @pytest.mark.parametrize(("scheme", "why", "text"), REFUSED_COMMITS, indirect=["scheme"])
 def test_a_commit_that_is_refused(gateway, bucket, why, text):
     path = f"{bucket}/run/step"
@@ -205,7 +205,7 @@ except dtckpt.errors.StorageError as error:
 """
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @pytest.mark.processes
 @pytest.mark.parametrize("scheme", PROTOCOLS)
 def test_a_server_that_never_answers_is_not_waited_for_without_end(scheme):

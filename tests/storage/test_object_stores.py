@@ -39,7 +39,7 @@ on_objects = pytest.mark.parametrize("kind", [kind for kind in KINDS if "directo
 # --- damage, replacement, copies ----------------------------------------------------------------------------
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @on_objects
 def test_damage_is_detected(root, kvstore):
     path = f"{root}/step_1"
@@ -69,7 +69,7 @@ def test_damage_is_detected(root, kvstore):
     assert holds(path)
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @on_objects
 def test_a_reader_of_what_was_replaced_is_told(root, kvstore):
     path = f"{root}/step_1"
@@ -84,7 +84,7 @@ def test_a_reader_of_what_was_replaced_is_told(root, kvstore):
     assert folder_at(root).names("step_1") == []
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @on_objects
 def test_zarr_python_reads_by_the_store(root, kvstore):
     path = f"{root}/step_1"
@@ -99,7 +99,7 @@ def test_zarr_python_reads_by_the_store(root, kvstore):
     assert store != dtckpt.zarr_store(path)
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @on_objects
 def test_the_folder_of_an_attempt_is_a_checkpoint(root, kvstore, tmp_path):
     """It can be copied to a directory, and a directory can be copied to an object store."""
@@ -116,7 +116,7 @@ def test_the_folder_of_an_attempt_is_a_checkpoint(root, kvstore, tmp_path):
         save(copied, kvstore=kvstore)
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @on_objects
 def test_dead_saves_are_collected(root, kvstore):
     """Those that live, and checkpoints, are left alone."""
@@ -163,7 +163,7 @@ def test_two_jobs_that_save_to_one_path(bucket):
         assert checkpoint.verify().is_sound
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @on_objects
 def test_files_by_name(root):
     folder = folder_at(root) / "folder"
@@ -191,7 +191,7 @@ def test_files_by_name(root):
 # --- through the other calls ----------------------------------------------------------------------------
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @on_objects
 def test_reshard_there_and_back(root, kvstore, tmp_path, capsys):
     local, back = tmp_path / "local", f"{root}/back"
@@ -211,7 +211,7 @@ def test_reshard_there_and_back(root, kvstore, tmp_path, capsys):
     assert "one inside the other" in capsys.readouterr().err
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @on_objects
 def test_asynchronous_and_named_saves(root, kvstore):
     options = SaveOptions(kvstore=kvstore)
@@ -257,7 +257,7 @@ STATE = {
 }
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @pytest.mark.processes
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 @pytest.mark.parametrize(("victim", "when"), [(1, "amid its writes"), (0, "amid its writes"), (0, "before the commit")])
@@ -290,7 +290,7 @@ def test_a_client_that_is_killed_takes_nothing_along(pool, bucket, store, kvstor
     assert len(attempts) == 1
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 @pytest.mark.processes
 def test_a_manager_of_several_clients(pool, bucket, store):
     for steps in (4, 5):
@@ -355,7 +355,7 @@ def test_local_files_may_be_asked_for_by_url(tmp_path):
     shutil.rmtree(tmp_path / "s")
 
 
-@pytest.mark.share(14, of="object stores")
+@pytest.mark.share(10, of="object stores")
 def test_commands_look_after_a_root_in_a_bucket(bucket, capsys):
     root = f"{bucket}/run"
     with dtckpt.CheckpointManager(root, is_async=False) as manager:

@@ -24,7 +24,7 @@ from .checkpoint_cases import tree_on
 CHILD_S = 30.0
 """A child that lives longer than this hangs. It reports itself how soon it raised; a whole exit takes a second."""
 EXIT_CODE = 7
-STEPS = 4
+STEPS = 2
 """Saves of `fork_from_a_client`, each with a child on each client."""
 
 
@@ -71,11 +71,11 @@ def fork_during_saves(root: str, seed: int, num_children: int) -> None:
         saving.start()
         for number in range(num_children):
             time.sleep(chance.random() * 0.05)
-            name = sorted(uses)[number % len(uses)]
+            name = sorted(uses)[(seed * num_children + number) % len(uses)]
             hears, tells = os.pipe()
             child = os.fork()
             if child == 0:
-                use(uses[name], tells, exits=number % 3 == 0)
+                use(uses[name], tells, exits=number % 4 == 0)
             os.close(tells)
             code = ended(child)
             with open(hears) as said:

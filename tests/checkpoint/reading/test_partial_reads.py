@@ -94,7 +94,7 @@ def test_a_restore_reports_the_bytes_it_read(large):
 
 
 @given(st.data())
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_any_region(large, data):
     name, whole = data.draw(st.sampled_from([("w", WHOLE), ("odd", WHOLE[:1000, :1001])]))
     bounds = [sorted(data.draw(st.lists(st.integers(0, size), min_size=2, max_size=2))) for size in whole.shape]

@@ -50,6 +50,7 @@ def expected(tensors, *, raw_bits=False):
     return found
 
 
+@pytest.mark.share(3, of="readers alone")
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_tensorstore(tmp_path, kvstore):
     tensors = TENSORS | LOW
@@ -57,6 +58,7 @@ def test_tensorstore(tmp_path, kvstore):
     assert read("tensorstore", tmp_path / "s", tensors) == expected(tensors)
 
 
+@pytest.mark.share(3, of="readers alone")
 @pytest.mark.parametrize("reader", ["zarr", "xarray"])
 def test_a_group_with_raw_bits(tmp_path, reader):
     tensors = TENSORS | LOW | {f"low/{name}": tensor_of(name, (5,), name) for name in DTYPES if name not in EXTENSIONS}
@@ -72,6 +74,7 @@ def test_without_raw_bits_one_dtype_hides_its_group(tmp_path):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("orbax"), reason="pip install orbax-checkpoint")
+@pytest.mark.share(3, of="readers alone")
 def test_orbax(tmp_path):
     tensors = TENSORS | LOW
     save(tmp_path / "s", tensors)

@@ -58,7 +58,7 @@ def changes(draw):
     ]
 
 
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(5))
 @given(tensors=changes(), chunk_nbytes=st.sampled_from([64, 512, 16 << 20]), num_workers=st.sampled_from([1, 1, 2]))
 def test_every_byte_is_read_once_and_every_element_is_kept(tensors, chunk_nbytes, num_workers):
     """In files of chunks: a database keeps small ones in its nodes, which TensorStore reads."""

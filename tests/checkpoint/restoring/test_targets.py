@@ -22,14 +22,14 @@ def run(request, pool, tmp_path_factory):
     return path, kind, optimizer, losses
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(2)
 @pytest.mark.parametrize("form", ["objects", "app", "raw"])
 def test_training_goes_on_bit_for_bit(pool, run, form):
     path, kind, optimizer, losses = run
     assert pool.values(cases.restore_run, path, kind, optimizer, form, clients=4, group=True) == [([], losses)] * 4
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(2)
 @pytest.mark.parametrize("is_meta", [False, True], ids=["", "meta"])
 def test_any_number_of_clients_goes_on(pool, run, is_meta):
     path, kind, optimizer, _ = run

@@ -13,7 +13,7 @@ import dtckpt
 from dtckpt import errors
 from dtckpt.comm import fork_guard
 
-NUM_CHILDREN = amount(17, 204)
+NUM_CHILDREN = amount(9, 204)
 RIGHTS = {"close", "shutdown", "sum"}
 
 

@@ -35,7 +35,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.share(24)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])

@@ -64,7 +64,7 @@ DAMAGE = [bits_flipped, cut, empty, remove, replace_by_folder, exchange_with_ano
 KINDS = ["data", "voted"]
 
 
-@pytest.mark.share(3, of="damage")
+@pytest.mark.share(2, of="damage")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_one_copy(pool, saved, damage, kind):
@@ -78,7 +78,7 @@ def test_one_copy(pool, saved, damage, kind):
         assert any(each["local"].passed_over for each in answers)
 
 
-@pytest.mark.share(3, of="damage")
+@pytest.mark.share(2, of="damage")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_both_copies_of_one_client(pool, saved, damage, kind):

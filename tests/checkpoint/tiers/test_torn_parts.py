@@ -41,7 +41,7 @@ def go_on(pool, folders, step):
     assert spare == [], "no draft is left"
 
 
-@pytest.mark.share(2, of="torn parts")
+@pytest.mark.share(1, of="torn parts")
 @pytest.mark.parametrize("point", tier_faults.POINTS)
 def test_one_client_dies(pool, folders, point):
     """Situations 1, 9 and 10: the files of its host stay."""
@@ -62,7 +62,7 @@ def test_all_clients_die(pool, folders, point):
     go_on(pool, folders, step)
 
 
-@pytest.mark.share(2, of="torn parts")
+@pytest.mark.share(1, of="torn parts")
 @pytest.mark.parametrize("point", tier_faults.POINTS)
 def test_one_host_dies(pool, folders, point):
     """Situations 2 and 10: the host's parts go with it; a copy counts when it is whole."""

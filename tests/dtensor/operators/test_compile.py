@@ -69,7 +69,7 @@ def with_numbers(tensor):
     return tensor * tensor.max().item()
 
 
-@pytest.mark.share(5)
+@pytest.mark.share(3)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("function", [by_value, by_shape, in_place, beside_plain, with_numbers])
 def test_functions(function, backend):
@@ -138,6 +138,7 @@ def test_compilers_and_modes(name, options):
     assert compiled_programs.differences(name, abstract_mesh(axes), placements, **options) == []
 
 
+@pytest.mark.share(1, of="programs that learn over clients")
 @pytest.mark.processes
 def test_clients(pool):
     names = ["CountedSteps", "BesidePlain", "perceptron"]

@@ -188,7 +188,7 @@ MIXED = (((S0, S1), (S0, R)), ((R, S0), (R, R)))
 ON_TWO_MESHES = ["sgd foreach", "sgd fused", "adam foreach", "adamw fused", "rmsprop"]
 
 
-@pytest.mark.share(20)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("placed", [FULLY_SHARDED, TENSOR_PARALLEL, MIXED], ids=["sharded", "rows and columns", "grid"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name, placed):

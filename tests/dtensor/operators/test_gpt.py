@@ -44,6 +44,7 @@ def test_devices_that_share_a_card_learn_the_same(make_mesh):
     assert train(make_mesh({"data": 2, "model": 2}), STEPS) == pytest.approx(on_one_device(), rel=1e-2)
 
 
+@pytest.mark.share(1, of="programs that learn over clients")
 @pytest.mark.processes
 def test_clients_learn_the_same(pool):
     for losses in pool.values(train_over_clients, STEPS_OF_CLIENTS, clients=4, group=True, timeout_s=250):

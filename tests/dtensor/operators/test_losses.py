@@ -123,7 +123,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.share(20)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("mesh", [LINE, GRID], ids=["line", "grid"])
 @pytest.mark.parametrize(("call", "operands"), ROWS)
 def test_like_plain_tensors(call, operands, mesh):

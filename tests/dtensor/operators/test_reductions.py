@@ -103,7 +103,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.share(30)
+@pytest.mark.share(18)
 @pytest.mark.parametrize("mesh", [LINE, GRID], ids=["line", "grid"])
 @pytest.mark.parametrize(("call", "operands", "is_differentiable", "tolerance"), ROWS)
 def test_like_plain_tensors(call, operands, is_differentiable, tolerance, mesh):

@@ -19,7 +19,7 @@ def test_one_process(group):
     assert silent_faults.faults_of_group(group) == []
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("group", silent_faults.GROUPS)
 def test_clients(pool, group):
