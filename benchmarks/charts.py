@@ -32,7 +32,7 @@ class Mark:
 def marks_chart(marks: Sequence[Mark]) -> str:
     """Draw how far each bar is met, on a logarithmic scale; the line in the middle is what is wanted."""
     height = 58 + len(marks) * LINE + 10
-    picture = Picture("How far each bar is met", LABELS + PLOT + 150, height)
+    picture = Picture("How far each bar is met", LABELS + PLOT + 200, height)
     picture.text(20, 24, "Measured beside wanted", "h")
     middle = LABELS + PLOT / 3
     picture.text(middle, 46, "wanted", "t", anchor="middle")

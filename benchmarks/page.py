@@ -122,7 +122,10 @@ def _times(section: Section, figures: Figures) -> str:
 
 
 def _lines(results: Mapping[str, Result]) -> Iterator[str]:
-    machines = sorted({f"{result.machine} ({result.date})" for result in results.values()})
+    days: dict[str, set[str]] = {}
+    for result in results.values():
+        days.setdefault(result.machine, set()).add(result.date)
+    machines = [f"{machine} ({', '.join(sorted(days[machine]))})" for machine in sorted(days)]
     yield _WRITTEN["introduction"]
     yield f"Machine: {'; '.join(machines)}."
     measured = [*_measured(results)]

@@ -75,7 +75,7 @@ def main() -> None:
 
     def train(save: Callable[[int], object], first: int) -> None:
         for step in range(first, first + STEPS):
-            for _ in range(10):
+            for _ in range(20):
                 matrix @ matrix
             dist.barrier()  # as a step of data parallel training
             if step % EVERY == 0:

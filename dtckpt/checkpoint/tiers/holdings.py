@@ -11,7 +11,7 @@ and their indexes name boxes of tensors. So hosts may come back in another order
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dtckpt.checkpoint.tiers.placement import Placement
@@ -74,6 +74,17 @@ def held_saves(parts: Mapping[str, HostParts]) -> list[HeldSave]:
         HeldSave(save, {client: tuple(hosts) for client, hosts in holders[save].items() if hosts}, save in voted)
         for save in sorted(holders, reverse=True)
     ]
+
+
+def hosts_to_ask(held: HeldSave, order: Sequence[str]) -> list[str]:
+    """Return the hosts whose parts are all parts of a save together, the first of an order that will do."""
+    left, asked = set(held.holders), []
+    for host in order:
+        found = {client for client in left if host in held.holders[client]}
+        if found:
+            left -= found
+            asked.append(host)
+    return asked
 
 
 def copies_to_make(held: HeldSave, placement: Placement) -> Iterator[tuple[int, str, str]]:

@@ -14,7 +14,7 @@ from dtckpt.format.digest import buffer_of
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
 
-SPAN_NBYTES = 1 << 20
+SPAN_NBYTES = 256 << 10
 """Bytes that are copied and digested at a time: small enough to be in the processor's cache both times."""
 
 

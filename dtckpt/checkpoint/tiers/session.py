@@ -1,11 +1,12 @@
 """`TierSession`: this client's side of the local tier: the hosts, the parts that they hold, and saves.
 
-A local save has two rounds. In ``local/begin`` every client copies its share into a file of its host's tier, and says
-so; training waits for no more than that. In the background it takes digests, and in ``local/held`` all learn whether
-all parts are whole. From then on the save counts, and the parts are copied to other hosts::
+A local save has three rounds. In ``local/begin`` every client copies its share into a file of its host's tier, and says
+so; training waits for no more than that. In the background the clients meet in ``local/staged`` when all have copied:
+digests would take the processor from a neighbour that still copies. Then they take digests, and in ``local/held`` all
+learn whether all parts are whole. From then on the save counts, and the parts are copied to other hosts::
 
     training      | begin: copy |  next steps ...
-    background                  | digests | held: all parts are whole | copies to partners |  (durable: written to root)
+    background                  | staged | digests | held: all parts are whole | copies to partners |  (written to root)
 
 Before the first save, and in every restore, the clients tell each other in the round ``tiers`` which host they are on
 and which parts that host holds.
@@ -18,6 +19,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -31,7 +33,7 @@ from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.union import passed_by_all
 from dtckpt.checkpoint.saving.votes import Agreement, Summary
-from dtckpt.checkpoint.tiers.holdings import HeldSave, copies_to_make, held_saves, saves_to_keep
+from dtckpt.checkpoint.tiers.holdings import HeldSave, copies_to_make, held_saves, hosts_to_ask, saves_to_keep
 from dtckpt.checkpoint.tiers.host_folder import HostFolder, PartFile
 from dtckpt.checkpoint.tiers.local_save import BeginVote, Begun, Prepared, SaveRequest, is_on_host, part_nbytes
 from dtckpt.checkpoint.tiers.near_copies import near_copies
@@ -44,6 +46,7 @@ from dtckpt.checkpoint.tiers.replicator import Copy, Replicator
 from dtckpt.checkpoint.tiers.root_identity import IDENTITY_NAME, NO_IDENTITY
 from dtckpt.checkpoint.tiers.server import PartServer
 from dtckpt.checkpoint.tiers.tier_files import Holder, TierCheckpoint, TierFiles
+from dtckpt.comm.background_threads import Pool
 from dtckpt.coordination.api import Coordination
 from dtckpt.errors import CheckpointCorruptError, ConfigError, DtckptError, capped
 from dtckpt.format.digest import bytes_digest
@@ -52,6 +55,8 @@ logger = logging.getLogger("dtckpt.tiers")
 
 CLOSE_S = 10.0
 """Longest wait at the end for copies under way. A copy that its sender has given up never comes."""
+MAX_ASKED = 8
+"""Hosts that are asked for indexes at a time."""
 MAX_PARTS_CHARS = 3000
 """Bound on the text in which a client lists its host's parts: a vote has room for 4096 bytes."""
 
@@ -261,7 +266,7 @@ class TierSession:
         """Save a step in the tier; return when it is copied there, and all clients agree on it.
 
         Collective: Over all clients; barriers ``local/begin`` (and ``local/united`` where clients pass different things
-        for the first time), and ``local/held`` in the background.
+        for the first time), ``local/staged`` and ``local/held`` in the background.
 
         Args:
             request: What is saved, and how.
@@ -402,9 +407,15 @@ class TierSession:
         return self._peer(host, client).text(digest)
 
     def _hold(self, begun: Begun, collective: Collective) -> None:
-        """Take digests, make the part whole, vote, and begin to copy. Collective: barrier ``local/held``."""
+        """Take digests, make the part whole, vote, and begin to copy.
+
+        Collective: Over all clients; barriers ``local/staged`` and ``local/held``.
+        """
         save, client = begun.save, collective.client
         file, sent = begun.file, None
+
+        def staged() -> None:
+            assert begun.staged_state is not None  # noqa: S101  else it raises
 
         def put() -> None:
             nonlocal sent
@@ -417,6 +428,8 @@ class TierSession:
             sent = index.without_copies()
 
         try:
+            # Digests would take the processor, and memory bandwidth, from clients of this machine that still copy.
+            collective.run_round("staged", staged, phase="digest")
             collective.run_round("held", put, phase="digest")
         except BaseException:
             if file is not None:
@@ -464,17 +477,23 @@ class TierSession:
         indexes: dict[int, PartIndex] = {}
         failures: list[str] = []
         order = [here, *(host for host in sorted(self.hosts) if host != here)]
-        for host in order:
-            wanted = [client for client, hosts in held.holders.items() if host in hosts and client not in indexes]
-            if not wanted:
-                continue
-            for client, file in self._index_files(held.save, host, wanted, failures):
-                with _noted(failures, host):
-                    index = PartIndex.from_bytes(file)
-                    if index.save != held.save or (client is not None and index.client != client):
-                        raise CheckpointCorruptError("an index is that of another part")
-                    # Near copies of other hosts are not asked for: what they are copies of is asked for itself.
-                    indexes.setdefault(index.client, index if host == here else index.without_copies())
+        with Pool(MAX_ASKED, "dtckpt-tier-indexes") as pool:
+            asked = {
+                host: pool.submit(self._peer(host).indexes, held.save)
+                for host in hosts_to_ask(held, order)
+                if host != here
+            }
+            for host in order:
+                wanted = [client for client, hosts in held.holders.items() if host in hosts and client not in indexes]
+                if not wanted:
+                    continue
+                for client, file in self._index_files(held.save, host, wanted, asked.get(host), failures):
+                    with _noted(failures, host):
+                        index = PartIndex.from_bytes(file)
+                        if index.save != held.save or (client is not None and index.client != client):
+                            raise CheckpointCorruptError("an index is that of another part")
+                        # Near copies of other hosts are not asked for: what they are copies of is asked for itself.
+                        indexes.setdefault(index.client, index if host == here else index.without_copies())
         if lost := sorted(held.holders.keys() - indexes.keys()):
             raise CheckpointCorruptError(
                 f"step {held.save.step} of the local tier: no index is left of the parts of clients {capped(lost)}: "
@@ -490,7 +509,7 @@ class TierSession:
         return TierCheckpoint(files, self.folder.path / held.save.name, is_remote=is_remote)
 
     def _index_files(
-        self, save: SaveId, host: str, wanted: Sequence[int], failures: list[str]
+        self, save: SaveId, host: str, wanted: Sequence[int], asked: Future[list[bytes]] | None, failures: list[str]
     ) -> Iterator[tuple[int | None, bytes]]:
         if host == self.tier.host_name:
             for client in wanted:
@@ -498,7 +517,8 @@ class TierSession:
                     yield client, self.folder.index_file(save, client)
             return
         with _noted(failures, host):
-            yield from ((None, file) for file in self._peer(host).indexes(save))
+            files = self._peer(host).indexes(save) if asked is None else asked.result()
+            yield from ((None, file) for file in files)
 
     def _holders(self, hosts: Sequence[str], client: int) -> list[Holder]:
         here = self.tier.host_name

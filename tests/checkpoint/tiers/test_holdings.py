@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.shares import amount
 
-from dtckpt.checkpoint.tiers.holdings import copies_to_make, held_saves, saves_to_keep
+from dtckpt.checkpoint.tiers.holdings import HeldSave, copies_to_make, held_saves, hosts_to_ask, saves_to_keep
 from dtckpt.checkpoint.tiers.placement import Placement
 from dtckpt.checkpoint.tiers.records import HostParts, SaveId
 
@@ -174,3 +174,18 @@ def test_what_is_kept(there, keep, data):
     assert set(sorted(there)[-keep:]) <= kept <= there
     assert protected is None or protected in kept
     assert len(kept) <= keep + 1
+
+
+@pytest.mark.parametrize(
+    ("order", "asked"),
+    [
+        (["a", "b", "c"], ["a", "b"]),
+        (["c", "b", "a"], ["c", "b"]),
+        (["b", "a", "c"], ["b", "a"]),
+        (["a"], ["a"]),
+        ([], []),
+    ],
+)
+def test_hosts_are_asked_that_hold_what_is_not_known_yet(order, asked):
+    held = HeldSave(SaveId(1, 1, 3, False, "ab", "cd"), {0: ("a", "c"), 1: ("b",), 2: ("b", "c")}, True)
+    assert hosts_to_ask(held, order) == asked
