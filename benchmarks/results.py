@@ -82,7 +82,7 @@ class Result:
 def first_number(text: str) -> float | None:
     """Return the number that a cell begins with, such as 0.55 of "0.55 s"."""
     try:
-        return float(text.split(maxsplit=1)[0].replace(",", ""))
+        return float(text.split(maxsplit=1)[0].replace(",", "").removesuffix("%"))
     except (IndexError, ValueError):
         return None
 
