@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+from contextlib import contextmanager
 
 import pytest
 
@@ -233,6 +234,14 @@ def test_what_storage_says_in_our_words(raised, error):
     assert caught.value.__cause__ is raised
 
 
+@contextmanager
+def kept_open(staging):
+    """Hold a directory open, as `DirectoryAttempt` does: else one that is made anew may get the same inode."""
+    descriptor = os.open(staging.path, os.O_RDONLY | os.O_DIRECTORY)
+    yield
+    os.close(descriptor)
+
+
 def late(staging):
     """Do what a writer of an attempt that was given up may still do: make its directory again, and fill it."""
     staging.path.mkdir(exist_ok=True)
@@ -242,10 +251,11 @@ def late(staging):
 def test_a_directory_made_anew_by_a_late_writer_is_not_committed(tmp_path, file_system):
     target = committed(tmp_path / "s")
     zombie = build(target, b"zombie", "1")
-    staging = build(target, NEW, "2")
-    late(zombie)
-    with pytest.raises(StorageError, match="another attempt saves to this path"):
-        commit_by_rename.commit(zombie, overwrite=True)
+    with kept_open(zombie):
+        staging = build(target, NEW, "2")
+        late(zombie)
+        with pytest.raises(StorageError, match="another attempt saves to this path"):
+            commit_by_rename.commit(zombie, overwrite=True)
     assert content_of(target) == OLD
     commit_by_rename.commit(staging, overwrite=True)
     assert content_of(target) == NEW
@@ -264,7 +274,7 @@ def test_an_attempt_taken_over_between_check_and_exchange_puts_the_old_one_back(
             late(zombie)
 
     monkeypatch.setattr(commit_by_rename, "_validate_own", validate_then_lose)
-    with pytest.raises(StorageError, match="another attempt saves to this path"):
+    with kept_open(zombie), pytest.raises(StorageError, match="another attempt saves to this path"):
         commit_by_rename.commit(zombie, overwrite=True)
     assert content_of(target) == OLD
     commit_by_rename.commit(calls[0], overwrite=True)
