@@ -28,7 +28,10 @@ class Drawn:
 
         if isinstance(self, Layout):
             specs = ", ".join(spec if isinstance(spec, str) else "+".join(spec) for spec in self.sharding_specs)
-            shape = tuple(self.num_shards(dim) for dim in range(self.rank))
+            try:
+                shape = tuple(self.num_shards(dim) for dim in range(self.rank))
+            except LayoutError:  # it leaves open how a dim is split
+                return None
             return drawn(Subject(self, shape), f"Layout ({specs}), of a tensor with one element in each shard")
         return mesh_picture(self)  # type: ignore[arg-type]  # there are two
 

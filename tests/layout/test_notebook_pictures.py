@@ -64,6 +64,8 @@ def test_a_tensor_is_drawn_as_it_lies_and_without_a_picture_it_is_text():
     assert "[0:3, 0:4]" in texts(tensor._repr_svg_())
     assert packed(torch.rand(2, 2, 2, 2), dtckpt.Layout(["x"] + ["unsharded"] * 3, mesh))._repr_svg_() is None
     assert dtckpt.Layout(["unsharded"], mesh, {"x": "sum"})._repr_svg_() is not None
+    assert dtckpt.Layout([dtckpt.MATCH], mesh)._repr_svg_() is None
+    assert dtckpt.Layout.from_device("/job:localhost/replica:0/task:0/device:CPU:0")._repr_svg_() is None
 
 
 def test_a_plan_shows_the_bytes_of_each_device():
