@@ -58,8 +58,8 @@ def test_blocks_run(pool, tmp_path, page):
 
 def test_the_first_program_goes_on_with_another_number_of_processes(pool, tmp_path):
     program = blocks("docs/start.md")[0]
-    assert pool.values(docs_cases.train, str(tmp_path), program, 7, clients=2, group=True) == [0, 0]
-    assert pool.values(docs_cases.train, str(tmp_path), program, 19, clients=3, group=True) == [6, 6, 6]
+    assert pool.values(docs_cases.train, str(tmp_path), program, 13, clients=2, group=True) == [0, 0]
+    assert pool.values(docs_cases.train, str(tmp_path), program, 25, clients=3, group=True) == [11, 11, 11]
 
 
 def commands():

@@ -24,6 +24,7 @@ REPLACED = {
     'dtckpt.init_process_group("gloo")': "pass",  # there is one
     "torch.distributed.destroy_process_group()": "pass",
     "10_000": "205",
+    "time.sleep(0.2)": "pass",
     "s3://bucket": "bucket",
     "abfs://container": "container",
     "file:///ckpt": "file://FOLDER/ckpt",
@@ -254,7 +255,7 @@ def train(folder: str, program: str, last: int) -> int:
     names: Names = {}
     with contextlib.chdir(folder):
         program, _, _ = program.replace('dtckpt.init_process_group("gloo")', "pass").rpartition("torch.distributed.d")
-        exec(program.replace("range(start, 20)", f"range(start, {last + 1})"), names)
+        exec(program.replace("range(start, 60)", f"range(start, {last + 1})").replace("0.2", "0"), names)
     return int(names["start"])
 
 
