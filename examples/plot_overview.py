@@ -1,11 +1,12 @@
-"""Draw the picture of the README: a tensor on four devices, its checkpoint, and the same tensor on two devices.
+"""Draw the pictures of the README: a tensor on four devices, its checkpoint, the same on two devices; and the badges.
 
-python -m examples.plot_overview docs/overview.svg
+python -m examples.plot_overview docs
 """
 
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
 from dtckpt.layout.svg import Picture
@@ -48,5 +49,31 @@ def draw() -> str:
     return picture.svg()
 
 
+def badges() -> str:
+    """Return what pyproject.toml says of version, Python, PyTorch and license."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    pythons = [each.rpartition(" ")[2] for each in project["classifiers"] if "Python :: 3." in each]
+    (torch,) = (each.removeprefix("torch>=") for each in project["dependencies"] if each.startswith("torch>="))
+    facts = {
+        "version": project["version"],
+        "Python": f"{pythons[0]} to {pythons[-1]}",
+        "PyTorch": f"{torch} or later",
+        "license": project["license"],
+    }
+    widths = [(14 + 7 * len(name), 14 + 7 * len(fact)) for name, fact in facts.items()]
+    picture = Picture(", ".join(map(" ".join, facts.items())), sum(a + b + 8 for a, b in widths), 22)
+    x = 0.0
+    for (name, fact), (left, right) in zip(facts.items(), widths, strict=True):
+        picture.rect(x, 1, left, 20, "#4a5560")
+        picture.text(x + left / 2, 15, name, "t", anchor="middle", fill="#ffffff")
+        picture.rect(x + left, 1, right, 20, COLOURS[0])
+        picture.text(x + left + right / 2, 15, fact, "t", anchor="middle", fill="#ffffff")
+        x += left + right + 8
+    return picture.svg()
+
+
+PICTURES = {"overview": draw, "badges": badges}
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(draw())
+    for name, make in PICTURES.items():
+        (Path(sys.argv[1]) / f"{name}.svg").write_text(make())

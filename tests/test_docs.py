@@ -14,8 +14,7 @@ from support import docs_cases
 
 import dtckpt
 from dtckpt.cli.commands import cli
-from examples.plot_concepts import PICTURES
-from examples.plot_overview import draw
+from examples import plot_concepts, plot_overview
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -92,9 +91,9 @@ def test_every_guarantee_names_a_test():
 
 
 def test_pictures_are_what_their_programs_draw():
-    assert (DOCS / "overview.svg").read_text() == draw()
-    for name, picture in PICTURES.items():
-        assert (DOCS / "pictures" / f"{name}.svg").read_text() == picture()
+    for folder, pictures in ((DOCS, plot_overview.PICTURES), (DOCS / "pictures", plot_concepts.PICTURES)):
+        for name, picture in pictures.items():
+            assert (folder / f"{name}.svg").read_text() == picture()
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):

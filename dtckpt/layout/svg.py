@@ -47,7 +47,8 @@ class Picture:
 
     def text(self, x: float, y: float, text: str, kind: str = "", *, anchor: str = "start", fill: str = "") -> None:
         """Write a text; ``kind`` is its class: ``h`` heading, ``s`` subtitle, ``t`` tick."""
-        colour = f' fill="{fill}"' if fill else ""
+        # The styles of a class go before an attribute ``fill``.
+        colour = f' style="fill:{fill}"' if fill else ""
         self.body.append(
             f'<text x="{x:.2f}" y="{y:.2f}" class="{kind}" text-anchor="{anchor}"{colour}>{escape(text)}</text>\n'
         )

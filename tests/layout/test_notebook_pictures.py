@@ -10,6 +10,7 @@ from support.states import packed
 import dtckpt
 from dtckpt.dtensor.debug import explain
 from dtckpt.layout.notebook_pictures import MAX_CELLS
+from dtckpt.layout.svg import INK
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -30,6 +31,7 @@ def test_a_mesh_shows_every_device_once(axes):
     svg = mesh._repr_svg_()
     assert [int(tip.split()[1].rstrip(",")) for tip in tips(svg) if tip] == list(mesh.device_ids)
     assert f"{mesh.size()} devices of {mesh.size() // 2} clients; one colour for each client" in texts(svg)
+    assert f'style="fill:{INK}">0</text>' in svg, "an attribute would yield to the styles of the class"
     width = float(re.search(r'width="(\d+)"', svg)[1])
     assert width < 1000, "a notebook's page is not wider"
 
