@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtckpt.layout.svg import INK, MUTED, Picture
+from dtckpt.layout.svg import INK, MUTED, PALETTE, Picture
 
-MET, MISSED = "#0072b2", "#d55e00"
-SERIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442")
-"""Colours of Okabe and Ito, which people of all kinds of sight tell apart."""
+SKY, ORANGE, GREEN, PURPLE, YELLOW, BLUE, VERMILION = PALETTE
+MET, MISSED = BLUE, VERMILION
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW)
 LABELS, PLOT, LINE = 330, 430, 20
 
 
@@ -19,7 +19,7 @@ class Mark:
     """A bar and how far it is met.
 
     Args:
-        text: What is measured.
+        text: Name of the measurement.
         share: The measured figure as a multiple of the wanted one, above 1 where it is better.
         figures: Both, for people.
     """
@@ -30,7 +30,7 @@ class Mark:
 
 
 def marks_chart(marks: Sequence[Mark]) -> str:
-    """Draw how far each bar is met, on a logarithmic scale; the line in the middle is what is wanted."""
+    """Draw each figure beside its bar, on a logarithmic scale; the line in the middle is the bar."""
     height = 58 + len(marks) * LINE + 10
     picture = Picture("How far each bar is met", LABELS + PLOT + 200, height)
     picture.text(20, 24, "Measured beside wanted", "h")
@@ -56,8 +56,8 @@ def times_chart(
 
     Args:
         title: The heading.
-        rows: Names of what was done.
-        series: Who did it, and the times, by row; None: it was not done.
+        rows: Names of the operations.
+        series: Each library's name, and its times by row; None: the library does not have the operation.
         unit: Unit of the times.
     """
     height = 64 + len(rows) * (len(series) * 15 + 12)

@@ -19,14 +19,14 @@ PICTURES = "pictures"
 
 @dataclass(frozen=True)
 class Bar:
-    """What a figure should be.
+    """The bound that a figure should keep.
 
     Args:
-        text: What is measured.
+        text: Name of the measurement.
         result: Name of the result.
         column: The column of the figure.
         wanted: The figure that is wanted.
-        row: What the row begins with; "": the worst of all rows counts.
+        row: Beginning of the row's first or second cell; "": the worst of all rows counts.
         at_most: Whether less is better.
         table: Number of the table in the result.
     """
@@ -50,7 +50,7 @@ class Bar:
         return (max if self.at_most else min)(found, default=None)
 
     def share(self, figure: float) -> float:
-        """Return the figure as a multiple of what is wanted, above 1 where it is better."""
+        """Return the figure divided by the bound, or the bound by the figure if less is better: 1 and more meets it."""
         return self.wanted / max(figure, 1e-9) if self.at_most else figure / self.wanted
 
 
@@ -60,7 +60,7 @@ class Section:
 
     Args:
         heading: Its heading.
-        what: What is measured, in a sentence or two.
+        what: The measurement, in a sentence or two.
         results: Names of its results.
         series: Columns with times that stand side by side in the chart of the first result.
         unit: Their unit.

@@ -21,7 +21,7 @@ class Figures:
     """A table of a benchmark, as text.
 
     Args:
-        title: What was measured, on what.
+        title: The workload and the machine.
         columns: Names of the columns; the first has the names of the rows.
         rows: Cells, by row.
     """
@@ -54,7 +54,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run of a program printed.
+    """The tables that one run of a program printed.
 
     Args:
         command: How it was called.

@@ -1,4 +1,4 @@
-"""Run the benchmarks, keep what they print as JSON, and write docs/benchmarks.md from that: ``make bench``.
+"""Run the benchmarks, keep their tables as JSON, and write docs/benchmarks.md from them: ``make bench``.
 
 ``python -m benchmarks.run [--quick] [--only NAME ...]``: ``--quick`` measures less of everything, in three minutes, and
 leaves the page as it is. Figures mean something on a machine that does nothing else.
@@ -20,7 +20,6 @@ from benchmarks.page import PAGE, RESULTS, write_page
 from benchmarks.results import VARIABLE, Result, shown
 
 QUICK = Path("bench-output")
-LIMIT_S = 3600
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,19 @@ class Program:
 
     def command(self, *, is_quick: bool) -> list[str]:
         """Return the words that run it."""
-        words = [*self.arguments.split(), *((self.quick or "").split() if is_quick else ())]
+        words = self._arguments(is_quick=is_quick).split()
         if self.clients:
             start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.clients}"]
             return [*start, "-m", f"benchmarks.{self.module}", *words]
         return ["-m", f"benchmarks.{self.module}", *words]
 
-    def as_typed(self) -> str:
+    def _arguments(self, *, is_quick: bool) -> str:
+        return f"{self.arguments} {self.quick or ''}" if is_quick else self.arguments
+
+    def as_typed(self, *, is_quick: bool) -> str:
         """Return how people call it."""
         start = f"torchrun --standalone --nproc-per-node {self.clients}" if self.clients else "python"
-        return f"{start} -m benchmarks.{self.module} {self.arguments}".rstrip()
+        return f"{start} -m benchmarks.{self.module} {self._arguments(is_quick=is_quick)}".rstrip()
 
 
 PROGRAMS = (
@@ -87,19 +89,20 @@ PROGRAMS = (
 
 
 def run(program: Program, folder: Path, *, is_quick: bool) -> bool:
-    """Run a program, and write its results to a file of the folder; return whether it ended well."""
+    """Run a program; return whether it ended well. Only then its results replace those in the folder."""
     kept = folder / f"{program.name}.tables"
     kept.unlink(missing_ok=True)
     words = program.command(is_quick=is_quick)
     environment = {**os.environ, VARIABLE: str(kept.resolve())}
     start = time.monotonic()
-    print(f"--- {program.name}: {program.as_typed()}", flush=True)
-    code = subprocess.run([sys.executable, *words], env=environment, timeout=LIMIT_S, check=False).returncode
+    typed = program.as_typed(is_quick=is_quick)
+    print(f"--- {program.name}: {typed}", flush=True)
+    code = subprocess.run([sys.executable, *words], env=environment, check=False).returncode
     tables = [*shown(kept)]
     kept.unlink(missing_ok=True)
     print(f"--- {program.name}: {time.monotonic() - start:.0f} s, exit code {code}", flush=True)
-    if tables:
-        result = Result(program.as_typed(), time.strftime("%Y-%m-%d"), machine(), tables)
+    if tables and code == 0:
+        result = Result(typed, time.strftime("%Y-%m-%d"), machine(), tables)
         (folder / f"{program.name}.json").write_text(result.to_json())
     return code == 0
 
