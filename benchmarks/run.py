@@ -20,6 +20,8 @@ from benchmarks.page import PAGE, RESULTS, write_page
 from benchmarks.results import VARIABLE, Result, shown
 
 QUICK = Path("bench-output")
+LIMIT_S = 3600
+"""A program that takes longer has failed."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,10 @@ def run(program: Program, folder: Path, *, is_quick: bool) -> bool:
     start = time.monotonic()
     typed = program.as_typed(is_quick=is_quick)
     print(f"--- {program.name}: {typed}", flush=True)
-    code = subprocess.run([sys.executable, *words], env=environment, check=False).returncode
+    try:
+        code = subprocess.run([sys.executable, *words], env=environment, timeout=LIMIT_S, check=False).returncode
+    except subprocess.TimeoutExpired:
+        code = 124  # as the command `timeout` says it
     tables = [*shown(kept)]
     kept.unlink(missing_ok=True)
     print(f"--- {program.name}: {time.monotonic() - start:.0f} s, exit code {code}", flush=True)

@@ -11,12 +11,14 @@ from typing import Any
 import click
 
 import dtckpt
-from dtckpt.checkpoint.reading.similar_names import did_you_mean
-from dtckpt.cli.completion import EXIT_CODES_TOPIC, complete_tensors, complete_topics
-from dtckpt.cli.exit_codes import exit_code_lines
+from dtckpt.cli.completion import complete_tensors
+from dtckpt.cli.help_commands import completion, show_help
 from dtckpt.cli.options import (
+    CODECS,
+    KVSTORES,
     LAYOUT_HELP,
     LOCATION,
+    TARGETS,
     debug_option,
     json_option,
     memory_option,
@@ -24,13 +26,6 @@ from dtckpt.cli.options import (
     pager_option,
     quiet_option,
 )
-
-KVSTORES = ("ocdbt", "zarr")
-"""A copy of the names in `dtckpt.format.manifest`, which is slow to import."""
-CODECS = ("none", "zstd", "blosc")
-"""A copy of the names in `dtckpt.format.codecs`, which is slow to import."""
-TARGETS = ("dtckpt", "zarr", "safetensors", "dcp", "torch")
-"""A copy of the names in `dtckpt.checkpoint.converting.targets`, which is slow to import."""
 
 
 @click.group(
@@ -598,57 +593,5 @@ def simulate(**options: Any) -> None:
     run_simulate(SimulateRequest(**options))
 
 
-# --- about the commands themselves ------------------------------------------------------------------------------------
-
-
-@cli.command(
-    name="help",
-    epilog="""\b
-Examples:
-  dtckpt help reshard
-  dtckpt help exit-codes
-""",
-)
-@click.argument("topic", required=False, metavar="[COMMAND|exit-codes]", shell_complete=complete_topics)
-@debug_option
-@click.pass_context
-def show_help(context: click.Context, topic: str | None) -> None:
-    """Show the help of a command, or the meaning of the exit codes."""
-    from dtckpt.cli.output import write_line
-
-    parent = context.parent or context
-    if topic == EXIT_CODES_TOPIC:
-        for line in exit_code_lines():
-            write_line(line)
-    elif topic is None:
-        write_line(parent.get_help())
-    elif (command := cli.get_command(parent, topic)) is not None:
-        write_line(command.get_help(click.Context(command, info_name=topic, parent=parent)))
-    else:
-        hint = did_you_mean(topic, [*cli.commands, EXIT_CODES_TOPIC])
-        raise click.UsageError(f"there is no help on {topic!r}{hint}", context)
-
-
-_COMPLETION_HELP = """\b
-To have it in every shell:
-  bash   dtckpt completion bash > ~/.local/share/bash-completion/completions/dtckpt
-  zsh    dtckpt completion zsh > a folder of $fpath, as the file _dtckpt
-  fish   dtckpt completion fish > ~/.config/fish/completions/dtckpt.fish
-
-\b
-Examples:
-  dtckpt completion bash
-  dtckpt completion zsh
-
-"""
-
-
-@cli.command(epilog=_COMPLETION_HELP)
-@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
-@debug_option
-def completion(shell: str) -> None:
-    """Print the script with which a shell completes commands, options, paths and names of tensors."""
-    from dtckpt.cli.completion import completion_script
-    from dtckpt.cli.output import write_line
-
-    write_line(completion_script(cli, shell))
+cli.add_command(show_help)
+cli.add_command(completion)

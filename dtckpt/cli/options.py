@@ -10,6 +10,12 @@ import click
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
+KVSTORES = ("ocdbt", "zarr")
+"""A copy of the names in `dtckpt.format.manifest`, which is slow to import."""
+CODECS = ("none", "zstd", "blosc")
+"""A copy of the names in `dtckpt.format.codecs`, which is slow to import."""
+TARGETS = ("dtckpt", "zarr", "safetensors", "dcp", "torch")
+"""A copy of the names in `dtckpt.checkpoint.converting.targets`, which is slow to import."""
 LOCATION = click.Path()
 """A path or URL; a shell completes paths."""
 

@@ -9,7 +9,7 @@ from support.states import bits_of
 
 import dtckpt
 from dtckpt.checkpoint.converting.targets import target_names
-from dtckpt.cli.commands import TARGETS
+from dtckpt.cli.options import TARGETS
 
 from .conftest import run_process
 
