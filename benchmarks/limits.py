@@ -1,4 +1,4 @@
-"""What the machine can do at most: copies in memory, files, the loopback network, digests.
+"""Measure the limits of the machine: copies in memory, files, the loopback network, digests.
 
 Run: ``python -m benchmarks.limits [--mib 512]``. Every other figure is to be read beside these, from the same run.
 """

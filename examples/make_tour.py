@@ -1,4 +1,4 @@
-"""Write the notebook tour.ipynb: run its cells, and keep what they give, so that readers see it without running it.
+"""Write the notebook tour.ipynb: run its cells and keep their outputs, so that readers see them without running it.
 
 python -m examples.make_tour [examples/tour.ipynb]
 """
@@ -35,7 +35,7 @@ values = torch.arange(48.0).reshape(6, 8)
 tensor = dtckpt.relayout(dtckpt.copy_to_mesh(values, dtckpt.Layout.replicated(mesh, 2)), layout)
 tensor
 """,
-    "Another layout, and what would go over the network if each device were a client of its own:",
+    "Another layout, and the bytes on the network if each device had a client of its own:",
     """
 from dtckpt.dtensor.debug import explain
 
@@ -48,7 +48,7 @@ explain(rows, columns, (1024, 1024), torch.float32)
 product = tensor @ tensor.T
 print(torch.equal(product.full_tensor(), values @ values.T), product.layout.sharding_specs)
 """,
-    "Save it, and look at what is on disk:",
+    "Save it, and open the checkpoint:",
     """
 dtckpt.save("step_10", {"model": {"w": tensor}, "step": 10})
 checkpoint = dtckpt.open_checkpoint("step_10")

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md is what its results say; programs keep the tables that they print."""
+"""docs/benchmarks.md and its charts follow from the stored results; programs keep the tables that they print."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from benchmarks import page
 from benchmarks.charts import Mark, marks_chart, times_chart
 from benchmarks.results import VARIABLE, Figures, Result, first_number, shown
-from benchmarks.run import PROGRAMS
+from benchmarks.run import PROGRAMS, Program, run
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -69,3 +69,12 @@ def test_a_program_keeps_its_tables(tmp_path):
     (figures,) = shown(kept)
     assert figures.columns == ["limit", "s", "GB/s"]
     assert figures.number("loopback", "GB/s") > 0
+
+
+def test_a_program_that_fails_keeps_the_former_results(tmp_path):
+    former = tmp_path / "gone.json"
+    former.write_text("former")
+    assert not run(Program("gone", "no_such_module"), tmp_path, is_quick=False)
+    assert former.read_text() == "former"
+    assert run(Program("gone", "limits", "--mib 2", "--mib 1 --rounds 1"), tmp_path, is_quick=True)
+    assert Result.from_json(former.read_text()).command == "python -m benchmarks.limits --mib 2 --mib 1 --rounds 1"

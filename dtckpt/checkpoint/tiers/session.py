@@ -492,7 +492,7 @@ class TierSession:
                         index = PartIndex.from_bytes(file)
                         if index.save != held.save or (client is not None and index.client != client):
                             raise CheckpointCorruptError("an index is that of another part")
-                        # Near copies of other hosts are not asked for: what they are copies of is asked for itself.
+                        # Other hosts' near copies are left out: the parts that they copy are in indexes of their own.
                         indexes.setdefault(index.client, index if host == here else index.without_copies())
         if lost := sorted(held.holders.keys() - indexes.keys()):
             raise CheckpointCorruptError(
