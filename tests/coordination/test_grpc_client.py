@@ -390,8 +390,6 @@ def test_command_line(tmp_path):
 
 FORK = """
 import os, secrets, signal, sys, time
-import grpc
-from dtckpt._proto import coordinator_pb2 as pb, coordinator_pb2_grpc
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.grpc_client import GrpcCoordination
 from dtckpt import errors
@@ -404,8 +402,6 @@ while not client._stream or not client._stream.num_answers:
 child = os.fork()
 if child == 0:
     signal.alarm(20)
-    with grpc.insecure_channel(f"127.0.0.1:{sys.argv[1]}") as channel:
-        coordinator_pb2_grpc.CoordinatorStub(channel).ListJobs(pb.ListJobsRequest(), timeout=10)
     try:
         client.barrier("b", timeout_s=10)
     except errors.ForkedProcessError as error:
@@ -419,6 +415,7 @@ client.leave()
 
 @pytest.mark.processes
 def test_fork_after_the_client_was_made(port):
+    """The child itself must not use gRPC, which crashes there now and then: docs/coordinator.md."""
     subprocess.run([sys.executable, "-c", FORK, str(port)], timeout=60, check=True)
 
 
