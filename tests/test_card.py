@@ -1,5 +1,7 @@
 """The script for a machine with a card runs every test that wants one, and ends in time where there is none."""
 
+import contextlib
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -7,9 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from benchmarks import card_versions
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "card.sh"
+WHEELS = ROOT / "benchmarks" / "card_wheels.txt"
 MARKS = re.compile(r"mark\.cuda|needs_card|CLIENTS_WITH_CARDS|MESH_MAKERS")
 
 
@@ -31,8 +38,30 @@ def test_it_runs_all_files_with_tests_for_cards():
     assert set(re.findall(r"tests/\S+\.py", SCRIPT.read_text())) == marked
 
 
+def closure(names):
+    """Return distributions and all that they require, of those that are installed."""
+    found, left = set(), list(names)
+    while left:
+        if (name := canonicalize_name(left.pop())) not in found:
+            found.add(name)
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                left += [
+                    requirement.name
+                    for requirement in map(Requirement, importlib.metadata.requires(name) or [])
+                    if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+                ]
+    return found
+
+
+def test_the_wheels_and_pytorch_are_all_that_dtckpt_and_its_tests_need():
+    dependencies = [Requirement(line).name for line in importlib.metadata.requires("dtckpt") if "extra ==" not in line]
+    needed = closure([*dependencies, *card_versions.TOOLS, "grpcio-status"]) - closure(["torch", "numpy"])
+    carried = {Requirement(line).name for line in WHEELS.read_text().splitlines() if not line.startswith("#")}
+    assert needed <= set(map(canonicalize_name, carried))
+
+
 def test_the_wheels_are_pinned():
-    names = re.findall(r"^[\w-]+(?:==.+)?$", (ROOT / "benchmarks" / "card_wheels.txt").read_text(), re.MULTILINE)
+    names = re.findall(r"^[\w-]+(?:==.+)?$", WHEELS.read_text(), re.MULTILINE)
     pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert [name for name in names if "==" not in name and name.lower() not in pinned] == []
 
