@@ -23,7 +23,7 @@ export PYTHONPATH=$site:$PWD:$PWD/server PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTEC
 # Plugins that happen to be installed would take part, and their warnings are errors here.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 # Seconds that tests leave to the benchmarks, however long they take.
-RESERVED_S=200
+RESERVED_S=250
 folder=$([ -w /dev/shm ] && echo /dev/shm || echo "${TMPDIR:-/tmp}")
 failed=0
 rm -f "$out"/{summary,versions,tests,benchmarks}.txt
@@ -81,7 +81,10 @@ if ((has_card)); then
     step 150 benchmarks.txt "benchmark: saves, host waits, graphs" "$python" -m benchmarks.card --folder "$folder"
     step 40 benchmarks.txt "benchmark: redistribution on one card" "$python" -m benchmarks.local_redistribute --device cuda
     step 40 benchmarks.txt "benchmark: dispatch" "$python" -m benchmarks.dispatch --device cuda --rounds 20 --axes 1
+    step 60 benchmarks.txt "benchmark: training step" "$python" -m torch.distributed.run --standalone --nproc-per-node 1 \
+        -m benchmarks.train_step --device cuda
     step 60 benchmarks.txt "example: GPT" "$python" -m examples.gpt --device cuda
+    step 120 benchmarks.txt "demo: four clients, and two, share the card" "$python" -m examples.demo --device cuda --output "$site/demo"
     cat "$out/benchmarks.txt"
 fi
 

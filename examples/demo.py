@@ -22,7 +22,7 @@ from rich.table import Table
 import dtckpt
 from dtckpt.errors import CheckpointNotFoundError, DtckptError
 from examples import plot_layouts, train_bytes_lm
-from examples.launch import DemoError, command, coordinator, torchrun, wait_until
+from examples.launch import DemoError, coordinator, torchrun, wait_until
 
 STEPS, SAVE_EVERY = 48, 12
 COMMITTED, KILLED = "step_24", "step_36"
@@ -88,16 +88,17 @@ def lines_by_client(log: Path, pattern: str) -> dict[int, str]:
 
 def train(job: str, clients: int, address: str, out: Path, *training: str) -> Facts:
     """Train to the end."""
-    with torchrun(launch_arguments(job, clients, out, *training), job=job, coordinator=address, out=out) as (run, log):
+    arguments = launch_arguments(job, clients, out, *training)
+    with torchrun(arguments, job=job, coordinator=address, out=out) as (run, log):
         wait_until(lambda: run.poll() == 0, run, log)
     return read_facts(out / f"{job}.jsonl")
 
 
-def train_until_killed(job: str, address: str, out: Path) -> Facts:
+def train_until_killed(job: str, address: str, out: Path, *training: str) -> Facts:
     """Train on four clients until one is killed while it writes a checkpoint; check what the others say."""
     kill = [f"--victim={VICTIM}", f"--during={KILLED}", f"--save-every={SAVE_EVERY}"]
     # torchrun ends all clients when it sees that one has ended; here the others shall first say why they end.
-    arguments = launch_arguments(job, 4, out, *kill, *FOUR_CLIENTS, module="kill_during_save")
+    arguments = launch_arguments(job, 4, out, *kill, *training, module="kill_during_save")
     arguments = ["--monitor-interval=600", *arguments]
     with torchrun(arguments, job=job, coordinator=address, out=out) as (run, log):
         wait_until(lambda: len(lines_by_client(log, ERROR)) >= 3, run, log)
@@ -175,7 +176,7 @@ def reshard(source: Path, target: Path) -> None:
     """Lay a checkpoint out for two clients; check that no bit changed."""
     arguments = ["reshard", str(source), str(target), *RESHARD]
     detail(f"$ dtckpt {shlex.join(arguments)}")
-    result = subprocess.run([command("dtckpt"), *arguments], check=False)
+    result = subprocess.run([sys.executable, "-m", "dtckpt", *arguments], check=False)
     if result.returncode != 0:
         raise DemoError(f"dtckpt reshard ended with {result.returncode}")
     with dtckpt.open_checkpoint(source) as before, dtckpt.open_checkpoint(target) as after:
@@ -226,23 +227,23 @@ def picture(before: Path, after: Path, file: Path) -> None:
     plot_layouts.draw(MOMENT, panels, file)
 
 
-def demo(out: Path) -> None:
-    """Run everything."""
+def demo(out: Path, device: str) -> None:
+    """Run everything; the four clients, and then two, train on CPUs or share the cards that there are."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     committed, resharded = out / "interrupted" / COMMITTED, out / "resharded"
+    on_four, on_two = ([f"--device={device}", *layouts] for layouts in (FOUR_CLIENTS, TWO_CLIENTS))
     with coordinator(out) as address:
         say(f"A coordinator serves at {address}; four clients train without interruption")
-        reference = train("reference", 4, address, out, *FOUR_CLIENTS)
+        reference = train("reference", 4, address, out, *on_four)
         say(f"Four clients train and save every {SAVE_EVERY} steps; one is killed (kill -9) in the middle of a save")
-        interrupted = train_until_killed("interrupted", address, out)
+        interrupted = train_until_killed("interrupted", address, out, *on_four)
         say("Nothing that was committed is lost")
         check_nothing_lost(committed.parent)
         say("The last checkpoint is laid out anew, for two clients and other layouts")
         reshard(committed, resharded)
         say("Two clients resume from it")
-        go_on = [f"--resume={resharded}", f"--save-every={SAVE_EVERY}", *TWO_CLIENTS]
-        resumed = train("resumed", 2, address, out, *go_on)
+        resumed = train("resumed", 2, address, out, f"--resume={resharded}", f"--save-every={SAVE_EVERY}", *on_two)
         say("Three hosts save in their memory; one is lost with it, and the others bring its state back")
         lose_a_host(out, address)
     say("What they learned, step by step")
@@ -260,9 +261,11 @@ def main() -> int:
     """Run the demo; return the exit code."""
     parser = argparse.ArgumentParser(description="Save, lose a client, reshard, resume.")
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder, emptied first")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="hosts of the last part use CPUs")
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes are ended then, too
     try:
-        demo(parser.parse_args().output)
+        demo(arguments.output, arguments.device)
     except (DemoError, DtckptError) as error:
         console.print(f"demo: failed: {error}", style="bold red", markup=False)
         return 1

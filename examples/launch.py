@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -55,19 +54,11 @@ def wait_until(is_done: Callable[[], bool], process: subprocess.Popen[bytes], lo
         time.sleep(0.05)
 
 
-def command(name: str) -> str:
-    """Return the path of a command that is installed beside this Python."""
-    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if found is None:
-        raise DemoError(f"there is no command {name}; run make install")
-    return found
-
-
 @contextmanager
 def coordinator(out: Path) -> Iterator[str]:
     """Run the coordinator on a free port; yield its address."""
     port, log = out / "port", out / "coordinator.log"
-    serve = [command("dtckpt-coordinator"), "serve", "--insecure", "--port", "0", "--port-file", str(port)]
+    serve = [sys.executable, "-m", "dtckpt_server.main", "serve", "--insecure", "--port", "0", "--port-file", str(port)]
     with running(serve, log, DTCKPT_HEARTBEAT_TIMEOUT_S=HEARTBEAT_TIMEOUT_S) as process:
         wait_until(port.exists, process, log)
         yield f"127.0.0.1:{port.read_text().strip()}"

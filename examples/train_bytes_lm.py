@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dtckpt
+from dtckpt.dtensor import init_device_mesh
 
 CONFIG = {
     "model": "byte-gru",
@@ -69,7 +70,7 @@ class ShardedAdam:
         self.exp_avg_sq: dict[str, dtckpt.DTensor] = {}
         for name, region in self.regions.items():
             for moments, dtype in ((self.exp_avg, torch.bfloat16), (self.exp_avg_sq, torch.float32)):
-                component = torch.zeros(region.shape, dtype=dtype)
+                component = torch.zeros(region.shape, dtype=dtype, device=parameters[name].device)
                 moments[name] = dtckpt.pack([component], layouts[name], parameters[name].shape)
 
     def state_dict(self) -> dict[str, dict[str, dtckpt.DTensor]]:
@@ -115,7 +116,7 @@ def next_batch(text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def train_step(model: ByteModel, optimizer: ShardedAdam, text: torch.Tensor, number: int) -> float:
     """Do one step of data-parallel training; return the loss of the global batch."""
-    inputs, targets = next_batch(text)
+    inputs, targets = (batch.to(model.head.weight.device) for batch in next_batch(text))
     model.zero_grad()
     loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
@@ -135,7 +136,7 @@ def parse_specs(text: str) -> list[str | tuple[str, ...]]:
 def train(args: argparse.Namespace) -> Iterator[dict[str, float]]:
     """Train, and save every few steps; yield the facts of every step."""
     axes = {axis: int(size) for axis, _, size in (item.partition("=") for item in args.mesh.split(","))}
-    mesh = dtckpt.create_distributed_mesh(axes)
+    mesh = init_device_mesh(args.device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     if CONFIG["batch"] % dtckpt.num_clients():
         raise SystemExit(f"a batch of {CONFIG['batch']} cannot be divided equally among {dtckpt.num_clients()} clients")
     layout_of_rank = {
@@ -143,7 +144,7 @@ def train(args: argparse.Namespace) -> Iterator[dict[str, float]]:
         2: dtckpt.Layout(parse_specs(args.matrix_spec), mesh),
     }
     torch.manual_seed(0)  # the same first parameters and batches on every client
-    model = ByteModel(CONFIG["embedding"], CONFIG["hidden"])
+    model = ByteModel(CONFIG["embedding"], CONFIG["hidden"]).to(args.device)
     parameters = dict(model.named_parameters())
     layouts = {name: layout_of_rank[parameter.ndim] for name, parameter in parameters.items()}
     optimizer = ShardedAdam(parameters, layouts, CONFIG)
@@ -181,10 +182,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mesh", default="data=2,model=2", help="axes and sizes of the mesh over all clients")
     parser.add_argument("--matrix-spec", default="data,model", help="layout of the moments of matrices")
     parser.add_argument("--vector-spec", default="data+model", help="layout of the moments of vectors")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="clients may share a card")
     parser.add_argument("--losses", default="losses.jsonl", help="file for one JSON line per step")
     args = parser.parse_args(argv)
 
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # rounds to 10 bits: losses would depend on the number of clients
     dtckpt.init_process_group("gloo")
     dtckpt.initialize_multi_client()
     with open(args.losses if dtckpt.client_id() == 0 else os.devnull, "w", buffering=1) as log:
