@@ -61,6 +61,10 @@ class Folder(Protocol):
         """Write a whole file."""
         ...
 
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a whole file that others may read at this moment: they find the former content or this, no mixture."""
+        ...
+
     def sync(self, names: Iterable[str]) -> None:
         """Wait until the files of these names survive a power loss. Does nothing if every write is durable already."""
         ...

@@ -137,6 +137,8 @@ class FsspecFolder:
         """As `Folder.write`."""
         self._write(name, data, mode="overwrite")
 
+    replace = write  # object stores show no half of an object
+
     def sync(self, names: Iterable[str]) -> None:
         """As `Folder.sync`: a write is as durable as the file system makes it."""
 

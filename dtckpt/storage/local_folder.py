@@ -64,6 +64,12 @@ class LocalFolder:
         """As `Folder.write`."""
         (self.path / name).write_bytes(data)
 
+    def replace(self, name: str, data: bytes) -> None:
+        """As `Folder.replace`. A process that dies meanwhile may leave a hidden file, which the next call replaces."""
+        draft = self.path / f".{name.lstrip('.')}.draft"
+        draft.write_bytes(data)
+        draft.rename(self.path / name)
+
     def sync(self, names: Iterable[str]) -> None:
         """As `Folder.sync`; the name of a directory stands for the names in it."""
         fsync.sync_all(self.path / name for name in names)

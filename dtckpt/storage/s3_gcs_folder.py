@@ -144,6 +144,8 @@ class BucketFolder:
         """As `Folder.write`."""
         self._open().write(name, data).result()
 
+    replace = write  # the store shows no half of an object
+
     def sync(self, names: Iterable[str]) -> None:
         """As `Folder.sync`: writes are durable."""
 

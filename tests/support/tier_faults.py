@@ -287,7 +287,7 @@ def save_and_die_writing(
 
 
 def go_on(root: Path, folder: Path, hosts: Sequence[str]) -> dict[str, Any]:
-    """Restore the newest step, wait for the write that was cut off, and list the steps of the root."""
+    """Restore the newest step, save the next one in the tier, wait for the write that was cut off, and list the steps."""
     mesh = mesh_of_all()
     most, now, real, lock = 0, 0, ClientWriter.write, threading.Lock()
 
@@ -307,6 +307,10 @@ def go_on(root: Path, folder: Path, hosts: Sequence[str]) -> dict[str, Any]:
         CheckpointManager(root, local=tier(folder, hosts), save_interval_steps=10**6, options=OPTIONS) as manager,
     ):
         restored = manager.restore(target=state(0, mesh))
+        manager.wait()
+        assert manager.all_steps() == [1], "a restore alone changes nothing"
+        dist.barrier()
+        manager.save(restored.step + 1, state(restored.step + 1, mesh))
         manager.wait()
         steps = manager.all_steps()
         metrics = manager.metrics(steps[-1])

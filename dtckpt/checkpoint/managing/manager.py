@@ -145,6 +145,7 @@ class CheckpointManager:
         # On client 0 only: the run that the state descends from, and the steps on storage; None until they are known.
         self._run: Run | None = None
         self._saved: Saved | None = None
+        self._right_lock = threading.Lock()
         self._removal_lock = threading.Lock()
         self._pinned: set[int] = set()  # steps that a restore reads
         self._damaged: set[int] = set()  # steps that a restore found damaged
@@ -255,6 +256,7 @@ class CheckpointManager:
                 looked at it.
         """
         if self._tier is not None:
+            self._tier.resume()
             is_durable = self._is_due_in_root(step) or force
             if not (is_durable or self._tier.is_due(step)):
                 return None
@@ -333,6 +335,7 @@ class CheckpointManager:
 
         def describe() -> State:
             if is_leader:
+                self._acquire(current_coordination().member)
                 if metrics:
                     files[METRICS_NAME] = json.dumps(dict(metrics)).encode()
                 files[LINEAGE_NAME] = self._descend(save.step, save.number)
@@ -347,9 +350,12 @@ class CheckpointManager:
 
     def _acquire(self, member: Member) -> None:
         """Take the right to change the root, on client 0 in a save's first round: all clients raise the error."""
-        self._root.right.acquire()
-        if self._pace is not None:
-            self._pace.begin(-(-member.num_clients // Config.from_environ().local_world_size))
+        with self._right_lock:  # a write from the tier begins in the background
+            self._root.right.acquire()
+            if self._tier is not None:
+                self._tier.name_root()
+            if self._pace is not None:
+                self._pace.begin(-(-member.num_clients // Config.from_environ().local_world_size))
 
     def _after_commit(self, step: int, start: float) -> None:
         if self._pace is not None:
@@ -363,10 +369,12 @@ class CheckpointManager:
             step: The step.
             number: The number of its save in the local tier, if it comes from there.
         """
+        if number is None:
+            number = time.time_ns() if self._tier is None else self._tier.session.next_number()
         # The last save listed the steps in the background, after its commit. If it failed, they are listed here.
         saved, self._saved = self._saved or self._folders.saved(), None
         run = self._run or Run.at(saved, current_steps(saved))
-        self._run, lineage = run.save(step, saved, time.time_ns() if number is None else number)
+        self._run, lineage = run.save(step, saved, number)
         return lineage.to_bytes()
 
     def wait(self) -> None:
@@ -467,15 +475,22 @@ class CheckpointManager:
         with collective.process_lock():
             if tier is not None:
                 tier.join(collective, is_save=False)
-            chosen, restored, skipped = restore_newest_valid(
-                lambda: self._candidates(is_named=step is not None), collective, step, read, pin, folders=self._folders
+            restored = restore_newest_valid(
+                lambda: self._candidates(is_named=step is not None),
+                collective,
+                step,
+                read,
+                pin,
+                damaged=lambda: () if tier is None else tier.damaged_copies,
+                folders=self._folders,
             )
-        tree, local, self._run = restored
+        chosen, skipped = restored.chosen, restored.skipped
+        tree, local, self._run = restored.tree
         self._saved = None
         self._schedule.note_restored()
         self._damaged.update(each for each in skipped if each != chosen.step)
         if tier is not None:
-            tier.go_on_from(chosen, self._is_in_root, self._write_durable)
+            tier.go_on_from(chosen, restored.damaged, self._write_durable)
         return RestoredStep(chosen.step, tree, skipped, local)
 
     def _candidates(self, *, is_named: bool) -> list[Candidate]:
@@ -503,13 +518,6 @@ class CheckpointManager:
         number = chosen.number
         older = {step for step in current_steps(saved) if step <= chosen.step and saved[step].number <= number}
         return Run.at(saved, frozenset(older))
-
-    def _is_in_root(self, save: SaveId) -> bool:
-        """Whether the root has a local save, or one after it."""
-        try:
-            return any(lineage.number >= save.number for lineage in self._folders.saved().values())
-        except StorageError:
-            return False  # the write will fail with storage's reason, and be tried again
 
     @contextmanager
     def _pin(self, step: int) -> Iterator[None]:

@@ -17,6 +17,7 @@ from typing import Any
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.managing.candidates import Candidate
 from dtckpt.checkpoint.managing.step_folders import StepFolders
+from dtckpt.checkpoint.tiers.holdings import PartCopy
 from dtckpt.checkpoint.tiers.local_restore import LocalRestore
 from dtckpt.coordination.api import wire_text
 from dtckpt.errors import (
@@ -33,6 +34,8 @@ from dtckpt.errors import (
 logger = logging.getLogger("dtckpt.checkpoint")
 
 MAX_REASON_CHARS = 500
+MAX_DAMAGED_CHARS = 3000
+"""Bounds on what a client tells the others: a vote has room for 4096 bytes."""
 DAMAGE = (
     CheckpointCorruptError,
     CheckpointIncompleteError,
@@ -61,18 +64,37 @@ class RestoredStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Restored:
+    """A restore that went well on all clients.
+
+    Args:
+        chosen: What was restored.
+        tree: What ``read`` returned.
+        skipped: The steps that were passed over, and the reason.
+        damaged: The copies of parts in the local tier that clients found damaged.
+    """
+
+    chosen: Candidate
+    tree: Any
+    skipped: dict[int, str]
+    damaged: frozenset[PartCopy]
+
+
+@dataclass(frozen=True, slots=True)
 class _Outcome:
     """The outcome of an attempt to restore a step on this client: a tree, or the damage that was found."""
 
     tree: Any = None
     failure: DtckptError | None = None
+    damaged: tuple[PartCopy, ...] = ()
 
-    @property
-    def reason(self) -> bytes:
-        """The damage in words, as a payload for the other clients; empty if there is none."""
-        if self.failure is None:
-            return b""
-        return wire_text(f"{type(self.failure).__name__}: {self.failure}")[:MAX_REASON_CHARS].encode()
+    def to_bytes(self) -> bytes:
+        """Return the payload for the other clients: why the step cannot be restored, or which copies are damaged."""
+        reason = "" if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
+        damaged = self.damaged
+        while len(json.dumps(damaged)) > MAX_DAMAGED_CHARS:
+            damaged = damaged[:-1]  # those that are left out are found by the next restore
+        return json.dumps([wire_text(reason)[:MAX_REASON_CHARS], damaged]).encode()
 
 
 def restore_newest_valid(
@@ -82,9 +104,10 @@ def restore_newest_valid(
     read: Callable[[Candidate], Any],
     pin: Callable[[Candidate], AbstractContextManager[None]],
     *,
+    damaged: Callable[[], Collection[PartCopy]],
     folders: StepFolders,
-) -> tuple[Candidate, Any, dict[int, str]]:
-    """Restore a step, or the newest that is not damaged; return it, the tree, and the steps that were passed over.
+) -> Restored:
+    """Restore a step, or the newest that is not damaged.
 
     Collective: Over the participants; barriers ``<operation>/chosen``, ``<operation>/restored``, and those of ``read``.
 
@@ -94,6 +117,7 @@ def restore_newest_valid(
         step: The step; default the newest. A step that is named is not replaced by another.
         read: Restores a candidate.
         pin: Keeps a candidate from being removed while it is read.
+        damaged: Returns the copies of the candidate that ``read`` found damaged on this client.
         folders: The steps of the root.
 
     Raises:
@@ -106,12 +130,14 @@ def restore_newest_valid(
     failure: DtckptError | None = None
     while (chosen := _choose(candidates, folders, collective, step, tried)) is not None:
         with collective.as_parent():
-            work = functools.partial(_try, chosen, read, pin(chosen))
+            work = functools.partial(_try, chosen, read, pin(chosen), damaged)
             outcome, answers = collective.run_round_with_value("restored", work)
-        reasons = [f"client {client}: {text.decode()}" for client, text in sorted(answers.items()) if text]
+        told = {client: json.loads(answer) for client, answer in sorted(answers.items())}
+        reasons = [f"client {client}: {reason}" for client, (reason, _) in told.items() if reason]
         if not reasons:
             skipped.pop(chosen.step, None)  # from one tier it was damaged, from another it was not
-            return chosen, outcome.tree, skipped
+            found = frozenset(PartCopy(*copy) for _, copies in told.values() for copy in copies)
+            return Restored(chosen, outcome.tree, skipped, found)
         failure = outcome.failure or CheckpointCorruptError(f"{chosen} cannot be restored: {reasons[0]}")
         tried.add(chosen)
         skipped[chosen.step] = reasons[0]
@@ -119,8 +145,8 @@ def restore_newest_valid(
             logger.error("%s cannot be restored, trying the one before: %s", chosen, reasons[0])
     if step is not None and failure is not None:
         raise failure
-    told = "".join(f"; step {step}: {reason}" for step, reason in skipped.items())
-    raise CheckpointNotFoundError(f"there is no valid checkpoint in {folders.root}{told}")
+    reasons = [f"; step {step}: {reason}" for step, reason in skipped.items()]
+    raise CheckpointNotFoundError(f"there is no valid checkpoint in {folders.root}{''.join(reasons)}")
 
 
 def _choose(
@@ -158,12 +184,15 @@ def _choose(
 
 
 def _try(
-    chosen: Candidate, read: Callable[[Candidate], Any], pinned: AbstractContextManager[None]
+    chosen: Candidate,
+    read: Callable[[Candidate], Any],
+    pinned: AbstractContextManager[None],
+    damaged: Callable[[], Collection[PartCopy]],
 ) -> tuple[_Outcome, bytes]:
     """Restore a candidate. Damage is an outcome that all clients hear of; any other error fails the round."""
     try:
         with pinned:
-            outcome = _Outcome(tree=read(chosen))
+            outcome = _Outcome(tree=read(chosen), damaged=tuple(sorted(damaged())))
     except DAMAGE as error:
         outcome = _Outcome(failure=error)
-    return outcome, outcome.reason
+    return outcome, outcome.to_bytes()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +23,12 @@ from dtckpt.checkpoint.restoring.restore import restore_opened
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State
 from dtckpt.checkpoint.tiers.durable import DurableWriter, state_of_save
-from dtckpt.checkpoint.tiers.holdings import HeldSave
+from dtckpt.checkpoint.tiers.holdings import HeldSave, PartCopy
 from dtckpt.checkpoint.tiers.local_restore import LocalRestore
 from dtckpt.checkpoint.tiers.local_save import Begun, SaveRequest
 from dtckpt.checkpoint.tiers.options import LocalTier
 from dtckpt.checkpoint.tiers.records import UNKNOWN_ROOT, SaveId
-from dtckpt.checkpoint.tiers.root_identity import read_identity, write_identity
+from dtckpt.checkpoint.tiers.root_identity import RootFacts, claim_identity, read_identity
 from dtckpt.checkpoint.tiers.session import TierSession
 from dtckpt.checkpoint.tiers.status import write_status
 from dtckpt.checkpoint.tiers.tier_files import TierCheckpoint
@@ -63,6 +63,9 @@ class TierSaves:
         self._folders = folders
         self._options = options
         self._handle: SaveHandle | None = None
+        self._is_named = False
+        self._written = 0
+        """Number of the newest save that this job has written to the root."""
         self._debt = 0
         """Number of the newest save that is owed to the root; 0: none. The same on all clients, between writes."""
         self._write_last: Callable[[], object] = lambda: None
@@ -70,15 +73,25 @@ class TierSaves:
         self._is_refused = False
         self._status = _StatusWriter()
         self._opened: dict[str, TierCheckpoint] = {}
+        self._resume: Callable[[], object] | None = None
+        """Begins to write the restored step to the root."""
 
-    def _ask_root(self) -> tuple[bool, str]:
-        """Return whether there is a checkpoint in the root, also if storage does not say so now, and its identity."""
+    def _ask_root(self) -> RootFacts:
+        """Return what the clients need to know of the root. If storage does not say it now, it counts as not empty."""
         try:
-            has_steps = bool(self._folders.saved())
+            saved = self._folders.saved()
         except StorageError as error:
             logger.warning("the steps of the root cannot be listed: %s", error)
-            return True, UNKNOWN_ROOT
-        return has_steps, read_identity(self._root_folder)
+            return RootFacts(has_steps=True, identity=UNKNOWN_ROOT, newest=0)
+        newest = max((lineage.number for lineage in saved.values()), default=0)
+        return RootFacts(bool(saved), read_identity(self._root_folder, str(self._folders.root)), newest)
+
+    def name_root(self) -> None:
+        """Give the root its identity, or learn the one that it has. On client 0, with the right to change the root."""
+        if not self._is_named:
+            session = self.session
+            session.root = claim_identity(self._root_folder, str(self._folders.root), session.root)
+            self._is_named = True
 
     def is_due(self, step: int) -> bool:
         """Whether a step is saved in the tier."""
@@ -86,9 +99,7 @@ class TierSaves:
 
     def join(self, collective: Collective, *, is_save: bool) -> None:
         """Let the clients tell each other which parts their hosts hold. Collective: As `TierSession.join`."""
-        self.session.join(
-            collective, self._ask_root, lambda name: write_identity(self._root_folder, name), is_save=is_save
-        )
+        self.session.join(collective, self._ask_root, is_save=is_save)
         # The first step of a job is written to the root: a job that has steps in its tier alone would look new.
         if not self.session.has_durable:
             self._debt = max(self._debt, 1)
@@ -167,7 +178,8 @@ class TierSaves:
                 collect=collect_next,
                 options=self._options,
                 metrics=metrics,
-                is_durable=lambda: is_wanted and not self.writer.is_busy,
+                # In this order: a write that ends at this moment may have been the one that was owed.
+                is_durable=lambda: not self.writer.is_busy and (is_durable or self._debt > 0),
                 compares_copies=is_wanted and self._options.check_replicas,
             )
             self._handle = self.session.save(request, coordination, then)
@@ -200,6 +212,7 @@ class TierSaves:
         def after(handle: SaveHandle) -> None:
             unpin()
             if handle.is_committed:
+                self._written = max(self._written, save.number)
                 self._debt = self._debt if self._debt > save.number else 0
             else:
                 self._debt = max(self._debt, save.number)
@@ -251,7 +264,7 @@ class TierSaves:
             if self._debt and not has_failed:
                 self._write_last()
         finally:
-            self._write_last = lambda: None
+            self._write_last, self._resume, self._is_named = lambda: None, None, False
             self.writer.close()
             self.session.close(has_failed=has_failed)
         if not has_failed:
@@ -281,6 +294,7 @@ class TierSaves:
     ) -> tuple[Any, LocalRestore]:
         """Restore a save of the tier. Collective: As `dtckpt.restore` over all clients."""
         held = self.held(chosen.local)
+        self._opened = {}
         opened: list[TierCheckpoint] = []
 
         def open_() -> TierCheckpoint:
@@ -306,26 +320,48 @@ class TierSaves:
             lost_steps=lost,
         )
 
-    def go_on_from(self, chosen: Candidate, is_in_root: Callable[[SaveId], bool], write_durable: WriteDurable) -> None:
-        """After a restore, make the copies that are missing, and finish a durable write that was cut off.
+    @property
+    def damaged_copies(self) -> Collection[PartCopy]:
+        """The copies that this client found damaged when it restored the last save of the tier."""
+        return {copy for opened in self._opened.values() for copy in opened.parts.traffic.damaged_copies}
+
+    def go_on_from(self, chosen: Candidate, damaged: Collection[PartCopy], write_durable: WriteDurable) -> None:
+        """After a restore, make the copies that are missing, and prepare to `resume` a durable write that was cut off.
 
         If steps followed the one that was being written, the one that was restored is written in its place.
 
         Collective: Over all clients, in the background.
+
+        Args:
+            chosen: What was restored.
+            damaged: The copies of it that clients found damaged.
+            write_durable: Begins to write a step to the root.
         """
+        self._resume = None
         if not chosen.local:
             return
         held = self.held(chosen.local)
-        self.session.copy_anew(held)
-        begun = [each.save for each in self.session.held if each.save.is_durable and each.save <= held.save]
-        if begun and not is_in_root(max(begun)):
-            self.writer.wait()
-        if begun and not is_in_root(max(begun)):
+        self.session.copy_anew(held, damaged)
+        begun = [each.save.number for each in self.session.held if each.save.is_durable and each.save <= held.save]
+        if not begun or max(begun) <= self.session.newest_in_root:
+            return
+        self.writer.wait()
+        if max(begun) > self._written:
             checkpoint = self._opened[chosen.local]
             state = state_of_save(checkpoint, held, self.session.hosts, self._options)
-            write_durable(
-                held.save, lambda: state, checkpoint.parts.metrics, replace(self._options, check_replicas=False)
-            )
+            options = replace(self._options, check_replicas=False)
+            self._resume = lambda: write_durable(held.save, lambda: state, checkpoint.parts.metrics, options)
+
+    def resume(self) -> None:
+        """Begin to write the restored step to the root, if a former process was cut off while it did that.
+
+        Not before the first save: who only restores, beside a job that saves, must not change the root.
+
+        Collective: Over all clients, in the background.
+        """
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            resume()
 
 
 class _StatusWriter:

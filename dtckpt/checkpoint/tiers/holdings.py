@@ -13,9 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dtckpt.checkpoint.tiers.placement import Placement
 from dtckpt.checkpoint.tiers.records import HostParts, SaveId
+
+
+class PartCopy(NamedTuple):
+    """One copy of a part of a save.
+
+    Args:
+        client: The client whose part it is.
+        host: The host that holds the copy.
+    """
+
+    client: int
+    host: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +64,14 @@ class HeldSave:
         """Return the save as the other hosts hold it, when some are lost."""
         left = {client: tuple(host for host in hosts if host not in lost) for client, hosts in self.holders.items()}
         return HeldSave(self.save, {client: hosts for client, hosts in left.items() if hosts}, self.is_voted)
+
+    def without_copies(self, damaged: Collection[PartCopy]) -> HeldSave:
+        """Return the save without damaged copies, but for those of a part that has no other."""
+        left = {
+            client: tuple(host for host in hosts if (client, host) not in damaged) or hosts
+            for client, hosts in self.holders.items()
+        }
+        return HeldSave(self.save, left, self.is_voted)
 
 
 def held_saves(parts: Mapping[str, HostParts]) -> list[HeldSave]:

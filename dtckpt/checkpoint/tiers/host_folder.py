@@ -1,7 +1,7 @@
 """`HostFolder`: the parts that one host holds, as files::
 
     <path>/<job>/                                   the job: a digest of its root
-        job.json                                    the root, for people
+        job.json                                    the root, for people; a random token
         restores.json                               by save, how often it was restored (`LocalTier.max_restores`)
         spare/4711-8f3a09c2-0.data                  files that are being filled, or wait to be used again
         <save>/                                     a local save; see `SaveId.name`
@@ -41,6 +41,7 @@ from dtckpt.storage.failures import translate_errors
 
 DATA, WRITTEN, VOTED = ".data", ".index", ".voted"
 _SPARE = "spare"
+_JOB = "job.json"
 _RESTORES = "restores.json"
 _PART_FILE = re.compile(r"(\d{1,9})(\.data|\.index|\.voted)")
 _in_use: set[str] = set()
@@ -75,6 +76,13 @@ class PartFile:
         self.staging = StagingMemory(lambda _: self.memory)
         self.view = memoryview(self._map)[:nbytes]
 
+    def is_whole(self) -> bool:
+        """Whether the file is still there, and as long as it was."""
+        try:
+            return self.path.stat().st_size >= self.nbytes
+        except OSError:
+            return False
+
     def move(self, path: Path) -> None:
         """Rename the file."""
         self.path.rename(path)
@@ -106,10 +114,22 @@ class HostFolder:
         _in_use.add(self._owner)
         with translate_errors("make the directory of the local tier", self._where):
             (self.path / _SPARE).mkdir(parents=True, exist_ok=True)
-            with suppress(FileExistsError), (self.path / "job.json").open("x") as file:
-                file.write(json.dumps({"root": self._root}))
+            if not (self.path / _JOB).exists():
+                draft = self.path / _SPARE / f"{self._owner}-{_JOB}"
+                draft.write_text(json.dumps({"root": self._root, "token": secrets.token_hex(8)}))
+                # All processes read one token: that of the first. Without hard links they read none.
+                with suppress(OSError):
+                    (self.path / _JOB).hardlink_to(draft)
+                draft.unlink()
 
     # --- looking ------------------------------------------------------------------------------------------------
+
+    def token(self) -> str:
+        """Return what tells this directory from those of other machines and containers; empty if it is not known."""
+        try:
+            return str(json.loads((self.path / _JOB).read_bytes())["token"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return ""
 
     def parts(self) -> HostParts:
         """Return the parts that are here, whichever process wrote them."""
@@ -188,8 +208,9 @@ class HostFolder:
             StorageError: The tier cannot be written.
         """
         with self._lock:
-            # Who removes the directory amid a run takes the files away, but not their memory.
-            self._spare = [file for file in self._spare if file.path.exists()]
+            # Who removes the directory amid a run takes the files away, but not their memory. Who cuts a file short
+            # takes its memory: to write there ends the process.
+            self._spare = [file for file in self._spare if file.is_whole()]
             fitting = [file for file in self._spare if nbytes <= file.nbytes <= 2 * max(nbytes, 1)]
             if fitting:
                 file = min(fitting, key=lambda each: each.nbytes)

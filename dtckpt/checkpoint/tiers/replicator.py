@@ -22,9 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dtckpt.checkpoint.tiers.peers import Peer
+from dtckpt.checkpoint.tiers.placement import Placement
 from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.comm.background_threads import begin
-from dtckpt.errors import DtckptError, format_nbytes
+from dtckpt.errors import DtckptError, capped, format_nbytes
 
 logger = logging.getLogger("dtckpt.tiers")
 
@@ -48,6 +49,7 @@ class Copy:
         data: The elements.
         peers: The servers of the hosts that get it.
         done: Called when the part is sent, or given up.
+        acknowledged: Called when all the hosts have acknowledged it.
         is_agreed: Whether all clients send their parts of this save, so that a newer one does not take its place.
     """
 
@@ -57,6 +59,7 @@ class Copy:
     data: memoryview
     peers: Sequence[Peer]
     done: Callable[[], None]
+    acknowledged: Callable[[], None]
     is_agreed: bool = True
 
     def is_same(self, other: Copy) -> bool:
@@ -75,7 +78,7 @@ class Replicator:
 
     def __init__(self, max_rate: float | None, link_rate: float | None = None) -> None:
         self.protected: tuple[SaveId, ...] = ()
-        """The newest saves of which the hosts have acknowledged all copies of this client's part, ascending."""
+        """The newest saves that have all the copies that this client is to send, ascending."""
         self.nbytes_sent = 0
         self.seconds = 0.0
         self._max_rate = max_rate
@@ -154,7 +157,12 @@ class Replicator:
                 self._troubled.discard(peer.host)
                 logger.warning("host %s takes copies again, from step %d on", peer.host, copy.save.step)
         if is_complete:
-            self.protected = tuple(sorted({*self.protected, copy.save})[-MAX_PROTECTED:])
+            copy.acknowledged()
+
+    def protect(self, save: SaveId) -> None:
+        """Note that a save has all the copies that this client is to send."""
+        with self._changed:
+            self.protected = tuple(sorted({*self.protected, save})[-MAX_PROTECTED:])
 
     def _note_rate(self, host: str, nbytes: int, seconds: float) -> None:
         """Log the rate at which a host took its first large copy; warn if it is far below what is expected."""
@@ -170,3 +178,20 @@ class Replicator:
                 "fast network on all hosts",
                 host, format_nbytes(int(rate)), format_nbytes(int(expected)),
             )  # fmt: skip
+
+
+def log_protection(placement: Placement, wanted: int) -> None:
+    """Log how well a step is protected."""
+    num_hosts = len(placement.domains)
+    if placement.copies < wanted:
+        logger.warning(
+            "the local tier has %d host(s), so each part is on %d of them, not %d", num_hosts, placement.copies, wanted
+        )
+    if together := placement.in_one_domain:
+        logger.warning("all copies of the parts of hosts %s are in one domain", capped(together))
+    odds = ", ".join(
+        f"{placement.loss_probability(lost):.2g} if {lost} fail at once" for lost in (1, 2, 3, 4) if lost <= num_hosts
+    )
+    logger.info(
+        "local tier: %d hosts, %d copies; a step is lost with probability %s", num_hosts, placement.copies, odds
+    )

@@ -3,16 +3,23 @@
 A local save has it in its name. So saves of a job whose root was deleted do not pass for those of the next job that
 uses the same path: they are listed, never restored, and never removed.
 
-A root without the file gets it when the clients join. If they join to restore, they ask for what is left, and the root
-gets the identity of the newest step in the tier. If a job begins to save there, it gets a new one.
+A root gets its identity with the first save, from client 0, when it has the right to change the root. The file also
+says at which path: a root that was copied or moved there is another one, and gets a number of its own.
+
+Until then the clients that join take one for it. If they join to restore, they ask for what is left, so it is the
+identity of the newest step in the tier. If a job begins to save in an empty root, it is a new one.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from dtckpt.checkpoint.tiers.records import UNKNOWN_ROOT
+from dtckpt.checkpoint.tiers.host_folder import job_name
+from dtckpt.checkpoint.tiers.records import UNKNOWN_ROOT, SaveId
 from dtckpt.errors import DtckptError
 from dtckpt.storage.folder import Folder
 
@@ -20,32 +27,88 @@ logger = logging.getLogger("dtckpt.tiers")
 
 IDENTITY_NAME = ".dtckpt-root"
 NO_IDENTITY = ""
-_IDENTITY = re.compile(r"[0-9a-f]{8}")
+COPIED = "copied"
+"""Stands for the identity of a root that was copied or moved to its path: it has none of its own yet."""
+_IDENTITY = re.compile(r"([0-9a-f]{8})(?: ([0-9a-f]{16}))?")
 
 
-def read_identity(folder: Folder) -> str:
+class RootFacts(NamedTuple):
+    """What client 0 tells the others of the root.
+
+    Args:
+        has_steps: Whether there is a checkpoint.
+        identity: As `read_identity` returns it.
+        newest: The number of the newest commit; 0: unknown.
+    """
+
+    has_steps: bool
+    identity: str
+    newest: int
+
+    def identity_for(self, held: Sequence[SaveId], new: str, *, is_save: bool) -> str:
+        """Return the identity that the clients take for that of the root; the same on all clients.
+
+        Args:
+            held: What the hosts hold, the newest save first.
+            new: A new identity.
+            is_save: Whether the clients join to save, and not to restore.
+        """
+        newest = next((save.root for save in held if save.root != UNKNOWN_ROOT), None)
+        if self.identity == COPIED:
+            return new
+        if self.identity == NO_IDENTITY:
+            return new if newest is None or (is_save and not self.has_steps) else newest
+        return newest or UNKNOWN_ROOT if self.identity == UNKNOWN_ROOT else self.identity
+
+
+def read_identity(folder: Folder, root: str) -> str:
     """Return the identity of a root. For client 0 alone.
 
+    Args:
+        folder: The files of the root.
+        root: Its path or URL.
+
     Returns:
-        The identity; `NO_IDENTITY` if it has none; `UNKNOWN_ROOT` if storage does not say it now, or it is damaged.
+        The identity; `NO_IDENTITY` if it has none, or a damaged one; `COPIED` if it was given at another path;
+        `UNKNOWN_ROOT` if storage does not say it now.
     """
     try:
         text = folder.read_whole(IDENTITY_NAME, 100).decode("ascii", "replace").strip()
     except FileNotFoundError:
         return NO_IDENTITY
+    except ValueError as error:  # too long, or no file
+        text = str(error)
     except (DtckptError, OSError) as error:
         logger.warning("the root does not say whether the local tier is its own, which is taken for granted: %s", error)
         return UNKNOWN_ROOT
-    if not _IDENTITY.fullmatch(text):
+    match = _IDENTITY.fullmatch(text)
+    if match is None or match[1] == UNKNOWN_ROOT:
         logger.warning("%s of the root is damaged; the local tier is taken for its own", IDENTITY_NAME)
-        return UNKNOWN_ROOT
-    return text
+        return NO_IDENTITY
+    if match[2] not in (None, job_name(root)):
+        logger.warning("%s was copied or moved to its path; the local tier there is not taken for its own", root)
+        return COPIED
+    return match[1]
 
 
-def write_identity(folder: Folder, identity: str) -> None:
-    """Give a root its identity. For client 0 alone."""
+def claim_identity(folder: Folder, root: str, wanted: str) -> str:
+    """Return the identity of a root, which is given the wanted one if it has none.
+
+    For client 0 alone, when it has the right to change the root.
+
+    Args:
+        folder: The files of the root.
+        root: Its path or URL.
+        wanted: The identity that the clients took for it when they joined.
+    """
+    found = read_identity(folder, root)
+    if found == UNKNOWN_ROOT:
+        return wanted
+    if found not in (NO_IDENTITY, COPIED):
+        return found
+    identity = secrets.token_hex(4) if wanted == UNKNOWN_ROOT else wanted
     try:
-        folder.make()
-        folder.write(IDENTITY_NAME, identity.encode())
+        folder.replace(IDENTITY_NAME, f"{identity} {job_name(root)}".encode())
     except (DtckptError, OSError) as error:
         logger.warning("the root gets no identity, so the local tier will be taken for its own: %s", error)
+    return identity

@@ -108,6 +108,10 @@ class _Server(ThreadingHTTPServer):
             kept = self._part = (save, client), OpenPart(self.folder, save, client)
         return kept[1]
 
+    def forget_part(self) -> None:
+        """Open a part anew when it is asked for next: another file may have taken its place."""
+        self._part = None
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a peer that dies amid a request is ordinary, and the request's own side reports the rest."""
 
@@ -251,6 +255,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._receive(file, index)
             validate_part(file.view, index)
             self.server.folder.put(file, index, index_file, is_voted=True)
+            self.server.forget_part()
         except BaseException:
             self.server.folder.give_back(file)
             raise

@@ -14,11 +14,12 @@ and which parts that host holds.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -33,7 +34,14 @@ from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.union import passed_by_all
 from dtckpt.checkpoint.saving.votes import Agreement, Summary
-from dtckpt.checkpoint.tiers.holdings import HeldSave, copies_to_make, held_saves, hosts_to_ask, saves_to_keep
+from dtckpt.checkpoint.tiers.holdings import (
+    HeldSave,
+    PartCopy,
+    copies_to_make,
+    held_saves,
+    hosts_to_ask,
+    saves_to_keep,
+)
 from dtckpt.checkpoint.tiers.host_folder import HostFolder, PartFile
 from dtckpt.checkpoint.tiers.local_save import BeginVote, Begun, Prepared, SaveRequest, is_on_host, part_nbytes
 from dtckpt.checkpoint.tiers.near_copies import near_copies
@@ -42,8 +50,8 @@ from dtckpt.checkpoint.tiers.part_writer import described_pieces
 from dtckpt.checkpoint.tiers.peers import Peer, own_address
 from dtckpt.checkpoint.tiers.placement import Placement
 from dtckpt.checkpoint.tiers.records import UNKNOWN_ROOT, HostInfo, HostParts, PartIndex, SaveId
-from dtckpt.checkpoint.tiers.replicator import Copy, Replicator
-from dtckpt.checkpoint.tiers.root_identity import IDENTITY_NAME, NO_IDENTITY
+from dtckpt.checkpoint.tiers.replicator import Copy, Replicator, log_protection
+from dtckpt.checkpoint.tiers.root_identity import IDENTITY_NAME, RootFacts
 from dtckpt.checkpoint.tiers.server import PartServer
 from dtckpt.checkpoint.tiers.tier_files import Holder, TierCheckpoint, TierFiles
 from dtckpt.comm.background_threads import Pool
@@ -80,6 +88,8 @@ class TierSession:
         self.worn_out: frozenset[SaveId] = frozenset()
         """The saves that were restored `LocalTier.max_restores` times, without a newer one being saved."""
         self.has_durable = True
+        self.newest_in_root = 0
+        """The number of the newest commit in the root when the clients joined last."""
         self.root = UNKNOWN_ROOT
         """The identity of the root; if storage does not say it, that of the newest save."""
         self._server: PartServer | None = None
@@ -98,8 +108,7 @@ class TierSession:
     def join(
         self,
         collective: Collective,
-        ask_root: Callable[[], tuple[bool, str]],
-        name_root: Callable[[str], object],
+        ask_root: Callable[[], RootFacts],
         *,
         is_save: bool,
     ) -> None:
@@ -109,8 +118,7 @@ class TierSession:
 
         Args:
             collective: The operation.
-            ask_root: Whether there is a checkpoint in the root, and its identity; called on client 0.
-            name_root: Gives the root its identity; called on client 0.
+            ask_root: Returns what is known of the root; called on client 0.
             is_save: Whether the clients join to save, and not to restore.
 
         Raises:
@@ -128,25 +136,18 @@ class TierSession:
             host: HostInfo(host, facts[clients[0]]["domain"], tuple(clients), {c: facts[c]["server"] for c in clients})
             for host, clients in hosts.items()
         }
-        self._token, (self.has_durable, self.root, new) = facts[min(facts)]["token"], facts[min(facts)]["root"]
+        self._token, new = facts[min(facts)]["token"], facts[min(facts)]["new_root"]
+        root = RootFacts(*facts[min(facts)]["root"])
+        self.has_durable, self.newest_in_root = root.has_steps, root.newest
         assert self._server is not None  # noqa: S101  `_introduce` has started it
         self._server.open(self._token)
         placement = Placement.of({host: info.domain for host, info in self.hosts.items()}, self.tier.copies)
         if placement != self.placement and collective.is_leader:
-            _explain(placement, self.tier.copies)
+            log_protection(placement, self.tier.copies)
         self.placement = placement
         found = held_saves({host: HostParts.from_text(facts[clients[0]]["parts"]) for host, clients in hosts.items()})
-        self._newest = max((held.save.number for held in found), default=0)
-        newest = next((held.save.root for held in found if held.save.root != UNKNOWN_ROOT), None)
-        if self.root == NO_IDENTITY:
-            is_new = newest is None or (is_save and not self.has_durable)
-            self.root = new if is_new or newest is None else newest
-            if collective.is_leader:
-                name_root(self.root)
-                if not is_new and not self.has_durable:
-                    logger.warning("the root has no checkpoint; steps of the local tier are restored all the same")
-        elif self.root == UNKNOWN_ROOT:
-            self.root = newest or UNKNOWN_ROOT
+        self._newest = max([self._newest, self.newest_in_root, *(held.save.number for held in found)])
+        self.root = root.identity_for([held.save for held in found], new, is_save=is_save)
         self.held = [held for held in found if held.save.belongs_to(self.root)]
         counts = [facts[clients[0]]["restores"] for clients in hosts.values()]
         self.worn_out = frozenset(
@@ -155,11 +156,15 @@ class TierSession:
             if self.tier.max_restores is not None
             and max(count.get(held.save.name, 0) for count in counts) >= self.tier.max_restores
         )
-        if len(self.held) < len(found) and collective.is_leader:
-            self._explain_strangers([held.save for held in found if not held.save.belongs_to(self.root)])
+        if collective.is_leader:
+            self._explain(found, is_root_empty=not (root.has_steps or is_save))
 
-    def _explain_strangers(self, saves: Sequence[SaveId]) -> None:
-        """Log that the tier has saves of a job whose root was at the same path before."""
+    def _explain(self, found: Sequence[HeldSave], *, is_root_empty: bool) -> None:
+        """Log what is unusual: an empty root, saves of a job whose root was at the same path before."""
+        if self.held and is_root_empty:
+            logger.warning("the root has no checkpoint; steps of the local tier are restored all the same")
+        if not (saves := [held.save for held in found if not held.save.belongs_to(self.root)]):
+            return
         logger.warning(
             "the local tier has %d step(s) of another job, up to step %d, whose root was at the same path before; they "
             "are neither restored nor removed: remove %s on all hosts to free their memory, or write %s to the file %s "
@@ -167,8 +172,8 @@ class TierSession:
             len(saves), max(save.step for save in saves), self.folder.path, max(saves).root, IDENTITY_NAME,
         )  # fmt: skip
 
-    def _introduce(self, ask_root: Callable[[], tuple[bool, str]] | None) -> bytes:
-        """Describe this host, and list its parts; on client 0, also whether there are durable checkpoints."""
+    def _introduce(self, ask_root: Callable[[], RootFacts] | None) -> bytes:
+        """Describe this host, and list its parts; on client 0, also the root."""
         try:
             self.folder.make()
         except DtckptError as error:
@@ -187,9 +192,10 @@ class TierSession:
             "host": self.tier.host_name,
             "domain": self.tier.domain_name,
             "server": self._server.url,
-            "path": bytes_digest(str(self.folder.path).encode("utf-8", "backslashreplace")),
+            "place": [bytes_digest(str(self.folder.path).encode("utf-8", "backslashreplace")), self.folder.token()],
             "token": (self._token or secrets.token_hex(16)) if ask_root else "",
-            "root": (*ask_root(), secrets.token_hex(4)) if ask_root else None,
+            "root": ask_root() if ask_root else None,
+            "new_root": secrets.token_hex(4) if ask_root else "",
             "options": [self.tier.every_steps, self.tier.copies, self.tier.keep],
             "restores": self.folder.restores() if self.tier.max_restores is not None else {},
             "parts": self.folder.parts().to_text(MAX_PARTS_CHARS),
@@ -198,18 +204,19 @@ class TierSession:
 
     def _validate_same(self, facts: Mapping[int, Mapping[str, Any]]) -> None:
         first = min(facts)
-        paths: dict[str, tuple[int, int]] = {}
+        places: dict[str, tuple[int, list[Any]]] = {}
         for client, fact in facts.items():
             if fact["options"] != facts[first]["options"]:
                 raise ConfigError(
                     f"client {client} and client {first} pass different options of LocalTier; got every_steps, copies, "
                     f"keep {fact['options']} and {facts[first]['options']}"
                 )
-            other, path = paths.setdefault(fact["host"], (client, fact["path"]))
-            if path != fact["path"]:
+            other, place = places.setdefault(fact["host"], (client, fact["place"]))
+            if place != fact["place"]:
+                what = "find another directory at the path" if place[0] == fact["place"][0] else "pass different paths"
                 raise ConfigError(
-                    f"client {client} and client {other} are on host {fact['host']!r}, and pass different paths of "
-                    "LocalTier; pass one path on all clients of a host, or name hosts by LocalTier(host=...)"
+                    f"client {client} and client {other} are on host {fact['host']!r}, and {what} of LocalTier; "
+                    "pass one path on all clients of a host, or name hosts by LocalTier(host=...)"
                 )
 
     @property
@@ -372,9 +379,18 @@ class TierSession:
             has_compared=all(vote.compares for vote in votes.values()),
         )
 
+    def next_number(self) -> int:
+        """Return a number for a save, in the tier or in the root: greater than those of all that are known.
+
+        By the clock, unless it is behind that of a former job. On client 0.
+        """
+        self._newest = max(time.time_ns(), self._newest + 1)
+        return self._newest
+
     def _new_save(self, request: SaveRequest, num_clients: int) -> SaveId:
-        number = max(time.time_ns(), self._newest + 1)
-        return SaveId(number, request.step, num_clients, request.is_durable(), secrets.token_hex(4), self.root)
+        return SaveId(
+            self.next_number(), request.step, num_clients, request.is_durable(), secrets.token_hex(4), self.root
+        )
 
     def _agreed_plan(
         self, agreement: Agreement, prepared: Prepared, collective: Collective, options: SaveOptions
@@ -457,7 +473,8 @@ class TierSession:
         unpin = self.folder.pin(save)
         peers = [self._peer(host) for host in self.placement.partners(self.tier.host_name)]
         data = file.view[: index.nbytes]
-        self.replicator.submit(Copy(save, self._client, index.to_bytes(), data, peers, unpin, is_agreed))
+        protect = functools.partial(self.replicator.protect, save)
+        self.replicator.submit(Copy(save, self._client, index.to_bytes(), data, peers, unpin, protect, is_agreed))
 
     def _remove_old(self, save: SaveId, protected: Mapping[int, Sequence[SaveId]]) -> None:
         voted = [each for each in self.folder.parts().voted if each <= save and each.belongs_to(save.root)]
@@ -476,6 +493,7 @@ class TierSession:
         here = self.tier.host_name
         indexes: dict[int, PartIndex] = {}
         failures: list[str] = []
+        damaged: set[PartCopy] = set()
         order = [here, *(host for host in sorted(self.hosts) if host != here)]
         with Pool(MAX_ASKED, "dtckpt-tier-indexes") as pool:
             asked = {
@@ -494,6 +512,8 @@ class TierSession:
                             raise CheckpointCorruptError("an index is that of another part")
                         # Other hosts' near copies are left out: the parts that they copy are in indexes of their own.
                         indexes.setdefault(index.client, index if host == here else index.without_copies())
+                if host == here:
+                    damaged.update(PartCopy(client, here) for client in wanted if client not in indexes)
         if lost := sorted(held.holders.keys() - indexes.keys()):
             raise CheckpointCorruptError(
                 f"step {held.save.step} of the local tier: no index is left of the parts of clients {capped(lost)}: "
@@ -501,6 +521,7 @@ class TierSession:
             )
         holders = {client: self._holders(hosts, client) for client, hosts in held.holders.items()}
         files = TierFiles(held.save, indexes, holders, self.folder)
+        files.traffic.damaged_copies.update(damaged)
         # With near copies, clients that are where they were find everything on their host.
         is_where_it_was = self.tier.near_copies and all(
             here in held.holders.get(each, ()) for each in self.own_host.clients
@@ -534,14 +555,34 @@ class TierSession:
             with _noted([], self.tier.host_name):
                 self.folder.note_restore(held.save)
 
-    def copy_anew(self, held: HeldSave) -> None:
-        """Begin to make the copies that a save lacks, of the parts that this client's host is to send."""
+    def copy_anew(self, held: HeldSave, damaged: Collection[PartCopy]) -> None:
+        """Begin to make the copies that a save lacks, of the parts that this client's host is to send.
+
+        Collective: Over all clients of the job, with the same arguments; does not communicate with them.
+
+        Args:
+            held: The save.
+            damaged: The copies that were found damaged. They are replaced, if there is another one of the part.
+        """
         own = self.own_host
-        copies = list(copies_to_make(held, self.placement))
+        copies = list(copies_to_make(held.without_copies(damaged), self.placement))
         self._expected = {(held.save, client) for client, _, receiver in copies if receiver == own.name}
-        for number, (client, sender, receiver) in enumerate(copies):
-            if sender != own.name or own.clients[number % len(own.clients)] != self._client:
-                continue
+        mine = [
+            (client, receiver)
+            for number, (client, sender, receiver) in enumerate(copies)
+            if sender == own.name and own.clients[number % len(own.clients)] == self._client
+        ]
+        left = len(mine)
+
+        def acknowledged() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self.replicator.protect(held.save)
+
+        if not mine:
+            self.replicator.protect(held.save)
+        for client, receiver in mine:
             with _noted([], own.name):
                 index = PartIndex.from_bytes(self.folder.index_file(held.save, client)).without_copies()
                 # The file may be longer than the part: it may have held another one, and near copies lie behind it.
@@ -549,8 +590,8 @@ class TierSession:
                 if len(data) < index.nbytes:
                     raise CheckpointCorruptError(f"the file of client {client} was cut short")
                 unpin = self.folder.pin(held.save)
-                copy = Copy(held.save, client, index.to_bytes(), data, [self._peer(receiver)], unpin)
-                self.replicator.submit(copy)
+                peers = [self._peer(receiver)]
+                self.replicator.submit(Copy(held.save, client, index.to_bytes(), data, peers, unpin, acknowledged))
 
 
 @contextmanager
@@ -561,20 +602,3 @@ def _noted(failures: list[str], host: str) -> Iterator[None]:
     except (DtckptError, OSError, ValueError) as error:
         failures.append(f"host {host}: {error}")
         logger.warning("the local tier of host %s: %s", host, error)
-
-
-def _explain(placement: Placement, wanted: int) -> None:
-    """Log how well a step is protected."""
-    num_hosts = len(placement.domains)
-    if placement.copies < wanted:
-        logger.warning(
-            "the local tier has %d host(s), so each part is on %d of them, not %d", num_hosts, placement.copies, wanted
-        )
-    if together := placement.in_one_domain:
-        logger.warning("all copies of the parts of hosts %s are in one domain", capped(together))
-    odds = ", ".join(
-        f"{placement.loss_probability(lost):.2g} if {lost} fail at once" for lost in (1, 2, 3, 4) if lost <= num_hosts
-    )
-    logger.info(
-        "local tier: %d hosts, %d copies; a step is lost with probability %s", num_hosts, placement.copies, odds
-    )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 STATUS_NAME = ".dtckpt-tiers.json"
 MAX_STATUS_NBYTES = 64 << 20
+MAX_CLIENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class TierStatus:
                 HeldSave(SaveId.parse(name), {int(c): tuple(hosts) for c, hosts in holders.items()}, is_voted=True)
                 for name, holders in facts["saves"]
             )
+            if not facts["hosts"] or any(held.save.num_clients > MAX_CLIENTS for held in saves):
+                raise ValueError(f"it names no host, or a save of more than {MAX_CLIENTS} clients")
             return cls(
                 float(facts["at_s"]),
                 {host: domain for host, (domain, _) in facts["hosts"].items()},
@@ -125,5 +128,4 @@ def write_status(folder: Folder, session: TierSession, begun: Begun) -> None:
         nbytes=begun.plan.nbytes,
         rate=sender.nbytes_sent / sender.seconds if sender.seconds else 0.0,
     )
-    folder.make()
-    folder.write(STATUS_NAME, status.to_bytes())
+    folder.replace(STATUS_NAME, status.to_bytes())

@@ -26,6 +26,7 @@ from dtckpt.checkpoint.reading.piece_files import PieceChunks, info_of
 from dtckpt.checkpoint.reading.read_chunks import convert, cut, validate_convertible
 from dtckpt.checkpoint.reading.read_regions import spare_threads
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
+from dtckpt.checkpoint.tiers.holdings import PartCopy
 from dtckpt.checkpoint.tiers.host_folder import HostFolder
 from dtckpt.checkpoint.tiers.open_part import OpenPart, piece_seed
 from dtckpt.checkpoint.tiers.peers import BoxRequest, Peer
@@ -55,11 +56,13 @@ class TierTraffic:
         local: Bytes from this host's memory.
         by_host: Bytes from other hosts.
         damaged: What was passed over: a host, and the reason.
+        damaged_copies: The copies of parts that turned out to be damaged.
     """
 
     local: int = 0
     by_host: dict[str, int] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)
+    damaged_copies: set[PartCopy] = field(default_factory=set)
 
     @property
     def received(self) -> int:
@@ -276,6 +279,9 @@ class TierFiles:
                     convert(cut(part.elements(number), read.box.slices()), read.target)
             except CheckpointCorruptError as error:
                 self._pass_over("this host", error)
+                if number < len(self.indexes[client].pieces):  # else a near copy, which is no copy of the part
+                    own = (each.name for each in self._holders[client] if each.peer is None)
+                    self.traffic.damaged_copies.update(PartCopy(client, host) for host in own)
                 nbytes += self._read_from_peers([read], error)
                 continue
             self._count(None, read.nbytes)
@@ -305,6 +311,8 @@ class TierFiles:
                     holder.peer.read(self.save, client, boxes)
             except (CheckpointCorruptError, StorageError) as error:
                 self._pass_over(f"host {holder.name}", error)
+                if isinstance(error, CheckpointCorruptError):
+                    self.traffic.damaged_copies.add(PartCopy(client, holder.name))
                 failure = error
                 continue
             self._count(holder.name, nbytes)

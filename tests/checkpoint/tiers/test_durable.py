@@ -170,12 +170,13 @@ def test_storage_that_refuses_to_the_end(tmp_path, storage):
     storage.refuses = False
     with manager(tmp_path) as manager_:
         assert manager_.restore().step == 5, "from the tier"
+        save(manager_, [6])
         manager_.wait()
         assert manager_.all_steps() == [5], "and so it comes to the root"
 
 
 def test_a_write_that_was_cut_off(tmp_path, storage):
-    """Situation 24: after a restart the restored step is written, though it was not due itself."""
+    """Situation 24: after a restart the first save has the restored step written, though it was not due itself."""
     with manager(tmp_path) as manager_:
         save(manager_, [1])
         manager_.wait()
@@ -192,11 +193,30 @@ def test_a_write_that_was_cut_off(tmp_path, storage):
     with manager(tmp_path) as manager_:
         assert manager_.restore().step == 5
         manager_.wait()
-        assert manager_.all_steps() == [1, 5]
-        save(manager_, [6])
+    assert manager_.all_steps() == [1], "a restore alone changes nothing"
+    with manager(tmp_path) as manager_:
+        assert manager_.restore().step == 5
+        save(manager_, [6, 7])
         manager_.wait()
         assert manager_.all_steps() == [1, 5]
     assert restored(tmp_path, 5) == [5.0]
+
+
+def test_a_restore_beside_a_job_that_saves(tmp_path, storage):
+    """Who only looks writes nothing, and does not ask for the right to."""
+    with manager(tmp_path) as job:
+        save(job, [1])
+        job.wait()
+        storage.may_write.clear()
+        save(job, [4])
+        with manager(tmp_path) as reader:
+            assert reader.restore().step == 4
+            reader.wait()
+            assert reader.all_steps() == [1]
+        storage.may_write.set()
+        save(job, [5])
+        job.wait()
+        assert job.all_steps() == [1, 4]
 
 
 def test_a_restore_while_a_write_is_under_way(tmp_path, storage):

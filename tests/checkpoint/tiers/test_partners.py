@@ -1,5 +1,6 @@
 """Hosts that take no copies: saves go on with fewer copies, no step waits, and one warning names the host."""
 
+import functools
 import socket
 import threading
 import time
@@ -67,7 +68,8 @@ class SlowPeer(Peer):
 def submit(replicator, step, *peers, is_agreed=True):
     ended = threading.Event()
     save = SaveId(step, step, 1, False, "00000000")
-    replicator.submit(Copy(save, 0, b"", memoryview(b"12"), peers, ended.set, is_agreed))
+    protect = functools.partial(replicator.protect, save)
+    replicator.submit(Copy(save, 0, b"", memoryview(b"12"), peers, ended.set, protect, is_agreed))
     return ended
 
 
@@ -106,7 +108,7 @@ def test_a_slow_link(monkeypatch, caplog, max_rate, seconds, is_told):
     replicator = Replicator(max_rate, link_rate=1e8)
     data = memoryview(bytes(64 << 20))
     for step in (1, 2):
-        replicator._send(Copy(SaveId(step, step, 1, False, "00000000"), 0, b"", data, [Link("far")], int))
+        replicator._send(Copy(SaveId(step, step, 1, False, "00000000"), 0, b"", data, [Link("far")], int, int))
     told = [record.message for record in caplog.records]
     assert len(told) == 1 + is_told
     assert "host far takes copies at" in told[0]
