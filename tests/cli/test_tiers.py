@@ -1,5 +1,7 @@
 """``dtckpt tiers`` says which steps the hosts hold, and which would come back without some of them."""
 
+import itertools
+import json
 import time
 
 import pytest
@@ -8,6 +10,7 @@ import dtckpt
 from dtckpt.checkpoint.tiers.holdings import HeldSave
 from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.checkpoint.tiers.status import STATUS_NAME, TierStatus
+from dtckpt.errors import CheckpointCorruptError
 
 HOSTS = ("host0", "host1", "host2", "host3")
 
@@ -81,3 +84,21 @@ def test_no_local_tier(run, tmp_path):
     run("tiers", tmp_path).fails(3, STATUS_NAME)
     (tmp_path / STATUS_NAME).write_text("{")
     run("tiers", tmp_path).fails(1, f"{STATUS_NAME} cannot be read")
+
+
+SOUND = {"at_s": 1.0, "hosts": {"a": ["a", [0]]}, "copies": 1, "saves": [], "nbytes": 1, "rate": 0.0}
+ODD = [None, "", "x", 7, float("inf"), [], [7], [["x", {}]], {}, {"a": 7}, {"a": ["a", 7]}]
+SAVE = "00000000000000000007-1-{}-0-00000000-00000000"
+ODD_SAVES = [[SAVE.format(999999999), {}], [SAVE.format(2), {"x": ["a"]}], [SAVE.format(2), [7]], [SAVE.format(2), 7]]
+
+
+@pytest.mark.parametrize(("key", "odd"), [*itertools.product(SOUND, ODD), *(("saves", [each]) for each in ODD_SAVES)])
+def test_a_malformed_status(key, odd):
+    """It is refused, or it is a status whose figures can all be computed, soon."""
+    assert TierStatus.from_bytes(json.dumps(SOUND).encode()).copies == 1
+    try:
+        status = TierStatus.from_bytes(json.dumps(SOUND | {key: odd}).encode())
+    except CheckpointCorruptError:
+        return
+    assert status.placement.domains
+    assert all(len(held.missing) <= 1 << 20 for held in status.saves)

@@ -52,3 +52,23 @@ def test_fifo_that_takes_a_files_place_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", replacing)
     with pytest.raises(MalformedError, match="is a fifo, expected a file"):
         LocalFolder(tmp_path).read("f")
+
+
+def test_readers_find_the_former_content_or_the_new_one(tmp_path, monkeypatch):
+    """A write that fails halfway leaves the former content, and the next one is not disturbed by what it left."""
+    folder = LocalFolder(tmp_path)
+    folder.replace(".f", b"one")
+    real = Path.write_bytes
+
+    def half(path, data):
+        real(path, data[:1])
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(OSError, match="no space"):
+        folder.replace(".f", b"two")
+    assert folder.read(".f") == b"one"
+    monkeypatch.undo()
+    folder.replace(".f", b"three")
+    assert folder.read(".f") == b"three"
+    assert [path.name for path in tmp_path.iterdir()] == [".f"]

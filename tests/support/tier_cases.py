@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import dtckpt
 from dtckpt import CheckpointManager, Layout, LocalTier
+from dtckpt.checkpoint.tiers.peers import Peer
 from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.config import Config
 
@@ -83,6 +86,25 @@ def restore(
             "local": restored.local,
             "skipped": restored.skipped,
         }
+
+
+def go_on_without_copies(root: Path, folder: Path, hosts: Sequence[str]) -> list[int]:
+    """Restore the newest step, and save two more of which no copy comes to its end; return the steps of this host."""
+    mesh, may_send = mesh_of_all(), threading.Event()
+    manager = CheckpointManager(root, local=tier(folder, hosts), save_interval_steps=10**6)
+    step = manager.restore(target=state(0, mesh)).step
+    manager.wait()
+    dist.barrier()
+    with mock.patch.object(Peer, "put", side_effect=lambda *_: may_send.wait()):
+        for each in (step + 1, step + 2):
+            manager.save(each, state(each, mesh))
+            manager._tier.wait_for_local()
+        held = sorted({save.step for save in manager._tier.session.folder.parts().voted})
+        dist.barrier()
+        may_send.set()
+        manager.wait()
+    manager.__exit__(RuntimeError, RuntimeError("the job dies"), None)
+    return held
 
 
 def save_different_copies(root: Path, folder: Path, hosts: Sequence[str]) -> None:

@@ -165,6 +165,13 @@ def save_beside(
     return {"refused": refused, "told": told, "saved": saved}
 
 
+def save_as_one_host(root: Path, folder: Path) -> None:
+    """Save a step on clients whose hosts have one name, and directories of their own at one path."""
+    own = f"directory of client {dtckpt.client_id()}"
+    with mock.patch.object(HostFolder, "token", return_value=own):
+        save_beside(root, folder, ["host", "host"], [7], 100, {})
+
+
 def save_on_small_disk(root: str, folder: str, nbytes: int, steps: int, pipe: Any) -> None:
     """Run a job of one client whose tier is a file system of a bounded size; send what became of it."""
     mounts.mount_small(folder, nbytes)
@@ -287,7 +294,7 @@ def save_and_die_writing(
 
 
 def go_on(root: Path, folder: Path, hosts: Sequence[str]) -> dict[str, Any]:
-    """Restore the newest step, save the next one in the tier, wait for the write that was cut off, and list the steps."""
+    """Restore the newest step, save the next one in the tier, wait for the write that was cut off, and list all."""
     mesh = mesh_of_all()
     most, now, real, lock = 0, 0, ClientWriter.write, threading.Lock()
 

@@ -65,14 +65,6 @@ class HeldSave:
         left = {client: tuple(host for host in hosts if host not in lost) for client, hosts in self.holders.items()}
         return HeldSave(self.save, {client: hosts for client, hosts in left.items() if hosts}, self.is_voted)
 
-    def without_copies(self, damaged: Collection[PartCopy]) -> HeldSave:
-        """Return the save without damaged copies, but for those of a part that has no other."""
-        left = {
-            client: tuple(host for host in hosts if (client, host) not in damaged) or hosts
-            for client, hosts in self.holders.items()
-        }
-        return HeldSave(self.save, left, self.is_voted)
-
 
 def held_saves(parts: Mapping[str, HostParts]) -> list[HeldSave]:
     """Return the saves of which any part is left, the newest first.
@@ -108,17 +100,22 @@ def hosts_to_ask(held: HeldSave, order: Sequence[str]) -> list[str]:
     return asked
 
 
-def copies_to_make(held: HeldSave, placement: Placement) -> Iterator[tuple[int, str, str]]:
+def copies_to_make(
+    held: HeldSave, placement: Placement, damaged: Collection[PartCopy] = ()
+) -> Iterator[tuple[int, str, str]]:
     """Yield the copies that a save lacks: the client whose part it is, the host that sends it, the one that gets it.
+
+    Damaged copies are replaced first, where there is another one of the part.
 
     Parts whose saver is gone, or now has another number, are as good as others: the first host that holds one stands
     for it, and the hosts that are its partners get it.
     """
     for client, hosts in sorted(held.holders.items()):
-        present = [host for host in hosts if host in placement.domains]
+        here = [host for host in hosts if host in placement.domains]
+        present = [host for host in here if (client, host) not in damaged]
         if not present:
             continue
-        candidates = [*placement.partners(present[0]), *sorted(placement.domains)]
+        candidates = [*here, *placement.partners(present[0]), *sorted(placement.domains)]
         for host in dict.fromkeys(candidates):
             if len(present) >= placement.copies:
                 break

@@ -44,6 +44,7 @@ _SPARE = "spare"
 _JOB = "job.json"
 _RESTORES = "restores.json"
 _PART_FILE = re.compile(r"(\d{1,9})(\.data|\.index|\.voted)")
+Stamp = tuple[int, int] | None
 _in_use: set[str] = set()
 """What the names of files in ``spare`` begin with, for this process's open folders. The number of the process is not
 enough: in a container that starts again processes get the same ones, and one process may open a folder again."""
@@ -150,6 +151,14 @@ class HostFolder:
             for folder in self.path.iterdir():
                 with suppress(ValueError):
                     yield SaveId.parse(folder.name), folder
+
+    def stamp(self, save: SaveId, client: int) -> Stamp:
+        """Return what tells a copy of a part that counts from one that takes its place; None if there is none."""
+        try:
+            found = (self.path / save.name / f"{client}{VOTED}").stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
     def has(self, save: SaveId, client: int) -> bool:
         """Whether a part is here, whole."""

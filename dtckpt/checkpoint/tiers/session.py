@@ -34,6 +34,7 @@ from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.union import passed_by_all
 from dtckpt.checkpoint.saving.votes import Agreement, Summary
+from dtckpt.checkpoint.tiers.expected_copies import ExpectedCopies
 from dtckpt.checkpoint.tiers.holdings import (
     HeldSave,
     PartCopy,
@@ -95,7 +96,7 @@ class TierSession:
         self._server: PartServer | None = None
         self._token = ""
         self._newest = 0
-        self._expected: set[tuple[SaveId, int]] = set()
+        self._expected = ExpectedCopies(self.folder)
         self._client = 0
 
     # --- joining ------------------------------------------------------------------------------------------------
@@ -244,7 +245,10 @@ class TierSession:
             has_failed: Whether the job ends by an error; then nobody waits for hosts that may be gone.
         """
         deadline = time.monotonic() + min(CLOSE_S, self.tier.timeout_s)
-        while not has_failed and not (self.replicator.wait(0) and self._has_expected()):
+        server = self._server
+        while not has_failed and not (
+            self.replicator.wait(0) and self._expected.have_come(server.refused if server is not None else ())
+        ):
             if time.monotonic() > deadline:
                 logger.warning("the local tier is closed while copies are under way, or did not come")
                 break
@@ -254,12 +258,6 @@ class TierSession:
             self._server = None
         self.folder.close()
         self.hosts = {}
-
-    def _has_expected(self) -> bool:
-        """Whether this host has all copies that others send it of the newest save, or has refused them."""
-        held = self.folder.parts().voted
-        refused = self._server.refused if self._server is not None else frozenset()
-        return all(client in held.get(save, ()) or (save, client) in refused for save, client in self._expected)
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -464,12 +462,8 @@ class TierSession:
     def _copy(self, index: PartIndex, file: PartFile, *, is_agreed: bool) -> None:
         """Begin to send this client's part to the hosts that hold copies of it."""
         save = index.save
-        self._expected = {
-            (save, each)
-            for host, info in self.hosts.items()
-            if self.tier.host_name in self.placement.partners(host)
-            for each in info.clients
-        }
+        senders = [info for host, info in self.hosts.items() if self.tier.host_name in self.placement.partners(host)]
+        self._expected.expect(save, (client for info in senders for client in info.clients))
         unpin = self.folder.pin(save)
         peers = [self._peer(host) for host in self.placement.partners(self.tier.host_name)]
         data = file.view[: index.nbytes]
@@ -494,6 +488,7 @@ class TierSession:
         indexes: dict[int, PartIndex] = {}
         failures: list[str] = []
         damaged: set[PartCopy] = set()
+        self._expected.note_present(held.save, held.holders)
         order = [here, *(host for host in sorted(self.hosts) if host != here)]
         with Pool(MAX_ASKED, "dtckpt-tier-indexes") as pool:
             asked = {
@@ -565,8 +560,8 @@ class TierSession:
             damaged: The copies that were found damaged. They are replaced, if there is another one of the part.
         """
         own = self.own_host
-        copies = list(copies_to_make(held.without_copies(damaged), self.placement))
-        self._expected = {(held.save, client) for client, _, receiver in copies if receiver == own.name}
+        copies = list(copies_to_make(held, self.placement, damaged))
+        self._expected.expect(held.save, (client for client, _, receiver in copies if receiver == own.name))
         mine = [
             (client, receiver)
             for number, (client, sender, receiver) in enumerate(copies)

@@ -88,7 +88,7 @@ class TierStatus:
                 int(facts["nbytes"]),
                 float(facts["rate"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointCorruptError(f"{STATUS_NAME} cannot be read: {error}") from error
 
     def newest_without(self, lost: frozenset[str]) -> HeldSave | None:

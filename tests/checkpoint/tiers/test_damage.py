@@ -125,6 +125,18 @@ def test_the_next_saves_after_damage(pool, saved):
     assert restored(pool, saved)[0]["step"] == 5
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_copy_is_replaced(pool, saved, kind):
+    """After the restore that found it: so the step outlives the host of the other copy."""
+    (own, _) = parts_of(saved[1] / "host0", 3, kind)  # the other one is a copy, which nobody reads
+    bits_flipped(own)
+    restored(pool, saved)
+    tier_cases.remove_host(saved[1], "host1")
+    answers = restored(pool, saved)
+    assert {each["step"] for each in answers} == {3}
+    assert all(each["local"].passed_over == () for each in answers)
+
+
 NAMES = ["notes.txt", "3 (copy).data", "03.data", "-1.data", "x.voted", "99999999999999999999.data", "999999999.data"]
 
 

@@ -1,6 +1,7 @@
 """A tier that cannot be written costs no training step: saves are skipped, with one warning, until it can be."""
 
 import logging
+import os
 import shutil
 import socket
 
@@ -55,6 +56,20 @@ def test_room_for_the_first_saves_only(tmp_path, caplog):
             manager_.wait()
     assert warnings_of(caplog) == []
     assert saved_steps(tmp_path) == [6, 7]
+
+
+def test_a_file_that_was_cut_short(tmp_path):
+    """It is not filled again: to write behind its end would end the process."""
+    with manager(tmp_path) as manager_:
+        for step in range(1, 4):
+            manager_.save(step, state(step))
+            manager_.wait()
+        for file in tmp_path.rglob("*.data"):
+            os.truncate(file, 0)
+        for step in range(4, 9):
+            assert manager_.save(step, state(step)) is not None
+            manager_.wait()
+        assert manager_.restore().tree["step"] == 8
 
 
 def test_the_tier_comes_back(tmp_path, caplog):

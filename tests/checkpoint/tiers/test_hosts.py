@@ -18,6 +18,13 @@ def test_clients_on_one_host(pool, tmp_path):
     assert all(each["is_equal"] and each["step"] == 3 and each["local"] for each in answers)
 
 
+def test_two_hosts_of_one_name(pool, tmp_path):
+    """Each has memory of its own at the path: they must not pass for one host that holds all parts."""
+    answers = pool.run(tier_faults.save_as_one_host, tmp_path / "root", tmp_path / "tier", clients=2, group=True)
+    assert [answer.error for answer in answers] == ["ConfigError"] * 2, answers
+    assert all("another directory" in answer.text for answer in answers)
+
+
 @pytest.mark.parametrize("name", ["copies", "every_steps", "path", "address"])
 def test_options_that_do_not_fit(pool, tmp_path, name):
     """All clients hear of it, by an error that names the option."""

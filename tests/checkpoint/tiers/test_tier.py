@@ -124,6 +124,17 @@ def test_a_restore_makes_the_copies_that_are_missing(pool, folders):
         assert restored[0]["local"].copies == 1, "of the parts that the lost host held"
 
 
+def test_a_step_that_has_its_copies_is_kept_after_a_restart(pool, folders):
+    """Newer steps do not take its place while they have none."""
+    pool.values(tier_cases.save_steps, *folders, hosts(2), [1, 2, 3], clients=2, group=True)
+    for held in pool.values(tier_cases.go_on_without_copies, *folders, hosts(2), clients=2, group=True):
+        assert held == [3, 4, 5]
+    tier_cases.remove_host(folders[1], "host1")
+    restored = restore_all(pool, folders, hosts(2))
+    assert restored[0]["step"] == 3
+    assert restored[0]["local"] is not None
+
+
 def test_a_flipped_bit_in_one_copy(pool, folders):
     pool.values(tier_cases.save_steps, *folders, hosts(2), [1, 2], clients=2, group=True)
     for file in files_of(folders[1], "host0"):
