@@ -171,6 +171,10 @@ def test_cards_make_the_same_numbers(kind, dtype, params):
     expected = whole_of(kind, shape, 77, dtype, **params)
     if kind in EXACT:
         assert bits_of(made) == bits_of(expected)
+    elif (kind, dtype) == ("log_normal", torch.float32):
+        # A card's expf, logf and cosf are off by up to two units in the last place. The exponential function makes of
+        # an absolute error a relative one, several units large where the normal number is.
+        torch.testing.assert_close(made.cpu(), expected, rtol=1e-5, atol=1e-5)
     else:
         torch.testing.assert_close(made.cpu(), expected)
 
