@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import random_key_cases, redistribution_cases
-from support.states import bits_of
+from support.states import NUM_CARDS, bits_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -162,7 +162,7 @@ def test_other_devices_make_the_same_numbers(kind, dtype, params, monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the numbers of a card are to be seen on one")
+@pytest.mark.skipif(not NUM_CARDS, reason="the numbers of a card are to be seen on one")
 @pytest.mark.parametrize(("kind", "dtype", "params"), CASES)
 def test_cards_make_the_same_numbers(kind, dtype, params):
     shape = (300, 7001)
