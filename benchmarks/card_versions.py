@@ -49,6 +49,15 @@ def _print_cards() -> None:
     if not torch.cuda.is_available():
         print("no card")
         return
+    num_by_nvml = torch.cuda._device_count_nvml()
+    print(f"cards: {torch.cuda.device_count()}, by NVML {num_by_nvml}")
+    if num_by_nvml < 0:
+        # PyTorch then asks the driver, which starts CUDA; a process that was forked after that cannot use it.
+        sys.exit(
+            "NVML does not tell the number of cards: the tests ask for it in a process that is forked later, and only "
+            "NVML makes that safe; look whether libnvidia-ml.so.1 loads, and whether CUDA_VISIBLE_DEVICES names a MIG "
+            "instance, about which PyTorch does not ask NVML"
+        )
     for number in range(torch.cuda.device_count()):
         print(f"card {number}: {torch.cuda.get_device_name(number)}, {torch.cuda.mem_get_info(number)[1] >> 30} GiB")
     print(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, driver {_driver()}")

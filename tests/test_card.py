@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -64,6 +65,24 @@ def test_the_wheels_are_pinned():
     names = re.findall(r"^[\w-]+(?:==.+)?$", WHEELS.read_text(), re.MULTILINE)
     pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert [name for name in names if "==" not in name and name.lower() not in pinned] == []
+
+
+@pytest.mark.parametrize("num_by_nvml", [1, -1])
+def test_a_number_of_cards_that_nvml_does_not_tell_is_refused(monkeypatch, capsys, num_by_nvml):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: num_by_nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "a card")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (1 << 30, 8 << 30))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
+    monkeypatch.setattr(card_versions, "_driver", lambda: "580.1")
+    if num_by_nvml < 0:
+        with pytest.raises(SystemExit, match=r"^NVML does not tell the number of cards: "):
+            card_versions._print_cards()
+    else:
+        card_versions._print_cards()
+        told = capsys.readouterr().out
+        assert f"cards: 1, by NVML {num_by_nvml}\ncard 0: a card, 8 GiB" in told
 
 
 @pytest.mark.processes

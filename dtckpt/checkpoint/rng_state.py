@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from dtckpt.checkpoint.restoring.object_states import OpenState
 
-class RngState:
+
+class RngState(OpenState):
     """The global random number generators: Python's, numpy's, PyTorch's for the host and for this client's cards.
 
     It holds nothing itself: a save asks the generators, and a restore sets them. They differ by client, so pass it in a
@@ -26,7 +28,7 @@ class RngState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states; of cards, if the program has used one."""
+        """Return the states; of cards, if the program has used one: to ask others would make it use them."""
         is_initialized: Callable[[], bool] = torch.cuda.is_initialized  # PyTorch does not annotate it
         state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
         return state | ({"cuda": torch.cuda.get_rng_state_all()} if is_initialized() else {})

@@ -44,6 +44,11 @@ REDUCERS: dict[str, Callable[..., torch.Tensor]] = {
 }
 """Elementwise functions of two terms. An average adds, like a sum, and divides when the sum is complete."""
 
+# PyTorch has hardly any arithmetic of wide unsigned integers, and on cards none. In two's complement these reductions
+# give the same bits for signed ones; a minimum, a maximum and a quotient do not.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_SIGNLESS_OPS = frozenset({"sum", "product", "band", "bor", "bxor"})
+
 _NATIVE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,
@@ -446,6 +451,8 @@ def reduce_terms(result: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op:
     # One of the first two terms may be ``result`` itself, received in place: the first step reads both of them, element
     # by element, before it writes. A later term must not be, since by then it is overwritten.
     reducer, (first, *others) = REDUCERS[reduce_op], terms
+    if reduce_op in _SIGNLESS_OPS and (signed := _SIGNED.get(result.dtype)):
+        result, first, others = result.view(signed), first.view(signed), [term.view(signed) for term in others]
     if not others:
         result.copy_(first)
     for position, term in enumerate(others):

@@ -31,7 +31,7 @@ from functools import partial
 import torch
 
 from dtckpt.comm import host_memory
-from dtckpt.comm.collectives import REDUCERS, Work, average, byte_view, collectives_of, reduce_terms
+from dtckpt.comm.collectives import Work, average, byte_view, collectives_of, reduce_terms
 from dtckpt.comm.torch_device import device_of
 from dtckpt.errors import LayoutError
 from dtckpt.layout.layout import Layout
@@ -250,9 +250,9 @@ class BoxExchange:
             self.forwards.append((output_box(move), origin))
         if axes:
             reduce_op = reduction_kind(source.partial[axes[0]])
-            # Now, when the exchange is compiled: no message is under way yet, so the caller can still report the error.
-            validate_reduction(reduce_op, dtype)
             divisor = math.prod(source.mesh.dim_size(axis) for axis in axes if source.partial[axis] == "avg")
+            # Now, when the exchange is compiled: no message is under way yet, so the caller can still report the error.
+            validate_reduction(reduce_op, dtype, divisor)
             for box, box_terms in terms.items():
                 # By coordinates along the axes: one order on all clients, so replicas agree bit for bit.
                 ordered = tuple(term for _, term in sorted(box_terms, key=lambda item: item[0]))
@@ -486,17 +486,30 @@ class BoxTransfer:
         average(output, reduction.divisor)
 
 
-def validate_reduction(reduce_op: str, dtype: torch.dtype) -> None:
-    """Check that terms of a dtype can be reduced.
+def validate_reduction(reduce_op: str, dtype: torch.dtype, divisor: int = 1) -> None:
+    """Check that terms of a dtype can be reduced, and their sum divided.
+
+    Every client finds the same, whether it has a card or not.
+
+    Args:
+        reduce_op: The reduction.
+        dtype: Dtype of the terms.
+        divisor: What the reduced value is divided by.
 
     Raises:
         LayoutError: They cannot.
     """
     try:
-        # A trial, since only torch knows which of its functions takes which dtype.
-        REDUCERS[reduce_op](torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype))
+        # A trial, since only torch knows which of its functions takes which dtype. It runs on the host, so whatever
+        # only the host can do must be refused here, or a card would fail when messages are under way.
+        trial = torch.zeros(1, dtype=dtype, device=_HOST)
+        reduce_terms(trial, [trial, trial], reduce_op)
+        average(trial, divisor)
+        if dtype.is_floating_point and dtype.itemsize == 1:
+            raise TypeError("cards cannot multiply 8-bit floats")
     except (RuntimeError, TypeError) as error:
-        raise LayoutError(f"reduction: cannot reduce {dtype} by {reduce_op!r}: {error}; convert it first") from None
+        wanted = "avg" if divisor > 1 else reduce_op
+        raise LayoutError(f"reduction: cannot reduce {dtype} by {wanted!r}: {error}; convert it first") from None
 
 
 def _regions(layout: Layout, shape: tuple[int, ...]) -> dict[int, Region]:

@@ -98,9 +98,9 @@ class NativeExchange:
         partial = change.source.partial
         ops = [partial[axis] for axis in collective.axes if axis in partial]
         self._reduce_op = reduction_kind(ops[0]) if ops else ""
-        if ops:
-            validate_reduction(self._reduce_op, change.dtype)
         self._divisor = math.prod(mesh.dim_size(axis) for axis in collective.axes if partial.get(axis) == "avg")
+        if ops:
+            validate_reduction(self._reduce_op, change.dtype, self._divisor)
 
     def start(
         self, tensors: Sequence[Components], tag: int = 0, outputs: Sequence[OutputBuffers] | None = None

@@ -1,11 +1,14 @@
 """The contract of `Collectives`, which every implementation keeps."""
 
+import operator
+
 import pytest
 import torch
 from support import collectives_cases
 from support.states import NCCL, needs_cards
 
-from dtckpt.comm.collectives import NativeCollectives, PairwiseCollectives, collectives_of
+from dtckpt.comm import collectives
+from dtckpt.comm.collectives import NativeCollectives, PairwiseCollectives, collectives_of, reduce_terms
 
 IMPLEMENTATIONS = [
     pytest.param(None, 1, None, id="pairwise alone"),
@@ -62,3 +65,37 @@ def test_host_memory_is_served_by_messages_and_cards_by_the_library():
     assert type(collectives_of([2, 0], 0, torch.device("cpu"))) is PairwiseCollectives
     assert type(collectives_of([2, 0], 0, torch.device("cuda", 0))) is NativeCollectives
     assert collectives_of([2, 0], 0, torch.device("cpu")).members == (0, 2)
+
+
+@pytest.mark.parametrize("dtype", collectives_cases.WIDE_UNSIGNED)
+@pytest.mark.parametrize(
+    ("reduce_op", "function"),
+    [
+        ("sum", operator.add),
+        ("product", operator.mul),
+        ("band", operator.and_),
+        ("bor", operator.or_),
+        ("bxor", operator.xor),
+    ],
+)
+def test_reductions_of_wide_unsigned_integers_need_none_of_the_functions_that_cards_lack(
+    monkeypatch, reduce_op, function, dtype
+):
+    def on_card(first, second, *, out):
+        assert not {first.dtype, second.dtype, out.dtype} & {*collectives_cases.WIDE_UNSIGNED}
+        return reducer(first, second, out=out)
+
+    reducer = collectives.REDUCERS[reduce_op]
+    monkeypatch.setitem(collectives.REDUCERS, reduce_op, on_card)
+    largest = torch.iinfo(dtype).max
+    values = [[largest, largest // 2 + 1, 3, 0], [largest, largest // 2 + 1, largest // 3, 1], [largest, 3, 7, largest]]
+    expected = [function(function(a, b), c) & largest for a, b, c in zip(*values, strict=True)]
+    terms = [torch.tensor(each, dtype=dtype) for each in values]
+    # Elements that do not lie side by side, and the first term in the place of the result.
+    result = torch.empty(4, 2, dtype=dtype)[:, 0]
+    reduce_terms(result, terms, reduce_op)
+    assert result.tolist() == expected
+    reduce_terms(terms[0], terms, reduce_op)
+    assert terms[0].tolist() == expected
+    reduce_terms(result, terms[1:2], reduce_op)
+    assert result.tolist() == values[1]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import random_key_cases, redistribution_cases
-from support.states import bits_of
+from support.states import NUM_CARDS, bits_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -162,7 +162,7 @@ def test_other_devices_make_the_same_numbers(kind, dtype, params, monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the numbers of a card are to be seen on one")
+@pytest.mark.skipif(not NUM_CARDS, reason="the numbers of a card are to be seen on one")
 @pytest.mark.parametrize(("kind", "dtype", "params"), CASES)
 def test_cards_make_the_same_numbers(kind, dtype, params):
     shape = (300, 7001)
@@ -171,6 +171,10 @@ def test_cards_make_the_same_numbers(kind, dtype, params):
     expected = whole_of(kind, shape, 77, dtype, **params)
     if kind in EXACT:
         assert bits_of(made) == bits_of(expected)
+    elif (kind, dtype) == ("log_normal", torch.float32):
+        # A card's expf, logf and cosf are off by up to two units in the last place. The exponential function makes of
+        # an absolute error a relative one, several units large where the normal number is.
+        torch.testing.assert_close(made.cpu(), expected, rtol=1e-5, atol=1e-5)
     else:
         torch.testing.assert_close(made.cpu(), expected)
 

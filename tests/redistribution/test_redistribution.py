@@ -34,6 +34,7 @@ from dtckpt.redistribution.exchange import BoxExchange
 from dtckpt.redistribution.exchange_plan import plan_exchange
 from dtckpt.redistribution.execute import plan_redistribution
 from dtckpt.redistribution.layout_change import LayoutChange
+from dtckpt.redistribution.native_collective import NativeExchange, find_collective
 
 WHOLE = torch.arange(42.0, dtype=torch.float64).reshape(6, 7)
 
@@ -264,6 +265,39 @@ def test_to_partial_and_back(tensor, reduce_op):
     assert terms.placements == (Partial(reduce_op), Shard(1))
     assert torch.equal(values(terms), WHOLE)
     assert torch.equal(values(terms.redistribute(placements=[Shard(1), Shard(1)])), WHOLE)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize(("reduce_op", "reduced"), [("sum", 9), ("product", 24), ("band", 0), ("bor", 7), ("bxor", 5)])
+def test_wide_unsigned_integers_are_reduced(reduce_op, reduced, dtype):
+    terms = [torch.tensor([value, 1], dtype=torch.int64).to(dtype) for value in (2, 3, 4)]
+    mesh = abstract_mesh({"x": 3})
+    tensor = pack(terms, Layout([UNSHARDED], mesh, {"x": reduce_op}), (2,))
+    assert tensor.full_tensor()[0].item() == reduced
+
+
+@pytest.mark.parametrize(
+    ("reduce_op", "dtype"),
+    [
+        ("avg", torch.complex32),
+        ("avg", torch.uint16),
+        ("min", torch.uint64),
+        ("max", torch.uint32),
+        ("max", torch.complex64),
+        ("sum", torch.float8_e5m2),
+        ("product", torch.float8_e4m3fn),
+    ],
+)
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_reductions_that_cannot_be_made_everywhere_are_refused_before_anything_is_sent(reduce_op, dtype, clients):
+    mesh = abstract_mesh({"x": 2}, devices_per_client=2 // clients)
+    change = LayoutChange(Layout([UNSHARDED], mesh, {"x": reduce_op}), Layout([UNSHARDED], mesh), (4,), dtype)
+    with pytest.raises(LayoutError, match=f"cannot reduce {dtype} by '{reduce_op}': .*; convert it first"):
+        BoxExchange([change])
+    if clients == 2:
+        with pytest.raises(LayoutError, match=f"cannot reduce {dtype} by '{reduce_op}': .*; convert it first"):
+            NativeExchange(change, find_collective(change))
 
 
 def test_match_keeps_a_dims_spec(mesh, tensor):

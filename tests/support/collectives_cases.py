@@ -23,6 +23,7 @@ SIZES = (0, 1, 3, 7, 1000)
 """Lengths of tensors: none, fewer than members, not divisible by them, many."""
 BITWISE = ("band", "bor", "bxor")
 INTEGERS = (torch.int64, torch.uint8)
+WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -45,7 +46,8 @@ class Bench:
     def of(self, member: int, size: int, dtype: torch.dtype = torch.float32, salt: int = 0) -> torch.Tensor:
         """Return a member's tensor: small integers, whose sum has the same bits in any order."""
         generator = torch.Generator().manual_seed(1000 * salt + member)
-        whole = torch.randint(0 if dtype in (torch.uint8, torch.bool) else -3, 4, (size,), generator=generator)
+        lowest = 0 if dtype in (torch.uint8, torch.bool, *WIDE_UNSIGNED) else -3
+        whole = torch.randint(lowest, 4, (size,), generator=generator)
         return whole.to(dtype).to(self.device)
 
     def buffer(self, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -58,7 +60,10 @@ class Bench:
             self.wrong.append(f"{what}: got {got}, expected {expected}")
 
     def reduced(self, terms: Sequence[torch.Tensor], reduce_op: str) -> torch.Tensor:
-        total = functools.reduce(REDUCERS[reduce_op], terms)
+        dtype = terms[0].dtype
+        if dtype in WIDE_UNSIGNED:  # PyTorch hardly computes with them
+            terms = [term.to(torch.int64) for term in terms]
+        total = functools.reduce(REDUCERS[reduce_op], terms).to(dtype)
         return (total / len(terms)).to(total.dtype) if reduce_op == "avg" else total
 
 
@@ -143,7 +148,9 @@ def _reductions() -> list[tuple[str, torch.dtype]]:
     numbers = [(op, dtype) for op in ("sum", "avg") for dtype in (*FLOATS, *INTEGERS)]
     numbers += [(op, dtype) for op in ("min", "max", "product") for dtype in (torch.float32, torch.int64)]
     bits = [(op, dtype) for op in BITWISE for dtype in (*INTEGERS, torch.bool)]
-    return [*numbers, *bits, *((op, torch.bool) for op in ("sum", "min", "max", "product")), ("sum", torch.complex64)]
+    unsigned = [(op, dtype) for op in ("sum", "product", *BITWISE) for dtype in WIDE_UNSIGNED]
+    bools = [(op, torch.bool) for op in ("sum", "min", "max", "product")]
+    return [*numbers, *bits, *unsigned, *bools, ("sum", torch.complex64)]
 
 
 def reduce_scatter(bench: Bench) -> None:

@@ -23,6 +23,10 @@ class FixedState:
     """Base of objects whose state, as that of a module, has what the object has and nothing else."""
 
 
+class OpenState:
+    """Base of objects whose state has some parts at some times only, and that load it without those, too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scope:
     """A part of a target, and what may differ there from the checkpoint. By default nothing may.
@@ -84,6 +88,8 @@ def scope_of_object(target: Any, state: Any) -> Scope:
         # What a module adds to its state may be anything.
         extra = [key for key in state if str(key).rpartition(".")[2] == "_extra_state"]
         return Scope(by_key=dict.fromkeys(extra, _OPEN))
+    if isinstance(target, OpenState):
+        return _OPEN
     if isinstance(target, Optimizer) and isinstance(state, Mapping) and "param_groups" in state:
         return _scope_of_optimizer(target, state)
     tensors = chain.from_iterable(map(_tensors, _modules_in(target)))

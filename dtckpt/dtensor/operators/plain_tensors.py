@@ -34,19 +34,31 @@ def to_dtensors(tensors: Sequence[torch.Tensor], mesh: Mesh, unread: Sequence[to
         if isinstance(tensor, DTensor):
             dtensors.append(tensor)
             continue
-        names = mesh.local_devices()
-        components = [
-            (tensor if number == 0 else tensor.clone())
-            .detach()
-            .to(tensor.device if tensor.is_meta else device_of(name))
-            for number, name in enumerate(names)
-        ]
+        components = _components(tensor.detach(), mesh)
         layout = replicated_layout(mesh, tensor.ndim)
         is_read = tensor.numel() > 1 and not tensor.is_meta and not any(tensor is one for one in unread)
         if is_read and mesh.num_clients > 1 and not are_plain_tensors_trusted():
             packing.pack(components, layout, tensor.shape, run_check=True)
         dtensors.append(DTensor(components, layout, tensor.shape, tensor.dtype, device=tensor.device))
     return dtensors
+
+
+def _components(tensor: torch.Tensor, mesh: Mesh) -> list[torch.Tensor]:
+    """Return a tensor on each of this client's devices: itself where it lies, and copies, each in its own memory."""
+    places = [tensor.device if tensor.is_meta else device_of(name) for name in mesh.local_devices()]
+    # Once to each card, as mesh devices may share one; from there on it is copied on the card.
+    brought = {place: _on(place, tensor) for place in dict.fromkeys(places)}
+    return [
+        brought[place].clone() if place in places[:number] else brought[place] for number, place in enumerate(places)
+    ]
+
+
+def _on(place: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.ndim == 0 and tensor.device.type == "cpu" != place.type:
+        # The number goes along with a kernel, as where PyTorch takes a scalar of the host beside tensors of a card. A
+        # copy out of ordinary memory makes the host wait, and a graph cannot capture it.
+        return torch.empty((), dtype=tensor.dtype, device=place).fill_(tensor)
+    return tensor.to(place)
 
 
 def gradient_to_dtensor(gradient: torch.Tensor, mesh: Mesh) -> DTensor:

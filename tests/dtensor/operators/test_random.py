@@ -3,10 +3,14 @@
 import pytest
 import torch
 from support.operator_checks import S0, S1, P, R, distributed
+from support.states import card_mesh
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from dtckpt import abstract_mesh
-from dtckpt.dtensor.operators import dispatch
+from dtckpt import UNSHARDED, DTensor, Layout, abstract_mesh
+from dtckpt.comm import torch_private
+from dtckpt.dtensor.operators import dispatch, plain_tensors
+from dtckpt.dtensor.operators.rules import random as rules
 
 SHAPE = (6, 5)
 PLACED = [R, S0, S1, P, (S0, S1), (S1, S0), (S0, S0), (P, S0)]
@@ -147,3 +151,29 @@ def test_parameters_out_of_range(values):
         tensor.bernoulli_(1.5)
     with pytest.raises(RuntimeError):
         torch.normal(tensor, -tensor.abs())
+
+
+def test_the_host_does_not_wait_for_a_card_to_check_parameters(monkeypatch):
+    """Numbers of fake tensors cannot be read: whoever asks for one raises."""
+    monkeypatch.setattr(plain_tensors, "device_of", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(rules, "refill", lambda tensor, *_: tensor)
+    checked = []
+    monkeypatch.setattr(torch_private, "assert_async", lambda is_right, expected: checked.append((is_right, expected)))
+    layout = Layout(["x", UNSHARDED], card_mesh({"x": 2}))
+    with FakeTensorMode():
+        components = [torch.rand(3, 5, device="cuda") for _ in range(2)]
+        tensor = DTensor(components, layout, SHAPE, torch.float32, device=components[0].device)
+        for draw in (torch.normal, lambda mean, _: torch.normal(mean, components[0].new_ones(()))):
+            checked.clear()
+            assert draw(tensor, tensor).shape == SHAPE
+            assert {expected for _, expected in checked} == {"normal expects all elements of std >= 0.0"}
+            assert [is_right.shape for is_right, _ in checked] == [()] * 2
+        checked.clear()
+        assert torch.multinomial(tensor, 2).shape == (6, 2)
+    assert [expected.partition(" ")[0] for _, expected in checked] == ["probability"] * 2 + ["invalid"] * 2
+
+
+def test_draws_on_the_meta_device():
+    tensor = distributed(torch.rand(SHAPE), S0).to("meta")
+    assert torch.normal(tensor, tensor).shape == SHAPE
+    assert torch.multinomial(tensor, 2).shape == (6, 2)

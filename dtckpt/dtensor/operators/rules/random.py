@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor import random
 from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in
 from dtckpt.dtensor.operators.operands import to_layouts, unshare, write_into
@@ -148,10 +149,30 @@ def _bernoulli_by(input: Any, p: Any, *, generator: Any = None) -> Any:
 @composite(_aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor)
 def _normal_around(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """Mean, deviation, or both have an element each."""
-    if isinstance(std, torch.Tensor) and std.numel() and not bool((std >= 0).all()):
-        raise RandomParameterError("normal expects all elements of std >= 0.0")
+    if isinstance(std, torch.Tensor):
+        _require_all(std >= 0, "normal expects all elements of std >= 0.0")
     like = mean + std if isinstance(std, torch.Tensor) else mean
     return refill(torch.empty_like(like), "normal", generator) * std + mean
+
+
+def _require_all(are_right: Any, expected: str) -> None:
+    """Refuse parameters of which some element is wrong.
+
+    Collective: Over the mesh's clients, unless the components lie on cards.
+
+    Args:
+        are_right: A DTensor of bools without pending reductions.
+        expected: The text of the error.
+
+    Raises:
+        RandomParameterError: An element is False, on a CPU; on a card, an assertion of the card fails later.
+    """
+    if are_right.is_cuda:
+        # The host need not wait, and a graph can capture it. Each client looks at its own elements.
+        for component in are_right.components:
+            torch_private.assert_async(component.all(), expected)
+    elif not are_right.is_meta and not bool(are_right.all()):
+        raise RandomParameterError(expected)
 
 
 # --- random slopes ------------------------------------------------------------------------------------------------
@@ -236,9 +257,8 @@ def _multinomial(weights: Any, num_samples: int, replacement: bool = False, *, g
     if replacement and num_samples > 1:
         return _replicated_multinomial(weights, num_samples, replacement, generator=generator)
     run_on_meta(_aten.multinomial.default, (weights, num_samples, replacement), {}, [weights])
-    if not bool(((weights >= 0) & (weights < float("inf"))).all()):
-        raise RandomParameterError("probability tensor contains either `inf`, `nan` or element < 0")
-    if not bool((weights.sum(-1) > 0).all()):
-        raise RandomParameterError("invalid multinomial distribution (sum of probabilities <= 0)")
+    are_rates = (weights >= 0) & (weights < float("inf"))
+    _require_all(are_rates, "probability tensor contains either `inf`, `nan` or element < 0")
+    _require_all(weights.sum(-1) > 0, "invalid multinomial distribution (sum of probabilities <= 0)")
     times = refill(torch.empty_like(weights), "exponential", generator)
     return torch.topk(weights / times, num_samples, dim=-1).indices
