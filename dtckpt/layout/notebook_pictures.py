@@ -32,6 +32,8 @@ class Drawn:
                 shape = tuple(self.num_shards(dim) for dim in range(self.rank))
             except LayoutError:  # it leaves open how a dim is split
                 return None
+            if math.prod(shape) > MAX_CELLS:  # before so many cells are made
+                return None
             return drawn(Subject(self, shape), f"Layout ({specs}), of a tensor with one element in each shard")
         return mesh_picture(self)  # type: ignore[arg-type]  # there are two
 
