@@ -94,7 +94,7 @@ class _Outcome:
         damaged = self.damaged
         while len(json.dumps(damaged)) > MAX_DAMAGED_CHARS:
             damaged = damaged[:-1]  # those that are left out are found by the next restore
-        return json.dumps([wire_text(reason)[:MAX_REASON_CHARS], damaged]).encode()
+        return json.dumps([wire_text(reason)[:MAX_REASON_CHARS], damaged], ensure_ascii=False).encode()
 
 
 def restore_newest_valid(
