@@ -88,11 +88,20 @@ def restore(
         }
 
 
-def go_on_without_copies(root: Path, folder: Path, hosts: Sequence[str]) -> list[int]:
-    """Restore the newest step, and save two more of which no copy comes to its end; return the steps of this host."""
+def go_on_without_copies(root: Path, folder: Path, hosts: Sequence[str], back_to: int | None = None) -> list[int]:
+    """Restore a step, and save two more of which no copy comes to its end; return the steps of this host.
+
+    To go ``back_to`` a step, the same process first saves three that follow the newest one.
+    """
     mesh, may_send = mesh_of_all(), threading.Event()
     manager = CheckpointManager(root, local=tier(folder, hosts), save_interval_steps=10**6)
     step = manager.restore(target=state(0, mesh)).step
+    if back_to is not None:
+        for each in (step + 1, step + 2, step + 3):
+            manager.save(each, state(each, mesh))
+            manager.wait()
+        dist.barrier()
+        step = manager.restore(back_to, target=state(0, mesh)).step
     manager.wait()
     dist.barrier()
     with mock.patch.object(Peer, "put", side_effect=lambda *_: may_send.wait()):

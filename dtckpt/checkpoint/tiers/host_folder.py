@@ -68,6 +68,8 @@ class PartFile:
         self.nbytes = nbytes
         with path.open("x+b") as file:
             os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
+            found = os.fstat(file.fileno())
+            self._identity = found.st_dev, found.st_ino
             # Populated at once: a page at a time, while training waits, it would take longer than the copy.
             self._map = mmap.mmap(
                 file.fileno(), max(nbytes, 1), flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
@@ -78,11 +80,16 @@ class PartFile:
         self.view = memoryview(self._map)[:nbytes]
 
     def is_whole(self) -> bool:
-        """Whether the file is still there, and as long as it was."""
+        """Whether the file is still at its path, and as long as it was."""
         try:
-            return self.path.stat().st_size >= self.nbytes
+            return self.path.stat().st_size >= self.nbytes and not self.is_replaced()
         except OSError:
             return False
+
+    def is_replaced(self) -> bool:
+        """Whether another file is at its path. Raises: FileNotFoundError: None is."""
+        found = self.path.stat()
+        return (found.st_dev, found.st_ino) != self._identity
 
     def move(self, path: Path) -> None:
         """Rename the file."""
@@ -305,11 +312,17 @@ class HostFolder:
         return unpin
 
     def remove(self, save: SaveId, client: int) -> None:
-        """Remove a part that this process filled; its file is used again."""
+        """Remove a part that this process filled; its file is used again.
+
+        If another process of this host has replaced the copy, because it was damaged, it is that one's.
+        """
         with self._lock:
             file = self._filled.pop((save, client), None)
             if file is None:
                 return
+            with suppress(OSError):
+                if file.is_replaced():
+                    return
             folder = self.path / save.name
             for suffix in (VOTED, WRITTEN):
                 (folder / f"{client}{suffix}").unlink(missing_ok=True)

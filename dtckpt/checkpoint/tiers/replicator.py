@@ -159,6 +159,11 @@ class Replicator:
         if is_complete:
             copy.acknowledged()
 
+    def go_back(self, save: SaveId) -> None:
+        """Protect no save that is newer: the run that made it was abandoned."""
+        with self._changed:
+            self.protected = tuple(each for each in self.protected if each <= save)
+
     def protect(self, save: SaveId) -> None:
         """Note that a save has all the copies that this client is to send."""
         with self._changed:

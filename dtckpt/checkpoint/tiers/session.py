@@ -560,6 +560,7 @@ class TierSession:
             damaged: The copies that were found damaged. They are replaced, if there is another one of the part.
         """
         own = self.own_host
+        self.replicator.go_back(held.save)
         copies = list(copies_to_make(held, self.placement, damaged))
         self._expected.expect(held.save, (client for client, _, receiver in copies if receiver == own.name))
         mine = [

@@ -9,7 +9,8 @@ from support import tier_cases
 from support.tier_cases import bits_flipped, parts_of
 
 from dtckpt import CheckpointManager, LocalTier
-from dtckpt.checkpoint.tiers.records import SaveId
+from dtckpt.checkpoint.tiers.host_folder import HostFolder
+from dtckpt.checkpoint.tiers.records import PartIndex, SaveId
 
 HOSTS = ["host0", "host1"]
 
@@ -204,3 +205,21 @@ def test_spare_files_of_a_process_with_the_same_number(saved):
             manager.wait()
         assert manager.restore().tree["w"].tolist() == [3.0] * 100
         assert [file for file in spare.iterdir() if "-00000000-" in file.name] == []
+
+
+def test_a_part_that_another_process_of_the_host_replaced(tmp_path):
+    """Its file is not filled again by the process that had filled it: that one would write to other memory."""
+    folder = HostFolder(LocalTier(path=tmp_path, copies=1), "root")
+    folder.make()
+    save, file = SaveId(1, 1, 1, False, "00000000"), folder.take(8)
+    index = PartIndex(save, 0, 8, b"{}", (), (), {}, ())
+    folder.put(file, index, index.to_bytes(), is_voted=True)
+    other = tmp_path / "other"
+    other.write_bytes(b"replaced")
+    other.rename(folder.data_path(save, 0))
+    folder.remove(save, 0)
+    assert folder.data_path(save, 0).read_bytes() == b"replaced", "the other process removes it"
+    again = folder.take(8)
+    again.view[:] = b"12345678"
+    assert again.path.read_bytes() == b"12345678"
+    folder.close()

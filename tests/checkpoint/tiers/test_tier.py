@@ -135,6 +135,16 @@ def test_a_step_that_has_its_copies_is_kept_after_a_restart(pool, folders):
     assert restored[0]["local"] is not None
 
 
+def test_the_step_that_a_run_went_back_to_is_kept(pool, folders):
+    """The copies of steps that were abandoned protect nothing."""
+    pool.values(tier_cases.save_steps, *folders, hosts(2), [1, 2, 3], clients=2, group=True)
+    args = (tier_cases.go_on_without_copies, *folders, hosts(2), 5)
+    for held in pool.values(*args, clients=2, group=True):
+        assert 5 in held
+    tier_cases.remove_host(folders[1], "host1")
+    assert restore_all(pool, folders, hosts(2))[0]["step"] == 5
+
+
 def test_a_flipped_bit_in_one_copy(pool, folders):
     pool.values(tier_cases.save_steps, *folders, hosts(2), [1, 2], clients=2, group=True)
     for file in files_of(folders[1], "host0"):
