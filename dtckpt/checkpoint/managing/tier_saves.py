@@ -70,6 +70,8 @@ class TierSaves:
         """Number of the newest save that is owed to the root; 0: none. The same on all clients, between writes."""
         self._write_last: Callable[[], object] = lambda: None
         """Begins to write the newest save to the root."""
+        self._last = ""
+        """The name of that save."""
         self._is_refused = False
         self._status = _StatusWriter()
         self._opened: dict[str, TierCheckpoint] = {}
@@ -165,7 +167,7 @@ class TierSaves:
             coordination.heartbeat(Progress(HELD, step))
             save, staged, noted = begun.save, begun.staged_state, begun.metrics
             options = replace(self._options, check_replicas=begun.has_compared)
-            self._write_last = lambda: write_durable(save, lambda: staged, noted, options)
+            self._write_last, self._last = lambda: write_durable(save, lambda: staged, noted, options), save.name
             # The save's name tells all clients the decision of client 0.
             if save.is_durable:
                 self._write_last()
@@ -338,6 +340,9 @@ class TierSaves:
             write_durable: Begins to write a step to the root.
         """
         self._resume = None
+        if chosen.local != self._last:
+            # The run goes on from another step; what it owes to the root is the first one that it saves.
+            self._write_last = lambda: None
         if not chosen.local:
             return
         held = self.held(chosen.local)

@@ -256,6 +256,8 @@ class _Handler(BaseHTTPRequestHandler):
             validate_part(file.view, index)
             self.server.folder.put(file, index, index_file, is_voted=True)
             self.server.forget_part()
+            with suppress(ValueError):
+                self.server.refused.remove((index.save, index.client))
         except BaseException:
             self.server.folder.give_back(file)
             raise

@@ -128,4 +128,5 @@ def write_status(folder: Folder, session: TierSession, begun: Begun) -> None:
         nbytes=begun.plan.nbytes,
         rate=sender.nbytes_sent / sender.seconds if sender.seconds else 0.0,
     )
+    folder.make()  # again, if somebody has removed it
     folder.replace(STATUS_NAME, status.to_bytes())

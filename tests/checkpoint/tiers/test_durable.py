@@ -202,6 +202,23 @@ def test_a_write_that_was_cut_off(tmp_path, storage):
     assert restored(tmp_path, 5) == [5.0]
 
 
+def test_nothing_is_written_for_a_run_that_went_back_and_saved_no_more(tmp_path, storage):
+    """What was owed was a step that the restore has abandoned."""
+    with manager(tmp_path, tier={"keep": 10}) as manager_:
+        save(manager_, [1])
+        manager_.wait()
+        storage.refuses = True
+        save(manager_, [4])
+        manager_._tier.writer.wait()
+        manager_._tier.writer.handle.forgive()
+        storage.refuses = False
+        manager_._tier.writer.is_busy = True  # so that step 5 is owed, too
+        save(manager_, [5])
+        manager_._tier.writer.is_busy = False
+        assert manager_.restore(1).step == 1
+    assert manager_.all_steps() == [1]
+
+
 def test_a_restore_beside_a_job_that_saves(tmp_path, storage):
     """Who only looks writes nothing, and does not ask for the right to."""
     with manager(tmp_path) as job:
