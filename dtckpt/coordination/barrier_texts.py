@@ -17,6 +17,13 @@ NEVER_REGISTERED = ", which never registered"
 """Ends the description of a missing client that nobody has ever heard."""
 WAS_INTERRUPTED = "was interrupted while it waited"
 """Why a client cancels a barrier after Ctrl-C."""
+BESIDE = "#"
+"""In a job's name, between that of another job and the name of work that the same clients do beside it."""
+
+
+def main_job(job: str) -> str:
+    """Return the job that a job is beside; if it is beside none, the job itself."""
+    return job.rpartition(BESIDE)[0] or job
 
 
 class ReportedProgress(Protocol):

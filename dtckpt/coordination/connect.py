@@ -26,6 +26,7 @@ from dtckpt.coordination.api import (
     JobStatus,
     Member,
 )
+from dtckpt.coordination.barrier_texts import BESIDE
 from dtckpt.coordination.discovery import find_coordinator
 from dtckpt.coordination.single_client import SingleClientCoordination
 from dtckpt.errors import ConfigError, ConfigTypeError
@@ -131,20 +132,20 @@ def current_coordination() -> Coordination:
         return _current
 
 
-def connect_beside(suffix: str) -> Coordination:
-    """Return a further coordination of this process, not yet registered, in a job whose name has a suffix.
+def connect_beside(name: str) -> Coordination:
+    """Return a further coordination of this process, not yet registered, in a job beside its own.
 
     Work that goes on beside the job's saves and restores meets there: in one job, a client is in one operation at a
     time. The caller leaves it.
 
     Args:
-        suffix: What follows the job's name.
+        name: Name of the work. Who left such a job does not join it again: the others may still see that it left.
 
     Raises:
         DtckptError: As `connect`.
     """
     job = current_coordination().member.job
-    return connect({**os.environ, "DTCKPT_JOB": job + suffix}, **_arguments)
+    return connect({**os.environ, "DTCKPT_JOB": f"{job}{BESIDE}{name}"}, **_arguments)
 
 
 def set_coordination(coordination: Coordination | None) -> None:

@@ -13,6 +13,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping
 
+from dtckpt.coordination import barrier_texts
 from dtckpt.errors import ConfigError, CoordinatorPermissionError
 
 ANY_JOB = "*"
@@ -62,7 +63,7 @@ class Tokens:
 
         Args:
             header: Value of the call's ``authorization`` metadata, "" if it has none.
-            job: The job that the call is about.
+            job: The job that the call is about. One that is beside another needs no token of its own.
             only_looks: Whether the call changes nothing.
 
         Raises:
@@ -70,7 +71,8 @@ class Tokens:
             CoordinatorPermissionError: The token is another job's, or may only read.
         """
         digest = _digest(self._token(header))
-        owners = (job, ANY_JOB) if only_looks else (job,)
+        owner = job if job in self._digests else barrier_texts.main_job(job)
+        owners = (owner, ANY_JOB) if only_looks else (owner,)
         matches = [hmac.compare_digest(digest, each) for owner in owners for each in self._digests.get(owner, ())]
         # A job that is called "*" would otherwise be the operator's to change.
         if not any(matches) or (job == ANY_JOB and not only_looks):

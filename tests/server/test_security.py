@@ -292,6 +292,20 @@ def test_jobs_with_blanks_and_several_tokens():
 # --- what a client is told by its environment ------------------------------------------------------------------------
 
 
+def test_jobs_beside_one_that_has_a_token():
+    tokens = Tokens.parse(f"mine {TOKEN_A}\nmine#other {TOKEN_B}\n")
+    for job in ("mine", "mine#durable-1"):
+        tokens.authorize(f"Bearer {TOKEN_A}", job, only_looks=False)
+        with pytest.raises(errors.CoordinatorPermissionError):
+            tokens.authorize(f"Bearer {TOKEN_B}", job, only_looks=False)
+    for job in ("mine#other", "mine#other#durable-1"):
+        tokens.authorize(f"Bearer {TOKEN_B}", job, only_looks=False)
+        with pytest.raises(errors.CoordinatorPermissionError):
+            tokens.authorize(f"Bearer {TOKEN_A}", job, only_looks=False)
+    with pytest.raises(errors.CoordinatorPermissionError):
+        tokens.authorize(f"Bearer {TOKEN_A}", "mine2#durable-1", only_looks=False)
+
+
 def test_variables_that_cannot_be_used(ours, theirs, tmp_path):
     empty = tmp_path / "empty"
     empty.touch()

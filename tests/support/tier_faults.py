@@ -21,7 +21,7 @@ import dtckpt
 from dtckpt import CheckpointManager
 from dtckpt.checkpoint.saving import save_handle
 from dtckpt.checkpoint.saving.write import ClientWriter
-from dtckpt.checkpoint.tiers import peers
+from dtckpt.checkpoint.tiers import durable, peers
 from dtckpt.checkpoint.tiers.host_folder import HostFolder
 from dtckpt.checkpoint.tiers.peers import Peer
 from dtckpt.checkpoint.tiers.server import _Handler
@@ -163,6 +163,23 @@ def save_beside(
         dist.barrier()
         saved = manager.all_steps()
     return {"refused": refused, "told": told, "saved": saved}
+
+
+def close_and_save_again(root: Path, folder: Path, hosts: Sequence[str]) -> list[int]:
+    """Save two steps that are due in the root, with the manager closed between them; client 0 joins late."""
+    real, mesh = durable.connect_beside, mesh_of_all()
+
+    def late(name: str) -> Any:
+        if dtckpt.client_id() == 0:
+            time.sleep(0.5)
+        return real(name)
+
+    manager = CheckpointManager(root, local=tier(folder, hosts), save_interval_steps=4, options=OPTIONS)
+    with manager:
+        manager.save(0, state(0, mesh))
+    with mock.patch.object(durable, "connect_beside", late), manager:
+        manager.save(4, state(4, mesh))
+    return manager.all_steps()
 
 
 def save_as_one_host(root: Path, folder: Path) -> None:

@@ -102,6 +102,7 @@ class TierSaves:
     def join(self, collective: Collective, *, is_save: bool) -> None:
         """Let the clients tell each other which parts their hosts hold. Collective: As `TierSession.join`."""
         self.session.join(collective, self._ask_root, is_save=is_save)
+        self.writer.life = self.session.life
         # The first step of a job is written to the root: a job that has steps in its tier alone would look new.
         if not self.session.has_durable:
             self._debt = max(self._debt, 1)

@@ -1,7 +1,7 @@
 """Write steps of the local tier to the root, in the background, while training and local saves go on.
 
-The clients meet for that as a job of their own beside the first, ``<job>.durable``: a durable write takes long, and its
-barriers must not mix with those of the local saves meanwhile. One write at a time is under way; client 0 decides at
+The clients meet for that as a job of their own beside the first: a durable write takes long, and its barriers must not
+mix with those of the local saves meanwhile. One write at a time is under way; client 0 decides at
 each local save whether one begins.
 """
 
@@ -37,8 +37,6 @@ from dtckpt.format.tree_union import value_paths
 from dtckpt.layout.region import Region
 from dtckpt.storage.location import Location
 
-JOB_SUFFIX = ".durable"
-
 
 class DurableWriter:
     """Writes one step after the other to the root.
@@ -49,6 +47,8 @@ class DurableWriter:
 
     def __init__(self, max_rate: float | None) -> None:
         self._max_rate = max_rate
+        self.life = ""
+        """What tells the job of these writes from that of writes before the clients joined last; alike on all."""
         self.handle: SaveHandle | None = None
         """The latest write."""
         self.is_busy = False
@@ -83,7 +83,7 @@ class DurableWriter:
         """
         with self._lock:
             if self._coordination is None:
-                self._coordination = connect_beside(JOB_SUFFIX)
+                self._coordination = connect_beside(f"durable-{self.life}")
 
         def collect_at_rate() -> State:
             state = collect()

@@ -106,13 +106,7 @@ class TierSession:
         """Whether the clients know each other's hosts."""
         return bool(self.hosts)
 
-    def join(
-        self,
-        collective: Collective,
-        ask_root: Callable[[], RootFacts],
-        *,
-        is_save: bool,
-    ) -> None:
+    def join(self, collective: Collective, ask_root: Callable[[], RootFacts], *, is_save: bool) -> None:
         """Tell the others which parts this host holds, and learn which parts theirs hold.
 
         Collective: Over all clients of the job; round ``tiers`` of the operation.
@@ -159,6 +153,11 @@ class TierSession:
         )
         if collective.is_leader:
             self._explain(found, is_root_empty=not (root.has_steps or is_save))
+
+    @property
+    def life(self) -> str:
+        """What tells this time between joining and closing from others; the same on all clients."""
+        return f"{bytes_digest(self._token.encode()):016x}"
 
     def _explain(self, found: Sequence[HeldSave], *, is_root_empty: bool) -> None:
         """Log what is unusual: an empty root, saves of a job whose root was at the same path before."""
@@ -257,7 +256,7 @@ class TierSession:
             self._server.close()
             self._server = None
         self.folder.close()
-        self.hosts = {}
+        self.hosts, self._token = {}, ""
 
     # --- saving -------------------------------------------------------------------------------------------------
 

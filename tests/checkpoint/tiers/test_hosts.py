@@ -18,6 +18,14 @@ def test_clients_on_one_host(pool, tmp_path):
     assert all(each["is_equal"] and each["step"] == 3 and each["local"] for each in answers)
 
 
+def test_a_manager_that_is_closed_and_saves_again(pool, tmp_path):
+    """A client that is behind has not left: the writes to the root meet in another job than before."""
+    saved = pool.values(
+        tier_faults.close_and_save_again, tmp_path / "root", tmp_path / "tier", ["a", "b"], clients=2, group=True
+    )
+    assert saved == [[0, 4]] * 2
+
+
 def test_two_hosts_of_one_name(pool, tmp_path):
     """Each has memory of its own at the path: they must not pass for one host that holds all parts."""
     answers = pool.run(tier_faults.save_as_one_host, tmp_path / "root", tmp_path / "tier", clients=2, group=True)
