@@ -18,7 +18,7 @@ NEVER_REGISTERED = ", which never registered"
 WAS_INTERRUPTED = "was interrupted while it waited"
 """Why a client cancels a barrier after Ctrl-C."""
 BESIDE = "#"
-"""In a job's name, between that of another job and the name of work that the same clients do beside it."""
+"""Separates the two parts of the name of a job beside another: the other job, and the work that is done beside it."""
 
 
 def main_job(job: str) -> str:

@@ -139,7 +139,7 @@ def connect_beside(name: str) -> Coordination:
     time. The caller leaves it.
 
     Args:
-        name: Name of the work. Who left such a job does not join it again: the others may still see that it left.
+        name: Name of the work. A client that left such a job must not join it again: others may still see it as left.
 
     Raises:
         DtckptError: As `connect`.

@@ -55,7 +55,7 @@ def test_fifo_that_takes_a_files_place_is_not_waited_for(tmp_path, monkeypatch):
 
 
 def test_readers_find_the_former_content_or_the_new_one(tmp_path, monkeypatch):
-    """A write that fails halfway leaves the former content, and the next one is not disturbed by what it left."""
+    """A write that fails halfway leaves the former content, and its draft does not disturb the next one."""
     folder = LocalFolder(tmp_path)
     folder.replace(".f", b"one")
     real = Path.write_bytes

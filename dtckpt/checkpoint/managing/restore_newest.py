@@ -68,7 +68,7 @@ class Restored:
     """A restore that went well on all clients.
 
     Args:
-        chosen: What was restored.
+        chosen: The candidate.
         tree: What ``read`` returned.
         skipped: The steps that were passed over, and the reason.
         damaged: The copies of parts in the local tier that clients found damaged.

@@ -336,13 +336,13 @@ class TierSaves:
         Collective: Over all clients, in the background.
 
         Args:
-            chosen: What was restored.
+            chosen: The candidate that was restored.
             damaged: The copies of it that clients found damaged.
             write_durable: Begins to write a step to the root.
         """
         self._resume = None
         if chosen.local != self._last:
-            # The run goes on from another step; what it owes to the root is the first one that it saves.
+            # The run goes on from another step, so the newest save is abandoned. Its first save pays the debt.
             self._write_last = lambda: None
         if not chosen.local:
             return
@@ -361,7 +361,7 @@ class TierSaves:
     def resume(self) -> None:
         """Begin to write the restored step to the root, if a former process was cut off while it did that.
 
-        Not before the first save: who only restores, beside a job that saves, must not change the root.
+        Not before the first save: a process that only restores, beside a job that saves, must not change the root.
 
         Collective: Over all clients, in the background.
         """

@@ -1,8 +1,8 @@
 """Write steps of the local tier to the root, in the background, while training and local saves go on.
 
-The clients meet for that as a job of their own beside the first: a durable write takes long, and its barriers must not
-mix with those of the local saves meanwhile. One write at a time is under way; client 0 decides at
-each local save whether one begins.
+For that the clients form a second job beside the first: a durable write takes long, and its barriers must not mix with
+those of the local saves meanwhile. One write at a time is under way; client 0 decides at each local save whether one
+begins.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DurableWriter:
     def __init__(self, max_rate: float | None) -> None:
         self._max_rate = max_rate
         self.life = ""
-        """What tells the job of these writes from that of writes before the clients joined last; alike on all."""
+        """Part of the name of the second job: each time that the clients join they form a new one; alike on all."""
         self.handle: SaveHandle | None = None
         """The latest write."""
         self.is_busy = False

@@ -133,7 +133,7 @@ class HostFolder:
     # --- looking ------------------------------------------------------------------------------------------------
 
     def token(self) -> str:
-        """Return what tells this directory from those of other machines and containers; empty if it is not known."""
+        """Return the random token of this directory, which no other machine or container has; empty if unknown."""
         try:
             return str(json.loads((self.path / _JOB).read_bytes())["token"])
         except (OSError, ValueError, TypeError, KeyError):
@@ -160,7 +160,7 @@ class HostFolder:
                     yield SaveId.parse(folder.name), folder
 
     def stamp(self, save: SaveId, client: int) -> Stamp:
-        """Return what tells a copy of a part that counts from one that takes its place; None if there is none."""
+        """Return inode and time of the index of a copy that counts: another copy has others. None if there is none."""
         try:
             found = (self.path / save.name / f"{client}{VOTED}").stat()
         except OSError:
@@ -224,8 +224,8 @@ class HostFolder:
             StorageError: The tier cannot be written.
         """
         with self._lock:
-            # Who removes the directory amid a run takes the files away, but not their memory. Who cuts a file short
-            # takes its memory: to write there ends the process.
+            # If somebody removes the directory during a run, the files are gone, but not their memory. If somebody cuts
+            # a file short, its memory is gone: a write there would end the process.
             self._spare = [file for file in self._spare if file.is_whole()]
             fitting = [file for file in self._spare if nbytes <= file.nbytes <= 2 * max(nbytes, 1)]
             if fitting:

@@ -79,6 +79,7 @@ class Replicator:
     def __init__(self, max_rate: float | None, link_rate: float | None = None) -> None:
         self.protected: tuple[SaveId, ...] = ()
         """The newest saves that have all the copies that this client is to send, ascending."""
+        self._abandoned = range(0)
         self.nbytes_sent = 0
         self.seconds = 0.0
         self._max_rate = max_rate
@@ -159,15 +160,17 @@ class Replicator:
         if is_complete:
             copy.acknowledged()
 
-    def go_back(self, save: SaveId) -> None:
-        """Protect no save that is newer: the run that made it was abandoned."""
+    def go_back(self, save: SaveId, newest: int) -> None:
+        """Protect no save between a restored one and a number: its run was abandoned. Copies may still be under way."""
         with self._changed:
-            self.protected = tuple(each for each in self.protected if each <= save)
+            self._abandoned = range(save.number + 1, newest + 1)
+            self.protected = tuple(each for each in self.protected if each.number not in self._abandoned)
 
     def protect(self, save: SaveId) -> None:
         """Note that a save has all the copies that this client is to send."""
         with self._changed:
-            self.protected = tuple(sorted({*self.protected, save})[-MAX_PROTECTED:])
+            if save.number not in self._abandoned:
+                self.protected = tuple(sorted({*self.protected, save})[-MAX_PROTECTED:])
 
     def _note_rate(self, host: str, nbytes: int, seconds: float) -> None:
         """Log the rate at which a host took its first large copy; warn if it is far below what is expected."""

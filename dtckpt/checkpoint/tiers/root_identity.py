@@ -6,8 +6,9 @@ uses the same path: they are listed, never restored, and never removed.
 A root gets its identity with the first save, from client 0, when it has the right to change the root. The file also
 says at which path: a root that was copied or moved there is another one, and gets a number of its own.
 
-Until then the clients that join take one for it. If they join to restore, they ask for what is left, so it is the
-identity of the newest step in the tier. If a job begins to save in an empty root, it is a new one.
+Until then, the clients agree on an identity for the root when they join. If they join to restore, it is that of the
+newest step in the tier, as they ask for the steps that are left. If they join to save, and the root is empty, it is a
+new one.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class TierSession:
 
         Args:
             collective: The operation.
-            ask_root: Returns what is known of the root; called on client 0.
+            ask_root: Returns the facts about the root; called on client 0.
             is_save: Whether the clients join to save, and not to restore.
 
         Raises:
@@ -156,11 +156,11 @@ class TierSession:
 
     @property
     def life(self) -> str:
-        """What tells this time between joining and closing from others; the same on all clients."""
+        """Name of the time from joining to closing, which no other one has; the same on all clients."""
         return f"{bytes_digest(self._token.encode()):016x}"
 
     def _explain(self, found: Sequence[HeldSave], *, is_root_empty: bool) -> None:
-        """Log what is unusual: an empty root, saves of a job whose root was at the same path before."""
+        """Log warnings: the root is empty, or the tier has saves of a job whose root was at the same path before."""
         if self.held and is_root_empty:
             logger.warning("the root has no checkpoint; steps of the local tier are restored all the same")
         if not (saves := [held.save for held in found if not held.save.belongs_to(self.root)]):
@@ -559,7 +559,7 @@ class TierSession:
             damaged: The copies that were found damaged. They are replaced, if there is another one of the part.
         """
         own = self.own_host
-        self.replicator.go_back(held.save)
+        self.replicator.go_back(held.save, self._newest)
         copies = list(copies_to_make(held, self.placement, damaged))
         self._expected.expect(held.save, (client for client, _, receiver in copies if receiver == own.name))
         mine = [

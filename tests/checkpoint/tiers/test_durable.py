@@ -80,6 +80,16 @@ def save(manager_, steps):
     return longest
 
 
+def begin_to_write(manager_, storage):
+    """Save step 1 in the root, and begin to write step 4 there."""
+    save(manager_, [1])
+    manager_.wait()
+    storage.may_write.clear()
+    storage.is_asked.clear()
+    save(manager_, [4])
+    assert storage.is_asked.wait(10)
+
+
 def test_slow_storage(tmp_path, storage):
     """Situation 24: local saves go on meanwhile, and the step that is due then has its place taken."""
     with manager(tmp_path) as manager_:
@@ -203,7 +213,7 @@ def test_a_write_that_was_cut_off(tmp_path, storage):
 
 
 def test_nothing_is_written_for_a_run_that_went_back_and_saved_no_more(tmp_path, storage):
-    """What was owed was a step that the restore has abandoned."""
+    """The step that the manager owed to the root belongs to the run that the restore has abandoned."""
     with manager(tmp_path, tier={"keep": 10}) as manager_:
         save(manager_, [1])
         manager_.wait()
@@ -220,12 +230,9 @@ def test_nothing_is_written_for_a_run_that_went_back_and_saved_no_more(tmp_path,
 
 
 def test_a_restore_beside_a_job_that_saves(tmp_path, storage):
-    """Who only looks writes nothing, and does not ask for the right to."""
+    """A process that only restores writes nothing, and does not ask for the right to."""
     with manager(tmp_path) as job:
-        save(job, [1])
-        job.wait()
-        storage.may_write.clear()
-        save(job, [4])
+        begin_to_write(job, storage)
         with manager(tmp_path) as reader:
             assert reader.restore().step == 4
             reader.wait()
@@ -239,11 +246,7 @@ def test_a_restore_beside_a_job_that_saves(tmp_path, storage):
 def test_a_restore_while_a_write_is_under_way(tmp_path, storage):
     """A run that goes back in the same process does not write the same step twice."""
     with manager(tmp_path) as manager_:
-        save(manager_, [1])
-        manager_.wait()
-        storage.may_write.clear()
-        save(manager_, [4])
-        assert storage.is_asked.wait(10)
+        begin_to_write(manager_, storage)
         timer = threading.Timer(0.2, storage.may_write.set)
         timer.start()
         assert manager_.restore().step == 4

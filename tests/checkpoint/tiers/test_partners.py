@@ -189,3 +189,18 @@ def test_a_host_that_is_gone():
     peer = Peer("127.0.0.1:1", "gone", "token", 5.0)
     with pytest.raises(StorageError, match=r"host gone.*refused"):
         peer.indexes(SaveId(1, 1, 1, False, "00000000"))
+
+
+def test_a_copy_that_comes_after_its_run_was_abandoned_protects_nothing():
+    peer, replicator = SlowPeer("slow"), Replicator(None)
+    saves = [SaveId(step, step, 1, False, "00000000") for step in range(5)]
+    for save in saves[1:3]:
+        replicator.protect(save)
+    ended = submit(replicator, 3, peer)
+    replicator.go_back(saves[1], newest=3)
+    peer.may_take.release()
+    assert ended.wait(10)
+    assert replicator.wait(10)
+    assert peer.taken == [3]
+    replicator.protect(saves[4])
+    assert replicator.protected == (saves[1], saves[4])
